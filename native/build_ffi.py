@@ -1,0 +1,33 @@
+"""Compiles the C library into the extension module ktconv._native.
+
+API mode: the C compiler checks every declaration that cffi reads from the public
+header against that header. No -march flag: each file names the instruction sets it
+uses, and the library picks one at run time. -ffp-contract=off because a fused
+multiply-add would round once where the format rounds twice.
+"""
+
+from pathlib import Path
+
+from cffi import FFI
+
+NATIVE = Path("native")  # setup.py runs in the project root
+SOURCES = sorted(path.as_posix() for path in (NATIVE / "src").rglob("*.c"))
+
+
+def declarations() -> str:
+    """The part of the public header that cffi understands."""
+    header = (Path(__file__).parent if "__file__" in globals() else NATIVE) / "include/ktconv.h"
+    text = header.read_text(encoding="utf-8")
+    return text.split("/* --- begin cffi --- */")[1].split("/* --- end cffi --- */")[0]
+
+
+ffi = FFI()
+ffi.cdef(declarations())
+ffi.set_source(
+    "ktconv._native",
+    '#include "ktconv.h"',
+    sources=SOURCES,
+    depends=sorted(path.as_posix() for path in NATIVE.rglob("*.h")),
+    include_dirs=["native/include"],
+    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
+)

@@ -1,0 +1,150 @@
+/* ktconv.h - the public C API of ktconv's native library.
+ *
+ * Every function is a pure computation on memory that the caller owns: nothing
+ * here allocates, prints, opens a file, exits or keeps state, except that the
+ * first call detects the CPU (kt_isa_active). All functions may be called from
+ * any number of threads at once as long as their outputs do not overlap.
+ *
+ * Sizes are in elements unless a name ends in _size (bytes). No pointer needs
+ * an alignment; packing is fastest when outputs are 64-byte aligned.
+ *
+ * Functions return KT_OK or the reason for refusing; kt_strerror() words it.
+ * On any error the outputs hold unspecified bytes within their bounds.
+ */
+#ifndef KTCONV_H
+#define KTCONV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cffi reads the text between the two markers. */
+/* --- begin cffi --- */
+
+typedef enum kt_status {
+  KT_OK = 0,
+  KT_ERR_ARGUMENT = 1,    /* null pointer, size below 1, unknown dtype or format */
+  KT_ERR_SHAPE = 2,       /* rows or cols not a multiple of what the format needs */
+  KT_ERR_STRIDE = 3,      /* neither stride of the matrix is 1 */
+  KT_ERR_SCALE = 4,       /* FP8 without block scales, or scales without FP8 */
+  KT_ERR_SCRATCH = 5,     /* scratch smaller than kt_scratch_size(cols) */
+  KT_ERR_NONFINITE = 6,   /* a NaN or Inf in the matrix; see kt_position */
+  KT_ERR_ISA_UNKNOWN = 7, /* KTCONV_ISA holds a name that is no level */
+  KT_ERR_ISA_MISSING = 8  /* this machine does not have that level */
+} kt_status;
+
+/* One static sentence for a status; never NULL. */
+const char *kt_strerror(int status);
+
+/* ---- CPU ---------------------------------------------------------------- */
+
+/* Levels are bundles of instruction sets; each contains the ones before. */
+typedef enum kt_isa {
+  KT_ISA_SCALAR = 0, /* portable C */
+  KT_ISA_AVX512 = 1, /* AVX-512 F, BW, DQ, VL, saved by the OS */
+  KT_ISA_AMX = 2     /* and AMX tile, int8, bf16, granted by the OS */
+} kt_isa;
+
+/* What the CPU and the OS report, each 0 or 1. On other architectures all 0. */
+typedef struct kt_cpu {
+  int32_t avx2, avx512, avx512_vnni, avx512_bf16, avx512_vbmi;
+  int32_t amx_tile, amx_int8, amx_bf16;
+  int32_t amx_permission; /* the kernel grants tile state to this process */
+} kt_cpu;
+
+void kt_cpu_detect(kt_cpu *cpu);
+
+/* The highest level this machine has, whatever KTCONV_ISA says. */
+int kt_isa_available(void);
+
+/* The level in use: KTCONV_ISA if set (read once), else the highest available.
+ * Returns a kt_isa, or minus a kt_status when KTCONV_ISA is unusable. */
+int kt_isa_active(void);
+
+/* Use `isa` from now on in this process, for tests and benchmarks. Not to be
+ * called while other threads compute. KT_ERR_ISA_MISSING if not available. */
+kt_status kt_isa_use(int isa);
+
+/* ---- Source matrices ---------------------------------------------------- */
+
+typedef enum kt_dtype { KT_BF16 = 0, KT_F16 = 1, KT_F32 = 2, KT_F8_E4M3 = 3 } kt_dtype;
+
+/* A [rows, cols] view of source weights, rows = output features (PyTorch [out, in]).
+ * Element (n, k) lies n*row_stride + k*col_stride elements after data; one of
+ * the strides is 1. Its value is the exact binary32 widening of the stored
+ * number, for F8_E4M3 times the block scale:
+ *   fl32(value * block_scale[(row_origin+n)/block_rows * scale_stride +
+ *                            (col_origin+k)/block_cols])
+ * With round_to_bf16 that value is then rounded to bfloat16, ties to even. */
+typedef struct kt_matrix {
+  const void *data;
+  int64_t rows, cols;
+  int64_t row_stride, col_stride;
+  int32_t dtype; /* kt_dtype */
+  int32_t round_to_bf16;
+  const float *block_scale; /* NULL unless F8_E4M3 */
+  int64_t scale_stride;     /* floats from one row of the grid to the next */
+  int64_t block_rows, block_cols;
+  int64_t row_origin, col_origin;
+} kt_matrix;
+
+/* Where KT_ERR_NONFINITE was found: the first such element in row order. */
+typedef struct kt_position {
+  int64_t row, col;
+} kt_position;
+
+/* Bytes of scratch that the functions below need for matrices of `cols`. */
+size_t kt_scratch_size(int64_t cols);
+
+/* The matrix as binary32, row-major [rows, cols], NaN and Inf included. */
+kt_status kt_decode(const kt_matrix *matrix, float *out);
+
+/* ---- Packed formats ------------------------------------------------------ *
+ *
+ * Both formats store one binary32 scale per row and one code per element.
+ *   KT_INT8: rows % 32 == 0, cols % 64 == 0,  codes -127..127, w ~ code * scale
+ *   KT_INT4: rows % 32 == 0, cols % 128 == 0, codes -7..7,     w ~ code * 16 * scale
+ * docs/formats.md specifies the rounding and the byte order. Packed bytes and
+ * scales are identical on every ISA.
+ *
+ * quantize       numbers: codes int8 [rows, cols] row-major, scale [rows]
+ * pack, unpack   places: codes <-> packed bytes of kt_packed_size()
+ * quantize_pack  both in one pass over the source; equal to the two in sequence
+ * measure        reads packed bytes back by a path of its own and compares them
+ *                with the source
+ *
+ * `bad` may be NULL. `scratch` has kt_scratch_size(cols) bytes, one per thread. */
+
+typedef enum kt_format { KT_INT8 = 0, KT_INT4 = 1 } kt_format;
+
+typedef struct kt_error {
+  double sum_squared_error;  /* sum of (w - dequantized)^2 */
+  double sum_squared_source; /* sum of w^2 */
+  double max_steps;          /* largest |w - dequantized| in steps of its row */
+  int64_t zeros;             /* codes that are 0 */
+  int64_t worst_row;         /* where max_steps was found; -1 if all is exact */
+  int64_t invalid;           /* codes outside the range above, nonzero codes under scale 0,
+                                scales that are negative, NaN or Inf */
+} kt_error;
+
+/* Bytes of the packed codes; 0 if the format cannot hold that shape. */
+size_t kt_packed_size(int format, int64_t rows, int64_t cols);
+
+kt_status kt_quantize(int format, const kt_matrix *matrix, int8_t *codes, float *scale,
+                      void *scratch, size_t scratch_size, kt_position *bad);
+kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, uint8_t *packed);
+kt_status kt_unpack(int format, const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes);
+kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed, float *scale,
+                           void *scratch, size_t scratch_size, kt_position *bad);
+kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
+                     const float *scale, void *scratch, size_t scratch_size, kt_error *error);
+
+/* --- end cffi --- */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

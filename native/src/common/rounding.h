@@ -1,0 +1,94 @@
+/* rounding.h - the scalar rules that INT8 and INT4 share (docs/formats.md). */
+#ifndef KT_ROUNDING_H
+#define KT_ROUNDING_H
+
+#include "ktconv.h"
+
+#include <float.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { KT_NONFINITE_BITS = 0x7f800000 }; /* magnitudes from here on are Inf or NaN */
+
+/* Rows whose maximum is below this need kt_flush element by element; above it (2^-100) a
+ * denormal is less than 2^-18 of a step and rounds to zero by itself. */
+enum { KT_FLUSH_BITS = 0x0d800000 };
+
+static inline uint32_t kt_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/* The float of these bits. */
+static inline float kt_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Flush to zero: the format knows no denormals, neither in weights nor in scales. */
+static inline float kt_flush(float value) {
+  const uint32_t bits = kt_bits(value);
+  return kt_float(bits & (0u - (uint32_t)((bits & 0x7fffffffu) >= 0x00800000u)));
+}
+
+/* Bits of the largest magnitude in a row; magnitudes order like their bits. */
+static inline uint32_t kt_row_max_bits(const float *row, int64_t cols) {
+  int32_t max = 0;
+  for (int64_t k = 0; k < cols; k++) {
+    const int32_t magnitude = (int32_t)(kt_bits(row[k]) & 0x7fffffffu);
+    max = magnitude > max ? magnitude : max;
+  }
+  return (uint32_t)max;
+}
+
+/* Nearest integer, ties to even, for |y| < 2^22: 1.5*2^23 has no fraction bits left. */
+static inline int32_t kt_round_even(float y) {
+  return (int32_t)(kt_bits(y + 12582912.0f) - 0x4b400000u);
+}
+
+static inline float kt_reciprocal(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
+
+/* An 8-bit code for each element of a row. */
+static inline void kt_round_row(const float *restrict row, int64_t cols, float inverse,
+                                int8_t *restrict codes) {
+  for (int64_t k = 0; k < cols; k++)
+    codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
+}
+
+/* A stored scale that the format allows. */
+static inline int kt_scale_ok(float scale) { return scale >= 0.0f && scale <= FLT_MAX; }
+
+/* Adds row n to an error: its source values, codes, and the step between two codes. Sums
+ * run in binary64, in eight lanes that compilers vectorise. */
+static inline void kt_add_row_error(const float *source, const int8_t *codes, int64_t cols,
+                                    double step, int lowest, int64_t n, kt_error *error) {
+  enum { LANES = 8 }; /* divides every format's cols_step */
+  double squared_error[LANES] = {0}, squared_source[LANES] = {0}, max[LANES] = {0};
+  int64_t zeros = 0, invalid = 0;
+  for (int64_t k = 0; k < cols; k += LANES)
+    for (int i = 0; i < LANES; i++) {
+      const double value = (double)source[k + i], difference = value - codes[k + i] * step;
+      const double magnitude = difference < 0 ? -difference : difference;
+      squared_error[i] += difference * difference;
+      squared_source[i] += value * value;
+      max[i] = magnitude > max[i] ? magnitude : max[i];
+    }
+  for (int64_t k = 0; k < cols; k++) {
+    zeros += codes[k] == 0;
+    invalid += codes[k] < lowest;
+  }
+  error->zeros += zeros;
+  error->invalid += invalid + (step > 0 ? 0 : cols - zeros);
+  for (int i = 0; i < LANES; i++) {
+    error->sum_squared_error += squared_error[i];
+    error->sum_squared_source += squared_source[i];
+    if (step > 0 && max[i] / step > error->max_steps) {
+      error->max_steps = max[i] / step;
+      error->worst_row = n;
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,255 @@
+/* strip_avx512.h - what the AVX-512 packers share: a strip of 16 source rows, its row
+ * maxima, 64 columns of 8-bit codes, the 16x16 word transpose, and error sums. */
+#ifndef KT_STRIP_AVX512_H
+#define KT_STRIP_AVX512_H
+
+#include "layout.h"
+#include "matrix.h"
+#include "rounding.h"
+#include "transpose_avx512.h"
+
+/* How the rows of a strip lie in memory, a compile-time constant in every loop below. */
+enum { KT_ROW_BF16, KT_ROW_F32 };
+
+typedef struct kt_strip {
+  const uint8_t *data;
+  int64_t row_size; /* bytes from one row to the next */
+  int form;
+} kt_strip;
+
+/* Rows n..n+15: in place where they are plain bf16 or binary32, else decoded. */
+KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch) {
+  const int plain_f32 = m->dtype == KT_F32 && !m->round_to_bf16;
+  if (m->col_stride == 1 && (m->dtype == KT_BF16 || plain_f32)) {
+    const int64_t size = plain_f32 ? 4 : 2;
+    return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
+                      plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};
+  }
+  kt_decode_rows_avx512(m, n, KT_STRIP_ROWS, scratch);
+  return (kt_strip){(const uint8_t *)scratch, m->cols * 4, KT_ROW_F32};
+}
+
+/* Bits of the largest magnitude of a row, widened to binary32; cols % 64 == 0. */
+KT_INLINE uint32_t kt_row_max_avx512(const uint8_t *row, int64_t cols, int form) {
+  const int64_t size = cols * (form == KT_ROW_BF16 ? 2 : 4);
+  __m512i max0 = _mm512_setzero_si512(), max1 = max0;
+  if (form == KT_ROW_BF16) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    for (int64_t at = 0; at < size; at += 128) {
+      max0 = _mm512_max_epu16(max0, _mm512_and_si512(_mm512_loadu_si512(row + at), magnitude));
+      max1 = _mm512_max_epu16(max1, _mm512_and_si512(_mm512_loadu_si512(row + at + 64), magnitude));
+    }
+    max0 = _mm512_max_epu16(max0, max1);
+    const __m512i high = _mm512_and_si512(max0, _mm512_set1_epi32((int)0xffff0000u));
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(high, _mm512_slli_epi32(max0, 16)));
+  }
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int64_t at = 0; at < size; at += 128) {
+    max0 = _mm512_max_epu32(max0, _mm512_and_si512(_mm512_loadu_si512(row + at), magnitude));
+    max1 = _mm512_max_epu32(max1, _mm512_and_si512(_mm512_loadu_si512(row + at + 64), magnitude));
+  }
+  return _mm512_reduce_max_epu32(_mm512_max_epu32(max0, max1));
+}
+
+/* 16 values to 32-bit codes: one product, one rounding to even. With `flush`, denormal
+ * values count as zero. */
+KT_INLINE __m512i kt_round16(__m512i bits, __m512 inverse, int flush) {
+  __m512 value = _mm512_castsi512_ps(bits);
+  if (flush) {
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    const __mmask16 normal = _mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(0x00800000));
+    value = _mm512_maskz_mov_ps(normal, value);
+  }
+  enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+  return _mm512_cvt_roundps_epi32(_mm512_mul_round_ps(value, inverse, NEAREST), NEAREST);
+}
+
+/* 64 columns of a row from column k on as int8 codes. The saturating packs interleave the
+ * four quarters of a vector, so that word j of 128-bit lane l holds the four columns of
+ * group kt_group(form, l, j): the transpose below puts that right at no cost. */
+KT_INLINE __m512i kt_round64(const uint8_t *row, int64_t k, __m512 inverse, int form,
+                                 int flush) {
+  __m512i a, b, c, d;
+  if (form == KT_ROW_BF16) {
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i low = _mm512_loadu_si512(row + 2 * k);
+    const __m512i high = _mm512_loadu_si512(row + 2 * k + 64);
+    a = _mm512_unpacklo_epi16(zero, low), b = _mm512_unpackhi_epi16(zero, low);
+    c = _mm512_unpacklo_epi16(zero, high), d = _mm512_unpackhi_epi16(zero, high);
+  } else {
+    a = _mm512_loadu_si512(row + 4 * k), b = _mm512_loadu_si512(row + 4 * k + 64);
+    c = _mm512_loadu_si512(row + 4 * k + 128), d = _mm512_loadu_si512(row + 4 * k + 192);
+  }
+  a = kt_round16(a, inverse, flush), b = kt_round16(b, inverse, flush);
+  c = kt_round16(c, inverse, flush), d = kt_round16(d, inverse, flush);
+  return _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+}
+
+KT_INLINE int kt_group(int form, int lane, int word) {
+  return form == KT_ROW_BF16 ? word / 2 * 8 + 2 * lane + word % 2 : 4 * word + lane;
+}
+
+/* Stores word (lane, j) of all 16 rows, in row order, as group kt_group(form, lane, j) of
+ * the half tile at `to`. */
+KT_INLINE void kt_store_transposed(const __m512i row[16], uint8_t *to, int form) {
+  __m512i column[16];
+  kt_transpose16(row, column);
+  for (int lane = 0; lane < 4; lane++)
+    for (int j = 0; j < 4; j++)
+      _mm512_storeu_si512(to + KT_GROUP_STRIDE * kt_group(form, lane, j), column[4 * lane + j]);
+}
+
+/* Where a format's tiles are and how its rows scale; what the loops below need of it. */
+typedef struct kt_tile_rule {
+  int64_t tile_cols, block_rows, codes_per_byte;
+  float (*scale)(float amax); /* row scale from the largest magnitude */
+  float step;                 /* steps are this many scales */
+} kt_tile_rule;
+
+KT_INLINE int64_t kt_half_tile_at(const kt_matrix *m, kt_tile_rule rule, int64_t n, int64_t k) {
+  return kt_tile_start(m->rows, m->cols, rule.block_rows, n, k) / rule.codes_per_byte +
+         kt_half_tile(n);
+}
+
+/* One row of one tile, from column k on, as 64 bytes in the order of kt_round64. */
+typedef __m512i kt_tile_row_fn(const uint8_t *row, int64_t k, __m512 inverse, int form, int flush);
+
+KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, const float *inverse,
+                             uint8_t *packed, kt_tile_rule rule, kt_tile_row_fn *tile_row, int form,
+                             int flush) {
+  for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
+    __m512i bytes[KT_STRIP_ROWS];
+    for (int r = 0; r < KT_STRIP_ROWS; r++)
+      bytes[r] = tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form,
+                          flush);
+    kt_store_transposed(bytes, packed + kt_half_tile_at(m, rule, n, k), form);
+  }
+}
+
+/* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
+KT_INLINE kt_status kt_scale_strip(const kt_matrix *m, kt_strip strip, kt_tile_rule rule,
+                                   float *scale, float *inverse, int *flush) {
+  *flush = 0;
+  for (int r = 0; r < KT_STRIP_ROWS; r++) {
+    const uint8_t *row = strip.data + r * strip.row_size;
+    const uint32_t max = strip.form == KT_ROW_BF16 ? kt_row_max_avx512(row, m->cols, KT_ROW_BF16)
+                                                   : kt_row_max_avx512(row, m->cols, KT_ROW_F32);
+    if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
+    scale[r] = rule.scale(kt_float(max));
+    inverse[r] = kt_reciprocal(scale[r]);
+    *flush |= max < KT_FLUSH_BITS;
+  }
+  return KT_OK;
+}
+
+/* The whole matrix: each strip is read from memory once, for its maxima, and quantized
+ * from the cache. */
+KT_INLINE kt_status kt_quantize_pack_strips(const kt_matrix *m, uint8_t *packed, float *scale,
+                                            float *scratch, kt_tile_rule rule,
+                                            kt_tile_row_fn *tile_row) {
+  for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
+    const kt_strip strip = kt_strip_at(m, n, scratch);
+    float inverse[KT_STRIP_ROWS];
+    int flush;
+    const kt_status status = kt_scale_strip(m, strip, rule, scale + n, inverse, &flush);
+    if (status) return status;
+    if (strip.form == KT_ROW_BF16 && !flush)
+      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_BF16, 0);
+    else if (strip.form == KT_ROW_BF16)
+      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_BF16, 1);
+    else if (!flush)
+      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_F32, 0);
+    else
+      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_F32, 1);
+  }
+  return KT_OK;
+}
+
+/* ---- Measuring: codes read back with gathers, independent of the transpose. ---- */
+
+/* Errors of one row so far, in steps of that row, 16 partial sums each. */
+typedef struct kt_row_error {
+  __m512 squared_error, squared_source, max;
+  int64_t zeros, invalid;
+} kt_row_error;
+
+/* The 16 groups of row r of a half tile: 64 bytes in column order. */
+KT_INLINE __m512i kt_gather_row(const uint8_t *half_tile, int r) {
+  const __m512i group = _mm512_slli_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 6);
+  return _mm512_i32gather_epi32(group, half_tile + 4 * r, 1);
+}
+
+KT_INLINE __m512 kt_load16(const uint8_t *row, int64_t k, int form) {
+  if (form == KT_ROW_F32) return _mm512_loadu_ps(row + 4 * k);
+  const __m256i half = _mm256_loadu_si256((const __m256i *)(row + 2 * k));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* Adds columns k..k+63, whose codes are the 64 bytes of `codes`. */
+KT_INLINE void kt_add_error64(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
+                                  __m512i codes, __m512 inverse_step) {
+  const __m128i quarter[4] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
+                              _mm512_extracti32x4_epi32(codes, 2),
+                              _mm512_extracti32x4_epi32(codes, 3)};
+  enum { LARGER_MAGNITUDE = 0x0b }; /* of two, as a positive number */
+  for (int i = 0; i < 4; i++) {
+    const __m512 source = _mm512_mul_ps(kt_load16(row, k + 16 * i, form), inverse_step);
+    const __m512 code = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(quarter[i]));
+    const __m512 error = _mm512_sub_ps(source, code);
+    sum->squared_error = _mm512_fmadd_ps(error, error, sum->squared_error);
+    sum->squared_source = _mm512_fmadd_ps(source, source, sum->squared_source);
+    sum->max = _mm512_range_ps(sum->max, error, LARGER_MAGNITUDE);
+  }
+}
+
+/* Adds a finished row to the matrix' totals. Under scale 0 every code must be 0. */
+KT_INLINE void kt_finish_row(const kt_row_error *sum, float scale, double step, int64_t n,
+                             int64_t cols, kt_error *error) {
+  const double max = (double)_mm512_reduce_max_ps(sum->max);
+  error->sum_squared_error += step * step * (double)_mm512_reduce_add_ps(sum->squared_error);
+  error->sum_squared_source += step * step * (double)_mm512_reduce_add_ps(sum->squared_source);
+  error->zeros += sum->zeros;
+  error->invalid += sum->invalid + !kt_scale_ok(scale);
+  if (scale == 0.0f) error->invalid += cols - sum->zeros;
+  if (step > 0 && max > error->max_steps) {
+    error->max_steps = max;
+    error->worst_row = n;
+  }
+}
+
+/* Adds one row of one tile, from column k on, whose packed bytes are `bytes`. */
+typedef void kt_tile_error_fn(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
+                              __m512i bytes, __m512 inverse_step);
+
+KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
+                                const uint8_t *packed, const float *scale, kt_tile_rule rule,
+                                kt_tile_error_fn *tile_error, int form, kt_error *error) {
+  kt_row_error sums[KT_STRIP_ROWS];
+  float inverse[KT_STRIP_ROWS];
+  memset(sums, 0, sizeof sums);
+  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = kt_reciprocal(scale[n + r] * rule.step);
+  for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
+    const uint8_t *half_tile = packed + kt_half_tile_at(m, rule, n, k);
+    for (int r = 0; r < KT_STRIP_ROWS; r++)
+      tile_error(&sums[r], strip.data + r * strip.row_size, k, form, kt_gather_row(half_tile, r),
+                 _mm512_set1_ps(inverse[r]));
+  }
+  for (int r = 0; r < KT_STRIP_ROWS; r++)
+    kt_finish_row(&sums[r], scale[n + r], (double)scale[n + r] * (double)rule.step, n + r, m->cols,
+                  error);
+}
+
+KT_INLINE void kt_measure_strips(const kt_matrix *m, const uint8_t *packed, const float *scale,
+                                 float *scratch, kt_tile_rule rule, kt_tile_error_fn *tile_error,
+                                 kt_error *error) {
+  for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
+    const kt_strip strip = kt_strip_at(m, n, scratch);
+    if (strip.form == KT_ROW_BF16)
+      kt_measure_strip(m, n, strip, packed, scale, rule, tile_error, KT_ROW_BF16, error);
+    else
+      kt_measure_strip(m, n, strip, packed, scale, rule, tile_error, KT_ROW_F32, error);
+  }
+}
+
+#endif

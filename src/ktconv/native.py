@@ -1,0 +1,284 @@
+"""The border to the C library: the one module that touches cffi.
+
+Every function checks sizes and contiguity, calls, and turns a status into an
+exception. Calls release the GIL, so Python threads run them in parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconv._native import ffi, lib
+from ktconv.errors import CheckpointError, UsageError
+
+Array = npt.NDArray[Any]
+
+FORMATS: dict[str, int] = {"int8": lib.KT_INT8, "int4": lib.KT_INT4}
+DTYPES: dict[str, tuple[int, int]] = {  # safetensors name -> (kt_dtype, bytes per element)
+    "BF16": (lib.KT_BF16, 2),
+    "F16": (lib.KT_F16, 2),
+    "F32": (lib.KT_F32, 4),
+    "F8_E4M3": (lib.KT_F8_E4M3, 1),
+}
+ISA_NAMES = {lib.KT_ISA_SCALAR: "scalar", lib.KT_ISA_AVX512: "avx512", lib.KT_ISA_AMX: "amx"}
+
+
+class NonFiniteError(CheckpointError):
+    """A NaN or Inf at (row, col) of a source matrix."""
+
+    def __init__(self, row: int, col: int) -> None:
+        super().__init__(f"the matrix holds a NaN or an infinity at row {row}, column {col}")
+        self.row, self.col = row, col
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSums:
+    """What kt_measure found; sums so that parts of a tensor can be added."""
+
+    squared_error: float = 0.0
+    squared_source: float = 0.0
+    max_steps: float = 0.0
+    zeros: int = 0
+    invalid: int = 0
+    worst_row: int = -1
+    elements: int = 0
+
+    def add(self, other: ErrorSums) -> ErrorSums:
+        """The sums of both; `other` holds the rows that follow `self`'s."""
+        worst = self if self.max_steps >= other.max_steps else other
+        return ErrorSums(
+            self.squared_error + other.squared_error,
+            self.squared_source + other.squared_source,
+            worst.max_steps,
+            self.zeros + other.zeros,
+            self.invalid + other.invalid,
+            worst.worst_row,
+            self.elements + other.elements,
+        )
+
+    @property
+    def relative_rms(self) -> float:
+        """Root of squared error over squared source; 0 for an all-zero source."""
+        return math.sqrt(self.squared_error / self.squared_source) if self.squared_source else 0.0
+
+    @property
+    def zero_share(self) -> float:
+        return self.zeros / self.elements if self.elements else 0.0
+
+
+def isa() -> str:
+    """The level in use. Raises UsageError when KTCONV_ISA cannot be used."""
+    level = lib.kt_isa_active()
+    if level < 0:
+        raise UsageError(
+            f"KTCONV_ISA cannot be used: {_words(-level)}",
+            f"unset it, or choose one of: {', '.join(isa_available())}",
+        )
+    return ISA_NAMES[level]
+
+
+def isa_available() -> list[str]:
+    """The levels that this machine can run, lowest first."""
+    return [name for level, name in ISA_NAMES.items() if level <= lib.kt_isa_available()]
+
+
+def use_isa(name: str) -> None:
+    """Use this level from now on. Not while other threads compute."""
+    levels = {name: level for level, name in ISA_NAMES.items()}
+    _check(lib.kt_isa_use(levels[name]))
+
+
+def cpu_features() -> dict[str, bool]:
+    """What CPU and OS report, by the names of struct kt_cpu."""
+    cpu = ffi.new("kt_cpu *")
+    lib.kt_cpu_detect(cpu)
+    return {name: bool(getattr(cpu, name)) for name, _ in ffi.typeof("kt_cpu").fields}
+
+
+class Matrix:
+    """A strided view of source weights; keeps the memory it points to alive.
+
+    `buffer` is contiguous uint8 memory, `start` and the strides count elements of
+    `dtype` (a safetensors name). `block_scale` is a float32 grid for FP8, with blocks
+    of `block` = (rows, cols) and the matrix starting at element `origin` of the grid.
+    """
+
+    def __init__(
+        self,
+        buffer: Array,
+        dtype: str,
+        rows: int,
+        cols: int,
+        *,
+        start: int = 0,
+        row_stride: int | None = None,
+        col_stride: int = 1,
+        block_scale: Array | None = None,
+        block: tuple[int, int] = (1, 1),
+        origin: tuple[int, int] = (0, 0),
+        round_to_bf16: bool = False,
+    ) -> None:
+        code, size = DTYPES[dtype]
+        row_stride = cols if row_stride is None else row_stride
+        last = start + (rows - 1) * row_stride + (cols - 1) * col_stride
+        if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous or start < 0:
+            raise ValueError("buffer must be contiguous uint8, start must not be negative")
+        if (last + 1) * size > buffer.nbytes:
+            raise ValueError(f"[{rows}, {cols}] from element {start} on exceeds the buffer")
+        self.rows, self.cols = rows, cols
+        self.c = ffi.new("kt_matrix *")
+        self._keep = (buffer, block_scale)
+        self.c.data = ffi.from_buffer("char[]", buffer) + start * size
+        self.c.rows, self.c.cols, self.c.dtype = rows, cols, code
+        self.c.row_stride, self.c.col_stride = row_stride, col_stride
+        self.c.round_to_bf16 = round_to_bf16
+        if block_scale is not None:
+            self._set_scale(block_scale, block, origin)
+
+    def _set_scale(self, grid: Array, block: tuple[int, int], origin: tuple[int, int]) -> None:
+        if grid.dtype != np.float32 or grid.ndim != 2 or not grid.flags.c_contiguous:
+            raise ValueError("block_scale must be a contiguous 2-D float32 array")
+        needed = [
+            (begin + length - 1) // size + 1
+            for begin, length, size in zip(origin, (self.rows, self.cols), block, strict=True)
+        ]
+        if grid.shape[0] < needed[0] or grid.shape[1] < needed[1]:
+            raise ValueError(f"block_scale is {grid.shape}, the matrix needs {tuple(needed)}")
+        self.c.block_scale = ffi.cast("float *", ffi.from_buffer(grid))
+        self.c.scale_stride = grid.shape[1]
+        self.c.block_rows, self.c.block_cols = block
+        self.c.row_origin, self.c.col_origin = origin
+
+
+def packed_size(format: str, rows: int, cols: int) -> int:
+    """Bytes of a packed matrix; ValueError if the format cannot hold the shape."""
+    size = int(lib.kt_packed_size(FORMATS[format], rows, cols))
+    if not size:
+        raise ValueError(f"{format} cannot hold a matrix of [{rows}, {cols}]")
+    return size
+
+
+def new_scratch(cols: int) -> Array:
+    """Scratch for matrices of up to `cols` columns; one per thread."""
+    return np.empty(int(lib.kt_scratch_size(cols)), np.uint8)
+
+
+def decode(matrix: Matrix) -> Array:
+    """The matrix as float32 [rows, cols]."""
+    out = np.empty((matrix.rows, matrix.cols), np.float32)
+    _check(lib.kt_decode(matrix.c, ffi.cast("float *", ffi.from_buffer(out))))
+    return out
+
+
+def quantize(format: str, matrix: Matrix) -> tuple[Array, Array]:
+    """Codes int8 [rows, cols] and scales float32 [rows]."""
+    codes = np.empty((matrix.rows, matrix.cols), np.int8)
+    scale = np.empty(matrix.rows, np.float32)
+    scratch, bad = new_scratch(matrix.cols), ffi.new("kt_position *")
+    status = lib.kt_quantize(
+        FORMATS[format],
+        matrix.c,
+        ffi.cast("int8_t *", ffi.from_buffer(codes)),
+        ffi.cast("float *", ffi.from_buffer(scale)),
+        ffi.from_buffer(scratch),
+        scratch.nbytes,
+        bad,
+    )
+    _check(status, bad)
+    return codes, scale
+
+
+def pack(format: str, codes: Array) -> Array:
+    """Packed bytes (uint8, 1-D) of int8 codes [rows, cols]."""
+    codes = np.ascontiguousarray(codes, np.int8)
+    packed = np.empty(packed_size(format, *codes.shape), np.uint8)
+    source = ffi.cast("int8_t *", ffi.from_buffer(codes))
+    _check(lib.kt_pack(FORMATS[format], source, *codes.shape, _bytes(packed)))
+    return packed
+
+
+def unpack(format: str, packed: Array, rows: int, cols: int) -> Array:
+    """Codes int8 [rows, cols] of packed bytes."""
+    _expect("packed", packed, packed_size(format, rows, cols))
+    codes = np.empty((rows, cols), np.int8)
+    target = ffi.cast("int8_t *", ffi.from_buffer(codes))
+    _check(lib.kt_unpack(FORMATS[format], _bytes(packed), rows, cols, target))
+    return codes
+
+
+def quantize_pack(
+    format: str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
+) -> None:
+    """Quantizes and packs in one pass, into `packed` (uint8) and `scale` (float32 [rows]).
+
+    Raises NonFiniteError with the first NaN or Inf.
+    """
+    _expect("packed", packed, packed_size(format, matrix.rows, matrix.cols))
+    _expect("scale", scale, 4 * matrix.rows)
+    scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    bad = ffi.new("kt_position *")
+    status = lib.kt_quantize_pack(
+        FORMATS[format],
+        matrix.c,
+        _bytes(packed),
+        ffi.cast("float *", ffi.from_buffer(scale)),
+        ffi.from_buffer(scratch),
+        scratch.nbytes,
+        bad,
+    )
+    _check(status, bad)
+
+
+def measure(
+    format: str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
+) -> ErrorSums:
+    """Unpacks, dequantizes and compares with the source."""
+    _expect("packed", packed, packed_size(format, matrix.rows, matrix.cols))
+    _expect("scale", scale, 4 * matrix.rows)
+    scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    error = ffi.new("kt_error *")
+    status = lib.kt_measure(
+        FORMATS[format],
+        matrix.c,
+        _bytes(packed),
+        ffi.cast("float *", ffi.from_buffer(scale)),
+        ffi.from_buffer(scratch),
+        scratch.nbytes,
+        error,
+    )
+    _check(status)
+    return ErrorSums(
+        error.sum_squared_error,
+        error.sum_squared_source,
+        error.max_steps,
+        error.zeros,
+        error.invalid,
+        error.worst_row,
+        matrix.rows * matrix.cols,
+    )
+
+
+def _bytes(array: Array) -> Any:
+    return ffi.cast("uint8_t *", ffi.from_buffer(array))
+
+
+def _expect(what: str, array: Array, nbytes: int) -> None:
+    if array.nbytes != nbytes or not array.flags.c_contiguous:
+        raise ValueError(f"{what} must be {nbytes} contiguous bytes, got {array.nbytes}")
+
+
+def _words(status: int) -> str:
+    return str(ffi.string(lib.kt_strerror(status)).decode())
+
+
+def _check(status: int, bad: Any = None) -> None:
+    if status == lib.KT_OK:
+        return
+    if status == lib.KT_ERR_NONFINITE:
+        raise NonFiniteError(int(bad.row), int(bad.col))
+    raise ValueError(_words(status))
