@@ -1,0 +1,103 @@
+"""The input encodings that can be read: one file each, and a row in `ENCODINGS`."""
+
+from __future__ import annotations
+
+from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
+from ktconv.checkpoint.encodings.dense import BF16, FP16, FP32
+from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
+from ktconv.checkpoint.encodings.fp8 import SCALE as FP8_SCALE
+from ktconv.checkpoint.encodings.grids import load_block_scale, scale_grid_shape, scale_span
+from ktconv.errors import CheckpointError
+
+__all__ = [
+    "ENCODINGS",
+    "Encoding",
+    "Parts",
+    "choose_encoding",
+    "load_block_scale",
+    "scale_grid_shape",
+    "scale_span",
+]
+
+ENCODINGS = (BF16, FP16, FP32, FP8_BLOCK)
+
+GPT_OSS = "gpt-oss is not supported yet"
+SUPPORTED_HINT = (
+    "Supported expert weights are BF16, FP16, FP32 and FP8-E4M3 with block scales "
+    "(weight_scale_inv); use a version of this model in one of them."
+)
+# What a tensor beside (or in place of) a weight is a sign of.
+_FOREIGN = {
+    "bias": "expert biases",
+    "qweight": "AWQ or GPTQ packing",
+    "qzeros": "AWQ or GPTQ packing",
+    "g_idx": "GPTQ packing",
+    "scales": "AWQ or GPTQ packing",
+    "weight_packed": "compressed-tensors packing",
+    "weight_shape": "compressed-tensors packing",
+    "weight_zero_point": "asymmetric quantization",
+    "weight_scale": "quantization with weight_scale",
+    "weight_scale_2": "NVFP4",
+    "weight_global_scale": "NVFP4",
+    "input_scale": "static activation scales",
+    "input_global_scale": "static activation scales",
+    "scale": "block scales named .scale (DeepSeek V4)",
+}
+_BY_KEY = {
+    (encoding.dtype, frozenset((WEIGHT, *encoding.companions))): encoding for encoding in ENCODINGS
+}
+
+
+def choose_encoding(name: str, parts: Parts) -> Encoding:
+    """The encoding of the weight `name` whose tensors are `parts`.
+
+    Raises CheckpointError that names the tensor nobody understands.
+    """
+    weight = parts.get(WEIGHT)
+    if weight is not None:
+        encoding = _BY_KEY.get((weight.dtype, frozenset(parts)))
+        if encoding is not None:
+            return encoding
+    raise _unsupported(name, parts)
+
+
+def _unsupported(name: str, parts: Parts) -> CheckpointError:
+    for part, tensor in parts.items():
+        if part in ("blocks", "weight_blocks"):
+            return CheckpointError(f"{tensor.name} holds MXFP4 blocks: {GPT_OSS}", SUPPORTED_HINT)
+        if part in _FOREIGN:
+            return CheckpointError(
+                f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} is not supported as an input",
+                SUPPORTED_HINT,
+            )
+    for part, tensor in parts.items():
+        if part not in (WEIGHT, FP8_SCALE):
+            return CheckpointError(
+                f"{tensor.name} ({tensor.dtype}) is unknown beside an expert weight", SUPPORTED_HINT
+            )
+    if WEIGHT not in parts:
+        orphan = next(iter(parts.values()))
+        return CheckpointError(
+            f"{name}.weight is missing, although {orphan.name} is there",
+            "Download the checkpoint again.",
+        )
+    return _unsupported_weight(parts)
+
+
+def _unsupported_weight(parts: Parts) -> CheckpointError:
+    weight = parts[WEIGHT]
+    if weight.dtype == FP8_BLOCK.dtype:
+        return CheckpointError(
+            f"{weight.name} is {weight.dtype}, but its block scales {FP8_SCALE} are missing",
+            "FP8 weights need block scales; a scale per tensor or row is not supported.",
+        )
+    if weight.dtype in {encoding.dtype for encoding in ENCODINGS}:
+        return CheckpointError(
+            f"{parts[FP8_SCALE].name} holds block scales, but {weight.name} is {weight.dtype} "
+            "and needs none",
+            "The checkpoint contradicts itself; download it again.",
+        )
+    return CheckpointError(
+        f"{weight.name} has dtype {weight.dtype}, which is not supported as an input",
+        SUPPORTED_HINT,
+    )

@@ -1,0 +1,9 @@
+"""Plain floating-point weights: one tensor, no scales."""
+
+from __future__ import annotations
+
+from ktconv.checkpoint.encodings.base import Encoding
+
+BF16 = Encoding("bf16", "BF16")
+FP16 = Encoding("fp16", "F16")
+FP32 = Encoding("fp32", "F32")

@@ -1,0 +1,209 @@
+"""From one stack of tensors to one layer of experts, with every tensor accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ktconv.checkpoint.config import ModelConfig, Setting
+from ktconv.checkpoint.encodings import Encoding, Parts, choose_encoding
+from ktconv.checkpoint.encodings.base import WEIGHT
+from ktconv.checkpoint.fused import fused_layout, fused_parts, refuse_biases
+from ktconv.checkpoint.stacks import Stack
+from ktconv.checkpoint.types import (
+    PROJECTIONS,
+    BlockScale,
+    ExpertMatrix,
+    MoELayer,
+    Projection,
+    TensorRef,
+)
+from ktconv.checkpoint.views import StoredView
+from ktconv.errors import CheckpointError
+
+_SPELLINGS: Sequence[Mapping[str, Projection]] = (
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+    {"w1": "gate", "w3": "up", "w2": "down"},
+)
+_PROJECTION_OF: Mapping[str, Projection] = {**_SPELLINGS[0], **_SPELLINGS[1]}
+_NUMBER = re.compile("[0-9]{1,6}")
+_INCOMPLETE = "Download the checkpoint again; nothing is converted from part of a layer."
+_CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
+
+# Expert id -> projection -> part name -> tensor.
+_Found = dict[int, dict[Projection, dict[str, TensorRef]]]
+
+
+def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
+    """The MoE layer that `stack` holds.
+
+    Raises CheckpointError naming the tensor for anything missing, left over, of an
+    unsupported encoding, or of a shape that the config or the other experts contradict.
+    """
+    if not any(rest[0].isdecimal() for rest in stack.tensors if rest):
+        return _fused_layer(stack, index, is_mtp, config)
+    return _numbered_layer(stack, index, is_mtp, config)
+
+
+def _numbered_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
+    found = _group_by_expert(stack)
+    _check_complete(stack, found, config.num_experts)
+    views = _plain_views(stack, found, config)
+    encodings = _EncodingOfLayer(config)
+    experts = []
+    for expert in range(len(found)):
+        matrices: dict[Projection, ExpertMatrix] = {}
+        for projection in PROJECTIONS:
+            parts = found[expert][projection]
+            matrices[projection] = encodings.matrix(stack.source, parts, views[projection])
+        experts.append(matrices)
+    gate = views["gate"]
+    return MoELayer(
+        index, stack.source, is_mtp, gate.cols, gate.rows, encodings.name, tuple(experts)
+    )
+
+
+def _group_by_expert(stack: Stack) -> _Found:
+    found: _Found = {}
+    for rest, tensor in stack.tensors.items():
+        number, _, tail = rest.partition(".")
+        name, _, part = tail.partition(".")
+        projection = _PROJECTION_OF.get(name)
+        if projection is None or not part or not _NUMBER.fullmatch(number):
+            raise CheckpointError(
+                f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known tensor of "
+                "numbered experts",
+                "Known are gate_proj, up_proj, down_proj and w1, w3, w2 with .weight.",
+            )
+        parts = found.setdefault(int(number), {}).setdefault(projection, {})
+        if part in parts:
+            raise CheckpointError(
+                f"{parts[part].name} and {tensor.name} are the same weight twice",
+                "Remove one of them from the checkpoint.",
+            )
+        parts[part] = tensor
+    return found
+
+
+def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
+    """Experts 0 .. count-1 are there, each with three projections, and no other."""
+    highest = max(found)
+    if count is not None and highest >= count.value:
+        surplus = next(iter(next(iter(found[highest].values())).values()))
+        raise CheckpointError(
+            f"{surplus.name} is expert {highest}, but config.json has {count.key} {count.value}",
+            _CONTRADICTION,
+        )
+    expected = count.value if count is not None else highest + 1
+    for expert in range(expected):
+        projections = found.get(expert, {})
+        if len(projections) != len(PROJECTIONS):
+            spelling = _spelling(stack)
+            absent = next(name for name, meant in spelling.items() if meant not in projections)
+            raise CheckpointError(
+                f"{stack.source}.{expert}.{absent}.weight is missing"
+                + _missing_experts(found, expected),
+                _INCOMPLETE,
+            )
+
+
+def _missing_experts(found: _Found, expected: int) -> str:
+    missing = [expert for expert in range(expected) if expert not in found]
+    if not missing:
+        return ""
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return f": the layer has no expert {listed} of 0-{expected - 1}"
+
+
+def _spelling(stack: Stack) -> Mapping[str, Projection]:
+    """How this stack names its projections, so that an error names the key to look for."""
+    names = {rest.split(".")[1] for rest in stack.tensors}
+    return next(style for style in _SPELLINGS if names & set(style))
+
+
+def _plain_views(
+    stack: Stack, found: _Found, config: ModelConfig
+) -> Mapping[Projection, StoredView]:
+    """Views of [I, H] gate and up and [H, I] down; sizes from the config, else expert 0."""
+    weight = found[0]["gate"].get(WEIGHT)
+    # Without a 2-D weight the encoding or the shape check will refuse it by name.
+    shape = weight.shape if weight is not None and len(weight.shape) == 2 else (0, 0)
+    inner = config.intermediate_size.value if config.intermediate_size else shape[0]
+    hidden = config.hidden_size.value if config.hidden_size else shape[1]
+    wide = StoredView(inner, hidden, inner, hidden)
+    return {"gate": wide, "up": wide, "down": StoredView(hidden, inner, hidden, inner)}
+
+
+def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
+    parts = fused_parts(stack)
+    refuse_biases(parts)
+    of: Mapping[Projection, Parts] = {
+        "gate": parts["gate_up_proj"], "up": parts["gate_up_proj"], "down": parts["down_proj"]
+    }  # fmt: skip
+    for owner in parts.values():
+        choose_encoding(stack.source, owner)  # refuses packed weights before their shapes confuse
+    layout = fused_layout(of["gate"][WEIGHT], of["down"][WEIGHT], config)
+    name = of["gate"][WEIGHT].name
+    _check_size(name, "expert count", layout.experts, config.num_experts)
+    _check_size(name, "hidden size", layout.hidden, config.hidden_size)
+    _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
+    encodings = _EncodingOfLayer(config)
+    experts = []
+    for expert in range(layout.experts):
+        views = layout.views(expert)
+        experts.append({p: encodings.matrix(stack.source, of[p], views[p]) for p in PROJECTIONS})
+    return MoELayer(
+        index, stack.source, is_mtp, layout.hidden, layout.intermediate, encodings.name,
+        tuple(experts),
+    )  # fmt: skip
+
+
+def _check_size(name: str, what: str, found: int, setting: Setting | None) -> None:
+    if setting is not None and setting.value != found:
+        raise CheckpointError(
+            f"{name} has {what} {found}, but config.json has {setting.key} {setting.value}",
+            _CONTRADICTION,
+        )
+
+
+class _EncodingOfLayer:
+    """Makes the matrices of one layer and holds them to one encoding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._first: tuple[Encoding, TensorRef] | None = None
+
+    @property
+    def name(self) -> str:
+        assert self._first is not None, "a layer has at least one expert"
+        return self._first[0].name
+
+    def matrix(self, source: str, parts: Parts, view: StoredView) -> ExpertMatrix:
+        encoding = choose_encoding(source, parts)
+        weight = parts[WEIGHT]
+        if self._first is None:
+            self._first = (encoding, weight)
+        elif encoding is not self._first[0]:
+            raise CheckpointError(
+                f"{weight.name} is {encoding.name}, but {self._first[1].name} of the same layer "
+                f"is {self._first[0].name}",
+                "All experts of a layer must have one encoding.",
+            )
+        if weight.shape != view.shape:
+            raise self._wrong_shape(weight, view)
+        scale: BlockScale | None = None
+        if encoding.make_scale is not None:
+            scale = encoding.make_scale(parts, view, self._config)
+        return view.matrix(weight, scale)
+
+    def _wrong_shape(self, weight: TensorRef, view: StoredView) -> CheckpointError:
+        known = [
+            f"{setting.key} {setting.value}"
+            for setting in (self._config.hidden_size, self._config.intermediate_size)
+            if setting is not None
+        ]
+        reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
+        return CheckpointError(
+            f"{weight.name} has shape {list(weight.shape)}, expected {list(view.shape)}: {reason}",
+            _CONTRADICTION,
+        )

@@ -1,0 +1,142 @@
+"""Fused experts: one 3-D gate_up_proj and one 3-D down_proj hold all experts of a layer.
+
+Two layouts are in use, gate before up in both:
+
+    out-in   gate_up_proj [E, 2I, H]   down_proj [E, H, I]    Qwen3.5, transformers >= 5
+    in-out   gate_up_proj [E, H, 2I]   down_proj [E, I, H]    Qwen3-VL, Llama 4
+
+Both tensors' shapes together always tell which. Suppose that gate_up [E, a, b] and down
+[E, c, d] fit both: out-in needs b = c and a = 2d, in-out needs a = d and b = 2c. Then
+a = 2d = 2a, so a = 0, and empty tensors are refused. So 2I = H (square gate_up) is decided by
+down, I = H (square down) by gate_up, and two squares fit neither. A model type is not
+asked: Qwen3-VL is in-out on the hub and out-in when transformers saved it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.encodings import GPT_OSS, SUPPORTED_HINT
+from ktconv.checkpoint.stacks import Stack
+from ktconv.checkpoint.types import Projection, TensorRef
+from ktconv.checkpoint.views import StoredView
+from ktconv.errors import CheckpointError
+
+_NAME = re.compile(r"(gate_up_proj|down_proj)(?:([._])(.+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayout:
+    """What the shapes of a layer's two fused tensors say."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    transposed: bool  # stored [in, out]
+
+    def views(self, expert: int) -> Mapping[Projection, StoredView]:
+        """Where the three matrices of `expert` lie."""
+        return {
+            "gate": self._gate_up(expert, 0),
+            "up": self._gate_up(expert, self.intermediate),
+            "down": self._view(expert, self.hidden, self.intermediate, self.hidden),
+        }
+
+    def _gate_up(self, expert: int, output: int) -> StoredView:
+        return self._view(expert, self.intermediate, self.hidden, 2 * self.intermediate, output)
+
+    def _view(self, expert: int, rows: int, cols: int, outputs: int, output: int = 0) -> StoredView:
+        """`rows` outputs from `output` on, of the `outputs` that the tensor has."""
+        return StoredView(
+            stored_rows=cols if self.transposed else outputs,
+            stored_cols=outputs if self.transposed else cols,
+            rows=rows,
+            cols=cols,
+            experts=self.experts,
+            expert=expert,
+            row=0 if self.transposed else output,
+            col=output if self.transposed else 0,
+            transposed=self.transposed,
+        )
+
+
+def fused_parts(stack: Stack) -> dict[str, dict[str, TensorRef]]:
+    """gate_up_proj and down_proj of a fused stack, each with its parts by name."""
+    parts: dict[str, dict[str, TensorRef]] = {}
+    for rest, tensor in stack.tensors.items():
+        match = _NAME.fullmatch(rest)
+        if match is None:
+            raise CheckpointError(
+                f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known way to "
+                "store experts",
+                "Known are experts.<e>.<projection>.weight, and gate_up_proj with down_proj.",
+            )
+        part = _part_name(match[2], match[3])
+        owner = parts.setdefault(match[1], {})
+        if part in owner:
+            raise CheckpointError(
+                f"{owner[part].name} and {tensor.name} are the same weight twice",
+                "Remove one of them from the checkpoint.",
+            )
+        owner[part] = tensor
+    for name in ("gate_up_proj", "down_proj"):
+        if name not in parts:
+            raise CheckpointError(
+                f"{stack.source}.{name} is missing, although {tensor.name} is there",
+                "Download the checkpoint again.",
+            )
+    return parts
+
+
+def _part_name(separator: str | None, rest: str | None) -> str:
+    """gate_up_proj -> weight, gate_up_proj_scale_inv -> weight_scale_inv, and so on."""
+    if separator is None or rest is None:
+        return "weight"
+    if separator == "_" and rest.startswith("scale"):
+        return "weight_" + rest
+    return rest
+
+
+def refuse_biases(parts: Mapping[str, Mapping[str, TensorRef]]) -> None:
+    """Fused experts with biases: only gpt-oss has them, and its rows are interleaved too."""
+    for owner in parts.values():
+        if "bias" in owner:
+            raise CheckpointError(
+                f"{owner['bias'].name}: experts with biases are not supported as an input; "
+                f"{GPT_OSS}",
+                SUPPORTED_HINT,
+            )
+
+
+def fused_layout(gate_up: TensorRef, down: TensorRef, config: ModelConfig) -> FusedLayout:
+    """Decide the layout from both shapes; raises CheckpointError if they fit none."""
+    if len(gate_up.shape) == 3 and len(down.shape) == 3 and gate_up.shape[0] == down.shape[0]:
+        experts, a, b = gate_up.shape
+        _, c, d = down.shape
+        if min(experts, a, b, c, d) > 0:
+            if b == c and a == 2 * d:
+                return FusedLayout(experts, hidden=b, intermediate=d, transposed=False)
+            if a == d and b == 2 * c:
+                return FusedLayout(experts, hidden=a, intermediate=c, transposed=True)
+    raise CheckpointError(
+        f"{gate_up.name} {list(gate_up.shape)} and {down.name} {list(down.shape)} fit neither "
+        f"{_expected(config, transposed=False)} nor {_expected(config, transposed=True)}",
+        "Check that the tensors and config.json belong to one checkpoint.",
+    )
+
+
+def _expected(config: ModelConfig, transposed: bool) -> str:
+    def text(setting: object, letter: str, factor: int = 1) -> str:
+        value = getattr(setting, "value", None)
+        return str(value * factor) if value else (f"{factor}{letter}" if factor > 1 else letter)
+
+    experts = text(config.num_experts, "E")
+    hidden = text(config.hidden_size, "H")
+    inner = text(config.intermediate_size, "I")
+    double = text(config.intermediate_size, "I", 2)
+    gate_up: Sequence[str] = (hidden, double) if transposed else (double, hidden)
+    down: Sequence[str] = (inner, hidden) if transposed else (hidden, inner)
+    return f"[{experts}, {', '.join(gate_up)}] + [{experts}, {', '.join(down)}]"

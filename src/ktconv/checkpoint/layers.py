@@ -1,0 +1,177 @@
+"""Which layers have experts: stacks get their index, and config.json is held against them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.encodings import GPT_OSS, SUPPORTED_HINT
+from ktconv.checkpoint.experts import build_layer
+from ktconv.checkpoint.stacks import LOOKED_FOR, Split, Stack, nearest_keys
+from ktconv.checkpoint.types import MoELayer
+from ktconv.errors import CheckpointError
+
+_CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
+# What only a multi-token-prediction layer has beside attention and experts.
+_MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
+_DENSE_MLP = re.compile(
+    r"(?:mlp|block_sparse_moe|ffn|feed_forward)\."
+    r"(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2)\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MoELayers:
+    """All MoE layers, ascending, and what a user should know about them."""
+
+    layers: Sequence[MoELayer]
+    notes: Sequence[str]
+
+
+def build_layers(split: Split, config: ModelConfig) -> MoELayers:
+    """Number the stacks, build their layers and hold the result against config.json.
+
+    Raises CheckpointError naming the layer or tensor for every contradiction.
+    """
+    if "gpt_oss" in config.model_types:
+        raise CheckpointError(f"config.json has model_type gpt_oss: {GPT_OSS}", SUPPORTED_HINT)
+    if not split.stacks:
+        raise _no_experts(split)
+    stacks = _number(split, config)
+    _check_layers_present(split, stacks, config)
+    layers = [
+        build_layer(stack, index, _is_mtp(index, stack, config), config)
+        for index, stack in sorted(stacks.items())
+    ]
+    _check_equal_counts(layers)
+    return MoELayers(layers, _notes(split, layers, config))
+
+
+def _no_experts(split: Split) -> CheckpointError:
+    near = nearest_keys(tensor.name for tensor in split.others)
+    tail = f"; the nearest keys are {', '.join(near)}" if near else ""
+    return CheckpointError(
+        f"no MoE layer was found: looked for {LOOKED_FOR}{tail}",
+        "ktconv converts Mixture-of-Experts checkpoints; a dense model has nothing to convert.",
+    )
+
+
+def _number(split: Split, config: ModelConfig) -> dict[int, Stack]:
+    """Layer index -> stack; MTP layers follow the decoder's."""
+    stacks: dict[int, Stack] = {}
+    for stack in split.stacks:
+        index = _index_of(stack, config)
+        other = stacks.setdefault(index, stack)
+        if other is not stack:
+            raise CheckpointError(
+                f"{other.source} and {stack.source} both claim to be layer {index}",
+                "A checkpoint with two decoders, or with stray tensors, is not supported.",
+            )
+    for index, stack in stacks.items():
+        _check_within_config(split, index, stack, config)
+    return stacks
+
+
+def _index_of(stack: Stack, config: ModelConfig) -> int:
+    if not stack.in_mtp:
+        return stack.number
+    if config.num_layers is None:
+        raise CheckpointError(
+            f"{stack.source} is an MTP layer whose index follows num_hidden_layers, which "
+            "config.json does not have",
+            "Add num_hidden_layers to config.json.",
+        )
+    return config.num_layers.value + stack.number
+
+
+def _is_mtp(index: int, stack: Stack, config: ModelConfig) -> bool:
+    return stack.in_mtp or (config.num_layers is not None and index >= config.num_layers.value)
+
+
+def _check_within_config(split: Split, index: int, stack: Stack, config: ModelConfig) -> None:
+    """A layer beyond num_hidden_layers is an MTP layer, or the config is of another model."""
+    if config.num_layers is None or stack.in_mtp:
+        return
+    if index < config.num_layers.value + config.num_mtp_layers:
+        return
+    marks = tuple(stack.layer_path + mark for mark in _MTP_MARKS)
+    if not any(tensor.name.startswith(marks) for tensor in split.others):
+        raise CheckpointError(
+            f"{stack.source} is layer {index}, but config.json has {config.num_layers.key} "
+            f"{config.num_layers.value} and nothing says that it is an MTP layer",
+            _CONTRADICTION,
+        )
+
+
+def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: ModelConfig) -> None:
+    """No decoder layer may lack experts, unless it is known or seen to be dense."""
+    decoder = [index for index, stack in stacks.items() if not _is_mtp(index, stack, config)]
+    count = config.num_layers.value if config.num_layers else max(decoder, default=-1) + 1
+    absent = [index for index in range(count) if index not in stacks]
+    pattern = next(iter(stacks[index].source for index in decoder), LOOKED_FOR)
+    if config.moe_layers is not None:
+        absent = [index for index in absent if index in config.moe_layers]
+        reason = "although config.json makes it an MoE layer"
+    else:
+        dense = _dense_layers(split, stacks)
+        absent = [index for index in absent if index not in dense]
+        reason = "and no dense MLP either"
+    if absent:
+        more = f" (nor have {len(absent) - 1} other layers)" if len(absent) > 1 else ""
+        raise CheckpointError(
+            f"layer {absent[0]} has no experts, {reason}{more}; other layers have them under "
+            f"names like {pattern}.*",
+            "Download the checkpoint again; if the layer is dense by design, say so with "
+            "mlp_layer_types in config.json.",
+        )
+
+
+def _dense_layers(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
+    """Decoder layers with an ordinary MLP, by the names under the decoder's prefix."""
+    prefixes = tuple({f"{stack.prefix}layers." for stack in stacks.values() if not stack.in_mtp})
+    dense = set()
+    for tensor in split.others:
+        for prefix in prefixes:
+            if tensor.name.startswith(prefix):
+                number, _, rest = tensor.name[len(prefix) :].partition(".")
+                if number.isdecimal() and _DENSE_MLP.match(rest):
+                    dense.add(int(number))
+    return dense
+
+
+def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
+    """Where config.json gives no expert count, the layers must at least agree."""
+    first = layers[0]
+    for layer in layers:
+        if len(layer.experts) != len(first.experts):
+            raise CheckpointError(
+                f"{layer.source} has {len(layer.experts)} experts, but {first.source} has "
+                f"{len(first.experts)}",
+                "Download the checkpoint again.",
+            )
+
+
+def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> list[str]:
+    notes = []
+    mtp = [layer for layer in layers if layer.is_mtp]
+    for layer in mtp:
+        notes.append(f"layer {layer.index} is an MTP layer ({layer.source})")
+    if config.num_mtp_layers > len(mtp):
+        notes.append(
+            f"config.json declares {config.num_mtp_layers} MTP layer(s), but the checkpoint "
+            f"holds experts of {len(mtp)}"
+        )
+    moe = config.moe_layers
+    for layer in layers:
+        if moe is not None and not layer.is_mtp and layer.index not in moe:
+            notes.append(f"config.json marks layer {layer.index} dense, but it has experts")
+    if config.num_experts is None:
+        notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
+    if split.unrecognised:
+        notes.append(
+            f"{len(split.unrecognised)} tensors look like experts in an unknown place and count "
+            f"as other tensors: {split.unrecognised[0]} ..."
+        )
+    return notes

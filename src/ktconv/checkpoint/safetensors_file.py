@@ -1,0 +1,223 @@
+"""Headers of safetensors files, read and validated without reading a weight.
+
+A safetensors file is 8 bytes of header length (little endian), the header (a JSON
+object: tensor name to dtype, shape and data_offsets), then the tensors' bytes. The
+tensors must cover those bytes exactly: no overlap, no hole, nothing behind the last.
+All of it is checked, because a shard that was cut or patched still "opens".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint.strict_json import parse_object
+from ktconv.checkpoint.types import TensorRef
+from ktconv.errors import CheckpointError, ResourceError
+
+# The format's own limit; it keeps a damaged length from becoming an allocation.
+MAX_HEADER_BYTES = 100_000_000
+# Sizes and offsets are unsigned 64-bit in the format; files end before 2^63.
+_MAX_SIZE = 2**63
+
+BITS_PER_ELEMENT: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+
+_DAMAGED = "The file is damaged or not a safetensors file; download or copy it again."
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one safetensors file says about itself, and what identifies its state."""
+
+    file: Path
+    tensors: Sequence[TensorRef]  # ascending offset
+    metadata: Mapping[str, str]
+    file_bytes: int
+    mtime_ns: int
+    sha256: str  # of the header's JSON bytes
+
+
+def read_header(path: Path) -> Header:
+    """Read and validate the header of the safetensors file `path`; symlinks are followed.
+
+    Raises CheckpointError naming the file (and tensor) for anything that is missing or
+    wrong, ResourceError where the system refuses to read.
+    """
+    raw, status = _read_raw_header(path)
+    entries = parse_object(raw, f"the header of {path}", _DAMAGED)
+    metadata = _check_metadata(path, entries.pop("__metadata__", {}))
+    data_start = 8 + len(raw)
+    tensors = [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
+    tensors.sort(key=attrgetter("offset", "nbytes"))
+    _check_coverage(path, tensors, data_start, status.st_size)
+    digest = hashlib.sha256(raw).hexdigest()
+    return Header(path, tensors, metadata, status.st_size, status.st_mtime_ns, digest)
+
+
+def _read_raw_header(path: Path) -> tuple[bytes, os.stat_result]:
+    try:
+        # Without O_NONBLOCK the open of a named pipe waits forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist", "Download the missing file.") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is not a regular file", _DAMAGED)
+        return _read_length_and_json(path, descriptor, status.st_size), status
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError) -> ResourceError:
+    reason = error.strerror or str(error)
+    return ResourceError(f"{path} cannot be read: {reason}", "Check its permissions and the disk.")
+
+
+def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes:
+    if file_bytes < 8:
+        raise CheckpointError(
+            f"{path} has {file_bytes} bytes, too few for the 8 bytes of a header length", _DAMAGED
+        )
+    length = int.from_bytes(_pread_exactly(path, descriptor, 8, 0), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} claims a header of {length} bytes, more than the format's limit of "
+            f"{MAX_HEADER_BYTES}",
+            _DAMAGED,
+        )
+    if length > file_bytes - 8:
+        missing = length - (file_bytes - 8)
+        raise CheckpointError(
+            f"{path} is truncated: {missing} of the {length} bytes of its header are missing",
+            _DAMAGED,
+        )
+    raw = _pread_exactly(path, descriptor, length, 8)
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"the header of {path} does not start with '{{'", _DAMAGED)
+    return raw
+
+
+def _pread_exactly(path: Path, descriptor: int, count: int, offset: int) -> bytes:
+    """`count` bytes from `offset`; pread may return fewer, and a file may shrink under us."""
+    pieces = []
+    while count:
+        piece = os.pread(descriptor, count, offset)
+        if not piece:
+            raise CheckpointError(f"{path} became shorter while it was read", _DAMAGED)
+        pieces.append(piece)
+        count -= len(piece)
+        offset += len(piece)
+    return b"".join(pieces)
+
+
+def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:
+    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        return metadata
+    raise CheckpointError(
+        f"the header of {path} has a __metadata__ that does not map strings to strings", _DAMAGED
+    )
+
+
+def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorRef:
+    fault = _name_fault(name) or _entry_fault(entry)
+    if fault:
+        raise CheckpointError(f"{path}: tensor {name!r} {fault}", _DAMAGED)
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    return TensorRef(name, path, entry["dtype"], shape, data_start + begin, end - begin)
+
+
+def _name_fault(name: str) -> str | None:
+    """JSON can escape half of a surrogate pair, which no file or terminal can hold."""
+    if name.isascii():
+        return None
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return "has a name that is not valid Unicode"
+    return None
+
+
+def _entry_fault(entry: Any) -> str | None:
+    """What is wrong with one tensor's entry, as the end of a sentence, or None."""
+    if type(entry) is not dict:
+        return "has an entry that is not a JSON object"
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            return f"has no {key}"
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    bits = BITS_PER_ELEMENT.get(dtype) if type(dtype) is str else None
+    if bits is None:
+        return f"has the unknown dtype {dtype!r}"
+    if not _is_size_list(shape):
+        return f"has a shape that is not a list of non-negative integers: {shape!r:.80}"
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"has data_offsets that are not [begin, end] with begin <= end: {offsets!r:.80}"
+    needed, rest = divmod(math.prod(shape) * bits, 8)
+    if rest:
+        return f"has {dtype} elements of shape {shape} that do not fill whole bytes"
+    if needed != offsets[1] - offsets[0]:
+        return (
+            f"has {offsets[1] - offsets[0]} bytes of data, but {dtype} of shape {shape} "
+            f"needs {needed}"
+        )
+    return None
+
+
+def _is_size_list(value: Any) -> bool:
+    """A list of integers in [0, 2^63); True and 1.0 are not integers here."""
+    if type(value) is not list:
+        return False
+    for item in value:  # noqa: SIM110 - all() takes thrice the time, for every tensor
+        if type(item) is not int or not 0 <= item < _MAX_SIZE:
+            return False
+    return True
+
+
+def _check_coverage(
+    path: Path, tensors: Sequence[TensorRef], data_start: int, file_bytes: int
+) -> None:
+    """Refuse overlaps, holes, a cut end and trailing bytes; `tensors` ascend by offset."""
+    end = data_start
+    previous = "the header"
+    for tensor in tensors:
+        if tensor.offset < end:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} overlaps {previous} by "
+                f"{end - tensor.offset} bytes",
+                _DAMAGED,
+            )
+        if tensor.offset > end:
+            raise CheckpointError(
+                f"{path}: {tensor.offset - end} bytes between {previous} and tensor "
+                f"{tensor.name!r} belong to no tensor",
+                _DAMAGED,
+            )
+        end = tensor.offset + tensor.nbytes
+        previous = f"tensor {tensor.name!r}"
+    if end > file_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: {end - file_bytes} of its {end} bytes are missing", _DAMAGED
+        )
+    if end < file_bytes:
+        raise CheckpointError(
+            f"{path} has {file_bytes - end} bytes behind its last tensor that belong to none",
+            _DAMAGED,
+        )

@@ -1,0 +1,59 @@
+"""JSON from files that we do not trust: safetensors headers, indexes, configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ktconv.errors import CheckpointError
+
+_Pairs = list[tuple[str, Any]]
+
+
+def parse_object(
+    data: bytes, source: str, hint: str, *, allow_same_twice: bool = False
+) -> dict[str, Any]:
+    """Parse `data` as one JSON object; `source` names it in errors.
+
+    A key that occurs twice is an error, because readers disagree on which value
+    counts; with `allow_same_twice` only if the values differ.
+    Raises CheckpointError with `hint` for whatever is wrong.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{source} is not UTF-8 text at byte {error.start}", hint) from None
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys(source, hint, allow_same_twice))
+    except RecursionError:
+        raise CheckpointError(f"{source} is nested too deeply to be read", hint) from None
+    except ValueError as error:
+        raise CheckpointError(f"{source} is not valid JSON: {error}", hint) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source} is not a JSON object but a {type(value).__name__}", hint)
+    return value
+
+
+def _unique_keys(
+    source: str, hint: str, allow_same_twice: bool
+) -> Callable[[_Pairs], dict[str, Any]]:
+    def build(pairs: _Pairs) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            key = _repeated_key(pairs, allow_same_twice)
+            if key is not None:
+                raise CheckpointError(f"{source} has the key {key!r} twice", hint)
+        return result
+
+    return build
+
+
+def _repeated_key(pairs: _Pairs, allow_same_twice: bool) -> str | None:
+    """The first key that occurs again (with another value, if equal ones are allowed)."""
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen and not (allow_same_twice and seen[key] == value):
+            return key
+        seen[key] = value
+    return None
