@@ -192,11 +192,11 @@ def read_matrix(matrix: ExpertMatrix) -> NDArray[np.float32]:
         scale = matrix.scale
         if scale is None:
             return values
-        offset, length = scale_span(matrix)
-        file.seek(offset)
-        grid = load_block_scale(matrix, file.read(length))
-    rows = (scale.row_origin + n) // scale.block_rows
-    cols = (scale.col_origin + k) // scale.block_cols
+        offset, length = scale_span(scale, matrix.rows, matrix.cols)
+        file.seek(scale.tensor.offset + offset)
+        grid = load_block_scale(scale, matrix.rows, matrix.cols, file.read(length))
+    rows = (scale.row_origin % scale.block_rows + n) // scale.block_rows
+    cols = (scale.col_origin % scale.block_cols + k) // scale.block_cols
     return values * grid[rows, cols]
 
 

@@ -40,7 +40,9 @@ def refusal(path: Path) -> str:
 
 
 def test_good_file(tmp_path: Path) -> None:
-    header = b'{"__metadata__":{"format":"pt"},"b":{"dtype":"U8","shape":[3],"data_offsets":[8,11]},'
+    header = (
+        b'{"__metadata__":{"format":"pt"},"b":{"dtype":"U8","shape":[3],"data_offsets":[8,11]},'
+    )
     header += b'"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},'
     header += b'"scalar":{"dtype":"BF16","shape":[],"data_offsets":[11,13]},'
     header += b'"none":{"dtype":"F32","shape":[0,5],"data_offsets":[8,8]}}   '

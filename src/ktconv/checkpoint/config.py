@@ -75,7 +75,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
     """
     text = _text_section(content)
     sections = (text, content)
-    num_layers = _one_size(sections, ("num_hidden_layers", "n_layer", "num_layers"))
+    num_layers = _one_size(sections, ("num_hidden_layers",)) or _one_size(sections, ("num_layers",))
     count = num_layers.value if num_layers else 0
     quantization = next(_objects(sections, "quantization_config"), {})
     method = quantization.get("quant_method")

@@ -55,7 +55,7 @@ def _numbered_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig)
         matrices: dict[Projection, ExpertMatrix] = {}
         for projection in PROJECTIONS:
             parts = found[expert][projection]
-            matrices[projection] = encodings.matrix(stack.source, parts, views[projection])
+            matrices[projection] = encodings.matrix(parts, views[projection])
         experts.append(matrices)
     gate = views["gate"]
     return MoELayer(
@@ -141,7 +141,7 @@ def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) ->
         "gate": parts["gate_up_proj"], "up": parts["gate_up_proj"], "down": parts["down_proj"]
     }  # fmt: skip
     for owner in parts.values():
-        choose_encoding(stack.source, owner)  # refuses packed weights before their shapes confuse
+        choose_encoding(owner)  # refuses packed weights before their shapes confuse
     layout = fused_layout(of["gate"][WEIGHT], of["down"][WEIGHT], config)
     name = of["gate"][WEIGHT].name
     _check_size(name, "expert count", layout.experts, config.num_experts)
@@ -151,7 +151,7 @@ def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) ->
     experts = []
     for expert in range(layout.experts):
         views = layout.views(expert)
-        experts.append({p: encodings.matrix(stack.source, of[p], views[p]) for p in PROJECTIONS})
+        experts.append({p: encodings.matrix(of[p], views[p]) for p in PROJECTIONS})
     return MoELayer(
         index, stack.source, is_mtp, layout.hidden, layout.intermediate, encodings.name,
         tuple(experts),
@@ -178,8 +178,8 @@ class _EncodingOfLayer:
         assert self._first is not None, "a layer has at least one expert"
         return self._first[0].name
 
-    def matrix(self, source: str, parts: Parts, view: StoredView) -> ExpertMatrix:
-        encoding = choose_encoding(source, parts)
+    def matrix(self, parts: Parts, view: StoredView) -> ExpertMatrix:
+        encoding = choose_encoding(parts)
         weight = parts[WEIGHT]
         if self._first is None:
             self._first = (encoding, weight)

@@ -70,7 +70,9 @@ def _file_names(directory: Path) -> list[str]:
     except NotADirectoryError:
         raise CheckpointError(f"{directory} is not a directory", "Name the directory.") from None
     except OSError as error:
-        raise ResourceError(f"{directory} cannot be listed: {error.strerror}") from error
+        raise ResourceError(
+            f"{directory} cannot be listed: {error.strerror}", "Check its permissions."
+        ) from error
 
 
 def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:

@@ -48,8 +48,8 @@ _BY_KEY = {
 }
 
 
-def choose_encoding(name: str, parts: Parts) -> Encoding:
-    """The encoding of the weight `name` whose tensors are `parts`.
+def choose_encoding(parts: Parts) -> Encoding:
+    """The encoding of the weight whose tensors are `parts`.
 
     Raises CheckpointError that names the tensor nobody understands.
     """
@@ -58,10 +58,10 @@ def choose_encoding(name: str, parts: Parts) -> Encoding:
         encoding = _BY_KEY.get((weight.dtype, frozenset(parts)))
         if encoding is not None:
             return encoding
-    raise _unsupported(name, parts)
+    raise _unsupported(parts)
 
 
-def _unsupported(name: str, parts: Parts) -> CheckpointError:
+def _unsupported(parts: Parts) -> CheckpointError:
     for part, tensor in parts.items():
         if part in ("blocks", "weight_blocks"):
             return CheckpointError(f"{tensor.name} holds MXFP4 blocks: {GPT_OSS}", SUPPORTED_HINT)
@@ -76,9 +76,9 @@ def _unsupported(name: str, parts: Parts) -> CheckpointError:
                 f"{tensor.name} ({tensor.dtype}) is unknown beside an expert weight", SUPPORTED_HINT
             )
     if WEIGHT not in parts:
-        orphan = next(iter(parts.values()))
+        scale = parts[FP8_SCALE].name
         return CheckpointError(
-            f"{name}.weight is missing, although {orphan.name} is there",
+            f"{scale.removesuffix('_scale_inv')} is missing, although {scale} is there",
             "Download the checkpoint again.",
         )
     return _unsupported_weight(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ktconv.checkpoint.types import BlockScale, ExpertMatrix
+from ktconv.checkpoint.types import BlockScale
 from ktconv.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,37 +17,37 @@ _ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E8M0": 1, "U8": 1}
 _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; get it again."
 
 
-def scale_grid_shape(matrix: ExpertMatrix) -> tuple[int, int]:
-    """Rows and columns of the grid from its first block to the last that `matrix` touches."""
-    scale = _scale_of(matrix)
-    rows = -(-(scale.row_origin + matrix.rows) // scale.block_rows)
-    cols = -(-(scale.col_origin + matrix.cols) // scale.block_cols)
-    return rows, cols
+def scale_grid_shape(scale: BlockScale, rows: int, cols: int) -> tuple[int, int]:
+    """Rows and columns of blocks that a matrix of `rows` x `cols` touches, ragged ones too."""
+    first_row, first_col = _first_block(scale)
+    last_row = (scale.row_origin + rows - 1) // scale.block_rows
+    last_col = (scale.col_origin + cols - 1) // scale.block_cols
+    return last_row - first_row + 1, last_col - first_col + 1
 
 
-def scale_span(matrix: ExpertMatrix) -> tuple[int, int]:
-    """Offset in the file and length, in bytes, of the read that holds `matrix`'s scales."""
-    scale = _scale_of(matrix)
-    rows, cols = scale_grid_shape(matrix)
-    count = (rows - 1) * scale.row_stride + (cols - 1) * scale.col_stride + 1
+def scale_span(scale: BlockScale, rows: int, cols: int) -> tuple[int, int]:
+    """Offset within `scale.tensor` and length, in bytes, of what holds a matrix's scales."""
+    grid_rows, grid_cols = scale_grid_shape(scale, rows, cols)
+    row, col = _first_block(scale)
+    first = scale.start + row * scale.row_stride + col * scale.col_stride
+    count = (grid_rows - 1) * scale.row_stride + (grid_cols - 1) * scale.col_stride + 1
     item = _ITEM_BYTES[scale.tensor.dtype]
-    return scale.tensor.offset + scale.start * item, count * item
+    return first * item, count * item
 
 
-def load_block_scale(matrix: ExpertMatrix, data: Buffer) -> NDArray[np.float32]:
-    """The contiguous float32 grid of `matrix`, of shape `scale_grid_shape(matrix)`.
+def load_block_scale(scale: BlockScale, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
+    """The contiguous float32 grid of a matrix of `rows` x `cols`, [grid_rows, grid_cols].
 
-    `data` holds the bytes of `scale_span(matrix)`. As `BlockScale` says, element (n, k) of
-    the matrix takes grid entry ((row_origin + n) // block_rows, (col_origin + k) //
-    block_cols); the origins are not cut off. Every scale is finite and positive, else
+    `data` holds the bytes of `scale_span`. The grid starts with the block that holds element
+    (0, 0): element (n, k) takes entry ((row_origin % block_rows + n) // block_rows,
+    (col_origin % block_cols + k) // block_cols). Every scale is finite and positive, else
     CheckpointError names the tensor and the block.
     """
     import numpy as np
 
-    scale = _scale_of(matrix)
     item = _ITEM_BYTES[scale.tensor.dtype]
     raw: NDArray[np.unsignedinteger] = np.ndarray(
-        scale_grid_shape(matrix),
+        scale_grid_shape(scale, rows, cols),
         dtype=f"<u{item}",
         buffer=data,
         strides=(scale.row_stride * item, scale.col_stride * item),
@@ -79,8 +79,10 @@ def _check_values(scale: BlockScale, grid: NDArray[np.float32]) -> None:
     if not wrong.any():
         return
     row, col = (int(index) for index in np.argwhere(wrong)[0])
+    first_row, first_col = _first_block(scale)
+    block = f"block ({first_row + row}, {first_col + col}){_of_expert(scale)}"
     raise CheckpointError(
-        f"{scale.tensor.name}: the scale of block ({row}, {col}){_of_expert(scale)} is "
+        f"{scale.tensor.name}: the scale of {block} is "
         f"{grid[row, col]}, not a positive finite number",
         _HINT,
     )
@@ -93,7 +95,6 @@ def _of_expert(scale: BlockScale) -> str:
     return f" of expert {scale.start // (scale.tensor.shape[1] * scale.tensor.shape[2])}"
 
 
-def _scale_of(matrix: ExpertMatrix) -> BlockScale:
-    if matrix.scale is None:
-        raise ValueError(f"{matrix.tensor.name} has no block scales")
-    return matrix.scale
+def _first_block(scale: BlockScale) -> tuple[int, int]:
+    """The block of the matrix's element (0, 0), counted in outputs and inputs."""
+    return scale.row_origin // scale.block_rows, scale.col_origin // scale.block_cols
