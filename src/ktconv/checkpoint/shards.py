@@ -54,8 +54,9 @@ def select_shards(directory: Path) -> ShardSelection:
 def read_shards(selection: ShardSelection) -> list[Header]:
     """Read every selected header once and check them against the index and each other."""
     headers = [read_header(file) for file in selection.files]
-    _check_unique(headers)
-    if selection.index is not None:
+    if selection.index is None:
+        _check_unique(headers)
+    else:  # it gives each tensor one shard, so it settles uniqueness too
         _check_against_index(selection.index, selection.weight_map, headers)
     return headers
 
