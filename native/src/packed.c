@@ -13,6 +13,8 @@ static const kt_packer *find_packer(int format) {
 
 static kt_status check_shape(const kt_packer *packer, int64_t rows, int64_t cols) {
   if (!packer || rows <= 0 || cols <= 0) return KT_ERR_ARGUMENT;
+  /* More than any memory holds; below it no size in bytes overflows. */
+  if (cols > INT64_MAX / (int64_t)kt_scratch_size(1) / rows) return KT_ERR_SHAPE;
   return rows % packer->rows_step || cols % packer->cols_step ? KT_ERR_SHAPE : KT_OK;
 }
 

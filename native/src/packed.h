@@ -13,6 +13,9 @@ typedef void kt_pack_fn(const int8_t *codes, int64_t rows, int64_t cols, uint8_t
 typedef void kt_unpack_fn(const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes);
 typedef kt_status kt_quantize_pack_fn(const kt_matrix *matrix, uint8_t *packed, float *scale,
                                       float *scratch);
+typedef void kt_measure_rows_fn(const kt_matrix *matrix, int64_t row, int64_t count,
+                                const uint8_t *packed, const float *scale, float *scratch,
+                                kt_error *error);
 typedef void kt_measure_fn(const kt_matrix *matrix, const uint8_t *packed, const float *scale,
                            float *scratch, kt_error *error);
 

@@ -143,12 +143,16 @@ class Matrix:
     def _set_scale(self, grid: Array, block: tuple[int, int], origin: tuple[int, int]) -> None:
         if grid.dtype != np.float32 or grid.ndim != 2 or not grid.flags.c_contiguous:
             raise ValueError("block_scale must be a contiguous 2-D float32 array")
+        if min(block) < 1 or min(origin) < 0:
+            raise ValueError(f"blocks of {block} from {origin} on are not a grid")
         needed = [
             (begin + length - 1) // size + 1
             for begin, length, size in zip(origin, (self.rows, self.cols), block, strict=True)
         ]
         if grid.shape[0] < needed[0] or grid.shape[1] < needed[1]:
             raise ValueError(f"block_scale is {grid.shape}, the matrix needs {tuple(needed)}")
+        grid = np.require(grid, requirements="A")  # C reads whole floats
+        self._keep = (self._keep[0], grid)
         self.c.block_scale = ffi.cast("float *", ffi.from_buffer(grid))
         self.c.scale_stride = grid.shape[1]
         self.c.block_rows, self.c.block_cols = block
@@ -221,17 +225,20 @@ def quantize_pack(
     _expect("packed", packed, packed_size(format, matrix.rows, matrix.cols))
     _expect("scale", scale, 4 * matrix.rows)
     scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    floats = _aligned_floats(scale)
     bad = ffi.new("kt_position *")
     status = lib.kt_quantize_pack(
         FORMATS[format],
         matrix.c,
-        _bytes(packed),
-        ffi.cast("float *", ffi.from_buffer(scale)),
-        ffi.from_buffer(scratch),
+        _bytes(packed, writable=True),
+        ffi.cast("float *", ffi.from_buffer(floats, require_writable=True)),
+        ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
         bad,
     )
     _check(status, bad)
+    if floats is not scale:
+        np.copyto(scale, floats)
 
 
 def measure(
@@ -241,13 +248,14 @@ def measure(
     _expect("packed", packed, packed_size(format, matrix.rows, matrix.cols))
     _expect("scale", scale, 4 * matrix.rows)
     scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    floats = _aligned_floats(scale)
     error = ffi.new("kt_error *")
     status = lib.kt_measure(
         FORMATS[format],
         matrix.c,
         _bytes(packed),
-        ffi.cast("float *", ffi.from_buffer(scale)),
-        ffi.from_buffer(scratch),
+        ffi.cast("float *", ffi.from_buffer(floats)),
+        ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
         error,
     )
@@ -263,8 +271,13 @@ def measure(
     )
 
 
-def _bytes(array: Array) -> Any:
-    return ffi.cast("uint8_t *", ffi.from_buffer(array))
+def _bytes(array: Array, writable: bool = False) -> Any:
+    return ffi.cast("uint8_t *", ffi.from_buffer(array, require_writable=writable))
+
+
+def _aligned_floats(scale: Array) -> Array:
+    """`scale` itself, or a copy where a float cannot lie: files align nothing."""
+    return scale if scale.ctypes.data % 4 == 0 else scale.copy()
 
 
 def _expect(what: str, array: Array, nbytes: int) -> None:

@@ -4,6 +4,15 @@
 
 #include "ktconv.h"
 
+/* kt_round_row multiplies and then adds: one fused operation, or a reordering, gives other
+ * codes. GCC fuses by default outside of ISO mode. */
+#if defined(__FAST_MATH__)
+#error "the format's roundings need a build without -ffast-math"
+#elif defined(__FP_FAST_FMAF) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__STRICT_ANSI__)
+#error "the format's roundings need -std=c11, which leaves products unfused"
+#endif
+
 #include <float.h>
 #include <stdint.h>
 #include <string.h>
@@ -57,11 +66,15 @@ static inline void kt_round_row(const float *restrict row, int64_t cols, float i
     codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
 }
 
-/* A stored scale that the format allows. */
-static inline int kt_scale_ok(float scale) { return scale >= 0.0f && scale <= FLT_MAX; }
+/* Whether a stored scale may stand over a row for which the format computes `computed`:
+ * zero only where that is zero too, never a denormal. */
+static inline int kt_scale_ok(float scale, float computed) {
+  return scale == 0.0f ? computed == 0.0f : scale >= FLT_MIN && scale <= FLT_MAX;
+}
 
 /* Adds row n to an error: its source values, codes, and the step between two codes. Sums
- * run in binary64, in eight lanes that compilers vectorise. */
+ * run in binary64, in eight lanes that compilers vectorise. Denormal sources count as the
+ * zeros they are to the format; else they could be off by a whole step of a tiny row. */
 static inline void kt_add_row_error(const float *source, const int8_t *codes, int64_t cols,
                                     double step, int lowest, int64_t n, kt_error *error) {
   enum { LANES = 8 }; /* divides every format's cols_step */
@@ -69,7 +82,8 @@ static inline void kt_add_row_error(const float *source, const int8_t *codes, in
   int64_t zeros = 0, invalid = 0;
   for (int64_t k = 0; k < cols; k += LANES)
     for (int i = 0; i < LANES; i++) {
-      const double value = (double)source[k + i], difference = value - codes[k + i] * step;
+      const double value = (double)kt_flush(source[k + i]);
+      const double difference = value - codes[k + i] * step;
       const double magnitude = difference < 0 ? -difference : difference;
       squared_error[i] += difference * difference;
       squared_source[i] += value * value;

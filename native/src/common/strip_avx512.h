@@ -3,6 +3,7 @@
 #ifndef KT_STRIP_AVX512_H
 #define KT_STRIP_AVX512_H
 
+#include "../packed.h"
 #include "layout.h"
 #include "matrix.h"
 #include "rounding.h"
@@ -104,6 +105,7 @@ typedef struct kt_tile_rule {
   int64_t tile_cols, block_rows, codes_per_byte;
   float (*scale)(float amax); /* row scale from the largest magnitude */
   float step;                 /* steps are this many scales */
+  kt_measure_rows_fn *measure_rows; /* the scalar rule, for rows of unusual scale */
 } kt_tile_rule;
 
 KT_INLINE int64_t kt_half_tile_at(const kt_matrix *m, kt_tile_rule rule, int64_t n, int64_t k) {
@@ -203,16 +205,14 @@ KT_INLINE void kt_add_error64(kt_row_error *sum, const uint8_t *row, int64_t k, 
   }
 }
 
-/* Adds a finished row to the matrix' totals. Under scale 0 every code must be 0. */
-KT_INLINE void kt_finish_row(const kt_row_error *sum, float scale, double step, int64_t n,
-                             int64_t cols, kt_error *error) {
+/* Adds a finished row to the matrix' totals. */
+KT_INLINE void kt_finish_row(const kt_row_error *sum, double step, int64_t n, kt_error *error) {
   const double max = (double)_mm512_reduce_max_ps(sum->max);
   error->sum_squared_error += step * step * (double)_mm512_reduce_add_ps(sum->squared_error);
   error->sum_squared_source += step * step * (double)_mm512_reduce_add_ps(sum->squared_source);
   error->zeros += sum->zeros;
-  error->invalid += sum->invalid + !kt_scale_ok(scale);
-  if (scale == 0.0f) error->invalid += cols - sum->zeros;
-  if (step > 0 && max > error->max_steps) {
+  error->invalid += sum->invalid;
+  if (max > error->max_steps) {
     error->max_steps = max;
     error->worst_row = n;
   }
@@ -228,7 +228,7 @@ KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
   kt_row_error sums[KT_STRIP_ROWS];
   float inverse[KT_STRIP_ROWS];
   memset(sums, 0, sizeof sums);
-  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = kt_reciprocal(scale[n + r] * rule.step);
+  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = 1.0f / (scale[n + r] * rule.step);
   for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
     const uint8_t *half_tile = packed + kt_half_tile_at(m, rule, n, k);
     for (int r = 0; r < KT_STRIP_ROWS; r++)
@@ -236,14 +236,25 @@ KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
                  _mm512_set1_ps(inverse[r]));
   }
   for (int r = 0; r < KT_STRIP_ROWS; r++)
-    kt_finish_row(&sums[r], scale[n + r], (double)scale[n + r] * (double)rule.step, n + r, m->cols,
-                  error);
+    kt_finish_row(&sums[r], (double)scale[n + r] * (double)rule.step, n + r, error);
+}
+
+/* Whether all scales of a strip are far from the ends of binary32: the sums above then
+ * neither overflow nor see a denormal source. Zero, negative and NaN scales are not. */
+KT_INLINE int kt_scales_ordinary(const float *scale) {
+  const __m512 scales = _mm512_loadu_ps(scale);
+  const __mmask16 high = _mm512_cmp_ps_mask(scales, _mm512_set1_ps(0x1p-100f), _CMP_GE_OQ);
+  return _mm512_mask_cmp_ps_mask(high, scales, _mm512_set1_ps(0x1p100f), _CMP_LE_OQ) == 0xffff;
 }
 
 KT_INLINE void kt_measure_strips(const kt_matrix *m, const uint8_t *packed, const float *scale,
                                  float *scratch, kt_tile_rule rule, kt_tile_error_fn *tile_error,
                                  kt_error *error) {
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
+    if (!kt_scales_ordinary(scale + n)) {
+      rule.measure_rows(m, n, KT_STRIP_ROWS, packed, scale, scratch, error);
+      continue;
+    }
     const kt_strip strip = kt_strip_at(m, n, scratch);
     if (strip.form == KT_ROW_BF16)
       kt_measure_strip(m, n, strip, packed, scale, rule, tile_error, KT_ROW_BF16, error);

@@ -12,6 +12,7 @@ kt_quantize_fn kt_int4_quantize_scalar;
 kt_pack_fn kt_int4_pack_scalar;
 kt_unpack_fn kt_int4_unpack_scalar;
 kt_quantize_pack_fn kt_int4_quantize_pack_scalar, kt_int4_quantize_pack_avx512;
+kt_measure_rows_fn kt_int4_measure_rows_scalar;
 kt_measure_fn kt_int4_measure_scalar, kt_int4_measure_avx512;
 
 /* Row scale from the largest magnitude: amax / 112, computed in binary64. The stored scale

@@ -11,6 +11,7 @@ kt_quantize_fn kt_int8_quantize_scalar;
 kt_pack_fn kt_int8_pack_scalar;
 kt_unpack_fn kt_int8_unpack_scalar;
 kt_quantize_pack_fn kt_int8_quantize_pack_scalar, kt_int8_quantize_pack_avx512;
+kt_measure_rows_fn kt_int8_measure_rows_scalar;
 kt_measure_fn kt_int8_measure_scalar, kt_int8_measure_avx512;
 
 /* Row scale from the largest magnitude: amax * fl32(1/127), a product, not a quotient. */

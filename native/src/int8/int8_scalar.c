@@ -64,13 +64,20 @@ kt_status kt_int8_quantize_pack_scalar(const kt_matrix *m, uint8_t *packed, floa
   return KT_OK;
 }
 
-void kt_int8_measure_scalar(const kt_matrix *m, const uint8_t *packed, const float *scale,
-                            float *scratch, kt_error *error) {
+void kt_int8_measure_rows_scalar(const kt_matrix *m, int64_t row, int64_t count,
+                                 const uint8_t *packed, const float *scale, float *scratch,
+                                 kt_error *error) {
   int8_t *const codes = (int8_t *)(scratch + m->cols);
-  for (int64_t n = 0; n < m->rows; n++) {
+  for (int64_t n = row; n < row + count; n++) {
     kt_decode_rows_scalar(m, n, 1, scratch);
     unpack_row(packed, m->rows, m->cols, n, codes);
-    error->invalid += !kt_scale_ok(scale[n]);
+    const float computed = kt_int8_scale(kt_float(kt_row_max_bits(scratch, m->cols)));
+    error->invalid += !kt_scale_ok(scale[n], computed);
     kt_add_row_error(scratch, codes, m->cols, (double)scale[n], -KT_INT8_MAX, n, error);
   }
+}
+
+void kt_int8_measure_scalar(const kt_matrix *m, const uint8_t *packed, const float *scale,
+                            float *scratch, kt_error *error) {
+  kt_int8_measure_rows_scalar(m, 0, m->rows, packed, scale, scratch, error);
 }
