@@ -1,0 +1,471 @@
+/* check.c - every entry point of the library on every level of this machine, without Python.
+ *
+ *   cc -std=c11 -g -O1 -fsanitize=address,undefined -Inative/include \
+ *      $(find native/src -name '*.c') native/test/check.c -lm
+ *
+ * Sources and outputs lie against unreadable pages, behind their end or before their start,
+ * and the bytes around outputs are watched. Levels are compared with scalar byte by byte,
+ * and scalar with EXPECTED_HASH, which must be the same on every architecture and compiler
+ * (tests/native compares scalar with the readable truth). Exit code: 0 all passed,
+ * 1 something differed, 2 no memory or no such level, 3 a guard page was touched. */
+#define _DEFAULT_SOURCE
+#include "ktconv.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static const uint64_t EXPECTED_HASH = 0xd471e168138f1a34u;
+
+static const char *const ISA_NAMES[] = {"scalar", "avx512", "amx"};
+static const char *const FORMAT_NAMES[] = {"int8", "int4"};
+static const char *const DTYPE_NAMES[] = {"BF16", "F16", "F32", "F8_E4M3"};
+static const int64_t ELEMENT_SIZE[] = {2, 2, 4, 1};
+static const float STEP_SCALES[] = {1.0f, 16.0f};
+enum { LEVELS = KT_ISA_AMX + 1 };
+
+/* ---- Failures ----------------------------------------------------------- */
+
+static int failures;
+static char current[512]; /* the inputs, in words */
+static const char *level_name = "";
+
+static void fail(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  printf("FAILED %s [%s]: ", current, level_name);
+  vprintf(format, args);
+  printf("\n");
+  va_end(args);
+  failures++;
+}
+
+static void on_fault(int signal_number) {
+  static const char words[] = "FAULT: a guard page was touched: ";
+  (void)signal_number;
+  ssize_t written = write(1, words, sizeof words - 1);
+  written += write(1, current, strlen(current));
+  written += write(1, level_name, strlen(level_name));
+  written += write(1, "\n", 1);
+  _exit(written ? 3 : 2);
+}
+
+static void expect_status(const char *what, kt_status status, kt_status expected) {
+  if (status != expected)
+    fail("%s returned %d (%s), not %d", what, status, kt_strerror(status), expected);
+}
+
+static void expect_bytes(const char *what, const void *found, const void *expected, size_t size) {
+  const uint8_t *a = found, *b = expected;
+  for (size_t i = 0; i < size; i++)
+    if (a[i] != b[i]) {
+      fail("%s differs at byte %zu of %zu: %02x, not %02x", what, i, size, a[i], b[i]);
+      return;
+    }
+}
+
+/* ---- Buffers against guard pages ---------------------------------------- */
+
+enum { CANARY = 0xa5 };
+/* AT_END: the last byte is the last readable one. AT_START: the first is the first.
+ * ODD: as AT_END, one unit (byte, or float where the API has floats) earlier. */
+typedef enum placement { AT_END, AT_START, ODD, PLACEMENTS } placement;
+
+typedef struct guarded {
+  uint8_t *map, *data;
+  size_t map_size, size;
+} guarded;
+
+static size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+static guarded guarded_new(size_t size, placement where, size_t unit) {
+  const size_t page = page_size(), inner = (size + unit + page - 1) / page * page;
+  guarded g = {.map_size = inner + 2 * page, .size = size};
+  g.map = mmap(NULL, g.map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (g.map == MAP_FAILED || mprotect(g.map, page, PROT_NONE) ||
+      mprotect(g.map + page + inner, page, PROT_NONE)) {
+    perror("mmap");
+    exit(2);
+  }
+  memset(g.map + page, CANARY, inner);
+  const size_t at = where == AT_START ? 0 : inner - size - (where == ODD ? unit : 0);
+  g.data = g.map + page + at;
+  return g;
+}
+
+/* The bytes around the data are as they were; unmaps. */
+static void guarded_end(guarded *g, const char *what) {
+  const size_t page = page_size();
+  for (const uint8_t *at = g->map + page; at < g->map + g->map_size - page; at++) {
+    if (at == g->data) at += g->size;
+    if (at == g->map + g->map_size - page) break;
+    if (*at != CANARY) {
+      fail("%s: byte %td outside the buffer was written", what, at - g->data);
+      break;
+    }
+  }
+  munmap(g->map, g->map_size);
+}
+
+/* ---- Inputs -------------------------------------------------------------- */
+
+static uint64_t random_state;
+
+static uint64_t random64(void) { /* splitmix64 */
+  uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+static uint32_t float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/* binary32 bits of an element of row n: every kind of row that the rules tell apart. */
+static uint32_t random_f32(int64_t n, int64_t k, int64_t cols) {
+  const uint64_t z = random64();
+  const uint32_t sign = (uint32_t)(z & 1) << 31, mantissa = (uint32_t)(z >> 8) & 0x7fffff;
+  const uint32_t ordinary = sign | (uint32_t)(116 + (z >> 32) % 10) << 23 | mantissa;
+  const int special = k == (7 * n + 3) % cols;
+  const float whole = (float)(int)((z >> 32) % 225) - 112.0f, half = z >> 63 ? 0.5f : 0.0f;
+  switch (n % 16) {
+  case 1: return sign;                                             /* zeros of both signs */
+  case 3: return sign | mantissa;                                  /* denormals only */
+  case 4: return special ? 0x03fe0000 : sign | mantissa % 0x1ff << 17; /* INT8's flush limit */
+  case 5: return special ? 0x03e00000 : sign | mantissa % 0x1f0 << 17; /* INT4's */
+  case 6: return special ? 0x03fdffff : sign | mantissa;           /* just below it */
+  case 7: return special ? sign | 0x7f7f7fff : ordinary;           /* near FLT_MAX */
+  case 8: return special ? float_bits(112.0f) : float_bits(whole + half); /* ties of INT4 */
+  case 9: return special ? float_bits(-127.0f) : float_bits(whole - half); /* ties of INT8 */
+  case 10: return sign | (uint32_t)((z >> 32) % 254) << 23 | mantissa; /* any exponent */
+  case 11: return sign | (uint32_t)((z >> 32) % 29) << 23 | mantissa;  /* around 2^-100 */
+  case 12: return sign | 0x3f9d0000;                               /* one magnitude */
+  case 13: return special ? 0x44800000 : ordinary;                 /* an outlier */
+  default: return ordinary;
+  }
+}
+
+static void put_element(int dtype, uint8_t *at, uint32_t bits) {
+  uint16_t half = (uint16_t)(bits >> 16);
+  if (dtype == KT_F16 && (half & 0x7c00) == 0x7c00) half ^= 0x4000;
+  if (dtype == KT_F32) memcpy(at, &bits, 4);
+  if (dtype == KT_BF16 || dtype == KT_F16) memcpy(at, &half, 2);
+  if (dtype == KT_F8_E4M3) {
+    const uint8_t byte = (uint8_t)((bits >> 24 & 0x80) | (bits >> 16 & 0x7f));
+    *at = (byte & 0x7f) == 0x7f ? 0x3a : byte;
+  }
+}
+
+typedef struct inputs {
+  int format, dtype, transposed, round;
+  int64_t rows, cols, pad; /* pad: elements between stored rows */
+  int64_t block_rows, block_cols, row_origin, col_origin;
+  placement where;
+} inputs;
+
+typedef struct source {
+  kt_matrix m;
+  guarded data, grid;
+} source;
+
+static int64_t element_at(const kt_matrix *m, int64_t n, int64_t k) {
+  return (n * m->row_stride + k * m->col_stride) * ELEMENT_SIZE[m->dtype];
+}
+
+static void add_grid(const inputs *in, source *s) {
+  kt_matrix *m = &s->m;
+  const int64_t height = (in->row_origin + in->rows - 1) / in->block_rows + 1;
+  m->scale_stride = (in->col_origin + in->cols - 1) / in->block_cols + 1;
+  m->block_rows = in->block_rows, m->block_cols = in->block_cols;
+  m->row_origin = in->row_origin, m->col_origin = in->col_origin;
+  s->grid = guarded_new((size_t)(height * m->scale_stride) * 4, in->where, 4);
+  m->block_scale = (const float *)s->grid.data;
+  for (size_t i = 0; i < s->grid.size; i += 4) {
+    const uint64_t z = random64();
+    const uint32_t exponent = z >> 60 ? (uint32_t)(110 + z % 20) : (uint32_t)(z % 12);
+    const uint32_t bits = exponent << 23 | ((uint32_t)(z >> 20) & 0x7fffff);
+    memcpy(s->grid.data + i, &bits, 4);
+  }
+}
+
+static source source_new(const inputs *in) {
+  source s = {.m = {.rows = in->rows, .cols = in->cols, .dtype = in->dtype}};
+  kt_matrix *m = &s.m;
+  m->row_stride = in->transposed ? 1 : in->cols + in->pad;
+  m->col_stride = in->transposed ? in->rows + in->pad : 1;
+  m->round_to_bf16 = in->round;
+  const int64_t size = element_at(m, in->rows - 1, in->cols - 1) + ELEMENT_SIZE[in->dtype];
+  s.data = guarded_new((size_t)size, in->where, 1);
+  m->data = s.data.data;
+  for (int64_t n = 0; n < in->rows; n++)
+    for (int64_t k = 0; k < in->cols; k++)
+      put_element(in->dtype, s.data.data + element_at(m, n, k), random_f32(n, k, in->cols));
+  if (in->dtype == KT_F8_E4M3) add_grid(in, &s);
+  return s;
+}
+
+static void source_end(source *s) {
+  munmap(s->data.map, s->data.map_size);
+  if (s->m.block_scale) munmap(s->grid.map, s->grid.map_size);
+}
+
+static void describe(const inputs *in) {
+  static const char *const places[] = {"at end", "at start", "odd"};
+  snprintf(current, sizeof current,
+           "%s %s [%" PRId64 ", %" PRId64 "]%s pad %" PRId64 "%s blocks %" PRId64 " x %" PRId64
+           " origin (%" PRId64 ", %" PRId64 ") %s",
+           FORMAT_NAMES[in->format], DTYPE_NAMES[in->dtype], in->rows, in->cols,
+           in->transposed ? " transposed" : "", in->pad, in->round ? " rounded" : "",
+           in->block_rows, in->block_cols, in->row_origin, in->col_origin, places[in->where]);
+}
+
+/* ---- One level ----------------------------------------------------------- */
+
+typedef struct result {
+  guarded packed, scale, codes, codes_scale, repacked, unpacked, decoded, scratch;
+  kt_error error;
+} result;
+
+/* Every output of one level for one matrix; they must agree among themselves. */
+static result run_level(const inputs *in, const kt_matrix *m) {
+  const int format = in->format;
+  const size_t elements = (size_t)(in->rows * in->cols), rows = (size_t)in->rows;
+  const size_t size = kt_packed_size(format, in->rows, in->cols);
+  const placement where = in->where;
+  result r = {
+      .packed = guarded_new(size, where, 1),
+      .scale = guarded_new(4 * rows, where, 4),
+      .codes = guarded_new(elements, where, 1),
+      .codes_scale = guarded_new(4 * rows, where, 4),
+      .repacked = guarded_new(size, where, 1),
+      .unpacked = guarded_new(elements, where, 1),
+      .decoded = guarded_new(4 * elements, where, 4),
+      .scratch = guarded_new(kt_scratch_size(in->cols), where, 4),
+  };
+  void *const scratch = r.scratch.data;
+  float *const scale = (float *)r.scale.data;
+  int8_t *const codes = (int8_t *)r.codes.data;
+  expect_status("quantize_pack",
+                kt_quantize_pack(format, m, r.packed.data, scale, scratch, r.scratch.size, NULL),
+                KT_OK);
+  expect_status("quantize",
+                kt_quantize(format, m, codes, (float *)r.codes_scale.data, scratch, r.scratch.size,
+                            NULL),
+                KT_OK);
+  expect_status("pack", kt_pack(format, codes, in->rows, in->cols, r.repacked.data), KT_OK);
+  expect_status("unpack",
+                kt_unpack(format, r.packed.data, in->rows, in->cols, (int8_t *)r.unpacked.data),
+                KT_OK);
+  expect_status("decode", kt_decode(m, (float *)r.decoded.data), KT_OK);
+  expect_status("measure",
+                kt_measure(format, m, r.packed.data, scale, scratch, r.scratch.size, &r.error),
+                KT_OK);
+  expect_bytes("pack(quantize)", r.repacked.data, r.packed.data, size);
+  expect_bytes("scales of quantize", r.codes_scale.data, r.scale.data, 4 * rows);
+  expect_bytes("unpack(packed)", r.unpacked.data, r.codes.data, elements);
+  if (r.error.invalid) fail("measure finds %" PRId64 " invalid codes or scales", r.error.invalid);
+  return r;
+}
+
+static void result_end(result *r) {
+  guarded_end(&r->packed, "packed");
+  guarded_end(&r->scale, "scale");
+  guarded_end(&r->codes, "codes");
+  guarded_end(&r->codes_scale, "scale of quantize");
+  guarded_end(&r->repacked, "pack");
+  guarded_end(&r->unpacked, "unpack");
+  guarded_end(&r->decoded, "decode");
+  guarded_end(&r->scratch, "scratch");
+}
+
+/* Sum of step^2 over the elements. A vector level computes y = source/step with two binary32
+ * roundings, |y| <= 127: off by less than 2^-16. Errors stay below 0.54 steps, so a squared
+ * one is off by less than 2^-15 steps^2, and sums of cols/16 terms add 2^-24 each. */
+static double squared_steps(const inputs *in, const result *r) {
+  double sum = 0;
+  for (int64_t n = 0; n < in->rows; n++) {
+    const double step = (double)((const float *)r->scale.data)[n] * STEP_SCALES[in->format];
+    sum += step * step * (double)in->cols;
+  }
+  return sum;
+}
+
+static void compare(const inputs *in, const result *truth, const result *r) {
+  expect_bytes("packed", r->packed.data, truth->packed.data, truth->packed.size);
+  expect_bytes("scale", r->scale.data, truth->scale.data, truth->scale.size);
+  expect_bytes("decoded", r->decoded.data, truth->decoded.data, truth->decoded.size);
+  const kt_error *a = &r->error, *b = &truth->error;
+  const double accumulated = (double)(in->cols / 16 + 16) * 0x1p-23;
+  const double bound = squared_steps(in, r) * (0x1p-15 + accumulated);
+  if (a->zeros != b->zeros || a->invalid != b->invalid)
+    fail("measure counts %" PRId64 " zeros, %" PRId64 " invalid, not %" PRId64 ", %" PRId64,
+         a->zeros, a->invalid, b->zeros, b->invalid);
+  if (!(fabs(a->sum_squared_error - b->sum_squared_error) <= bound))
+    fail("squared error %.17g, not %.17g", a->sum_squared_error, b->sum_squared_error);
+  if (!(fabs(a->sum_squared_source - b->sum_squared_source) <= accumulated * b->sum_squared_source))
+    fail("squared source %.17g, not %.17g", a->sum_squared_source, b->sum_squared_source);
+  if (!(fabs(a->max_steps - b->max_steps) <= 0x1p-15))
+    fail("%.9g steps, not %.9g", a->max_steps, b->max_steps);
+}
+
+static uint64_t hash = 0xcbf29ce484222325u;
+
+static void add_hash(const guarded *g) { /* FNV-1a */
+  for (size_t i = 0; i < g->size; i++) hash = (hash ^ g->data[i]) * 0x100000001b3u;
+}
+
+/* ---- Cases ----------------------------------------------------------------- */
+
+static int use_level(int level) {
+  level_name = ISA_NAMES[level];
+  const kt_status status = kt_isa_use(level);
+  expect_status("isa_use", status, KT_OK);
+  return status == KT_OK;
+}
+
+static void check_values(const inputs *in, const source *s) {
+  use_level(KT_ISA_SCALAR);
+  result truth = run_level(in, &s->m);
+  add_hash(&truth.packed);
+  add_hash(&truth.scale);
+  add_hash(&truth.codes);
+  add_hash(&truth.decoded);
+  for (int level = 1; level <= kt_isa_available(); level++) {
+    if (!use_level(level)) continue;
+    result r = run_level(in, &s->m);
+    compare(in, &truth, &r);
+    result_end(&r);
+  }
+  level_name = ISA_NAMES[0];
+  result_end(&truth);
+}
+
+/* A NaN or Inf at (row, col), another behind it: the first is reported. */
+static void check_nonfinite(const inputs *in, source *s) {
+  static const uint32_t bits[] = {0x7f800000, 0xff800000, 0x7fc00001, 0xff810001};
+  static const uint16_t halves[] = {0x7c00, 0xfc00, 0x7e01, 0xfd01};
+  const uint64_t z = random64();
+  const int64_t row = (int64_t)(z >> 8) % in->rows, col = (int64_t)(z >> 40) % in->cols;
+  const int64_t places[2][2] = {{in->rows - 1, in->cols - 1}, {row, col}};
+  for (int i = 0; i < 2; i++) {
+    uint8_t *const at = s->data.data + element_at(&s->m, places[i][0], places[i][1]);
+    const uint16_t half = in->dtype == KT_F16 ? halves[z % 4] : (uint16_t)(bits[z % 4] >> 16);
+    if (in->dtype == KT_F32) memcpy(at, &bits[z % 4], 4);
+    else if (in->dtype == KT_F8_E4M3) *at = z & 1 ? 0x7f : 0xff;
+    else memcpy(at, &half, 2);
+  }
+  for (int level = 0; level <= kt_isa_available(); level++) {
+    if (!use_level(level)) continue;
+    kt_position bad[2] = {{-1, -1}, {-1, -1}};
+    guarded scratch = guarded_new(kt_scratch_size(in->cols), in->where, 4);
+    guarded packed = guarded_new(kt_packed_size(in->format, in->rows, in->cols), in->where, 1);
+    guarded codes = guarded_new((size_t)(in->rows * in->cols), in->where, 1);
+    guarded scale = guarded_new(4 * (size_t)in->rows, in->where, 4);
+    expect_status("quantize_pack with NaN",
+                  kt_quantize_pack(in->format, &s->m, packed.data, (float *)scale.data,
+                                   scratch.data, scratch.size, &bad[0]),
+                  KT_ERR_NONFINITE);
+    expect_status("quantize with NaN",
+                  kt_quantize(in->format, &s->m, (int8_t *)codes.data, (float *)scale.data,
+                              scratch.data, scratch.size, &bad[1]),
+                  KT_ERR_NONFINITE);
+    for (int i = 0; i < 2; i++)
+      if (bad[i].row != row || bad[i].col != col)
+        fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")",
+             bad[i].row, bad[i].col, row, col);
+    guarded_end(&scratch, "scratch");
+    guarded_end(&packed, "packed");
+    guarded_end(&codes, "codes");
+    guarded_end(&scale, "scale");
+  }
+}
+
+static int cases;
+
+static void check_case(inputs in, uint64_t seed) {
+  random_state = seed;
+  describe(&in);
+  source s = source_new(&in);
+  check_values(&in, &s);
+  check_nonfinite(&in, &s);
+  source_end(&s);
+  cases++;
+}
+
+/* Shapes in tiles; the last two are beyond one column block with more rows than a row block
+ * (64 or 128), where the block sizes show. */
+static void check_format(int format) {
+  static const int64_t shapes[][2] = {{32, 1}, {64, 3}, {96, 2}, {160, 5}};
+  const int64_t tile = format == KT_INT8 ? 64 : 128;
+  uint64_t seed = 1000 * (uint64_t)format;
+  for (int dtype = KT_BF16; dtype <= KT_F8_E4M3; dtype++)
+    for (int shape = 0; shape < 4; shape++)
+      for (int transposed = 0; transposed < 2; transposed++)
+        for (int where = 0; where < PLACEMENTS; where++) {
+          inputs in = {.format = format, .dtype = dtype, .transposed = transposed,
+                       .rows = shapes[shape][0], .cols = shapes[shape][1] * tile,
+                       .where = (placement)where, .round = (where + shape) % 2,
+                       .pad = where == AT_END ? 0 : 37,
+                       .block_rows = 1, .block_cols = 1};
+          if (dtype == KT_F8_E4M3) {
+            static const int64_t blocks[][2] = {{128, 128}, {1, 32}, {7, 13}, {32, 1000}};
+            in.block_rows = blocks[shape][0], in.block_cols = blocks[shape][1];
+            in.row_origin = 5 * where, in.col_origin = 100 * where;
+          }
+          check_case(in, ++seed);
+        }
+  const int64_t rows = format == KT_INT8 ? 96 : 160;
+  check_case((inputs){.format = format, .dtype = KT_BF16, .rows = rows, .cols = 3584 + tile,
+                      .block_rows = 1, .block_cols = 1}, ++seed);
+  check_case((inputs){.format = format, .dtype = KT_F32, .rows = rows, .cols = 7168 + tile,
+                      .transposed = 1, .where = ODD, .block_rows = 1, .block_cols = 1}, ++seed);
+}
+
+/* The functions without a matrix, and refusals that must not touch memory. */
+static void check_rest(void) {
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  snprintf(current, sizeof current, "arguments");
+  level_name = "";
+  if ((cpu.avx512 ? KT_ISA_AVX512 : KT_ISA_SCALAR) > kt_isa_available()) fail("levels");
+  if (kt_packed_size(KT_INT8, 32, 64) != 2048 || kt_packed_size(KT_INT4, 32, 128) != 2048 ||
+      kt_packed_size(KT_INT4, 32, 64) || kt_packed_size(2, 32, 128) ||
+      kt_packed_size(KT_INT8, (int64_t)1 << 40, (int64_t)1 << 40))
+    fail("packed sizes");
+  uint8_t byte = 0;
+  expect_status("pack", kt_pack(KT_INT8, NULL, 32, 64, &byte), KT_ERR_ARGUMENT);
+  expect_status("pack", kt_pack(KT_INT8, (int8_t *)&byte, 31, 64, &byte), KT_ERR_SHAPE);
+  expect_status("unpack", kt_unpack(9, &byte, 32, 64, (int8_t *)&byte), KT_ERR_ARGUMENT);
+  expect_status("decode", kt_decode(NULL, NULL), KT_ERR_ARGUMENT);
+  expect_status("measure", kt_measure(KT_INT4, NULL, NULL, NULL, NULL, 0, NULL), KT_ERR_ARGUMENT);
+  expect_status("isa_use", kt_isa_use(LEVELS), KT_ERR_ARGUMENT);
+}
+
+int main(void) {
+  signal(SIGSEGV, on_fault);
+  signal(SIGBUS, on_fault);
+  printf("levels:");
+  for (int level = 0; level <= kt_isa_available(); level++) printf(" %s", ISA_NAMES[level]);
+  printf("\n");
+  if (kt_isa_active() < 0) {
+    printf("KTCONV_ISA: %s\n", kt_strerror(-kt_isa_active()));
+    return 2;
+  }
+  check_rest();
+  check_format(KT_INT8);
+  check_format(KT_INT4);
+  snprintf(current, sizeof current, "all cases");
+  level_name = ISA_NAMES[0];
+  if (hash != EXPECTED_HASH) fail("hash is %016" PRIx64 ", not %016" PRIx64, hash, EXPECTED_HASH);
+  printf("%d cases, %d failures, hash %016" PRIx64 "\n", cases, failures, hash);
+  return failures != 0;
+}
