@@ -167,9 +167,14 @@ def packed_size(format: str, rows: int, cols: int) -> int:
     return size
 
 
+def scratch_size(cols: int) -> int:
+    """Bytes of scratch for matrices of up to `cols` columns."""
+    return int(lib.kt_scratch_size(cols))
+
+
 def new_scratch(cols: int) -> Array:
     """Scratch for matrices of up to `cols` columns; one per thread."""
-    return np.empty(int(lib.kt_scratch_size(cols)), np.uint8)
+    return np.empty(scratch_size(cols), np.uint8)
 
 
 def decode(matrix: Matrix) -> Array:

@@ -1,0 +1,73 @@
+"""The model card: a short README.md for people who find the output."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ktconv import __version__
+from ktconv.plan import Options, Plan
+from ktconv.units import format_ranges, format_size
+
+
+def model_name(path: Path) -> str:
+    """What people call a checkpoint: its directory, or org/name in the hub's cache."""
+    for part in reversed(path.parts):
+        if match := re.fullmatch(r"models--(.+?)--(.+)", part):
+            return f"{match[1]}/{match[2]}"
+    return path.resolve().name
+
+
+def command_line(name: str, options: Options) -> str:
+    """The command that gives the same bytes again."""
+    words = ["ktconv quantize-cpu", name, "OUTPUT", f"--method {options.method}"]
+    words.append(f"--numa {options.numa}")
+    if options.layout != "safetensors":
+        words.append(f"--layout {options.layout}")
+    words.append(f"--scale {options.scale}")
+    words.append(f"--max-shard-size {options.max_shard_size}")
+    words += [
+        flag
+        for flag, given in (
+            ("--compat", options.compat),
+            ("--no-mtp", not options.mtp),
+            ("--experts-only", options.experts_only),
+        )
+        if given
+    ]
+    return " ".join(words)
+
+
+def model_card(plan: Plan) -> str:
+    name = model_name(plan.checkpoint.path)
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    experts = sorted({len(layer.experts) for layer in layers})
+    content = "expert weights only" if not plan.others else "all tensors"
+    where = (
+        "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
+        if plan.options.layout == "safetensors"
+        else "`_layer_{layer}/_numa_{part}/*.kt`"
+    )
+    return f"""---
+base_model: {name}
+library_name: ktransformers
+tags:
+- ktconv
+- mixture-of-experts
+- {plan.options.method}
+---
+
+# {name}: CPU experts in {plan.format.name}
+
+The routed experts of {name}, quantized for KTransformers' CPU kernels:
+{plan.format.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+
+- MoE layers: {format_ranges([layer.index for layer in layers])}
+- Experts per layer: {", ".join(map(str, experts))}
+- Tensors: {where}
+- `ktconv.json` holds a checksum and the quantization error of every tensor.
+
+Made with ktconv {__version__}:
+
+    {command_line(name, plan.options)}
+"""

@@ -1,0 +1,402 @@
+"""The command line: options, one library call each, and everything that is printed.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a check failed,
+2 bad usage or input, 3 I/O or resources, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ktconv import __version__
+from ktconv.errors import KtconvError
+from ktconv.units import format_ranges, format_size, parse_ranges, parse_size
+
+if TYPE_CHECKING:
+    from ktconv.quantize_cpu import Outlook, Report
+
+app = typer.Typer(
+    name="ktconv",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Convert Mixture-of-Experts checkpoints into CPU expert weights, provably right.",
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+class Method(str, Enum):
+    """Names of `formats.FORMATS`; a test keeps the two equal."""
+
+    int4 = "int4"
+    int8 = "int8"
+
+
+class Layout(str, Enum):
+    safetensors = "safetensors"
+    layers = "layers"
+
+
+class Scale(str, Enum):
+    amax = "amax"
+
+
+def main() -> None:
+    """Entry point of the `ktconv` command."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ktconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("quantize-cpu")
+def quantize_cpu_command(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    method: Annotated[Method, typer.Option(help="Weight format.")] = Method.int4,
+    numa: Annotated[
+        int,
+        typer.Option(min=0, help="NUMA parts; 0: as many as this machine has nodes.", metavar="N"),
+    ] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    layers: Annotated[
+        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+    ] = "",
+    layout: Annotated[
+        Layout, typer.Option(help="Shards with an index, or _layer_L/_numa_N/*.kt folders.")
+    ] = Layout.safetensors,
+    scale: Annotated[
+        Scale, typer.Option(help="How row scales are chosen; amax: from the largest weight.")
+    ] = Scale.amax,
+    max_shard_size: Annotated[
+        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
+    ] = "5GB",
+    max_memory: Annotated[
+        str, typer.Option(help="Use no more memory than this.", metavar="SIZE")
+    ] = "8GiB",
+    experts_only: Annotated[
+        bool, typer.Option("--experts-only", help="Leave non-expert tensors out.")
+    ] = False,
+    mtp: Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+    ] = True,
+    compat: Annotated[
+        bool,
+        typer.Option("--compat", help="Round to bf16 first, for the reference converter's bytes."),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Read back and unpack everything written."),
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+    ] = False,
+    finalize: Annotated[
+        bool,
+        typer.Option("--finalize", help="Only write the index of layers converted before."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert the routed experts of a checkpoint into quantized CPU weights.
+
+    The same command again continues a run that was interrupted.
+
+    Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
+    """
+    with _errors_shown():
+        from ktconv.plan import Options
+        from ktconv.quantize_cpu import Request, prepare, quantize_cpu
+
+        options = Options(
+            method=method.value,
+            numa=numa,
+            layout=layout.value,
+            scale=scale.value,
+            compat=compat,
+            mtp=mtp,
+            experts_only=experts_only,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        )
+        request = Request(
+            model=model,
+            output=output,
+            options=options,
+            layers=parse_ranges(layers, "--layers") if layers else None,
+            threads=threads or None,
+            max_memory=parse_size(max_memory, "--max-memory"),
+            verify=verify,
+            overwrite=overwrite,
+            finalize=finalize,
+        )
+        outlook = prepare(request)
+        if dry_run:
+            _print_result(as_json, outlook_facts(outlook), lambda: _print_outlook(outlook))
+            return
+        _say_notes(outlook)
+        with _interruptible(f"run the same command again to continue in {output}"):
+            observer = _observer(outlook)
+            with observer:
+                report = quantize_cpu(request, observer, outlook)
+        _print_result(as_json, report_facts(report), lambda: _print_report(report))
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint, an output of ktconv, or a hub id.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a checkpoint or a converted output holds, from headers alone.
+
+    Example: ktconv inspect qwen3-int4
+    """
+    with _errors_shown():
+        from ktconv.inspection import inspect_path
+
+        facts = inspect_path(path)
+        _print_result(as_json, facts, lambda: _print_facts(facts))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Tell what this machine can do: CPU, AMX, NUMA, memory, disk, optional packages.
+
+    Example: ktconv doctor
+    """
+    with _errors_shown():
+        from ktconv.doctor import examine
+
+        facts = examine(Path.cwd())
+        _print_result(as_json, facts, lambda: _print_facts(facts))
+
+
+# ---- results ----
+
+
+def outlook_facts(outlook: Outlook) -> dict[str, Any]:
+    """The JSON of a dry run."""
+    plan = outlook.plan
+    chosen = [unit.layer for unit in outlook.units if unit.layer]
+    units = [*outlook.units, *plan.others]
+    return {
+        "schema": 1,
+        "model_type": plan.checkpoint.config.get("model_type"),
+        "method": plan.options.method,
+        "numa": plan.options.numa,
+        "layers": len(chosen),
+        "layer_indices": [layer.index for layer in chosen],
+        "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
+        "experts": max(len(layer.experts) for layer in chosen),
+        "hidden_size": chosen[0].hidden_size,
+        "intermediate_size": chosen[0].intermediate_size,
+        "encodings": sorted({layer.encoding for layer in chosen}),
+        "source_bytes": sum(unit.source_bytes for unit in units),
+        "output_bytes": sum(unit.output_bytes for unit in units),
+        "files": sum(len(unit.shards) for unit in units),
+        "copied_tensors": sum(len(unit.copies) for unit in plan.others),
+        "copied_bytes": sum(unit.data_bytes for unit in plan.others),
+        "copied_files": [str(path) for path in plan.sidecars],
+        "skipped": list(plan.skipped),
+        "notes": list(plan.notes),
+        "threads": outlook.threads,
+        "peak_memory_bytes": outlook.peak_memory,
+        "disk_needed_bytes": sum(unit.output_bytes for unit in units),
+        "disk_free_bytes": outlook.disk_free,
+        "seconds": 0.0,
+    }
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """The JSON of a finished run."""
+    from ktconv.quantize_cpu import peak_rss
+
+    return outlook_facts(report.outlook) | {
+        "seconds": round(report.seconds, 3),
+        "source_bytes_read": report.source_bytes,
+        "gb_per_second": round(report.source_bytes / 1e9 / max(report.seconds, 1e-9), 3),
+        "peak_rss_bytes": peak_rss(),
+        "complete": report.complete,
+        "converted_units": list(report.converted),
+        "kept_units": list(report.kept),
+        "missing_units": list(report.missing),
+        "mean_relative_rms_error": report.mean_error,
+        "worst_tensor": report.worst[0] if report.worst else None,
+        "worst_relative_rms_error": report.worst[1] if report.worst else None,
+    }
+
+
+def _print_result(as_json: bool, facts: dict[str, Any], show: Callable[[], None]) -> None:
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        show()
+
+
+def _print_outlook(outlook: Outlook) -> None:
+    facts, request = outlook_facts(outlook), outlook.request
+    layers = format_ranges(facts["layer_indices"])
+    mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
+    copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
+    enough = "" if facts["disk_free_bytes"] > facts["disk_needed_bytes"] else "  NOT ENOUGH"
+    container = f"{facts['files']} shards" if facts["files"] else "layer folders"
+    rows = {
+        "model": f"{request.model} ({facts['model_type']})",
+        "MoE layers": f"{facts['layers']} ({layers}{mtp})",
+        "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
+        f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
+        "write": f"{outlook.plan.format.name}, {facts['numa']} NUMA part(s), {container}",
+        "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
+        "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
+        f"plus index and manifest",
+        "copied as is": copied if facts["copied_tensors"] else "nothing",
+        "files copied": ", ".join(facts["copied_files"]) or "none",
+        "skipped": "; ".join(facts["skipped"]) or "nothing",
+        "memory": f"{format_size(facts['peak_memory_bytes'])} peak with {facts['threads']} threads",
+        "disk": f"{format_size(facts['disk_needed_bytes'])} needed, "
+        f"{format_size(facts['disk_free_bytes'])} free{enough}",
+    }
+    for note in facts["notes"]:
+        rows[f"note {len(rows) - 10}"] = note
+    _print_facts(rows)
+
+
+def _print_report(report: Report) -> None:
+    from ktconv.quantize_cpu import describe_units
+
+    output = report.outlook.request.output
+    if not report.converted and report.complete:
+        print(f"{output} is complete: nothing to do.")
+        return
+    if report.converted:
+        rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
+        print(
+            f"Converted {describe_units(report.converted)} in {report.seconds:.1f} s "
+            f"({rate:.2f} GB/s of source)."
+        )
+    if report.worst and report.mean_error is not None:
+        print(
+            f"Relative RMS error: mean {report.mean_error:.4f}, "
+            f"worst {report.worst[1]:.4f} ({report.worst[0]})."
+        )
+    if report.complete:
+        print(f"{output} is complete.")
+    else:
+        print(f"{output} still lacks {describe_units(report.missing)}; the index comes with them.")
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    """Names and values as aligned lines; nested names indented."""
+    for line in _fact_lines(facts, 0):
+        print(line)
+
+
+def _fact_lines(facts: dict[str, Any], indent: int) -> Iterator[str]:
+    width = max((len(name) for name in facts), default=0)
+    for name, value in facts.items():
+        label = " " * indent + name.replace("_", " ")
+        if isinstance(value, dict):
+            yield label
+            yield from _fact_lines(value, indent + 2)
+        else:
+            yield f"{label:<{indent + width}}  {_fact_text(name, value)}"
+
+
+def _fact_text(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("bytes"):
+        return f"{value} ({format_size(value)})"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value)
+
+
+# ---- progress and errors ----
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_notes(outlook: Outlook) -> None:
+    for note in outlook.plan.notes:
+        _say(f"note: {note}")
+    for skipped in outlook.plan.skipped:
+        _say(f"skipped: {skipped}")
+
+
+def _observer(outlook: Outlook) -> Any:
+    from ktconv.progress import BarObserver, LineObserver
+
+    sizes = {unit.key: unit.source_bytes for unit in outlook.plan.units}
+    return BarObserver(sizes) if sys.stderr.isatty() else LineObserver(sizes, _say)
+
+
+@contextmanager
+def _interruptible(way_out: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end a run cleanly, with exit code 130."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"\nInterrupted. Finished layers are kept: {way_out}.")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _errors_shown() -> Iterator[None]:
+    """KtconvError as one sentence and a hint on stderr, with its exit code."""
+    try:
+        yield
+    except KtconvError as error:
+        _say(f"Error: {error}.")
+        if error.hint:
+            _say(f"Hint: {error.hint}.")
+        raise typer.Exit(error.exit_code) from None
+    except MemoryError:
+        _say("Error: this machine has too little memory for the conversion.")
+        _say("Hint: use fewer --threads.")
+        raise typer.Exit(3) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    main()

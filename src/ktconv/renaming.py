@@ -1,0 +1,44 @@
+"""Names of non-expert tensors in the output.
+
+The reference names them `blk.{L}.rest` and drops the model prefix (docs/formats.md), by
+replacing substrings anywhere. We follow it where that is sound: only whole components at
+the start of a name are touched, and names that would collide are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ktconv.checkpoint import TensorRef
+from ktconv.errors import CheckpointError
+
+_PREFIX = re.compile(r"(?:language_model\.|model\.)+")
+_LAYER = re.compile(r"layers\.([0-9]+)\.")
+
+
+def output_name(name: str) -> str:
+    """The name of a non-expert tensor in the output.
+
+    >>> output_name("model.language_model.layers.3.self_attn.q_proj.weight")
+    'blk.3.self_attn.q_proj.weight'
+    >>> output_name("model.vision_model.encoder.layers.0.w")
+    'vision_model.encoder.layers.0.w'
+    """
+    prefix = _PREFIX.match(name)
+    rest = name[prefix.end() :] if prefix else name
+    return _LAYER.sub(r"blk.\1.", rest, count=1) if _LAYER.match(rest) else rest
+
+
+def rename_tensors(tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
+    """Each tensor with its output name, in order. CheckpointError if two names collide."""
+    taken: dict[str, str] = {}
+    for tensor in tensors:
+        name = output_name(tensor.name)
+        if name in taken:
+            raise CheckpointError(
+                f"tensors {taken[name]} and {tensor.name} would both become {name} in the output",
+                "convert with --experts-only, which leaves non-expert tensors out",
+            )
+        taken[name] = tensor.name
+    return [(tensor, output_name(tensor.name)) for tensor in tensors]

@@ -1,0 +1,421 @@
+"""The two kinds of work: quantize one expert matrix, copy one other tensor.
+
+Both stream: a few MiB of source at a time go through the buffers of a worker, so memory
+does not depend on the size of matrix, layer or model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconv import native
+from ktconv.checkpoint import (
+    BlockScale,
+    ExpertMatrix,
+    MoELayer,
+    Projection,
+    SourceFile,
+    TensorRef,
+    load_block_scale,
+    scale_span,
+)
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.formats import FORMATS, Format, packed_shape, tensor_name
+from ktconv.pipeline import Span
+from ktconv.plan import Options, matrix_source_bytes
+from ktconv.writer.files import io_error, read_exactly
+from ktconv.writer.staging import Staging
+
+CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
+STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
+ROWS_STEP = 128  # chunks are whole row blocks of every format
+COPY_BYTES = 8 << 20
+ITEM_SIZE = {dtype: size for dtype, (_, size) in native.DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows `start`..`stop` of a matrix, all of one part for gate and up."""
+
+    start: int
+    stop: int
+
+
+def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[Chunk]:
+    """Cuts a matrix into chunks that fit the buffers; parts of `part_rows` rows stay apart."""
+    rows = chunk_rows(matrix)
+    for part in range(0, matrix.rows, part_rows):
+        for start in range(part, part + part_rows, rows):
+            yield Chunk(start, min(start + rows, part + part_rows))
+
+
+def chunk_rows(matrix: ExpertMatrix) -> int:
+    """Rows per chunk: as many whole row blocks as the target holds, at least one."""
+    target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
+    row_bytes = matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
+    return max(1, target // (row_bytes * ROWS_STEP)) * ROWS_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """Bytes that a worker needs; follows from the plan."""
+
+    source: int
+    packed: int
+    scratch_cols: int
+
+    @classmethod
+    def of(cls, layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
+        source, packed, cols = COPY_BYTES, 0, 1
+        seen = set()
+        for layer in layers:
+            key = (layer.encoding, layer.hidden_size, layer.intermediate_size)
+            if key in seen:
+                continue
+            seen.add(key)
+            for matrix in layer.experts[0].values():
+                rows = min(chunk_rows(matrix), matrix.rows)
+                source = max(source, rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
+                packed = max(packed, fmt.weight_nbytes(rows, matrix.cols))
+                cols = max(cols, matrix.cols)
+        return cls(source, packed, cols)
+
+    @property
+    def nbytes(self) -> int:
+        """Total for one worker: source, packed, what is read back, scratch."""
+        return self.source + 2 * self.packed + native.scratch_size(self.scratch_cols)
+
+
+class Buffers:
+    """The memory of one worker."""
+
+    def __init__(self, sizes: BufferSizes) -> None:
+        self.source = np.empty(sizes.source, np.uint8)
+        self.packed = np.empty(sizes.packed, np.uint8)
+        self.readback = np.empty(sizes.packed, np.uint8)
+        self.scratch = native.new_scratch(sizes.scratch_cols)
+
+
+class SourceReader:
+    """Reads spans of source files; refuses a file that changed since it was opened."""
+
+    def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
+        known = {source.name: source for source in sources if source.mtime_ns is not None}
+        self._state = {
+            path: (known[path.name].nbytes, known[path.name].mtime_ns)
+            for path in files
+            if path.name in known
+        }
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[int]:
+        """A descriptor of a shard that is still as it was when the headers were read."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise io_error("read", path, error) from error
+        try:
+            status = os.fstat(fd)
+            if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
+                raise CheckpointError(
+                    f"{path} changed during the conversion",
+                    "make sure nothing writes to the model, then start again with --overwrite",
+                )
+            yield fd
+        finally:
+            os.close(fd)
+
+    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
+        """Bytes from `offset` on of a tensor."""
+        try:
+            read_exactly(fd, target, tensor.offset + offset)
+        except OSError as error:
+            raise io_error(f"read tensor {tensor.name} from", tensor.file, error) from error
+
+
+class Part:
+    """One part of a matrix while its chunks arrive: checksum, scales, errors."""
+
+    def __init__(self, rows: int) -> None:
+        self.digest = hashlib.sha256()
+        self.scale = np.empty(rows, np.float32)
+        self.errors = native.ErrorSums()
+        self.rows_done = 0
+        self.bytes_done = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeTask:
+    """One projection of one expert: decode, quantize, pack, write, read back, compare."""
+
+    reader: SourceReader
+    layer: MoELayer
+    expert: int
+    proj: Projection
+    options: Options
+    verify: bool  # compare what the file holds instead of what was packed
+
+    @property
+    def matrix(self) -> ExpertMatrix:
+        return self.layer.experts[self.expert][self.proj]
+
+    @property
+    def source_bytes(self) -> int:
+        return matrix_source_bytes(self.layer, self.expert, self.proj)
+
+    def spans(self) -> Sequence[Span]:
+        matrix = self.matrix
+        size = ITEM_SIZE[matrix.tensor.dtype]
+        last = (matrix.rows - 1) * matrix.row_stride + (matrix.cols - 1) * matrix.col_stride
+        start = matrix.tensor.offset + matrix.start * size
+        return [Span(matrix.tensor.file, start, (last + 1) * size)]
+
+    def run(
+        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> dict[str, Any]:
+        rows, _ = self._packed_shape()
+        parts = [Part(rows) for _ in range(self.options.numa)]
+        remaining = self.source_bytes
+        with self.reader.open(self.matrix.tensor.file) as fd:
+            grid = self._load_scales()
+            part_rows = self.matrix.rows if self.proj == "down" else rows
+            for chunk in chunks(self.matrix, part_rows):
+                count = self._read(fd, chunk, buffers)
+                self._convert(chunk, grid, parts, staging, buffers)
+                remaining -= count
+                advance(count)
+        advance(remaining)  # block scales
+        return self._finish(parts, staging)
+
+    def _packed_shape(self) -> tuple[int, int]:
+        layer = self.layer
+        return packed_shape(
+            self.proj, layer.hidden_size, layer.intermediate_size, self.options.numa
+        )
+
+    def _name(self, part: int, kind: Any) -> str:
+        return tensor_name(self.layer.index, self.proj, self.expert, part, kind)
+
+    def _load_scales(self) -> npt.NDArray[np.float32] | None:
+        scale = self.matrix.scale
+        if scale is None:
+            return None
+        rows, cols = self.matrix.rows, self.matrix.cols
+        offset, nbytes = scale_span(scale, rows, cols)
+        data = bytearray(nbytes)
+        with self.reader.open(scale.tensor.file) as fd:
+            self.reader.read(fd, scale.tensor, memoryview(data), offset)
+        return load_block_scale(scale, rows, cols, data)
+
+    def _read(self, fd: int, chunk: Chunk, buffers: Buffers) -> int:
+        """The chunk's elements, densely packed in its own orientation; bytes read."""
+        matrix, size = self.matrix, ITEM_SIZE[self.matrix.tensor.dtype]
+        rows = chunk.stop - chunk.start
+        target = buffers.source.data[: rows * matrix.cols * size]
+        if matrix.col_stride == 1:
+            runs, run_length, stride = rows, matrix.cols, matrix.row_stride
+        else:
+            runs, run_length, stride = matrix.cols, rows, matrix.col_stride
+        start = (matrix.start + chunk.start * matrix.row_stride) * size
+        if stride == run_length:
+            self.reader.read(fd, matrix.tensor, target, start)
+        else:
+            length = run_length * size
+            for run in range(runs):
+                piece = target[run * length : (run + 1) * length]
+                self.reader.read(fd, matrix.tensor, piece, start + run * stride * size)
+        return len(target)
+
+    def _view(
+        self,
+        chunk: Chunk,
+        grid: npt.NDArray[np.float32] | None,
+        part: int,
+        buffers: Buffers,
+    ) -> native.Matrix:
+        """The share of `part` in the chunk that lies in the source buffer."""
+        matrix, (_, cols) = self.matrix, self._packed_shape()
+        first_col = part * cols if self.proj == "down" else 0
+        rows = chunk.stop - chunk.start
+        dense = matrix.col_stride == 1
+        row_stride, col_stride = (matrix.cols, 1) if dense else (1, rows)
+        scale = matrix.scale
+        return native.Matrix(
+            buffers.source,
+            matrix.tensor.dtype,
+            rows,
+            cols,
+            start=first_col * col_stride,
+            row_stride=row_stride,
+            col_stride=col_stride,
+            block_scale=grid,
+            block=(scale.block_rows, scale.block_cols) if scale else (1, 1),
+            origin=_origin(scale, chunk.start, first_col),
+            round_to_bf16=self.options.compat,
+        )
+
+    def _convert(
+        self,
+        chunk: Chunk,
+        grid: npt.NDArray[np.float32] | None,
+        parts: Sequence[Part],
+        staging: Staging,
+        buffers: Buffers,
+    ) -> None:
+        rows, cols = self._packed_shape()
+        touched = range(len(parts)) if self.proj == "down" else [chunk.start // rows]
+        for index in touched:
+            view, part = self._view(chunk, grid, index, buffers), parts[index]
+            packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
+            scale = part.scale[part.rows_done : part.rows_done + view.rows]
+            try:
+                native.quantize_pack(self.options.method, view, packed, scale, buffers.scratch)
+            except native.NonFiniteError as error:
+                raise self._nonfinite(chunk, index, cols, error) from error
+            name = self._name(index, "weight")
+            staging.write(name, packed.data, part.bytes_done)
+            if self.verify:
+                written = buffers.readback[: packed.nbytes]
+                staging.read(name, written.data, part.bytes_done)
+                packed = written
+            self._account(part, index, view, packed, scale, buffers)
+
+    def _account(
+        self,
+        part: Part,
+        index: int,
+        view: native.Matrix,
+        packed: npt.NDArray[np.uint8],
+        scale: npt.NDArray[np.float32],
+        buffers: Buffers,
+    ) -> None:
+        """Unpack again, compare with the source, and add to checksum and errors."""
+        part.digest.update(packed.data)
+        found = native.measure(self.options.method, view, packed, scale, buffers.scratch)
+        self._check_errors(found, index, part.rows_done, scale)
+        part.errors = part.errors.add(found)
+        part.rows_done += view.rows
+        part.bytes_done += packed.nbytes
+
+    def _check_errors(
+        self,
+        found: native.ErrorSums,
+        part: int,
+        first_row: int,
+        scale: npt.NDArray[np.float32],
+    ) -> None:
+        if not found.invalid and found.max_steps <= _allowed_steps(self.options.method, scale):
+            return
+        row = first_row + max(found.worst_row, 0)
+        raise VerificationError(
+            f"{self._name(part, 'weight')} does not hold its source: unpacked again, row {row} is "
+            f"{found.max_steps:.4g} steps off and {found.invalid} codes are invalid",
+            "suspect the disk or memory of this machine; run the same command again",
+        )
+
+    def _nonfinite(
+        self, chunk: Chunk, part: int, cols: int, error: native.NonFiniteError
+    ) -> CheckpointError:
+        first_col = part * cols if self.proj == "down" else 0
+        matrix = self.matrix
+        flat = (
+            matrix.start
+            + (chunk.start + error.row) * matrix.row_stride
+            + (first_col + error.col) * matrix.col_stride
+        )
+        position = ", ".join(str(int(i)) for i in np.unravel_index(flat, matrix.tensor.shape))
+        return CheckpointError(
+            f"tensor {matrix.tensor.name} in {matrix.tensor.file} holds a NaN or an infinity "
+            f"at [{position}]",
+            "download the file again; if the original has it, the model cannot be quantized",
+        )
+
+    def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
+        """Write the scales; what the manifest says of each tensor."""
+        records: dict[str, Any] = {}
+        for index, part in enumerate(parts):
+            scale = part.scale.view(np.uint8)
+            name = self._name(index, "scale")
+            staging.write(name, scale.data, 0)
+            if self.verify:
+                written = np.empty_like(scale)
+                staging.read(name, written.data, 0)
+                if not np.array_equal(written, scale):
+                    raise VerificationError(
+                        f"{name} was read back with other bytes than were written",
+                        "suspect the disk of this machine; run the same command again",
+                    )
+            records[self._name(index, "weight")] = {
+                "sha256": part.digest.hexdigest(),
+                "relative_rms_error": _rounded(part.errors.relative_rms),
+                "max_error_steps": _rounded(part.errors.max_steps),
+                "zero_share": _rounded(part.errors.zero_share),
+            }
+            records[name] = {"sha256": hashlib.sha256(scale.data).hexdigest()}
+        return records
+
+
+def _origin(scale: BlockScale | None, row: int, col: int) -> tuple[int, int]:
+    """Where element (row, col) of a matrix lies in its grid of block scales, in elements.
+
+    `load_block_scale` starts the grid at the block of element (0, 0).
+    """
+    if scale is None:
+        return 0, 0
+    return scale.row_origin % scale.block_rows + row, scale.col_origin % scale.block_cols + col
+
+
+def _allowed_steps(method: str, scale: npt.NDArray[np.float32]) -> float:
+    """Largest error in steps that the rounding rules allow, with room for binary32 sums.
+
+    Under the smallest scales a flushed denormal can be almost a whole step off.
+    """
+    fmt = FORMATS[method]
+    smallest = float(np.min(scale, where=scale > 0, initial=np.inf))
+    if smallest * fmt.scale_units < 2.0**-120:
+        return 1.0
+    return fmt.max_error_steps + 2.0**-15
+
+
+def _rounded(value: float) -> float:
+    """Four digits: enough to compare, and the same on every ISA."""
+    return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTask:
+    """One non-expert tensor, copied unchanged."""
+
+    reader: SourceReader
+    tensor: TensorRef
+    name: str
+
+    @property
+    def source_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return [Span(self.tensor.file, self.tensor.offset, self.tensor.nbytes)]
+
+    def run(
+        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        buffer = buffers.source.data[:COPY_BYTES]
+        with self.reader.open(self.tensor.file) as fd:
+            for offset in range(0, self.tensor.nbytes, COPY_BYTES):
+                piece = buffer[: min(COPY_BYTES, self.tensor.nbytes - offset)]
+                self.reader.read(fd, self.tensor, piece, offset)
+                digest.update(piece)
+                staging.write(self.name, piece, offset)
+                advance(len(piece))
+        return {self.name: {"sha256": digest.hexdigest()}}

@@ -1,0 +1,58 @@
+"""Sizes, counts and ranges as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from ktconv.errors import UsageError
+
+_FACTORS = {"": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _FACTORS[_letter] = _FACTORS[_letter + "B"] = 1000**_power
+    _FACTORS[_letter + "IB"] = 1024**_power
+_FACTORS["B"] = 1
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of "5GB" (powers of 1000) or "8GiB" (powers of 1024)."""
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{option} {text!r} is not a size", "write it like 5GB or 8GiB")
+    size = int(float(match[1]) * factor)
+    if size < 1:
+        raise UsageError(f"{option} {text!r} is not a positive size", "write it like 5GB or 8GiB")
+    return size
+
+
+def format_size(size: float) -> str:
+    """Bytes in powers of 1000 with three or four digits: "17.4 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def parse_ranges(text: str, option: str) -> list[int]:
+    """The numbers of "0-3,7", ascending, each once."""
+    numbers: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:\s*-\s*([0-9]+))?\s*", item)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last or last - first > 100_000:
+            raise UsageError(f"{option} {text!r} is not a list of numbers", "write it like 0-3,7")
+        numbers.update(range(first, last + 1))
+    return sorted(numbers)
+
+
+def format_ranges(numbers: list[int]) -> str:
+    """The inverse of `parse_ranges`: "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

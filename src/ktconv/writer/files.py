@@ -1,0 +1,110 @@
+"""Durable files: written in place under a temporary name, fsynced, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ktconv.errors import KtconvError, OutputError, ResourceError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EIO: "the device reports an I/O error",
+}
+_HINTS = {
+    errno.ENOSPC: "free some space and run the same command again: finished layers are kept",
+    errno.EDQUOT: "raise the quota and run the same command again: finished layers are kept",
+    errno.EROFS: "choose an output directory that can be written",
+    errno.EACCES: "choose an output directory that can be written",
+    errno.EPERM: "choose an output directory that can be written",
+}
+
+
+def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
+    """An OSError as one sentence that names the file."""
+    code = error.errno or 0
+    reason = _REASONS.get(code) or (os.strerror(code) if code else str(error))
+    return ResourceError(f"cannot {action} {path}: {reason}", _HINTS.get(code))
+
+
+@contextmanager
+def translated(action: str, path: str | Path) -> Iterator[None]:
+    """Turns an OSError inside into a ResourceError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise io_error(action, path, error) from error
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """pwrite until everything is written."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def read_exactly(fd: int, target: memoryview, offset: int) -> None:
+    """preadv until `target` is full; OSError if the file ends before."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends too early")
+        done += count
+
+
+def allocate(fd: int, size: int) -> None:
+    """Give a new file its final size, so that a full disk shows now and not later."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, size)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes, staging: Path) -> None:
+    """Replace `path` by `data` in one step; after return it survives a power loss.
+
+    The temporary file lies in `staging`, a directory of the same file system.
+    """
+    with translated("write", path):
+        fd, temporary = tempfile.mkstemp(dir=staging, prefix=f"{path.name}.", suffix=".part")
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        Path(temporary).replace(path)
+        sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents."""
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{path} is a file", "choose a directory for the output")
+    with translated("create directory", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_quietly(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

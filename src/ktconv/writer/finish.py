@@ -1,0 +1,79 @@
+"""The files around the shards: configuration, model card, manifest, index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconv.writer.files import make_directory, translated, write_durably
+
+MANIFEST = "ktconv.json"
+INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+
+
+def copy_sidecars(files: Sequence[Path], source: Path, output: Path, staging: Path) -> None:
+    """Copy small files, given relative to `source`, unchanged."""
+    for relative in files:
+        with translated("read", source / relative):
+            data = (source / relative).read_bytes()
+        make_directory((output / relative).parent)
+        write_durably(output / relative, data, staging)
+
+
+def write_index(
+    weight_map: Mapping[str, str], total_size: int, output: Path, staging: Path
+) -> None:
+    """model.safetensors.index.json; `total_size` is the bytes of all tensors."""
+    content = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_durably(output / INDEX, (json.dumps(content, indent=2) + "\n").encode(), staging)
+
+
+def write_manifest(
+    run: Mapping[str, Any],
+    units: Iterable[tuple[str, Mapping[str, Any]]],
+    output: Path,
+    staging: Path,
+) -> None:
+    """ktconv.json: `run` and the record of every unit. Units are taken one at a time."""
+    temporary = staging / f"{MANIFEST}.units"
+    with translated("write", temporary):
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(_manifest_lines(run, units))
+        data = temporary.read_bytes()
+        temporary.unlink()
+    write_durably(output / MANIFEST, data, staging)
+
+
+def _manifest_lines(
+    run: Mapping[str, Any], units: Iterable[tuple[str, Mapping[str, Any]]]
+) -> Iterator[str]:
+    """JSON with one tensor per line: it can be searched and compared with line tools."""
+    yield json.dumps(run, indent=1)[:-2]
+    yield ',\n "units": {'
+    for count, (key, record) in enumerate(units):
+        yield f'{"," if count else ""}\n  {json.dumps(key)}: {{\n   "files": [\n    '
+        yield ",\n    ".join(json.dumps(file) for file in record["files"])
+        yield '\n   ],\n   "tensors": {\n    '
+        tensors = sorted(record["tensors"].items())
+        yield ",\n    ".join(f"{json.dumps(name)}: {json.dumps(about)}" for name, about in tensors)
+        yield "\n   }\n  }"
+    yield "\n }\n}\n"
+
+
+def read_manifest(output: Path) -> dict[str, Any] | None:
+    """The manifest of an output; None if there is none or it is not ours."""
+    try:
+        content = json.loads((output / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "units" in content else None
+
+
+def write_card(text: str, output: Path, staging: Path) -> None:
+    write_durably(output / CARD, text.encode(), staging)

@@ -1,0 +1,74 @@
+"""Where every byte of a safetensors shard lies, decided before anything is written.
+
+A file is: 8 bytes header length, the JSON header padded with spaces, the data. We pad
+so that the data starts on a 64-byte boundary, and put the tensors whose size is a
+multiple of 64 first: packed weights can then be used from a mapping of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+_ENTRY_OVERHEAD = 110  # JSON around a name, with room for dtype, shape and two offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that will be written: name, safetensors dtype, shape, bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One planned file: its header and the offset of each tensor from the file's start."""
+
+    name: str
+    header: bytes  # with the 8 length bytes and the padding
+    offsets: Mapping[str, int]
+    size: int
+    data_bytes: int  # without the header
+
+
+def group(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
+    """Consecutive tensors, cut so that no file exceeds `max_size` bytes.
+
+    A tensor that cannot fit on its own gets a group of its own; the caller refuses it.
+    """
+    groups: list[list[Tensor]] = []
+    used = max_size
+    for tensor in tensors:
+        need = tensor.nbytes + len(tensor.name) * 2 + _ENTRY_OVERHEAD + 24 * len(tensor.shape)
+        if used + need > max_size or not groups:
+            groups.append([])
+            used = 1024  # __metadata__ and alignment
+        groups[-1].append(tensor)
+        used += need
+    return groups
+
+
+def plan_shard(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Shard:
+    """The header and offsets of a file that holds `tensors`."""
+    ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT != 0)
+    entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
+    starts: dict[str, int] = {}
+    position = 0
+    for tensor in ordered:
+        starts[tensor.name] = position
+        end = position + tensor.nbytes
+        entries.append(
+            f'{json.dumps(tensor.name)}:{{"dtype":"{tensor.dtype}",'
+            f'"shape":[{",".join(map(str, tensor.shape))}],"data_offsets":[{position},{end}]}}'
+        )
+        position = end
+    text = ("{" + ",".join(entries) + "}").encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {key: start + len(header) for key, start in starts.items()}
+    return Shard(name, header, offsets, len(header) + position, position)

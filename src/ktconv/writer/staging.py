@@ -1,0 +1,167 @@
+"""A unit of commit on its way: written under a temporary name, then made final at once.
+
+Staged files live in OUTPUT/.ktconv under names that no loader looks at. `commit` makes
+them durable and final; until then nothing under a final name changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ktconv.writer.files import (
+    allocate,
+    make_directory,
+    read_exactly,
+    sync_directory,
+    translated,
+    write_all,
+)
+from ktconv.writer.shards import Shard
+
+
+class Staging(Protocol):
+    """Where the tensors of a unit are written. Safe to use from several threads."""
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        """Put `data` `offset` bytes into tensor `name`."""
+
+    def read(self, name: str, target: memoryview, offset: int) -> None:
+        """Read back what was written."""
+
+    def commit(self) -> list[dict[str, object]]:
+        """Make everything durable and final; the journal's record of each file."""
+
+    def abandon(self) -> None:
+        """Remove what was staged."""
+
+
+class ShardStaging:
+    """One or more safetensors shards, pre-sized, each tensor written into its place."""
+
+    def __init__(self, shards: Sequence[Shard], staging: Path, output: Path) -> None:
+        self._shards, self._staging, self._output = shards, staging, output
+        self._fds: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        try:
+            for shard in shards:
+                self._open(shard)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _path(self, shard: Shard) -> Path:
+        return self._staging / f"{shard.name}.part"
+
+    def _open(self, shard: Shard) -> None:
+        path = self._path(shard)
+        with translated("write", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._fds[shard.name] = fd
+            allocate(fd, shard.size)
+            write_all(fd, memoryview(shard.header), 0)
+        for name, offset in shard.offsets.items():
+            self._places[name] = (fd, offset)
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        fd, start = self._places[name]
+        with translated("write tensor", name):
+            write_all(fd, data, start + offset)
+
+    def read(self, name: str, target: memoryview, offset: int) -> None:
+        fd, start = self._places[name]
+        with translated("read back tensor", name):
+            read_exactly(fd, target, start + offset)
+
+    def commit(self) -> list[dict[str, object]]:
+        for shard in self._shards:
+            with translated("write", self._path(shard)):
+                fd = self._fds[shard.name]
+                os.fsync(fd)
+                os.close(self._fds.pop(shard.name))
+        for shard in self._shards:
+            with translated("rename", self._path(shard)):
+                self._path(shard).replace(self._output / shard.name)
+        with translated("write", self._output):
+            sync_directory(self._output)
+        return [shard_record(shard) for shard in self._shards]
+
+    def abandon(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        for shard in self._shards:
+            self._path(shard).unlink(missing_ok=True)
+
+
+def shard_record(shard: Shard) -> dict[str, object]:
+    """What tells a finished shard from any other file of its name."""
+    return {
+        "name": shard.name,
+        "bytes": shard.size,
+        "header_sha256": hashlib.sha256(shard.header).hexdigest(),
+    }
+
+
+class FolderStaging:
+    """A folder `_layer_L` with one `.kt` file per tensor, renamed as a whole."""
+
+    def __init__(
+        self, folder: str, files: Mapping[str, tuple[str, int]], staging: Path, output: Path
+    ) -> None:
+        self._folder, self._files, self._output = folder, files, output
+        self._staged = staging / f"{folder}.part"
+        self.abandon()
+        for directory in sorted({self._path(name).parent for name in files}):
+            make_directory(directory)
+
+    def _path(self, name: str) -> Path:
+        below_folder = self._files[name][0].split("/", 1)[1]
+        return self._staged / below_folder
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        path = self._path(name)
+        with translated("write", path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                write_all(fd, data, offset)
+            finally:
+                os.close(fd)
+
+    def read(self, name: str, target: memoryview, offset: int) -> None:
+        path = self._path(name)
+        with translated("read back", path):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                read_exactly(fd, target, offset)
+            finally:
+                os.close(fd)
+
+    def commit(self) -> list[dict[str, object]]:
+        with translated("write", self._staged):
+            for name in self._files:
+                self._sync(self._path(name))
+            for directory in sorted({self._path(name).parent for name in self._files}):
+                sync_directory(directory)
+            sync_directory(self._staged)
+            final = self._output / self._folder
+            if final.exists():  # ours, from a run that ended before its journal entry
+                shutil.rmtree(final)
+            self._staged.rename(final)
+            sync_directory(self._output)
+        return [{"name": path, "bytes": size} for path, size in self._files.values()]
+
+    def _sync(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def abandon(self) -> None:
+        if self._staged.exists():
+            shutil.rmtree(self._staged)
