@@ -1,0 +1,171 @@
+"""The library touches no byte outside of what it was given: canaries, guard pages, check.c."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from native.support import STORED, U8, Source, assert_same, quantize_pack
+
+from ktconv import native
+from ktconv.formats import FORMATS, reference
+from ktconv.formats.decode import e4m3fn_to_f32
+
+ROOT = Path(__file__).parents[2]
+LIBC = ctypes.CDLL(None, use_errno=True)
+MARGIN = 64
+
+
+@contextmanager
+def guarded(size: int) -> Iterator[U8]:
+    """`size` bytes that end where an unreadable page begins."""
+    page = mmap.PAGESIZE
+    inner = -(-size // page) * page
+    memory = mmap.mmap(-1, inner + page)
+    whole = np.frombuffer(memory, np.uint8)
+    last = ctypes.c_void_p(whole.ctypes.data + inner)
+    if LIBC.mprotect(last, ctypes.c_size_t(page), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    yield whole[inner - size : inner]
+    LIBC.mprotect(last, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_guard_pages(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
+    source = Source(
+        fmt, 96, 3 * FORMATS[fmt].k_tile, dtype, transposed=transposed, pad=5, block=(7, 13)
+    )
+    stored = source.stored(source.bits())
+    size = native.packed_size(fmt, source.rows, source.cols)
+    with (
+        guarded(stored.nbytes) as buffer,
+        guarded(size) as packed,
+        guarded(4 * source.rows) as scales,
+        guarded(native.new_scratch(source.cols).nbytes) as scratch,
+    ):
+        buffer[:] = stored
+        matrix, scale = source.view(buffer, 0), scales.view(np.float32)
+        native.quantize_pack(fmt, matrix, packed, scale, scratch)
+        expected = reference.quantize_pack(source.fmt, source.values())
+        assert_same("packed", packed, expected[0])
+        assert_same("scale", scale, expected[1])
+        assert native.measure(fmt, matrix, packed, scale, scratch).invalid == 0
+        assert_same("decode", native.decode(matrix), source.values())
+        del matrix
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_canaries(isa: str, fmt: str, shift: int) -> None:
+    """Outputs at any alignment; the bytes around them stay."""
+    source = Source(fmt, 64, 2 * FORMATS[fmt].k_tile, "F16")
+    size = native.packed_size(fmt, source.rows, source.cols)
+    memory = np.full((2, size + 2 * MARGIN + 4 * source.rows), 0xA5, np.uint8)
+    first = MARGIN + shift
+    inside = slice(first, first + size), slice(first, first + 4 * source.rows)
+    packed, scale = memory[0][inside[0]], memory[1][inside[1]].view(np.float32)
+    native.quantize_pack(fmt, source.matrix(), packed, scale)
+    expected = reference.quantize_pack(source.fmt, source.values())
+    assert_same("packed", packed, expected[0])
+    assert_same("scale", np.array(scale), expected[1])
+    assert native.measure(fmt, source.matrix(), packed, scale).invalid == 0
+    for row, part in zip(memory, inside, strict=True):
+        outside = np.ones(len(row), bool)
+        outside[part] = False
+        assert (row[outside] == 0xA5).all()
+
+
+def test_a_misaligned_grid() -> None:
+    """As a file may hold it."""
+    grid = np.frombuffer(b"\0" + np.float32(0.5).tobytes(), np.float32, offset=1).reshape(1, 1)
+    assert not grid.flags.aligned
+    codes = Source("int8", 32, 64, "F8_E4M3").bits()
+    matrix = native.Matrix(codes.reshape(-1), "F8_E4M3", 32, 64, block_scale=grid, block=(32, 64))
+    assert_same("decode", native.decode(matrix), e4m3fn_to_f32(codes) * np.float32(0.5))
+
+
+def test_threads(isa: str) -> None:
+    """Calls do not disturb one another."""
+    sources = [Source(fmt, 64, 1024, seed=seed) for fmt in FORMATS for seed in range(4)]
+    expected = [quantize_pack(source, source.matrix()) for source in sources]
+    gate = threading.Barrier(len(sources))
+
+    def work(source: Source) -> list[tuple[U8, U8]]:
+        matrix = source.matrix()
+        gate.wait()
+        return [quantize_pack(source, matrix) for _ in range(20)]
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        for results, (packed, scale) in zip(pool.map(work, sources), expected, strict=True):
+            for found in results:
+                assert_same("packed", found[0], packed)
+                assert_same("scale", found[1], scale)
+
+
+# check.c
+
+FLAGS = ["-std=c11", "-g", "-O1", f"-I{ROOT / 'native/include'}"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def build(compiler: list[str], folder: Path) -> Path:
+    """check.c and the library as one program; two compilers at a time."""
+    sources = [*sorted((ROOT / "native/src").rglob("*.c")), ROOT / "native/test/check.c"]
+    sources.sort(key=lambda source: "avx512" not in source.name)  # the slow ones first
+
+    def compiled(source: Path) -> str:
+        target = folder / f"{'_'.join(source.relative_to(ROOT).parts)}.o"
+        command = [*compiler, *FLAGS, "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True, capture_output=True)
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    program = folder / "check"
+    subprocess.run([*compiler, *objects, "-lm", "-o", str(program)], check=True)
+    return program
+
+
+def run(command: list[str]) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "KTCONV_ISA"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " 0 failures" in done.stdout
+
+
+def works(compiler: list[str], folder: Path) -> bool:
+    """Whether this compiler builds a program that starts."""
+    source = folder / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    program = folder / "empty"
+    built = subprocess.run([*compiler, str(source), "-o", str(program)], capture_output=True)
+    return built.returncode == 0 and subprocess.run([str(program)]).returncode == 0
+
+
+def test_check_c_under_sanitizers(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    compiler = ["cc", *SANITIZE]
+    if not works(compiler, tmp_path):
+        pytest.skip("cc does not support -fsanitize=address,undefined here")
+    run([str(build(compiler, tmp_path))])
+
+
+def test_check_c_on_aarch64(tmp_path: Path) -> None:
+    """Another architecture writes the same bytes: check.c knows their hash."""
+    for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    run(["qemu-aarch64", str(build(["aarch64-linux-gnu-gcc", "-static", "-O2"], tmp_path))])
