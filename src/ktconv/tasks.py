@@ -78,7 +78,8 @@ class BufferSizes:
         source, packed, cols = COPY_BYTES, 0, 1
         seen = set()
         for layer in layers:
-            key = (layer.encoding, layer.hidden_size, layer.intermediate_size)
+            strided = layer.experts[0]["gate"].col_stride != 1
+            key = (layer.encoding, layer.hidden_size, layer.intermediate_size, strided)
             if key in seen:
                 continue
             seen.add(key)

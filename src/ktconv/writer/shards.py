@@ -2,17 +2,20 @@
 
 A file is: 8 bytes header length, the JSON header padded with spaces, the data. We pad
 so that the data starts on a 64-byte boundary, and put the tensors whose size is a
-multiple of 64 first: packed weights can then be used from a mapping of the file.
+multiple of 64 first, then the others by falling element size: packed weights can then be
+used from a mapping of the file, and every element lies where its type may lie.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-_ENTRY_OVERHEAD = 110  # JSON around a name, with room for dtype, shape and two offsets
+_ENTRY_OVERHEAD = 128  # JSON around a name, with room for dtype and two offsets
+_DIMENSION = 24  # one number of a shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ def group(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     used = max_size
     for tensor in tensors:
-        need = tensor.nbytes + len(tensor.name) * 2 + _ENTRY_OVERHEAD + 24 * len(tensor.shape)
+        name = len(json.dumps(tensor.name))  # escapes are longer than the name
+        need = tensor.nbytes + name + _ENTRY_OVERHEAD + _DIMENSION * len(tensor.shape)
         if used + need > max_size or not groups:
             groups.append([])
             used = 1024  # __metadata__ and alignment
@@ -55,7 +59,7 @@ def group(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
 
 def plan_shard(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Shard:
     """The header and offsets of a file that holds `tensors`."""
-    ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT != 0)
+    ordered = sorted(tensors, key=_place)
     entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
     starts: dict[str, int] = {}
     position = 0
@@ -72,3 +76,8 @@ def plan_shard(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]
     header = len(text).to_bytes(8, "little") + text
     offsets = {key: start + len(header) for key, start in starts.items()}
     return Shard(name, header, offsets, len(header) + position, position)
+
+
+def _place(tensor: Tensor) -> tuple[bool, int]:
+    """Sorts tensors so that each starts at a multiple of its element size."""
+    return tensor.nbytes % ALIGNMENT != 0, -(tensor.nbytes // max(1, math.prod(tensor.shape)))
