@@ -5,8 +5,9 @@
  * first call detects the CPU (kt_isa_active). All functions may be called from
  * any number of threads at once as long as their outputs do not overlap.
  *
- * Sizes are in elements unless a name ends in _size (bytes). No pointer needs
- * an alignment; packing is fastest when outputs are 64-byte aligned.
+ * Sizes are in elements unless a name ends in _size (bytes). float pointers and
+ * scratch need the alignment of a float; source data and packed bytes need none,
+ * but packing is fastest when packed bytes are 64-byte aligned.
  *
  * Functions return KT_OK or the reason for refusing; kt_strerror() words it.
  * On any error the outputs hold unspecified bytes within their bounds.
@@ -126,8 +127,10 @@ typedef struct kt_error {
   double max_steps;          /* largest |w - dequantized| in steps of its row */
   int64_t zeros;             /* codes that are 0 */
   int64_t worst_row;         /* where max_steps was found; -1 if all is exact */
-  int64_t invalid;           /* codes outside the range above, nonzero codes under scale 0,
-                                scales that are negative, NaN or Inf */
+  int64_t invalid;           /* codes outside the range above; scales that are negative,
+                                denormal, NaN or Inf; nonzero codes under scale 0, and zero
+                                scales over rows that need one. Unless this is 0 the sums
+                                mean nothing */
 } kt_error;
 
 /* Bytes of the packed codes; 0 if the format cannot hold that shape. */

@@ -1,0 +1,62 @@
+# make demo    set up, convert the example checkpoint, show the result
+# make test    set up, run all tests
+# make lint    ruff, mypy, clang-format, compiler warnings as errors
+# make format  rewrite sources the way lint wants them
+# make bench   speed of packing and of a whole conversion
+# make clean   remove everything that make made
+
+PYTHON ?= python3
+CC     ?= cc
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+C_SOURCES := $(shell find native -name '*.c')
+C_HEADERS := $(shell find native -name '*.h')
+SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
+WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.core
+	rm -rf build/demo
+	$(BIN)/ktconv quantize-cpu docs/example/tiny-moe build/demo --method int4 --numa 2
+	$(BIN)/ktconv inspect build/demo
+	$(BIN)/python docs/example/compare.py docs/example/tiny-moe build/demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
+	$(CC) $(WARNINGS) -Inative/include -fsyntax-only $(filter native/src/%,$(C_SOURCES))
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_SOURCES) $(C_HEADERS)
+
+bench: $(VENV)/.core
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/make_checkpoint.py build/bench/model --preset qwen3-30b --layers 1
+	$(BIN)/python benchmarks/convert.py build/bench/model --work build/bench/out
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf src/*.egg-info src/ktconv/_native.c src/ktconv/_native*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.core: $(VENV)/.python $(SETUP)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.python $(SETUP)
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.core
