@@ -142,8 +142,8 @@ kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, u
 kt_status kt_unpack(int format, const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes);
 kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed, float *scale,
                            void *scratch, size_t scratch_size, kt_position *bad);
-kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
-                     const float *scale, void *scratch, size_t scratch_size, kt_error *error);
+kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
+                     void *scratch, size_t scratch_size, kt_error *error);
 
 /* --- end cffi --- */
 

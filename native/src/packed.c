@@ -70,8 +70,8 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
   return status == KT_ERR_NONFINITE ? kt_matrix_find_nonfinite(matrix, scratch, bad) : status;
 }
 
-kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
-                     const float *scale, void *scratch, size_t scratch_size, kt_error *error) {
+kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
+                     void *scratch, size_t scratch_size, kt_error *error) {
   const kt_packer *packer = find_packer(format);
   const kt_status status = check_matrix(packer, matrix, scratch, scratch_size);
   if (status) return status;

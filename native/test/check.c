@@ -138,18 +138,18 @@ static uint32_t random_f32(int64_t n, int64_t k, int64_t cols) {
   const int special = k == (7 * n + 3) % cols;
   const float whole = (float)(int)((z >> 32) % 225) - 112.0f, half = z >> 63 ? 0.5f : 0.0f;
   switch (n % 16) {
-  case 1: return sign;                                             /* zeros of both signs */
-  case 3: return sign | mantissa;                                  /* denormals only */
-  case 4: return special ? 0x03fe0000 : sign | mantissa % 0x1ff << 17; /* INT8's flush limit */
-  case 5: return special ? 0x03e00000 : sign | mantissa % 0x1f0 << 17; /* INT4's */
-  case 6: return special ? 0x03fdffff : sign | mantissa;           /* just below it */
-  case 7: return special ? sign | 0x7f7f7fff : ordinary;           /* near FLT_MAX */
-  case 8: return special ? float_bits(112.0f) : float_bits(whole + half); /* ties of INT4 */
+  case 1: return sign;                                                     /* zeros of both signs */
+  case 3: return sign | mantissa;                                          /* denormals only */
+  case 4: return special ? 0x03fe0000 : sign | mantissa % 0x1ff << 17;     /* INT8's flush limit */
+  case 5: return special ? 0x03e00000 : sign | mantissa % 0x1f0 << 17;     /* INT4's */
+  case 6: return special ? 0x03fdffff : sign | mantissa;                   /* just below it */
+  case 7: return special ? sign | 0x7f7f7fff : ordinary;                   /* near FLT_MAX */
+  case 8: return special ? float_bits(112.0f) : float_bits(whole + half);  /* ties of INT4 */
   case 9: return special ? float_bits(-127.0f) : float_bits(whole - half); /* ties of INT8 */
-  case 10: return sign | (uint32_t)((z >> 32) % 254) << 23 | mantissa; /* any exponent */
-  case 11: return sign | (uint32_t)((z >> 32) % 29) << 23 | mantissa;  /* around 2^-100 */
-  case 12: return sign | 0x3f9d0000;                               /* one magnitude */
-  case 13: return special ? 0x44800000 : ordinary;                 /* an outlier */
+  case 10: return sign | (uint32_t)((z >> 32) % 254) << 23 | mantissa;     /* any exponent */
+  case 11: return sign | (uint32_t)((z >> 32) % 29) << 23 | mantissa;      /* around 2^-100 */
+  case 12: return sign | 0x3f9d0000;                                       /* one magnitude */
+  case 13: return special ? 0x44800000 : ordinary;                         /* an outlier */
   default: return ordinary;
   }
 }
@@ -257,10 +257,10 @@ static result run_level(const inputs *in, const kt_matrix *m) {
   expect_status("quantize_pack",
                 kt_quantize_pack(format, m, r.packed.data, scale, scratch, r.scratch.size, NULL),
                 KT_OK);
-  expect_status("quantize",
-                kt_quantize(format, m, codes, (float *)r.codes_scale.data, scratch, r.scratch.size,
-                            NULL),
-                KT_OK);
+  expect_status(
+      "quantize",
+      kt_quantize(format, m, codes, (float *)r.codes_scale.data, scratch, r.scratch.size, NULL),
+      KT_OK);
   expect_status("pack", kt_pack(format, codes, in->rows, in->cols, r.repacked.data), KT_OK);
   expect_status("unpack",
                 kt_unpack(format, r.packed.data, in->rows, in->cols, (int8_t *)r.unpacked.data),
@@ -359,9 +359,12 @@ static void check_nonfinite(const inputs *in, source *s) {
   for (int i = 0; i < 2; i++) {
     uint8_t *const at = s->data.data + element_at(&s->m, places[i][0], places[i][1]);
     const uint16_t half = in->dtype == KT_F16 ? halves[z % 4] : (uint16_t)(bits[z % 4] >> 16);
-    if (in->dtype == KT_F32) memcpy(at, &bits[z % 4], 4);
-    else if (in->dtype == KT_F8_E4M3) *at = z & 1 ? 0x7f : 0xff;
-    else memcpy(at, &half, 2);
+    if (in->dtype == KT_F32)
+      memcpy(at, &bits[z % 4], 4);
+    else if (in->dtype == KT_F8_E4M3)
+      *at = z & 1 ? 0x7f : 0xff;
+    else
+      memcpy(at, &half, 2);
   }
   for (int level = 0; level <= kt_isa_available(); level++) {
     if (!use_level(level)) continue;
@@ -380,8 +383,8 @@ static void check_nonfinite(const inputs *in, source *s) {
                   KT_ERR_NONFINITE);
     for (int i = 0; i < 2; i++)
       if (bad[i].row != row || bad[i].col != col)
-        fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")",
-             bad[i].row, bad[i].col, row, col);
+        fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")", bad[i].row,
+             bad[i].col, row, col);
     guarded_end(&scratch, "scratch");
     guarded_end(&packed, "packed");
     guarded_end(&codes, "codes");
@@ -411,11 +414,16 @@ static void check_format(int format) {
     for (int shape = 0; shape < 4; shape++)
       for (int transposed = 0; transposed < 2; transposed++)
         for (int where = 0; where < PLACEMENTS; where++) {
-          inputs in = {.format = format, .dtype = dtype, .transposed = transposed,
-                       .rows = shapes[shape][0], .cols = shapes[shape][1] * tile,
-                       .where = (placement)where, .round = (where + shape) % 2,
+          inputs in = {.format = format,
+                       .dtype = dtype,
+                       .transposed = transposed,
+                       .rows = shapes[shape][0],
+                       .cols = shapes[shape][1] * tile,
+                       .where = (placement)where,
+                       .round = (where + shape) % 2,
                        .pad = where == AT_END ? 0 : 37,
-                       .block_rows = 1, .block_cols = 1};
+                       .block_rows = 1,
+                       .block_cols = 1};
           if (dtype == KT_F8_E4M3) {
             static const int64_t blocks[][2] = {{128, 128}, {1, 32}, {7, 13}, {32, 1000}};
             in.block_rows = blocks[shape][0], in.block_cols = blocks[shape][1];
@@ -424,10 +432,22 @@ static void check_format(int format) {
           check_case(in, ++seed);
         }
   const int64_t rows = format == KT_INT8 ? 96 : 160;
-  check_case((inputs){.format = format, .dtype = KT_BF16, .rows = rows, .cols = 3584 + tile,
-                      .block_rows = 1, .block_cols = 1}, ++seed);
-  check_case((inputs){.format = format, .dtype = KT_F32, .rows = rows, .cols = 7168 + tile,
-                      .transposed = 1, .where = ODD, .block_rows = 1, .block_cols = 1}, ++seed);
+  check_case((inputs){.format = format,
+                      .dtype = KT_BF16,
+                      .rows = rows,
+                      .cols = 3584 + tile,
+                      .block_rows = 1,
+                      .block_cols = 1},
+             ++seed);
+  check_case((inputs){.format = format,
+                      .dtype = KT_F32,
+                      .rows = rows,
+                      .cols = 7168 + tile,
+                      .transposed = 1,
+                      .where = ODD,
+                      .block_rows = 1,
+                      .block_cols = 1},
+             ++seed);
 }
 
 /* Decoding needs no multiples: every level, rows that end within a vector. */
@@ -456,10 +476,16 @@ static void check_ragged_decode(void) {
     for (int shape = 0; shape < 6; shape++)
       for (int transposed = 0; transposed < 2; transposed++)
         for (int where = 0; where < PLACEMENTS; where++)
-          check_decode((inputs){.dtype = dtype, .transposed = transposed,
-                                .rows = shapes[shape][0], .cols = shapes[shape][1],
-                                .where = (placement)where, .round = shape % 2,
-                                .block_rows = 5, .block_cols = 6, .col_origin = where}, ++seed);
+          check_decode((inputs){.dtype = dtype,
+                                .transposed = transposed,
+                                .rows = shapes[shape][0],
+                                .cols = shapes[shape][1],
+                                .where = (placement)where,
+                                .round = shape % 2,
+                                .block_rows = 5,
+                                .block_cols = 6,
+                                .col_origin = where},
+                       ++seed);
 }
 
 /* The functions without a matrix, and refusals that must not touch memory. */

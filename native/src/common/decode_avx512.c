@@ -41,8 +41,7 @@ KT_INLINE __m512 round_bf16(__m512 value) {
   const __m512i rounded =
       _mm512_and_si512(_mm512_add_epi32(bits, half), _mm512_set1_epi32((int)0xffff0000u));
   const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  const __mmask16 special =
-      _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
+  const __mmask16 special = _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
   return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, special, bits));
 }
 
@@ -76,12 +75,11 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded,
  * (row_stride 1): 16 source vectors, transposed in registers. */
 KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
                              float *out) {
-  const uint8_t *from =
-      (const uint8_t *)m->data + (n + k * m->col_stride) * kt_dtype_size(dtype);
+  const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * kt_dtype_size(dtype);
   __m512i source[16], row[16];
   for (int i = 0; i < LANES; i++)
-    source[i] =
-        _mm512_castps_si512(widen16(from + i * m->col_stride * kt_dtype_size(dtype), dtype, 0xffff));
+    source[i] = _mm512_castps_si512(
+        widen16(from + i * m->col_stride * kt_dtype_size(dtype), dtype, 0xffff));
   kt_transpose16(source, row);
   for (int r = 0; r < LANES; r++) {
     __m512 value = _mm512_castsi512_ps(row[r]);
@@ -93,8 +91,7 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
 KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
                            float *out) {
   if (m->col_stride == 1) {
-    for (int64_t r = 0; r < count; r++)
-      decode_row(m, row + r, dtype, rounded, out + r * m->cols);
+    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * m->cols);
   } else if (count == LANES && m->cols % LANES == 0 && !m->block_scale) {
     for (int64_t k = 0; k < m->cols; k += LANES) decode_square(m, row, k, dtype, rounded, out);
   } else {

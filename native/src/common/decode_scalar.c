@@ -54,12 +54,12 @@ static inline float widen_f32(const uint8_t *at) {
 }
 
 /* One row from `from`; the unit stride is written out so that it vectorises. */
-#define WIDEN_ROW(widen, size)                                                    \
-  do {                                                                            \
-    if (stride == 1)                                                              \
-      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * (size));       \
-    else                                                                          \
-      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * stride * (size)); \
+#define WIDEN_ROW(widen, size)                                                                     \
+  do {                                                                                             \
+    if (stride == 1)                                                                               \
+      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * (size));                        \
+    else                                                                                           \
+      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * stride * (size));               \
   } while (0)
 
 static void widen_row(const kt_matrix *m, int64_t n, float *restrict row) {

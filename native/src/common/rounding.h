@@ -8,7 +8,7 @@
  * codes. GCC fuses by default outside of ISO mode. */
 #if defined(__FAST_MATH__)
 #error "the format's roundings need a build without -ffast-math"
-#elif defined(__FP_FAST_FMAF) && defined(__GNUC__) && !defined(__clang__) && \
+#elif defined(__FP_FAST_FMAF) && defined(__GNUC__) && !defined(__clang__) &&                       \
     !defined(__STRICT_ANSI__)
 #error "the format's roundings need -std=c11, which leaves products unfused"
 #endif
@@ -62,8 +62,7 @@ static inline float kt_reciprocal(float scale) { return scale == 0.0f ? 0.0f : 1
 /* An 8-bit code for each element of a row. */
 static inline void kt_round_row(const float *restrict row, int64_t cols, float inverse,
                                 int8_t *restrict codes) {
-  for (int64_t k = 0; k < cols; k++)
-    codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
+  for (int64_t k = 0; k < cols; k++) codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
 }
 
 /* Whether a stored scale may stand over a row for which the format computes `computed`:

@@ -68,8 +68,7 @@ KT_INLINE __m512i kt_round16(__m512i bits, __m512 inverse, int flush) {
 /* 64 columns of a row from column k on as int8 codes. The saturating packs interleave the
  * four quarters of a vector, so that word j of 128-bit lane l holds the four columns of
  * group kt_group(form, l, j): the transpose below puts that right at no cost. */
-KT_INLINE __m512i kt_round64(const uint8_t *row, int64_t k, __m512 inverse, int form,
-                                 int flush) {
+KT_INLINE __m512i kt_round64(const uint8_t *row, int64_t k, __m512 inverse, int form, int flush) {
   __m512i a, b, c, d;
   if (form == KT_ROW_BF16) {
     const __m512i zero = _mm512_setzero_si512();
@@ -103,8 +102,8 @@ KT_INLINE void kt_store_transposed(const __m512i row[16], uint8_t *to, int form)
 /* Where a format's tiles are and how its rows scale; what the loops below need of it. */
 typedef struct kt_tile_rule {
   int64_t tile_cols, block_rows, codes_per_byte;
-  float (*scale)(float amax); /* row scale from the largest magnitude */
-  float step;                 /* steps are this many scales */
+  float (*scale)(float amax);       /* row scale from the largest magnitude */
+  float step;                       /* steps are this many scales */
   kt_measure_rows_fn *measure_rows; /* the scalar rule, for rows of unusual scale */
 } kt_tile_rule;
 
@@ -133,8 +132,8 @@ KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, cons
     uint8_t *const half_tile = packed + kt_half_tile_at(m, rule, n, k);
     kt_prefetch_half_tile(half_tile);
     for (int r = 0; r < KT_STRIP_ROWS; r++)
-      bytes[r] = tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form,
-                          flush);
+      bytes[r] =
+          tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form, flush);
     kt_store_transposed(bytes, half_tile, form);
   }
 }
@@ -188,8 +187,8 @@ typedef struct kt_row_error {
 
 /* The 16 groups of row r of a half tile: 64 bytes in column order. */
 KT_INLINE __m512i kt_gather_row(const uint8_t *half_tile, int r) {
-  const __m512i group = _mm512_slli_epi32(
-      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 6);
+  const __m512i group =
+      _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 6);
   return _mm512_i32gather_epi32(group, half_tile + 4 * r, 1);
 }
 
@@ -201,7 +200,7 @@ KT_INLINE __m512 kt_load16(const uint8_t *row, int64_t k, int form) {
 
 /* Adds columns k..k+63, whose codes are the 64 bytes of `codes`. */
 KT_INLINE void kt_add_error64(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
-                                  __m512i codes, __m512 inverse_step) {
+                              __m512i codes, __m512 inverse_step) {
   const __m128i quarter[4] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
                               _mm512_extracti32x4_epi32(codes, 2),
                               _mm512_extracti32x4_epi32(codes, 3)};

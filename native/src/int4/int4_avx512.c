@@ -5,14 +5,14 @@
 #include "../common/strip_avx512.h"
 #include "int4.h"
 
-static const kt_tile_rule rule = {KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2, kt_int4_scale,
-                                  KT_INT4_STEP, kt_int4_measure_rows_scalar};
+static const kt_tile_rule rule = {KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS,         2, kt_int4_scale,
+                                  KT_INT4_STEP,      kt_int4_measure_rows_scalar};
 
 /* Second rounding of 8-bit codes q: q+8 for q >= 0, q+7 for q < 0, whose high nibbles are
  * the nearest multiples of 16, ties away from zero. In range, since |q| <= 112. */
 KT_INLINE __m512i round_to_high_nibble(__m512i q) {
-  const __m512i seven_or_eight = _mm512_mask_blend_epi8(
-      _mm512_movepi8_mask(q), _mm512_set1_epi8(8), _mm512_set1_epi8(7));
+  const __m512i seven_or_eight =
+      _mm512_mask_blend_epi8(_mm512_movepi8_mask(q), _mm512_set1_epi8(8), _mm512_set1_epi8(7));
   return _mm512_add_epi8(q, seven_or_eight);
 }
 

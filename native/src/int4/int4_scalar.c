@@ -6,9 +6,7 @@ float kt_int4_scale(float amax) { return kt_flush((float)((double)amax / 112.0))
 
 /* Second rounding, on the 8-bit code: nearest multiple of 16, ties away from zero. As a
  * floor: (q+8)/16 for q >= 0 and (q+7)/16 below, made positive by 8*16 first. */
-static int8_t round_code(int8_t code) {
-  return (int8_t)(((code + 8 + 128 - (code < 0)) >> 4) - 8);
-}
+static int8_t round_code(int8_t code) { return (int8_t)(((code + 8 + 128 - (code < 0)) >> 4) - 8); }
 
 /* Decodes row n into scratch and quantizes it. */
 static kt_status quantize_row(const kt_matrix *m, int64_t n, int8_t *codes, float *scale,
@@ -51,7 +49,8 @@ void kt_int4_pack_scalar(const int8_t *codes, int64_t rows, int64_t cols, uint8_
 
 static int8_t sign_extend(uint8_t nibble) { return (int8_t)((nibble ^ 8) - 8); }
 
-static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n, int8_t *codes) {
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       int8_t *codes) {
   for (int64_t k = 0; k < cols; k += KT_INT4_TILE_COLS) {
     const uint8_t *const from = packed + row_at(rows, cols, n, k);
     uint8_t bytes[64];

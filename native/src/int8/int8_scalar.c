@@ -42,7 +42,8 @@ void kt_int8_pack_scalar(const int8_t *codes, int64_t rows, int64_t cols, uint8_
   for (int64_t n = 0; n < rows; n++) pack_row(codes + n * cols, rows, cols, n, packed);
 }
 
-static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n, int8_t *codes) {
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       int8_t *codes) {
   for (int64_t k = 0; k < cols; k += KT_INT8_TILE_COLS) {
     const uint8_t *const from = packed + row_at(rows, cols, n, k);
     for (int g = 0; g < 16; g++) memcpy(codes + k + 4 * g, from + g * KT_GROUP_STRIDE, 4);
