@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from ktconv.errors import KtconvError
 from ktconv.writer.staging import Staging
 
 PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
@@ -99,9 +100,11 @@ class Pipeline(Generic[Buffers]):
         and not committed is removed. An interrupt ends in the same clean way."""
         self._jobs.extend(jobs)
         self._observer.begin([job.key for job in self._jobs])
-        workers = [self._start(self._work) for _ in range(self._threads)]
-        others = [self._start(self._commit_loop), self._start(self._prefetch_loop)]
+        workers: list[threading.Thread] = []
+        others: list[threading.Thread] = []
         try:
+            others += [self._start(self._commit_loop), self._start(self._prefetch_loop)]
+            workers += [self._start(self._work) for _ in range(self._threads)]
             for thread in workers:
                 while thread.is_alive():
                     thread.join(0.5)  # in slices, so that signals reach this thread
@@ -115,7 +118,8 @@ class Pipeline(Generic[Buffers]):
             thread.join()
         for job in self._open:
             if job.staging is not None:
-                with contextlib.suppress(OSError):
+                # Of several errors the first one is told.
+                with contextlib.suppress(OSError, KtconvError):
                     job.staging.abandon()
         if self._error is not None:
             raise self._error

@@ -9,6 +9,7 @@ finished, whatever happens.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,14 @@ from typing import Any
 from ktconv import __version__, machine
 from ktconv.card import model_card
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint, source_identity
-from ktconv.errors import OutputError, ResourceError, UsageError
+from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
+from ktconv.output import OutputState
 from ktconv.pipeline import Job, Observer, Pipeline
 from ktconv.plan import Options, Plan, Unit, kt_files, make_plan
 from ktconv.tasks import Buffers, BufferSizes, CopyTask, QuantizeTask, SourceReader
 from ktconv.units import format_ranges, format_size
-from ktconv.writer.files import io_error
+from ktconv.writer.files import sync_directory, translated
 from ktconv.writer.finish import (
-    CARD,
-    INDEX,
     MANIFEST,
     copy_sidecars,
     read_manifest,
@@ -36,8 +36,8 @@ from ktconv.writer.finish import (
     write_manifest,
 )
 from ktconv.writer.journal import (
-    FINISH_BYTE,
     OTHERS_BYTE,
+    STATE_DIRECTORY,
     Journal,
     OutputLock,
     Record,
@@ -109,6 +109,8 @@ class SilentObserver:
 
 def prepare(request: Request) -> Outlook:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
+    if request.overwrite and request.finalize:
+        raise UsageError("--overwrite removes what --finalize completes", "give one of them")
     options = request.options
     if options.numa == 0:
         options = Options(**{**options.as_dict(), "numa": machine.numa_nodes()})  # type: ignore[arg-type]
@@ -157,6 +159,25 @@ def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
     return threads, base + threads * per_thread
 
 
+@dataclass(slots=True)
+class ErrorSummary:
+    """Relative RMS errors of all weights of the finished units."""
+
+    count: int = 0
+    total: float = 0.0
+    worst: tuple[str, float] | None = None
+
+    def add(self, record: Record) -> None:
+        for name, about in record["tensors"].items():
+            error = about.get("relative_rms_error")
+            if error is None:
+                continue
+            self.count += 1
+            self.total += error
+            if self.worst is None or error > self.worst[1]:
+                self.worst = name, error
+
+
 class Conversion:
     """One run of a planned conversion into one output directory."""
 
@@ -166,119 +187,112 @@ class Conversion:
         self.observer = observer
         self.journal = Journal(self.output)
         self.lock = OutputLock(self.journal)
-        self.done: dict[str, Record] = {}
+        self.state = OutputState(self.plan, self.journal)
+        self.done: set[str] = set()
+        self.errors = ErrorSummary()
 
     def run(self) -> Report:
         started = time.monotonic()
-        self._refuse_foreign_files()
-        self.journal.create()
+        self.state.refuse_foreign_files(self.request.overwrite)
+        existed, fresh = self.output.exists(), not self.journal.directory.exists()
         try:
-            units = self._claim()
-            if not self._resume():
-                return self._report([], [], started)
-            pending = [unit for unit in units if unit.key not in self.done]
-            if not self.request.finalize:
-                self._check_disk(pending)
-                self._convert(pending)
-            self._finish()
-            return self._report(units, pending, started)
+            return self._run(started)
+        except BaseException:
+            if fresh:
+                self._withdraw(existed)
+            raise
         finally:
             self.lock.release()
 
-    # ---- before converting ----
+    def _run(self, started: float) -> Report:
+        with self.lock.door():
+            units = self._claim()
+            complete = self._resume(units)
+        pending = [unit for unit in units if unit.key not in self.done]
+        if not complete:
+            if pending:
+                self._check_disk(pending)
+                self._convert(pending)
+            with self.lock.door():
+                self._finish()
+                # Before the door opens: who comes last must find all units unlocked.
+                self.lock.release()
+        return self._report(pending, started)
 
-    def _refuse_foreign_files(self) -> None:
-        """Only what this plan writes may be in OUTPUT: loaders read every shard they find."""
-        if not self.output.is_dir():
-            return
-        known = {shard.name for unit in self.plan.units for shard in unit.shards}
-        known |= {unit.folder for unit in self.plan.units if unit.folder}
-        known |= {path.parts[0] for path in self.plan.sidecars} | {MANIFEST, INDEX, CARD}
-        ours = (self.journal.directory / "run.json").exists() or read_manifest(self.output)
-        try:
-            names = sorted(entry.name for entry in self.output.iterdir())
-        except OSError as error:
-            raise io_error("read", self.output, error) from error
-        if self.request.overwrite and ours:
-            known |= set(_files_of_earlier_run(self.output, self.journal))
-        for name in names:
-            if name.startswith("."):
-                continue
-            if not ours or name not in known:
-                raise OutputError(
-                    f"{self.output} holds {name}, which this conversion did not write",
-                    "choose an empty directory, or the same options to continue a conversion "
-                    "(--overwrite starts it again)",
-                )
+    # ---- before converting ----
 
     def _claim(self) -> list[Unit]:
         """Lock what this run is for; other machines may work on the other layers."""
+        if self.request.overwrite:
+            self.lock.acquire(self._all_bytes(), "this model")
+            self.state.remove_earlier_run()
+        if self.request.finalize:
+            return []
         units = list(self.outlook.units)
         indices = [unit.layer.index for unit in units if unit.layer]
-        if self.request.overwrite:
-            self.lock.acquire(
-                [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE],
-                "this model",
-            )
-            self._remove_earlier_run()
-            return [*units, *self.plan.others]
         self.lock.acquire(indices, f"layers {format_ranges(indices)}")
-        if self.lock.try_acquire(OTHERS_BYTE):
+        if self.lock.try_acquire([OTHERS_BYTE]):
             units += self.plan.others
         return units
 
-    def _remove_earlier_run(self) -> None:
-        for name in _files_of_earlier_run(self.output, self.journal):
-            path = self.output / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        for path in self.journal.directory.glob("*.json"):
-            path.unlink(missing_ok=True)
+    def _all_bytes(self) -> list[int]:
+        return [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE]
 
-    def _resume(self) -> bool:
-        """Find what is done. False if the whole conversion is, and there is nothing to do."""
+    def _resume(self, claimed: Sequence[Unit]) -> bool:
+        """Find what is done. True if the whole conversion is, and there is nothing to do."""
         ours = run_record(self.plan)
         earlier = self.journal.read_run()
         manifest = read_manifest(self.output) if earlier is None else None
         for there in (earlier, manifest):
             if there is not None:
                 _refuse_difference(ours, there, self.output)
-        if manifest is not None:
-            self._adopt(manifest)
-            if len(self.done) == len(self.plan.units) and self._sidecars_present():
+        if manifest is not None and self._adopt(manifest):
+            if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
-                return False
-        self.journal.write_run(ours)
+            return True
+        self.journal.write_run(ours | self.state.claim())
+        self._find_done()
+        self.state.remove_stale_staging(claimed)
+        return False
+
+    def _adopt(self, manifest: Record) -> bool:
+        """Whether an output that was complete still is. If not, what is intact is journaled."""
+        intact = {
+            unit.key: record
+            for unit in self.plan.units
+            if (record := self.state.intact_record(unit, manifest["units"].get(unit.key)))
+        }
+        if len(intact) == len(self.plan.units) and self.state.final_files_present():
+            for key, record in intact.items():
+                self._mark_done(key, record)
+            return True
+        for key, record in intact.items():
+            self.journal.write_unit(key, record)
+        return False
+
+    def _find_done(self) -> None:
+        """Ask the journal, where other runs may have added units too."""
         for unit in self.plan.units:
-            record = self.journal.read_unit(unit.key)
-            if record is not None and self.journal.unit_is_intact(record):
-                self.done[unit.key] = record
-        self._remove_stale_staging()
-        return True
+            if unit.key not in self.done:
+                record = self.state.intact_record(unit, self.journal.read_unit(unit.key))
+                if record is not None:
+                    self._mark_done(unit.key, record)
 
-    def _adopt(self, manifest: Record) -> None:
-        """A complete output, of which files may be lost: journal what is intact."""
-        for key, record in manifest["units"].items():
-            if self.journal.unit_is_intact(record):
-                self.journal.write_unit(key, record)
-                self.done[key] = record
+    def _mark_done(self, key: str, record: Record) -> None:
+        self.done.add(key)
+        self.errors.add(record)
 
-    def _sidecars_present(self) -> bool:
-        names = [*map(str, self.plan.sidecars), CARD]
-        if self.plan.options.layout == "safetensors":
-            names.append(INDEX)
-        return all((self.output / name).is_file() for name in names)
-
-    def _remove_stale_staging(self) -> None:
-        """Staged files of units that this run will stage again, left by a killed run."""
-        for unit in [*self.outlook.units, *self.plan.others]:
-            for shard in unit.shards:
-                (self.journal.directory / f"{shard.name}.part").unlink(missing_ok=True)
+    def _withdraw(self, existed: bool) -> None:
+        """After a failure of a run that found nothing and finished nothing: leave no trace."""
+        with contextlib.suppress(OSError, KtconvError), self.lock.door():
+            content = [path.name for path in self.output.iterdir()]
+            if content == [STATE_DIRECTORY] and self.lock.try_acquire(self._all_bytes()):
+                shutil.rmtree(self.journal.directory)
+                if not existed:
+                    self.output.rmdir()
 
     def _check_disk(self, pending: Sequence[Unit]) -> None:
-        needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN if pending else 0
+        needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN
         free = machine.disk_free(self.output)
         if needed > free:
             raise ResourceError(
@@ -301,7 +315,7 @@ class Conversion:
         def finish(files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
             record = {"files": files, "tensors": tensors}
             self.journal.write_unit(unit.key, record)
-            self.done[unit.key] = record
+            self._mark_done(unit.key, record)
 
         return Job(
             unit.key,
@@ -331,62 +345,62 @@ class Conversion:
 
     # ---- after converting ----
 
-    def _missing(self) -> list[str]:
-        """Units that no run has finished; asks the journal, others may have worked too."""
-        missing = []
-        for unit in self.plan.units:
-            if unit.key not in self.done:
-                record = self.journal.read_unit(unit.key)
-                if record is None or not self.journal.unit_is_intact(record):
-                    missing.append(unit.key)
-                else:
-                    self.done[unit.key] = record
-        return missing
-
     def _finish(self) -> None:
-        if self.journal.read_run() is None:
+        """Write index and manifest, if every unit is there and no other run is at work."""
+        if not self.journal.run_file.exists():
             return  # a run that shares the work has finished it meanwhile
+        self._find_done()
         missing = self._missing()
-        if missing and self.request.finalize:
-            raise OutputError(
-                f"{self.output} cannot be finalized: {describe_units(missing)} not converted yet",
-                "run the same command without --finalize",
-            )
-        if missing or not self.lock.try_acquire(FINISH_BYTE) or self.journal.read_run() is None:
-            return
-        self._write_final_files()
+        if self.request.finalize:
+            if missing:
+                raise OutputError(
+                    f"{self.output} cannot be finalized: {describe_units(missing)} "
+                    "not converted yet",
+                    "run the same command without --finalize",
+                )
+            self.lock.acquire(self._all_bytes(), "this model")
+        if not missing and self.lock.try_acquire(self._all_bytes()):
+            self._write_final_files()
+
+    def _missing(self) -> list[str]:
+        return [unit.key for unit in self.plan.units if unit.key not in self.done]
 
     def _write_final_files(self) -> None:
         staging, plan = self.journal.directory, self.plan
         copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
         write_card(model_card(plan), self.output, staging)
-        units = ((unit.key, self.done[unit.key]) for unit in plan.units)
-        write_manifest(run_record(plan), units, self.output, staging)
+        units = ((unit.key, self._record(unit)) for unit in plan.units)
+        write_manifest(run_record(plan) | self.state.claim(), units, self.output, staging)
         if plan.options.layout == "safetensors":
-            weight_map = {
-                tensor: shard.name
-                for unit in plan.units
-                for shard in unit.shards
-                for tensor in shard.offsets
-            }
-            write_index(weight_map, plan.total_size, self.output, staging)
-        (staging / "run.json").unlink()  # from here on the manifest tells the state
+            write_index(self.state.weight_map(), plan.total_size, self.output, staging)
+        with translated("remove", staging):
+            self.journal.run_file.unlink()  # from here on the manifest tells the state
+            sync_directory(staging)
         shutil.rmtree(staging, ignore_errors=True)
 
-    def _report(self, units: Sequence[Unit], pending: Sequence[Unit], started: float) -> Report:
-        errors = _relative_errors(self.done)
-        complete = self.journal.read_run() is None and (self.output / MANIFEST).exists()
-        missing = [unit.key for unit in self.plan.units if unit.key not in self.done]
+    def _record(self, unit: Unit) -> Record:
+        """Of a finished unit, one at a time: together they can be larger than the buffers."""
+        record = self.journal.read_unit(unit.key)
+        if record is None:
+            raise OutputError(
+                f"the journal of {self.output} lost {unit.key}", "run the same command again"
+            )
+        return record
+
+    def _report(self, pending: Sequence[Unit], started: float) -> Report:
+        converted = [unit.key for unit in pending if unit.key in self.done]
+        complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
+        errors = self.errors
         return Report(
             outlook=self.outlook,
-            converted=[unit.key for unit in pending if unit.key in self.done],
-            kept=[key for key in self.done if key not in {unit.key for unit in pending}],
-            missing=[] if complete else missing,
+            converted=converted,
+            kept=sorted(self.done - set(converted)),
+            missing=[] if complete else self._missing(),
             complete=complete,
             seconds=time.monotonic() - started,
             source_bytes=sum(unit.source_bytes for unit in pending),
-            worst=max(errors, key=lambda item: item[1], default=None),
-            mean_error=sum(value for _, value in errors) / len(errors) if errors else None,
+            worst=errors.worst,
+            mean_error=errors.total / errors.count if errors.count else None,
         )
 
 
@@ -437,29 +451,6 @@ def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
             f"{output} was begun with other settings or another source: {shown}",
             "use the same settings and source to continue, or --overwrite to start again",
         )
-
-
-def _files_of_earlier_run(output: Path, journal: Journal) -> list[str]:
-    """Top-level names that an earlier run of ktconv wrote, whatever its settings were."""
-    manifest = read_manifest(output)
-    records = list(manifest["units"].values()) if manifest else []
-    if journal.directory.is_dir():
-        records += [
-            record
-            for path in journal.directory.glob("*-*.json")
-            if (record := journal.read_unit(path.stem)) is not None
-        ]
-    names = {str(file["name"]).split("/")[0] for record in records for file in record["files"]}
-    return [*sorted(names), MANIFEST, INDEX, CARD] if records or manifest else []
-
-
-def _relative_errors(done: dict[str, Record]) -> list[tuple[str, float]]:
-    return [
-        (name, about["relative_rms_error"])
-        for record in done.values()
-        for name, about in record["tensors"].items()
-        if "relative_rms_error" in about
-    ]
 
 
 def peak_rss() -> int:

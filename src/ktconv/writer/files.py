@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EIO: "the device reports an I/O error",
+    errno.EFBIG: "files this large are not allowed here",
 }
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: finished layers are kept",
@@ -26,6 +27,7 @@ _HINTS = {
     errno.EROFS: "choose an output directory that can be written",
     errno.EACCES: "choose an output directory that can be written",
     errno.EPERM: "choose an output directory that can be written",
+    errno.EFBIG: "raise the limit of the file system or process, or lower --max-shard-size",
 }
 
 
@@ -84,27 +86,42 @@ def sync_directory(path: Path) -> None:
 def write_durably(path: Path, data: bytes, staging: Path) -> None:
     """Replace `path` by `data` in one step; after return it survives a power loss.
 
-    The temporary file lies in `staging`, a directory of the same file system.
+    The temporary file lies in `staging`, a directory of the same file system. Its name
+    follows from `path`, so that what a killed run leaves is overwritten by the next: the
+    caller holds the lock of what it writes.
     """
-    with translated("write", path):
-        fd, temporary = tempfile.mkstemp(dir=staging, prefix=f"{path.name}.", suffix=".part")
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, 0o644)
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        Path(temporary).replace(path)
-        sync_directory(path.parent)
+    temporary = staging / f"{path.name}.part"
+    try:
+        with translated("write", path):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents."""
-    if path.exists() and not path.is_dir():
-        raise OutputError(f"{path} is a file", "choose a directory for the output")
+    """Create a directory and its parents; they survive a power loss."""
     with translated("create directory", path):
-        path.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            return
+        if path.exists():
+            raise OutputError(f"{path} is a file", "choose a directory for the output")
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # a parent that may be entered but not read
+            sync_directory(path.parent)
 
 
-def remove_quietly(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a directory with all that it holds; nothing is fine too."""
+    with translated("remove", path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -27,11 +27,15 @@ def write_index(
     weight_map: Mapping[str, str], total_size: int, output: Path, staging: Path
 ) -> None:
     """model.safetensors.index.json; `total_size` is the bytes of all tensors."""
+    write_durably(output / INDEX, index_bytes(weight_map, total_size), staging)
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
     content = {
         "metadata": {"total_size": total_size},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_durably(output / INDEX, (json.dumps(content, indent=2) + "\n").encode(), staging)
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def write_manifest(
@@ -41,12 +45,7 @@ def write_manifest(
     staging: Path,
 ) -> None:
     """ktconv.json: `run` and the record of every unit. Units are taken one at a time."""
-    temporary = staging / f"{MANIFEST}.units"
-    with translated("write", temporary):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(_manifest_lines(run, units))
-        data = temporary.read_bytes()
-        temporary.unlink()
+    data = "".join(_manifest_lines(run, units)).encode()
     write_durably(output / MANIFEST, data, staging)
 
 
@@ -70,9 +69,11 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     """The manifest of an output; None if there is none or it is not ours."""
     try:
         content = json.loads((output / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and "units" in content else None
+    if not isinstance(content, dict) or not isinstance(content.get("units"), dict):
+        return None
+    return content
 
 
 def write_card(text: str, output: Path, staging: Path) -> None:

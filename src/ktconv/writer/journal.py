@@ -5,7 +5,8 @@
     lock                byte-range locks: one byte per layer, so that machines can share
     *.part              staged files of units under way
 
-The directory is removed when the conversion is complete and the manifest is written.
+The directory is removed when the conversion is complete and the manifest is written, or
+when a run fails that finished nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ktconv.errors import OutputError
-from ktconv.writer.files import io_error, make_directory, translated, write_durably
+from ktconv.writer.files import io_error, make_directory, write_durably
 
 STATE_DIRECTORY = ".ktconv"
-OTHERS_BYTE = 1 << 30  # locks of shared non-expert tensors; layers use their index
-FINISH_BYTE = OTHERS_BYTE + 1  # lock of whoever writes index and manifest
+OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
+DOOR_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.door
+DOOR_POLL_SECONDS = 0.02
 
 Record = dict[str, Any]
 
@@ -41,18 +45,35 @@ class Journal:
         make_directory(self.output)
         make_directory(self.directory)
 
+    @property
+    def run_file(self) -> Path:
+        return self.directory / "run.json"
+
     def read_run(self) -> Record | None:
-        return self._read("run.json")
+        """What was asked for. OutputError if that is damaged: the units mean nothing then."""
+        record = self.peek_run()
+        if record is None and self.run_file.exists():
+            raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
+        return record
+
+    def peek_run(self) -> Record | None:
+        """What was asked for, or None if that cannot be told any more."""
+        return self._read(self.run_file.name)
 
     def write_run(self, record: Record) -> None:
-        write_durably(self.directory / "run.json", encode(record), self.directory)
+        write_durably(self.run_file, encode(record), self.directory)
 
     def read_unit(self, key: str) -> Record | None:
         """The record of a finished unit, or None. A damaged record counts as none."""
-        return self._read(f"{key}.json")
+        record = self._read(f"{key}.json")
+        return record if is_unit_record(record) else None
 
     def write_unit(self, key: str, record: Record) -> None:
         write_durably(self.directory / f"{key}.json", encode(record), self.directory)
+
+    def unit_keys(self) -> list[str]:
+        """Keys of all units that have a record, whatever run wrote it."""
+        return sorted(path.stem for path in self.directory.glob("*-*.json"))
 
     def _read(self, name: str) -> Record | None:
         path = self.directory / name
@@ -62,13 +83,33 @@ class Journal:
             return None
         except OSError as error:
             raise io_error("read", path, error) from error
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return record if isinstance(record, dict) else None
 
     def unit_is_intact(self, record: Record) -> bool:
         """Whether the files of a finished unit are there with their size and header."""
         return all(file_is_intact(self.output, file) for file in record["files"])
+
+
+def is_unit_record(record: object) -> bool:
+    """Whether this has the form of a unit's record: it is read back from the disk."""
+    if not isinstance(record, dict):
+        return False
+    files, tensors = record.get("files"), record.get("tensors")
+    return (
+        isinstance(files, list)
+        and all(isinstance(file, dict) and isinstance(file.get("name"), str) for file in files)
+        and isinstance(tensors, dict)
+        and all(_is_tensor_record(about) for about in tensors.values())
+    )
+
+
+def _is_tensor_record(about: Any) -> bool:
+    if not isinstance(about, dict):
+        return False
+    checksum, error = about.get("sha256"), about.get("relative_rms_error", 0.0)
+    return isinstance(checksum, str) and isinstance(error, (int, float))
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -79,13 +120,15 @@ def file_is_intact(output: Path, record: Mapping[str, Any]) -> bool:
     """Whether a file has the recorded size and, for shards, header."""
     path = output / str(record["name"])
     try:
-        if path.stat().st_size != record["bytes"]:
+        size = path.stat().st_size
+        if size != record.get("bytes"):
             return False
         if "header_sha256" not in record:
             return True
         with path.open("rb") as file:
             start = file.read(8)
-            header = start + file.read(int.from_bytes(start, "little"))
+            length = int.from_bytes(start, "little")
+            header = start + file.read(min(length, size))  # a damaged length can be anything
     except OSError:
         return False
     return hashlib.sha256(header).hexdigest() == str(record["header_sha256"])
@@ -115,51 +158,75 @@ class OutputLock:
     POSIX record locks, because they work between machines on network file systems. They
     belong to a process and vanish when it closes any descriptor of the file, so each file
     is opened once per process and the class remembers what the process holds.
+
+    Units are locked, and the state directory is removed, only inside the `door`; so nobody
+    holds a unit of a directory that is gone.
     """
 
     _guard = threading.Lock()
     _files: ClassVar[dict[Path, tuple[int, set[int]]]] = {}  # path -> descriptor, held bytes
 
     def __init__(self, journal: Journal) -> None:
-        self._path = (journal.directory / "lock").resolve()
+        self._journal = journal
+        self._path = journal.directory.resolve() / "lock"
         self._mine: set[int] = set()
+
+    @contextmanager
+    def door(self) -> Iterator[None]:
+        """One run at a time begins or finishes; others wait. Creates the state directory."""
+        while not self._try_door():
+            time.sleep(DOOR_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            self._give_back({DOOR_BYTE})
 
     def acquire(self, units: Iterable[int], what: str) -> None:
         """Lock these bytes, all or none. OutputError if another run has one of them."""
-        if not self._try(set(units)):
+        if not self.try_acquire(units):
             raise OutputError(
-                f"another ktconv is converting {what} into {self._path.parent.parent}",
+                f"another ktconv is converting {what} into {self._journal.output}",
                 "wait for it to end, or give each run its own --layers",
             )
 
-    def try_acquire(self, unit: int) -> bool:
-        return self._try({unit})
+    def try_acquire(self, units: Iterable[int]) -> bool:
+        """Lock these bytes, all or none; what this object has is no obstacle."""
+        return self._try(set(units) - self._mine)
 
     def release(self) -> None:
-        """Give back what this object holds."""
-        with self._guard:
-            if self._path not in self._files:
-                return
-            fd, held = self._files[self._path]
-            for unit in self._mine:
-                fcntl.lockf(fd, fcntl.LOCK_UN, 1, unit)
-            held -= self._mine
-            self._mine.clear()
-            self._forget_if_unused()
+        """Give back all that this object holds."""
+        self._give_back(self._mine)
+
+    def _try_door(self) -> bool:
+        self._journal.create()
+        try:
+            return self._try({DOOR_BYTE})
+        except FileNotFoundError:
+            return False  # a run that finished has just removed the directory
 
     def _try(self, wanted: set[int]) -> bool:
-        with self._guard, translated("lock", self._path):
-            while True:
-                fd, held = self._open()
-                if wanted & held or not _lock_bytes(fd, wanted):
-                    self._forget_if_unused()
-                    return False
-                if held or _is_open_file(fd, self._path):
-                    break
-                self._forget_if_unused()  # removed by a run that finished meanwhile
-            held |= wanted
-            self._mine |= wanted
-            return True
+        with self._guard, _lock_errors(self._path):
+            fd, held = self._open()
+            taken = not wanted & held and _lock_bytes(fd, wanted)
+            if taken and not _is_open_file(fd, self._path):  # removed by a run that finished
+                _unlock_bytes(fd, wanted)
+                taken = False
+            if taken:
+                held |= wanted
+                self._mine |= wanted
+            self._forget_if_unused()
+            return taken
+
+    def _give_back(self, units: set[int]) -> None:
+        with self._guard:
+            units = units & self._mine
+            if not units or self._path not in self._files:
+                return
+            fd, held = self._files[self._path]
+            _unlock_bytes(fd, units)
+            held -= units
+            self._mine -= units
+            self._forget_if_unused()
 
     def _open(self) -> tuple[int, set[int]]:
         if self._path not in self._files:
@@ -174,6 +241,17 @@ class OutputLock:
             del self._files[self._path]
 
 
+@contextmanager
+def _lock_errors(path: Path) -> Iterator[None]:
+    """OSErrors in words, but for the missing directory that `door` knows how to handle."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise io_error("lock", path, error) from error
+
+
 def _is_open_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
@@ -183,15 +261,19 @@ def _is_open_file(fd: int, path: Path) -> bool:
 
 def _lock_bytes(fd: int, wanted: set[int]) -> bool:
     """Lock all of these bytes or none, without waiting."""
-    taken: list[int] = []
+    taken: set[int] = set()
     for unit in sorted(wanted):
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except OSError as error:
-            for other in taken:
-                fcntl.lockf(fd, fcntl.LOCK_UN, 1, other)
+            _unlock_bytes(fd, taken)
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
             raise
-        taken.append(unit)
+        taken.add(unit)
     return True
+
+
+def _unlock_bytes(fd: int, units: Iterable[int]) -> None:
+    for unit in units:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, unit)

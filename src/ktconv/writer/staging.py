@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from ktconv.writer.files import (
     allocate,
     make_directory,
     read_exactly,
+    remove,
     sync_directory,
     translated,
     write_all,
@@ -46,7 +46,7 @@ class ShardStaging:
     def __init__(self, shards: Sequence[Shard], staging: Path, output: Path) -> None:
         self._shards, self._staging, self._output = shards, staging, output
         self._fds: dict[str, int] = {}
-        self._places: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[Shard, int]] = {}
         try:
             for shard in shards:
                 self._open(shard)
@@ -65,17 +65,17 @@ class ShardStaging:
             allocate(fd, shard.size)
             write_all(fd, memoryview(shard.header), 0)
         for name, offset in shard.offsets.items():
-            self._places[name] = (fd, offset)
+            self._places[name] = (shard, offset)
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        fd, start = self._places[name]
-        with translated("write tensor", name):
-            write_all(fd, data, start + offset)
+        shard, start = self._places[name]
+        with translated(f"write tensor {name} to", self._path(shard)):
+            write_all(self._fds[shard.name], data, start + offset)
 
     def read(self, name: str, target: memoryview, offset: int) -> None:
-        fd, start = self._places[name]
-        with translated("read back tensor", name):
-            read_exactly(fd, target, start + offset)
+        shard, start = self._places[name]
+        with translated(f"read tensor {name} back from", self._path(shard)):
+            read_exactly(self._fds[shard.name], target, start + offset)
 
     def commit(self) -> list[dict[str, object]]:
         for shard in self._shards:
@@ -95,7 +95,7 @@ class ShardStaging:
             os.close(fd)
         self._fds.clear()
         for shard in self._shards:
-            self._path(shard).unlink(missing_ok=True)
+            remove(self._path(shard))
 
 
 def shard_record(shard: Shard) -> dict[str, object]:
@@ -113,11 +113,16 @@ class FolderStaging:
     def __init__(
         self, folder: str, files: Mapping[str, tuple[str, int]], staging: Path, output: Path
     ) -> None:
-        self._folder, self._files, self._output = folder, files, output
+        self._files, self._final = files, output / folder
         self._staged = staging / f"{folder}.part"
+        self._aside = staging / f"{folder}.old.part"
         self.abandon()
-        for directory in sorted({self._path(name).parent for name in files}):
-            make_directory(directory)
+        try:
+            for directory in sorted({self._path(name).parent for name in files}):
+                make_directory(directory)
+        except BaseException:
+            self.abandon()
+            raise
 
     def _path(self, name: str) -> Path:
         below_folder = self._files[name][0].split("/", 1)[1]
@@ -148,11 +153,12 @@ class FolderStaging:
             for directory in sorted({self._path(name).parent for name in self._files}):
                 sync_directory(directory)
             sync_directory(self._staged)
-            final = self._output / self._folder
-            if final.exists():  # ours, from a run that ended before its journal entry
-                shutil.rmtree(final)
-            self._staged.rename(final)
-            sync_directory(self._output)
+        with translated("rename", self._staged):
+            if self._final.exists():  # damaged, or of a run that ended before its journal entry
+                self._final.rename(self._aside)  # at once: nobody sees half a folder
+            self._staged.rename(self._final)
+            sync_directory(self._final.parent)
+        remove(self._aside)
         return [{"name": path, "bytes": size} for path, size in self._files.values()]
 
     def _sync(self, path: Path) -> None:
@@ -163,5 +169,5 @@ class FolderStaging:
             os.close(fd)
 
     def abandon(self) -> None:
-        if self._staged.exists():
-            shutil.rmtree(self._staged)
+        remove(self._staged)
+        remove(self._aside)

@@ -1,0 +1,160 @@
+"""What an output directory holds, compared with a plan.
+
+OUTPUT belongs to a conversion from its first run to `--overwrite`: what is in it must be
+what the plan writes, or what an earlier run wrote and `--overwrite` removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import OutputError
+from ktconv.plan import Plan, Unit, kt_files
+from ktconv.writer.files import io_error, remove, sync_directory, translated
+from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_bytes, read_manifest
+from ktconv.writer.journal import Journal, Record, file_is_intact, is_unit_record
+from ktconv.writer.staging import shard_record
+
+
+class OutputState:
+    """The files of one output directory that matter to one plan."""
+
+    def __init__(self, plan: Plan, journal: Journal) -> None:
+        self._plan, self._journal, self._output = plan, journal, journal.output
+
+    # ---- whose files these are ----
+
+    def claim(self) -> Record:
+        """Part of run.json and manifest: every top-level name that this conversion writes."""
+        return {"files": sorted(self._planned_names())}
+
+    def refuse_foreign_files(self, overwrite: bool) -> None:
+        """Only what this plan writes may be in OUTPUT: loaders read every shard they find."""
+        if not self._output.is_dir():
+            return
+        try:
+            names = sorted(entry.name for entry in self._output.iterdir())
+        except OSError as error:
+            raise io_error("read", self._output, error) from error
+        ours = self._journal.run_file.exists() or read_manifest(self._output) is not None
+        known = self._planned_names() if ours else set()
+        if ours and overwrite:
+            known |= self._earlier_names()
+        for name in names:
+            if not name.startswith(".") and name not in known:
+                raise self._foreign(name)
+
+    def _foreign(self, name: str) -> OutputError:
+        if (self._output / MANIFEST).exists() and read_manifest(self._output) is None:
+            return OutputError(
+                f"{self._output / MANIFEST} is damaged", "restore it, or choose an empty directory"
+            )
+        return OutputError(
+            f"{self._output} holds {name}, which this conversion did not write",
+            "choose an empty directory, or the same options to continue a conversion "
+            "(--overwrite starts it again)",
+        )
+
+    def _planned_names(self) -> set[str]:
+        names = {shard.name for unit in self._plan.units for shard in unit.shards}
+        names |= {unit.folder for unit in self._plan.units if unit.folder}
+        names |= {path.parts[0] for path in self._plan.sidecars} | {MANIFEST, CARD}
+        return names | ({INDEX} if self._plan.options.layout == "safetensors" else set())
+
+    def _earlier_names(self) -> set[str]:
+        """Top-level names that earlier runs wrote or began, whatever their settings were."""
+        names = set(_names_in(read_manifest(self._output)))
+        if self._journal.run_file.exists():
+            names |= set(_names_in(self._journal.peek_run()))
+            names |= {MANIFEST}
+        for key in self._journal.unit_keys():
+            names |= set(_names_in({"units": {key: self._journal.read_unit(key)}}))
+        return {name for name in names if _is_plain(name)}
+
+    def remove_earlier_run(self) -> None:
+        """Remove what `_earlier_names` tells. Killed in between, the next run still knows:
+        the index goes first and the records that name the files last."""
+        names = self._earlier_names() - {INDEX, MANIFEST}
+        for name in [INDEX, *sorted(names)]:
+            remove(self._output / name)
+        state = self._journal.directory
+        for path in state.iterdir():
+            if path.name not in ("lock", self._journal.run_file.name):
+                remove(path)
+        with translated("write", self._output):
+            sync_directory(self._output)
+            sync_directory(state)
+        remove(self._output / MANIFEST)
+        remove(self._journal.run_file)
+
+    # ---- what is done ----
+
+    def intact_record(self, unit: Unit, record: object) -> Record | None:
+        """`record` if it tells of this unit as planned, and its files are still there."""
+        if not isinstance(record, dict) or not is_unit_record(record):
+            return None
+        names, files = self._planned_files(unit)
+        if record["files"] != files or record["tensors"].keys() != names:
+            return None
+        return record if all(file_is_intact(self._output, file) for file in files) else None
+
+    def _planned_files(self, unit: Unit) -> tuple[set[str], list[dict[str, object]]]:
+        """The tensors of a unit, and the journal's records of its files."""
+        if unit.folder is not None and unit.layer is not None:
+            files = kt_files(unit.layer, self._plan.options)
+            return set(files), [{"name": path, "bytes": size} for path, size in files.values()]
+        names = {name for shard in unit.shards for name in shard.offsets}
+        return names, [shard_record(shard) for shard in unit.shards]
+
+    def final_files_present(self) -> bool:
+        """Whether what comes after the units is there. Card and sidecars may be edited."""
+        if not all(
+            (self._output / name).is_file() for name in [*map(str, self._plan.sidecars), CARD]
+        ):
+            return False
+        return self._plan.options.layout != "safetensors" or self._index_is_right()
+
+    def _index_is_right(self) -> bool:
+        try:
+            there = (self._output / INDEX).read_bytes()
+        except OSError:
+            return False
+        return there == index_bytes(self.weight_map(), self._plan.total_size)
+
+    def weight_map(self) -> dict[str, str]:
+        return {
+            tensor: shard.name
+            for unit in self._plan.units
+            for shard in unit.shards
+            for tensor in shard.offsets
+        }
+
+    def remove_stale_staging(self, claimed: Sequence[Unit]) -> None:
+        """Staged files of units that this run has locked, left by a killed run."""
+        for unit in claimed:
+            names = [shard.name for shard in unit.shards]
+            names += [unit.folder, f"{unit.folder}.old"] if unit.folder else []
+            for name in names:
+                remove(self._journal.directory / f"{name}.part")
+
+
+def _names_in(record: Any) -> Iterator[str]:
+    """Top-level names in run.json, a manifest or units of it; they are read from the disk
+    and can hold anything."""
+    if not isinstance(record, dict):
+        return
+    files = record.get("files")
+    for name in files if isinstance(files, list) else []:
+        if isinstance(name, str):
+            yield name
+    units = record.get("units")
+    for unit in units.values() if isinstance(units, dict) else []:
+        if is_unit_record(unit):
+            yield from (file["name"].split("/")[0] for file in unit["files"])
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name stays in its directory: what is named here may be removed."""
+    return name == Path(name).name and name not in ("", ".", "..") and not name.startswith(".")
