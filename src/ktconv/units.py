@@ -20,7 +20,8 @@ def parse_size(text: str, option: str) -> int:
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise UsageError(f"{option} {text!r} is not a size", "write it like 5GB or 8GiB")
-    size = int(float(match[1]) * factor)
+    number = match[1]  # large whole numbers must not lose digits
+    size = int(number) * factor if number.isdecimal() else round(float(number) * factor)
     if size < 1:
         raise UsageError(f"{option} {text!r} is not a positive size", "write it like 5GB or 8GiB")
     return size
@@ -29,7 +30,7 @@ def parse_size(text: str, option: str) -> int:
 def format_size(size: float) -> str:
     """Bytes in powers of 1000 with three or four digits: "17.4 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
+        if abs(size) < 999.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"

@@ -80,4 +80,6 @@ def plan_shard(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]
 
 def _place(tensor: Tensor) -> tuple[bool, int]:
     """Sorts tensors so that each starts at a multiple of its element size."""
-    return tensor.nbytes % ALIGNMENT != 0, -(tensor.nbytes // max(1, math.prod(tensor.shape)))
+    if tensor.nbytes % ALIGNMENT == 0:
+        return False, 0
+    return True, -(tensor.nbytes // math.prod(tensor.shape))
