@@ -223,7 +223,7 @@ def outlook_facts(outlook: Outlook) -> dict[str, Any]:
         "encodings": sorted({layer.encoding for layer in chosen}),
         "source_bytes": sum(unit.source_bytes for unit in units),
         "output_bytes": sum(unit.output_bytes for unit in units),
-        "files": sum(len(unit.shards) for unit in units),
+        "files": sum(len(unit.shard_counts) for unit in units),
         "copied_tensors": sum(len(unit.copies) for unit in plan.others),
         "copied_bytes": sum(unit.data_bytes for unit in plan.others),
         "copied_files": [str(path) for path in plan.sidecars],

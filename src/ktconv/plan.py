@@ -7,8 +7,9 @@ index all follow from one `Plan`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -51,17 +52,39 @@ class Options:
 class Unit:
     """One unit of commit: the shards of a layer, or one shard of other tensors.
 
-    For `--layout layers` the unit is a folder, and `shards` is empty.
+    For `--layout layers` the unit is a folder and has no shards.
     """
 
     key: str  # "layer-00003", "other-00001"
-    shards: Sequence[Shard] = ()
+    options: Options
     layer: MoELayer | None = None
     copies: Sequence[tuple[TensorRef, str]] = ()  # source tensor, output name
+    shard_counts: Sequence[tuple[str, int]] = ()  # file name, number of tensors
     folder: str | None = None
     source_bytes: int = 0
     output_bytes: int = 0
     data_bytes: int = 0  # of output_bytes, tensors
+
+    @property
+    def shard_names(self) -> list[str]:
+        return [name for name, _ in self.shard_counts]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Headers and offsets. Drawn anew at each call: for all layers at once they would
+        take more time and memory than everything else in a plan."""
+        tensors = self.tensors()
+        return [
+            plan_shard(name, list(islice(tensors, count)), metadata(self.options))
+            for name, count in self.shard_counts
+        ]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is written, shard after shard."""
+        if self.layer is not None:
+            yield from expert_tensors(self.layer, self.options)
+        for tensor, name in self.copies:
+            yield Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +143,16 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan the conversion of `checkpoint`; refuses what the format cannot hold."""
     layers, skipped_layers = _select_layers(checkpoint, options)
     check_dimensions(layers, options)
-    drafts = [_draft_layer(layer, options) for layer in layers]
     others, skipped_tensors = _select_others(checkpoint, options)
+    layer_sizes = _LayerSizes(options)
     copy_groups = _group_copies(others, options)
-    numbers = _Numbering(sum(len(draft) for draft in drafts) + len(copy_groups))
-    layer_units = [
-        _layer_unit(layer, draft, options, numbers)
-        for layer, draft in zip(layers, drafts, strict=True)
-    ]
-    sources = {name: tensor for tensor, name in others}
+    numbers = _Numbering(sum(len(layer_sizes.of(layer)) for layer in layers) + len(copy_groups))
     return Plan(
         checkpoint=checkpoint,
         options=options,
-        layers=layer_units,
+        layers=[_layer_unit(layer, layer_sizes.of(layer), options, numbers) for layer in layers],
         others=[
-            _copy_unit(index, tensors, sources, options, numbers)
+            _copy_unit(index, tensors, options, numbers)
             for index, tensors in enumerate(copy_groups, start=1)
         ],
         sidecars=find_sidecars(checkpoint.path),
@@ -240,18 +258,47 @@ def _select_layers(checkpoint: Checkpoint, options: Options) -> tuple[list[MoELa
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     if not layers:
         raise UsageError("--no-mtp leaves no MoE layer to convert", "run without --no-mtp")
-    left_out = [layer for layer in checkpoint.layers if layer not in layers]
-    return layers, [f"MTP layer {layer.index}: --no-mtp" for layer in left_out]
+    return layers, [
+        f"MTP layer {layer.index}: --no-mtp"
+        for layer in checkpoint.layers
+        if layer.is_mtp and not options.mtp
+    ]
 
 
-def _draft_layer(layer: MoELayer, options: Options) -> list[list[Tensor]]:
-    """The layer's tensors by shard; empty for `--layout layers`."""
-    if options.layout == "layers":
-        return []
-    groups = group(expert_tensors(layer, options), options.max_shard_size)
-    for tensors in groups:
-        _check_fits(tensors, options)
-    return groups
+class _LayerSizes:
+    """Sizes of the shards of layers. Layers of equal dimensions whose numbers have equally
+    many digits have headers of equal length, so that each such class is drawn once."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._known: dict[tuple[int, ...], list[_ShardSize]] = {}
+
+    def of(self, layer: MoELayer) -> list[_ShardSize]:
+        """By shard, in order; empty for `--layout layers`."""
+        if self._options.layout == "layers":
+            return []
+        digits = len(str(layer.index))
+        key = (digits, len(layer.experts), layer.hidden_size, layer.intermediate_size)
+        if key not in self._known:
+            self._known[key] = self._draw(layer)
+        return self._known[key]
+
+    def _draw(self, layer: MoELayer) -> list[_ShardSize]:
+        sizes = []
+        for tensors in group(expert_tensors(layer, self._options), self._options.max_shard_size):
+            _check_fits(tensors, self._options)
+            shard = plan_shard("", tensors, metadata(self._options))
+            sizes.append(_ShardSize(len(tensors), shard.size, shard.data_bytes))
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardSize:
+    """What the plan keeps of a shard."""
+
+    tensors: int
+    nbytes: int
+    data_bytes: int
 
 
 def _check_fits(tensors: Sequence[Tensor], options: Options) -> None:
@@ -265,34 +312,28 @@ def _check_fits(tensors: Sequence[Tensor], options: Options) -> None:
 
 
 def _layer_unit(
-    layer: MoELayer, draft: Sequence[Sequence[Tensor]], options: Options, numbers: _Numbering
+    layer: MoELayer, sizes: Sequence[_ShardSize], options: Options, numbers: _Numbering
 ) -> Unit:
-    shards = [plan_shard(numbers.take(), tensors, metadata(options)) for tensors in draft]
-    source = sum(
-        matrix_source_bytes(layer, expert, proj)
-        for expert in range(len(layer.experts))
-        for proj in PROJECTIONS
-    )
-    key = f"layer-{layer.index:05d}"
-    if options.layout == "layers":
-        size = sum(size for _, size in kt_files(layer, options).values())
-        folder = f"_layer_{layer.index}"
-        return Unit(
-            key,
-            layer=layer,
-            folder=folder,
-            source_bytes=source,
-            output_bytes=size,
-            data_bytes=size,
-        )
+    folder = f"_layer_{layer.index}" if options.layout == "layers" else None
+    data_bytes = sum(size.data_bytes for size in sizes)
+    if folder:
+        data_bytes = sum(tensor.nbytes for tensor in expert_tensors(layer, options))
     return Unit(
-        key,
-        shards,
-        layer,
-        source_bytes=source,
-        output_bytes=sum(shard.size for shard in shards),
-        data_bytes=sum(shard.data_bytes for shard in shards),
+        f"layer-{layer.index:05d}",
+        options,
+        layer=layer,
+        shard_counts=[(numbers.take(), size.tensors) for size in sizes],
+        folder=folder,
+        source_bytes=_layer_source_bytes(layer),
+        output_bytes=data_bytes if folder else sum(size.nbytes for size in sizes),
+        data_bytes=data_bytes,
     )
+
+
+def _layer_source_bytes(layer: MoELayer) -> int:
+    """Bytes of all experts in the source; they have equal shapes and encodings."""
+    expert = sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS)
+    return expert * len(layer.experts)
 
 
 def _select_others(
@@ -322,26 +363,30 @@ def _mtp_prefix(layer: MoELayer) -> str:
     return match[0] if match else layer.source
 
 
-def _group_copies(others: Sequence[tuple[TensorRef, str]], options: Options) -> list[list[Tensor]]:
-    tensors = (Tensor(name, ref.dtype, ref.shape, ref.nbytes) for ref, name in others)
-    groups = group(tensors, options.max_shard_size)
-    for tensors_of_shard in groups:
+def _group_copies(
+    others: Sequence[tuple[TensorRef, str]], options: Options
+) -> list[list[tuple[TensorRef, str]]]:
+    """Non-expert tensors by shard."""
+    tensors = [Tensor(name, ref.dtype, ref.shape, ref.nbytes) for ref, name in others]
+    remaining = iter(others)
+    groups = []
+    for tensors_of_shard in group(tensors, options.max_shard_size):
         _check_fits(tensors_of_shard, options)
+        groups.append(list(islice(remaining, len(tensors_of_shard))))
     return groups
 
 
 def _copy_unit(
     index: int,
-    tensors: Sequence[Tensor],
-    sources: Mapping[str, TensorRef],
+    copies: Sequence[tuple[TensorRef, str]],
     options: Options,
     numbers: _Numbering,
 ) -> Unit:
-    shard = plan_shard(numbers.take(), tensors, metadata(options))
-    return Unit(
-        f"other-{index:05d}",
-        [shard],
-        copies=[(sources[tensor.name], tensor.name) for tensor in tensors],
+    counts = [(numbers.take(), len(copies))]
+    unit = Unit(f"other-{index:05d}", options, copies=copies, shard_counts=counts)
+    (shard,) = unit.shards
+    return replace(
+        unit,
         source_bytes=shard.data_bytes,
         output_bytes=shard.size,
         data_bytes=shard.data_bytes,
