@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint, read_header
 from ktconv.errors import CheckpointError
-from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_kt_path, parse_tensor_name
+from ktconv.formats import (
+    FORMATS,
+    KINDS,
+    PROJECTIONS,
+    Format,
+    Kind,
+    Projection,
+    TensorId,
+    packed_shape,
+    parse_kt_path,
+    parse_tensor_name,
+    tensor_name,
+)
 from ktconv.units import format_ranges
-from ktconv.writer.finish import MANIFEST, read_manifest
+from ktconv.writer.finish import INDEX, MANIFEST, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
@@ -24,8 +38,9 @@ def inspect_path(path: str) -> dict[str, Any]:
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
-        if packed := _packed_tensors(directory):
-            return _converted(directory, packed)
+        found = _packed_tensors(directory)
+        if found.tensors or read_manifest(directory) is not None:
+            return _converted(directory, found)
     return _source(open_checkpoint(path))
 
 
@@ -82,89 +97,155 @@ def _unfinished(directory: Path) -> dict[str, Any]:
     }
 
 
-Packed = dict[TensorId, int]  # tensor -> bytes
+@dataclass(slots=True)
+class Packed:
+    """The packed expert tensors of a directory, and files that cannot be what they claim."""
+
+    tensors: dict[TensorId, int] = field(default_factory=dict)  # tensor -> bytes
+    damaged: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of one layer, as the sizes of most of its tensors say."""
+
+    experts: int
+    parts: int
+    hidden: int
+    intermediate: int
+    format: Format | None  # None: no known format has such sizes
+
+    def nbytes(self, proj: Projection, kind: Kind) -> int | None:
+        if self.format is None:
+            return None
+        rows, cols = packed_shape(proj, self.hidden, self.intermediate, self.parts)
+        if kind == "scale":
+            return self.format.scale_nbytes(rows)
+        return self.format.weight_nbytes(rows, cols)
 
 
 def _packed_tensors(directory: Path) -> Packed:
-    """All packed expert tensors below `directory`, in shards or in layer folders."""
+    """Everything in shards, or in layer folders where there is no shard."""
+    found = Packed()
     shards = sorted(directory.glob("*.safetensors"))
-    tensors: Packed = {}
     for shard in shards:
-        for tensor in read_header(shard).tensors:
+        try:
+            tensors = read_header(shard).tensors
+        except CheckpointError:
+            found.damaged.add(shard.name)
+            continue
+        for tensor in tensors:
             if (name := parse_tensor_name(tensor.name)) is not None:
-                tensors[name] = tensor.nbytes
-    if shards:
-        return tensors
+                found.tensors[name] = tensor.nbytes
+    if not shards:
+        _add_folders(directory, found)
+    return found
+
+
+def _add_folders(directory: Path, found: Packed) -> None:
     for folder in directory.iterdir():
-        if _LAYER_FOLDER.fullmatch(folder.name):
-            for path in folder.glob("_numa_*/*.kt"):
-                if (file := parse_kt_path(path.relative_to(directory).as_posix())) is not None:
-                    tensors[file.tensor] = path.stat().st_size
-    return tensors
+        if not _LAYER_FOLDER.fullmatch(folder.name):
+            continue
+        for path in folder.glob("_numa_*/*.kt"):
+            name = path.relative_to(directory).as_posix()
+            if (file := parse_kt_path(name)) is None:
+                continue
+            found.tensors[file.tensor] = path.stat().st_size
+            if path.stat().st_size != file.nbytes:
+                found.damaged.add(name)
 
 
-def _converted(directory: Path, packed: Packed) -> dict[str, Any]:
-    layers = sorted({tensor.layer for tensor in packed})
-    experts = _count(packed, lambda tensor: tensor.expert)
-    parts = _count(packed, lambda tensor: tensor.part)
-    missing = list(_missing(packed, experts, parts))
-    manifest = read_manifest(directory)
-    damaged = [] if manifest is None else list(_damaged(directory, manifest))
-    rows = packed.get(TensorId(layers[0], "gate", 0, 0, "scale"), 0) // 4
-    cols = packed.get(TensorId(layers[0], "down", 0, 0, "scale"), 0) // 4
-    weight = packed.get(TensorId(layers[0], "gate", 0, 0, "weight"), 0)
+def _converted(directory: Path, found: Packed) -> dict[str, Any]:
+    packed, manifest = found.tensors, read_manifest(directory)
+    by_layer: dict[int, dict[TensorId, int]] = defaultdict(dict)
+    for key, size in packed.items():
+        by_layer[key.layer][key] = size
+    layers = {index: _geometry(tensors) for index, tensors in sorted(by_layer.items())}
+    missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
+    odd = [key for key, size in packed.items() if _is_odd(key, size, layers[key.layer])]
+    damaged = sorted(found.damaged | set(_damaged(directory, manifest)))
+    formats = sorted({layer.format.name for layer in layers.values() if layer.format})
     return {
         "schema": 1,
         "kind": "converted weights",
         "path": str(directory),
-        "made_by": f"ktconv {manifest['ktconv_version']}" if manifest else f"no {MANIFEST}",
-        "family": manifest["geometry"]["model_type"] if manifest else None,
-        "method": _method(rows, cols, weight),
-        "numa_parts": sorted(set(parts.values())),
-        "moe_layers": format_ranges(layers),
-        "experts": sorted(set(experts.values())),
-        "hidden_size": cols,
-        "intermediate_size": rows * max(parts.values()),
+        "made_by": f"ktconv {manifest.get('ktconv_version')}" if manifest else f"no {MANIFEST}",
+        "family": manifest.get("geometry", {}).get("model_type") if manifest else None,
+        "method": ", ".join(formats) or None,
+        "numa_parts": sorted({layer.parts for layer in layers.values()}),
+        "moe_layers": format_ranges(list(layers)) or "none",
+        "experts": sorted({layer.experts for layer in layers.values()}),
+        "hidden_size": sorted({layer.hidden for layer in layers.values()}),
+        "intermediate_size": sorted({layer.intermediate for layer in layers.values()}),
         "expert_bytes": sum(packed.values()),
         "missing_tensors": len(missing),
-        "first_missing": missing[0] if missing else None,
+        "first_missing": _name(missing[0]) if missing else None,
+        "wrong_sizes": len(odd),
+        "first_wrong_size": _name(odd[0]) if odd else None,
         "damaged_files": damaged,
-        "complete": not missing and not damaged,
+        "complete": bool(formats) and not (missing or odd or damaged),
     }
 
 
-def _count(packed: Packed, number: Any) -> dict[int, int]:
-    """By layer, one more than the largest `number` of its tensors."""
-    counts: dict[int, int] = defaultdict(int)
-    for tensor in packed:
-        counts[tensor.layer] = max(counts[tensor.layer], number(tensor) + 1)
-    return counts
+def _name(key: TensorId) -> str:
+    return tensor_name(key.layer, key.proj, key.expert, key.part, key.kind)
 
 
-def _missing(packed: Packed, experts: Mapping[int, int], parts: Mapping[int, int]) -> Iterable[str]:
-    from ktconv.formats import KINDS, tensor_name
+def _geometry(tensors: Mapping[TensorId, int]) -> Geometry:
+    def usual(proj: Projection, kind: Kind) -> int:
+        sizes = Counter(
+            size for key, size in tensors.items() if (key.proj, key.kind) == (proj, kind)
+        )
+        return sizes.most_common(1)[0][0] if sizes else 0
 
-    for layer, count in sorted(experts.items()):
-        for expert in range(count):
-            for proj in PROJECTIONS:
-                for part in range(parts[layer]):
+    rows, cols = usual("gate", "scale") // 4, usual("down", "scale") // 4
+    weight = usual("gate", "weight")
+    parts = max(key.part for key in tensors) + 1
+    known = [
+        fmt
+        for fmt in FORMATS.values()
+        if fmt.check(cols, rows * parts, parts) is None and fmt.weight_nbytes(rows, cols) == weight
+    ]
+    experts = max(key.expert for key in tensors) + 1
+    return Geometry(experts, parts, cols, rows * parts, known[0] if known else None)
+
+
+def _expected(
+    directory: Path, layers: Mapping[int, Geometry], manifest: Mapping[str, Any] | None
+) -> Iterator[TensorId]:
+    """What should be there: by manifest or index if there is one, and no gaps in any case."""
+    listed = {name for name in map(parse_tensor_name, _listed(directory, manifest)) if name}
+    yield from sorted(listed, key=_name)
+    for index, layer in layers.items():
+        for expert in range(layer.experts):
+            for part in range(layer.parts):
+                for proj in PROJECTIONS:
                     for kind in KINDS:
-                        if TensorId(layer, proj, expert, part, kind) not in packed:
-                            yield tensor_name(layer, proj, expert, part, kind)
+                        key = TensorId(index, proj, expert, part, kind)
+                        if key not in listed:
+                            yield key
 
 
-def _damaged(directory: Path, manifest: Mapping[str, Any]) -> Iterable[str]:
-    for unit in manifest["units"].values():
-        for file in unit["files"]:
-            if not file_is_intact(directory, file):
-                yield file["name"]
+def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:
+    if manifest is not None:
+        return [name for unit in manifest["units"].values() for name in unit["tensors"]]
+    try:
+        weight_map = json.loads((directory / INDEX).read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return weight_map if isinstance(weight_map, dict) else []
 
 
-def _method(rows: int, cols: int, weight_bytes: int) -> str:
-    for fmt in FORMATS.values():
-        if rows and cols and fmt.weight_nbytes(rows, cols) == weight_bytes:
-            return fmt.name
-    raise CheckpointError(
-        f"packed weights of {weight_bytes} bytes for [{rows}, {cols}] fit no known format",
-        f"known formats are {', '.join(fmt.name for fmt in FORMATS.values())}",
-    )
+def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
+    if key.proj not in PROJECTIONS:
+        return False  # backward weights
+    expected = layer.nbytes(key.proj, key.kind)
+    return expected is not None and expected != size
+
+
+def _damaged(directory: Path, manifest: Mapping[str, Any] | None) -> Sequence[str]:
+    """Files that are not as the manifest has them."""
+    files = [
+        file for unit in (manifest or {"units": {}})["units"].values() for file in unit["files"]
+    ]
+    return [file["name"] for file in files if not file_is_intact(directory, file)]

@@ -1,0 +1,278 @@
+"""`ktconv inspect`: sources, finished, unfinished, foreign and damaged outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converting import convert, ktconv
+from families import family, write_family
+from typer.testing import CliRunner
+
+from ktconv.checkpoint import PROJECTIONS
+from ktconv.cli import app
+from ktconv.errors import CheckpointError
+from ktconv.inspection import inspect_path
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "docs" / "example" / "tiny-moe"
+LAYER_0 = "model-00001-of-00003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The example converted with two parts, by layout; not to be changed."""
+    root = tmp_path_factory.mktemp("finished")
+    for layout in ("safetensors", "layers"):
+        convert(EXAMPLE, root / layout, layout=layout, numa=2)
+    return lambda layout: root / layout
+
+
+@pytest.fixture
+def output(finished: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of it that a test may break."""
+
+    def copy(layout: str) -> Path:
+        shutil.copytree(finished(layout), tmp_path / layout)
+        return tmp_path / layout
+
+    return copy
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_5_moe", "deepseek_v3"])
+def test_family(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_family(name, tmp_path)
+    facts = inspect_path(str(tmp_path))
+    expected = family(name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert facts["kind"] == "checkpoint"
+    assert facts["family"] == config["model_type"]
+    assert facts["experts"] == [4]
+    assert facts["hidden_size"] == [128]
+    assert facts["intermediate_size"] == [expected.intermediate]
+    assert facts["encodings"] == ["bf16"]
+    first, last = expected.layers[0], expected.layers[-1]
+    assert facts["moe_layers"] == (f"{first}-{last}" if first < last else f"{first}")
+    assert facts["mtp_layers"] == ("3" if name == "deepseek_v3" else "none")
+    wide = expected.intermediate == 256
+    assert facts["numa_parts_possible"] == {
+        "int4": [1, 2] if wide else [1],
+        "int8": [1, 2, 4] if wide else [1, 2],
+    }
+    assert facts["bytes"] == sum(
+        path.stat().st_size for path in [*tmp_path.glob("*.safetensors"), tmp_path / "config.json"]
+    )
+
+
+@pytest.mark.parametrize("method", ["int4", "int8"])
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_finished(layout: str, method: str, with_manifest: bool, tmp_path: Path) -> None:
+    """Also without ktconv.json, as the reference converter leaves its outputs."""
+    convert(EXAMPLE, tmp_path / "out", layout=layout, method=method, numa=2)
+    if not with_manifest:
+        (tmp_path / "out" / "ktconv.json").unlink()
+    facts = inspect_path(str(tmp_path / "out"))
+    expected = {
+        "kind": "converted weights",
+        "made_by": "ktconv 0.1.0" if with_manifest else "no ktconv.json",
+        "family": "qwen3_moe" if with_manifest else None,
+        "method": method.upper(),
+        "numa_parts": [2],
+        "moe_layers": "0-1",
+        "experts": [8],
+        "hidden_size": [128],
+        "intermediate_size": [256],
+        "missing_tensors": 0,
+        "wrong_sizes": 0,
+        "damaged_files": [],
+        "complete": True,
+    }
+    assert {key: facts[key] for key in expected} == expected
+    weights = 2 * 8 * 3 * 128 * 256 * (1 if method == "int8" else 0.5)
+    scales = 2 * 8 * (2 * 256 + 2 * 128) * 4
+    assert facts["expert_bytes"] == weights + scales
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_lost_shard(with_manifest: bool, output: Callable[[str], Path]) -> None:
+    """Manifest or index tell that a layer is missing."""
+    directory = output("safetensors")
+    (directory / LAYER_0).unlink()
+    if not with_manifest:
+        (directory / "ktconv.json").unlink()
+    facts = inspect_path(str(directory))
+    assert facts["complete"] is False
+    assert facts["missing_tensors"] == 8 * 3 * 2 * 2
+    assert facts["first_missing"].startswith("blk.0.ffn_down_exps.0.numa.0.")
+    assert facts["damaged_files"] == ([LAYER_0] if with_manifest else [])
+
+
+def test_all_shards_lost(output: Callable[[str], Path]) -> None:
+    directory = output("safetensors")
+    for shard in directory.glob("*.safetensors"):
+        shard.unlink()
+    facts = inspect_path(str(directory))
+    assert (facts["kind"], facts["moe_layers"]) == ("converted weights", "none")
+    assert facts["complete"] is False
+    assert len(facts["damaged_files"]) == 3
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+@pytest.mark.parametrize("broken", ["truncated", "empty", "header"])
+def test_damaged_shard(broken: str, with_manifest: bool, output: Callable[[str], Path]) -> None:
+    """One unreadable file is named; the rest is still described."""
+    directory = output("safetensors")
+    data = (directory / LAYER_0).read_bytes()
+    changed = {"truncated": data[:-1], "empty": b"", "header": data[:8] + b"x" + data[9:]}
+    (directory / LAYER_0).write_bytes(changed[broken])
+    if not with_manifest:
+        (directory / "ktconv.json").unlink()
+    facts = inspect_path(str(directory))
+    assert facts["damaged_files"] == [LAYER_0]
+    assert facts["complete"] is False
+    assert facts["method"] == "INT4"
+
+
+def test_changed_header(output: Callable[[str], Path]) -> None:
+    """A valid file of the right size that is not the one that was written."""
+    directory = output("safetensors")
+    data = (directory / LAYER_0).read_bytes()
+    (directory / LAYER_0).write_bytes(data.replace(b'"ktconv_numa":"2"', b'"ktconv_numa":"1"', 1))
+    facts = inspect_path(str(directory))
+    assert facts["damaged_files"] == [LAYER_0]
+    assert facts["complete"] is False
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+@pytest.mark.parametrize("name", ["gate_0_4096Byte", "up_7_8192Byte", "down_3_512Byte"])
+def test_lost_kt_file(name: str, with_manifest: bool, output: Callable[[str], Path]) -> None:
+    """Also of expert 0 and of the last expert, whose absence could look like a smaller layer."""
+    directory = output("layers")
+    if not with_manifest:
+        (directory / "ktconv.json").unlink()
+    part = sorted((directory / "_layer_0" / "_numa_0").glob(f"INT4_{name.rsplit('_', 1)[0]}_*"))
+    for file in part:
+        file.unlink()
+    facts = inspect_path(str(directory))
+    assert facts["missing_tensors"] == len(part) == 2
+    projection, expert = name.split("_")[:2]
+    assert facts["first_missing"].startswith(f"blk.0.ffn_{projection}_exps.{expert}.numa.0.")
+    assert facts["method"] == "INT4"
+    assert facts["complete"] is False
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_short_kt_file(with_manifest: bool, output: Callable[[str], Path]) -> None:
+    """What a full disk leaves of the reference: the name says how many bytes there should be."""
+    directory = output("layers")
+    if not with_manifest:
+        (directory / "ktconv.json").unlink()
+    file = next((directory / "_layer_1" / "_numa_1").glob("INT4_up_2_*quant_.kt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    facts = inspect_path(str(directory))
+    assert facts["damaged_files"] == [file.relative_to(directory).as_posix()]
+    assert facts["first_wrong_size"] == "blk.1.ffn_up_exps.2.numa.1.weight"
+    assert facts["complete"] is False
+
+
+def test_tensor_of_half_size(output: Callable[[str], Path]) -> None:
+    """What the reference's loader does not notice: a valid file with one short tensor."""
+    from converting import read_model
+    from families import Raw, write_safetensors
+
+    directory = output("safetensors")
+    tensors = dict(read_model(directory))
+    name = "blk.0.ffn_gate_exps.0.numa.0.weight"
+    half = tensors[name].data[: len(tensors[name].data) // 2]
+    tensors[name] = Raw("I8", (len(half),), half)
+    for path in directory.iterdir():
+        path.unlink()
+    write_safetensors(directory / "model.safetensors", tensors)
+    facts = inspect_path(str(directory))
+    assert (facts["wrong_sizes"], facts["first_wrong_size"]) == (1, name)
+    assert facts["complete"] is False
+
+
+def test_unknown_sizes(tmp_path: Path) -> None:
+    """Packed by some other rule: said, and not called complete."""
+    import numpy as np
+    from families import Tensor, write_safetensors
+
+    tensors: dict[str, Tensor] = {}
+    for proj in PROJECTIONS:
+        base = f"blk.0.ffn_{proj}_exps.0.numa.0"
+        tensors[f"{base}.weight"] = np.zeros(1000, np.int8)
+        tensors[f"{base}.scale"] = np.zeros(128, np.float32)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    facts = inspect_path(str(tmp_path))
+    assert facts["method"] is None
+    assert facts["complete"] is False
+
+
+def test_unfinished(tmp_path: Path) -> None:
+    convert(EXAMPLE, tmp_path / "out", layers=[1], numa=2, method="int8")
+    facts = inspect_path(str(tmp_path / "out"))
+    assert facts["kind"] == "unfinished conversion"
+    assert facts["family"] == "qwen3_moe"
+    assert (facts["layers_done"], facts["layers_missing"]) == ("1", "0")
+    assert facts["options"]["method"] == "int8"
+    assert facts["complete"] is False
+    convert(EXAMPLE, tmp_path / "out", numa=2, method="int8")
+    assert inspect_path(str(tmp_path / "out"))["complete"] is True
+
+
+def test_backward_weights_do_not_disturb(output: Callable[[str], Path]) -> None:
+    """Outputs of other tools may hold them too."""
+    directory = output("layers")
+    (directory / "ktconv.json").unlink()
+    folder = directory / "_layer_0" / "_numa_0"
+    (folder / "INT4_gate_bwd_0_8192Byte_quant_.kt").write_bytes(bytes(8192))
+    facts = inspect_path(str(directory))
+    assert (facts["missing_tensors"], facts["wrong_sizes"], facts["complete"]) == (0, 0, True)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        inspect_path(str(tmp_path))
+    with pytest.raises(CheckpointError):
+        inspect_path(str(tmp_path / "missing"))
+
+
+# ---- as a command ----------------------------------------------------------------------
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["inspect", *words])
+
+
+def test_json(finished: Callable[[str], Path]) -> None:
+    for path in (EXAMPLE, finished("safetensors"), finished("layers")):
+        result = run(str(path), "--json")
+        assert result.exit_code == 0
+        assert json.loads(result.stdout) == inspect_path(str(path))
+        assert json.loads(result.stdout)["schema"] == 1
+        assert result.stderr == ""
+
+
+def test_text(finished: Callable[[str], Path]) -> None:
+    lines = run(str(finished("safetensors"))).stdout.splitlines()
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines)
+    assert facts["method"] == "INT4"
+    assert facts["numa parts"] == "2"
+    assert facts["complete"] == "yes"
+    assert facts["expert bytes"] == "835584 (835.6 kB)"
+    assert "numa parts possible\n  int4  1, 2\n  int8  1, 2, 4\n" in run(str(EXAMPLE)).stdout
+
+
+def test_errors_are_sentences(tmp_path: Path) -> None:
+    done = ktconv("inspect", tmp_path / "missing")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: ")
+    assert "Traceback" not in done.stderr
