@@ -386,9 +386,9 @@ def _errors_shown() -> Iterator[None]:
     try:
         yield
     except KtconvError as error:
-        _say(f"Error: {error}.")
+        _say(f"Error: {_sentence(str(error))}")
         if error.hint:
-            _say(f"Hint: {error.hint}.")
+            _say(f"Hint: {_sentence(error.hint)}")
         raise typer.Exit(error.exit_code) from None
     except MemoryError:
         _say("Error: this machine has too little memory for the conversion.")
@@ -396,6 +396,11 @@ def _errors_shown() -> Iterator[None]:
         raise typer.Exit(3) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _sentence(text: str) -> str:
+    """With one full stop at its end."""
+    return text.rstrip(".") + "."
 
 
 if __name__ == "__main__":
