@@ -58,7 +58,7 @@ class OutputState:
         )
 
     def _planned_names(self) -> set[str]:
-        names = {shard.name for unit in self._plan.units for shard in unit.shards}
+        names = {name for unit in self._plan.units for name in unit.shard_names}
         names |= {unit.folder for unit in self._plan.units if unit.folder}
         names |= {path.parts[0] for path in self._plan.sidecars} | {MANIFEST, CARD}
         return names | ({INDEX} if self._plan.options.layout == "safetensors" else set())
@@ -134,7 +134,7 @@ class OutputState:
     def remove_stale_staging(self, claimed: Sequence[Unit]) -> None:
         """Staged files of units that this run has locked, left by a killed run."""
         for unit in claimed:
-            names = [shard.name for shard in unit.shards]
+            names = list(unit.shard_names)
             names += [unit.folder, f"{unit.folder}.old"] if unit.folder else []
             for name in names:
                 remove(self._journal.directory / f"{name}.part")

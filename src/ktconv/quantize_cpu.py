@@ -24,7 +24,8 @@ from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
 from ktconv.output import OutputState
 from ktconv.pipeline import Job, Observer, Pipeline
 from ktconv.plan import Options, Plan, Unit, kt_files, make_plan
-from ktconv.tasks import Buffers, BufferSizes, CopyTask, QuantizeTask, SourceReader
+from ktconv.source import SourceReader
+from ktconv.tasks import Buffers, BufferSizes, CopyTask, QuantizeTask
 from ktconv.units import format_ranges, format_size
 from ktconv.writer.files import sync_directory, translated
 from ktconv.writer.finish import (

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,6 @@ from ktconv.checkpoint import (
     ExpertMatrix,
     MoELayer,
     Projection,
-    SourceFile,
     TensorRef,
     load_block_scale,
     scale_span,
@@ -33,7 +29,7 @@ from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, Format, packed_shape, tensor_name
 from ktconv.pipeline import Span
 from ktconv.plan import Options, matrix_source_bytes
-from ktconv.writer.files import io_error, read_exactly
+from ktconv.source import BOUNCE_BYTES, Runs, SourceReader
 from ktconv.writer.staging import Staging
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
@@ -94,8 +90,9 @@ class BufferSizes:
 
     @property
     def nbytes(self) -> int:
-        """Total for one worker: source, packed, what is read back, scratch."""
-        return self.source + 2 * self.packed + native.scratch_size(self.scratch_cols)
+        """Total for one worker: source, bounce, packed, what is read back, scratch."""
+        scratch = native.scratch_size(self.scratch_cols)
+        return self.source + BOUNCE_BYTES + 2 * self.packed + scratch
 
 
 class Buffers:
@@ -103,46 +100,10 @@ class Buffers:
 
     def __init__(self, sizes: BufferSizes) -> None:
         self.source = np.empty(sizes.source, np.uint8)
+        self.bounce = np.empty(BOUNCE_BYTES, np.uint8)
         self.packed = np.empty(sizes.packed, np.uint8)
         self.readback = np.empty(sizes.packed, np.uint8)
         self.scratch = native.new_scratch(sizes.scratch_cols)
-
-
-class SourceReader:
-    """Reads spans of source files; refuses a file that changed since it was opened."""
-
-    def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
-        known = {source.name: source for source in sources if source.mtime_ns is not None}
-        self._state = {
-            path: (known[path.name].nbytes, known[path.name].mtime_ns)
-            for path in files
-            if path.name in known
-        }
-
-    @contextmanager
-    def open(self, path: Path) -> Iterator[int]:
-        """A descriptor of a shard that is still as it was when the headers were read."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise io_error("read", path, error) from error
-        try:
-            status = os.fstat(fd)
-            if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
-                raise CheckpointError(
-                    f"{path} changed during the conversion",
-                    "make sure nothing writes to the model, then start again with --overwrite",
-                )
-            yield fd
-        finally:
-            os.close(fd)
-
-    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
-        """Bytes from `offset` on of a tensor."""
-        try:
-            read_exactly(fd, target, tensor.offset + offset)
-        except OSError as error:
-            raise io_error(f"read tensor {tensor.name} from", tensor.file, error) from error
 
 
 class Part:
@@ -229,13 +190,8 @@ class QuantizeTask:
         else:
             runs, run_length, stride = matrix.cols, rows, matrix.col_stride
         start = (matrix.start + chunk.start * matrix.row_stride) * size
-        if stride == run_length:
-            self.reader.read(fd, matrix.tensor, target, start)
-        else:
-            length = run_length * size
-            for run in range(runs):
-                piece = target[run * length : (run + 1) * length]
-                self.reader.read(fd, matrix.tensor, piece, start + run * stride * size)
+        where = Runs(start, run_length * size, stride * size, runs)
+        self.reader.read_runs(fd, matrix.tensor, target, where, buffers.bounce.data)
         return len(target)
 
     def _view(
