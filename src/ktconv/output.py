@@ -14,7 +14,7 @@ from ktconv.errors import OutputError
 from ktconv.plan import Plan, Unit, kt_files
 from ktconv.writer.files import io_error, remove, sync_directory, translated
 from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_bytes, read_manifest
-from ktconv.writer.journal import Journal, Record, file_is_intact, is_unit_record
+from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
 from ktconv.writer.staging import shard_record
 
 
@@ -30,8 +30,9 @@ class OutputState:
         """Part of run.json and manifest: every top-level name that this conversion writes."""
         return {"files": sorted(self._planned_names())}
 
-    def refuse_foreign_files(self, overwrite: bool) -> None:
-        """Only what this plan writes may be in OUTPUT: loaders read every shard they find."""
+    def refuse_foreign_files(self) -> None:
+        """Only what this plan or an earlier run of ours writes may be in OUTPUT: loaders read
+        every shard they find. Whether the two fit together is asked later."""
         if not self._output.is_dir():
             return
         try:
@@ -39,9 +40,7 @@ class OutputState:
         except OSError as error:
             raise io_error("read", self._output, error) from error
         ours = self._journal.run_file.exists() or read_manifest(self._output) is not None
-        known = self._planned_names() if ours else set()
-        if ours and overwrite:
-            known |= self._earlier_names()
+        known = self._planned_names() | self._earlier_names() if ours else set()
         for name in names:
             if not name.startswith(".") and name not in known:
                 raise self._foreign(name)
@@ -90,6 +89,12 @@ class OutputState:
         remove(self._journal.run_file)
 
     # ---- what is done ----
+
+    def nothing_is_kept(self) -> bool:
+        """Whether nobody needs the state directory: it tells nothing, or of nothing."""
+        if not self._journal.run_file.exists() and not self._journal.unit_keys():
+            return True
+        return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
 
     def intact_record(self, unit: Unit, record: object) -> Record | None:
         """`record` if it tells of this unit as planned, and its files are still there."""

@@ -10,6 +10,7 @@ finished, whatever happens.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,6 @@ from ktconv.writer.finish import (
 )
 from ktconv.writer.journal import (
     OTHERS_BYTE,
-    STATE_DIRECTORY,
     Journal,
     OutputLock,
     Record,
@@ -194,7 +194,7 @@ class Conversion:
 
     def run(self) -> Report:
         started = time.monotonic()
-        self.state.refuse_foreign_files(self.request.overwrite)
+        self.state.refuse_foreign_files()
         existed, fresh = self.output.exists(), not self.journal.directory.exists()
         try:
             return self._run(started)
@@ -286,8 +286,7 @@ class Conversion:
     def _withdraw(self, existed: bool) -> None:
         """After a failure of a run that found nothing and finished nothing: leave no trace."""
         with contextlib.suppress(OSError, KtconvError), self.lock.door():
-            content = [path.name for path in self.output.iterdir()]
-            if content == [STATE_DIRECTORY] and self.lock.try_acquire(self._all_bytes()):
+            if self.state.nothing_is_kept() and self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory)
                 if not existed:
                     self.output.rmdir()
@@ -456,6 +455,11 @@ def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
 
 def peak_rss() -> int:
     """Largest resident memory of this process so far, in bytes."""
+    with contextlib.suppress(OSError):
+        # ru_maxrss can be the parent's: Linux lets it survive fork and exec.
+        status = Path("/proc/self/status").read_text()
+        if match := re.search(r"VmHWM:\s+([0-9]+) kB", status):
+            return int(match[1]) * 1024
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
