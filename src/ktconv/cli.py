@@ -390,6 +390,10 @@ def _errors_shown() -> Iterator[None]:
         if error.hint:
             _say(f"Hint: {_sentence(error.hint)}")
         raise typer.Exit(error.exit_code) from None
+    except OSError as error:  # where no file or tensor was known; the library knows most
+        where = f" {error.filename}" if error.filename else ""
+        _say(f"Error: the system refused{where}: {_sentence(error.strerror or str(error))}")
+        raise typer.Exit(3) from None
     except MemoryError:
         _say("Error: this machine has too little memory for the conversion.")
         _say("Hint: use fewer --threads.")
