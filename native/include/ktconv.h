@@ -3,7 +3,8 @@
  * Every function is a pure computation on memory that the caller owns: nothing
  * here allocates, prints, opens a file, exits or keeps state, except that the
  * first call detects the CPU (kt_isa_active). All functions may be called from
- * any number of threads at once as long as their outputs do not overlap.
+ * any number of threads at once as long as their outputs do not overlap. Results
+ * do not depend on the thread's floating-point mode (rounding, flush-to-zero).
  *
  * Sizes are in elements unless a name ends in _size (bytes). float pointers and
  * scratch need the alignment of a float; source data and packed bytes need none,

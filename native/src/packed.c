@@ -1,6 +1,7 @@
 /* Public entry points of the packed formats: check, pick format and level, call. */
 #include "packed.h"
 
+#include "common/float_mode.h"
 #include "cpu.h"
 
 static const kt_packer *find_packer(int format) {
@@ -38,8 +39,11 @@ kt_status kt_quantize(int format, const kt_matrix *matrix, int8_t *codes, float 
   kt_status status = check_matrix(packer, matrix, scratch, scratch_size);
   if (status) return status;
   if (!codes || !scale) return KT_ERR_ARGUMENT;
+  const uint64_t mode = kt_float_mode_enter();
   status = packer->quantize(matrix, codes, scale, scratch);
-  return status == KT_ERR_NONFINITE ? kt_matrix_find_nonfinite(matrix, scratch, bad) : status;
+  if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
+  kt_float_mode_leave(mode);
+  return status;
 }
 
 kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, uint8_t *packed) {
@@ -66,8 +70,11 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
   if (!packed || !scale) return KT_ERR_ARGUMENT;
   int level = kt_isa_dispatch();
   while (!packer->quantize_pack[level]) level--;
+  const uint64_t mode = kt_float_mode_enter();
   status = packer->quantize_pack[level](matrix, packed, scale, scratch);
-  return status == KT_ERR_NONFINITE ? kt_matrix_find_nonfinite(matrix, scratch, bad) : status;
+  if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
+  kt_float_mode_leave(mode);
+  return status;
 }
 
 kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
@@ -79,6 +86,8 @@ kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
   *error = (kt_error){.worst_row = -1};
   int level = kt_isa_dispatch();
   while (!packer->measure[level]) level--;
+  const uint64_t mode = kt_float_mode_enter();
   packer->measure[level](matrix, packed, scale, scratch, error);
+  kt_float_mode_leave(mode);
   return KT_OK;
 }
