@@ -74,7 +74,7 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded,
 /* Columns k..k+15 of rows n..n+15 of a matrix whose rows lie next to each other
  * (row_stride 1): 16 source vectors, transposed in registers. */
 KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
-                             float *out) {
+                             float *out, int64_t stride) {
   const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * kt_dtype_size(dtype);
   __m512i source[16], row[16];
   for (int i = 0; i < LANES; i++)
@@ -84,35 +84,39 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
   for (int r = 0; r < LANES; r++) {
     __m512 value = _mm512_castsi512_ps(row[r]);
     if (rounded) value = round_bf16(value);
-    _mm512_storeu_ps(out + r * m->cols + k, value);
+    _mm512_storeu_ps(out + r * stride + k, value);
   }
 }
 
 KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
-                           float *out) {
+                           float *out, int64_t stride) {
   if (m->col_stride == 1) {
-    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * m->cols);
+    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
   } else if (count == LANES && m->cols % LANES == 0 && !m->block_scale) {
-    for (int64_t k = 0; k < m->cols; k += LANES) decode_square(m, row, k, dtype, rounded, out);
+    for (int64_t k = 0; k < m->cols; k += LANES)
+      decode_square(m, row, k, dtype, rounded, out, stride);
   } else {
-    kt_decode_rows_scalar(m, row, count, out); /* FP8 stored [in, out] is not a known format */
+    kt_decode_rows_scalar(m, row, count, out,
+                          stride); /* FP8 stored [in, out] is not a known format */
   }
 }
 
 /* One instantiation per dtype, so that the inner loops hold no switch. */
-KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out) {
+KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out,
+                            int64_t stride) {
   if (m->round_to_bf16)
-    decode_rows(m, row, count, dtype, 1, out);
+    decode_rows(m, row, count, dtype, 1, out, stride);
   else
-    decode_rows(m, row, count, dtype, 0, out);
+    decode_rows(m, row, count, dtype, 0, out, stride);
 }
 
-void kt_decode_rows_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out) {
+void kt_decode_rows_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
   switch (m->dtype) {
-  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out); break;
-  case KT_F16: decode_dtype(m, row, count, KT_F16, out); break;
-  case KT_F32: decode_dtype(m, row, count, KT_F32, out); break;
-  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out); break;
+  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out, stride); break;
+  case KT_F16: decode_dtype(m, row, count, KT_F16, out, stride); break;
+  case KT_F32: decode_dtype(m, row, count, KT_F32, out, stride); break;
+  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out, stride); break;
   }
 }
 

@@ -91,9 +91,10 @@ static void round_row_to_bf16(int64_t cols, float *restrict row) {
   }
 }
 
-void kt_decode_rows_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out) {
+void kt_decode_rows_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
   for (int64_t r = 0; r < count; r++) {
-    float *const to = out + r * m->cols;
+    float *const to = out + r * stride;
     widen_row(m, row + r, to);
     if (m->block_scale) scale_row(m, row + r, to);
     if (m->round_to_bf16) round_row_to_bf16(m->cols, to);

@@ -1,11 +1,12 @@
 #include "matrix.h"
 
 #include "../cpu.h"
+#include "float_mode.h"
 
 #include <string.h>
 
 size_t kt_scratch_size(int64_t cols) {
-  return cols > 0 ? (size_t)cols * KT_STRIP_ROWS * sizeof(float) : 0;
+  return cols > 0 ? (size_t)kt_scratch_stride(cols) * KT_STRIP_ROWS * sizeof(float) : 0;
 }
 
 kt_status kt_matrix_check(const kt_matrix *m) {
@@ -22,7 +23,7 @@ kt_status kt_matrix_check(const kt_matrix *m) {
 
 kt_status kt_matrix_find_nonfinite(const kt_matrix *m, float *scratch, kt_position *bad) {
   for (int64_t row = 0; row < m->rows; row++) {
-    kt_decode_rows_scalar(m, row, 1, scratch);
+    kt_decode_rows_scalar(m, row, 1, scratch, m->cols);
     for (int64_t col = 0; col < m->cols; col++) {
       uint32_t bits;
       memcpy(&bits, &scratch[col], sizeof bits);
@@ -42,6 +43,8 @@ kt_status kt_decode(const kt_matrix *matrix, float *out) {
 #if KT_X86
   if (kt_isa_dispatch() >= KT_ISA_AVX512) decode = kt_decode_rows_avx512;
 #endif
-  decode(matrix, 0, matrix->rows, out);
+  const uint64_t mode = kt_float_mode_enter();
+  decode(matrix, 0, matrix->rows, out, matrix->cols);
+  kt_float_mode_leave(mode);
   return KT_OK;
 }

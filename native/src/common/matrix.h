@@ -25,8 +25,13 @@ static inline int64_t kt_scale_block_end(const kt_matrix *m, int64_t k) {
   return end < m->cols ? end : m->cols;
 }
 
-/* Decodes `count` rows from `row` into out, row-major [count, cols]. */
-typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t count, float *out);
+/* Floats from one row of a decoded strip to the next: not `cols`, which is mostly a multiple
+ * of 4096 bytes, so that rows would fight for the same cache lines. */
+static inline int64_t kt_scratch_stride(int64_t cols) { return cols + 16; }
+
+/* Decodes `count` rows from `row` into out; `stride` floats from one row to the next. */
+typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t count, float *out,
+                               int64_t stride);
 kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx512;
 
 /* The first NaN or Inf in row order, if there is one: KT_ERR_NONFINITE, else KT_OK.

@@ -26,8 +26,9 @@ KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch) {
     return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
                       plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};
   }
-  kt_decode_rows_avx512(m, n, KT_STRIP_ROWS, scratch);
-  return (kt_strip){(const uint8_t *)scratch, m->cols * 4, KT_ROW_F32};
+  const int64_t stride = kt_scratch_stride(m->cols);
+  kt_decode_rows_avx512(m, n, KT_STRIP_ROWS, scratch, stride);
+  return (kt_strip){(const uint8_t *)scratch, stride * 4, KT_ROW_F32};
 }
 
 /* Bits of the largest magnitude of a row, widened to binary32; cols % 64 == 0. */

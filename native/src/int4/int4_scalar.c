@@ -11,7 +11,7 @@ static int8_t round_code(int8_t code) { return (int8_t)(((code + 8 + 128 - (code
 /* Decodes row n into scratch and quantizes it. */
 static kt_status quantize_row(const kt_matrix *m, int64_t n, int8_t *codes, float *scale,
                               float *scratch) {
-  kt_decode_rows_scalar(m, n, 1, scratch);
+  kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
   const uint32_t max = kt_row_max_bits(scratch, m->cols);
   if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
   *scale = kt_int4_scale(kt_float(max));
@@ -82,7 +82,7 @@ void kt_int4_measure_rows_scalar(const kt_matrix *m, int64_t row, int64_t count,
                                  kt_error *error) {
   int8_t *const codes = (int8_t *)(scratch + m->cols);
   for (int64_t n = row; n < row + count; n++) {
-    kt_decode_rows_scalar(m, n, 1, scratch);
+    kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
     unpack_row(packed, m->rows, m->cols, n, codes);
     const float computed = kt_int4_scale(kt_float(kt_row_max_bits(scratch, m->cols)));
     error->invalid += !kt_scale_ok(scale[n], computed);

@@ -10,7 +10,7 @@ float kt_int8_scale(float amax) {
 /* Decodes row n into scratch and quantizes it. */
 static kt_status quantize_row(const kt_matrix *m, int64_t n, int8_t *codes, float *scale,
                               float *scratch) {
-  kt_decode_rows_scalar(m, n, 1, scratch);
+  kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
   const uint32_t max = kt_row_max_bits(scratch, m->cols);
   if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
   *scale = kt_int8_scale(kt_float(max));
@@ -70,7 +70,7 @@ void kt_int8_measure_rows_scalar(const kt_matrix *m, int64_t row, int64_t count,
                                  kt_error *error) {
   int8_t *const codes = (int8_t *)(scratch + m->cols);
   for (int64_t n = row; n < row + count; n++) {
-    kt_decode_rows_scalar(m, n, 1, scratch);
+    kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
     unpack_row(packed, m->rows, m->cols, n, codes);
     const float computed = kt_int8_scale(kt_float(kt_row_max_bits(scratch, m->cols)));
     error->invalid += !kt_scale_ok(scale[n], computed);
