@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconv import __version__, machine
+from ktconv import __version__, machine, native
 from ktconv.card import model_card
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint, source_identity
 from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
@@ -112,6 +112,7 @@ def prepare(request: Request) -> Outlook:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
     if request.overwrite and request.finalize:
         raise UsageError("--overwrite removes what --finalize completes", "give one of them")
+    native.isa()  # an unusable KTCONV_ISA is told before an hour of work
     options = request.options
     if options.numa == 0:
         options = Options(**{**options.as_dict(), "numa": machine.numa_nodes()})  # type: ignore[arg-type]
