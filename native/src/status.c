@@ -9,8 +9,8 @@ const char *kt_strerror(int status) {
   case KT_ERR_SCALE: return "FP8 weights need block scales, and other weights must have none";
   case KT_ERR_SCRATCH: return "the scratch buffer is too small";
   case KT_ERR_NONFINITE: return "the matrix holds a NaN or an infinity";
-  case KT_ERR_ISA_UNKNOWN: return "KTCONV_ISA must be scalar, avx512 or amx";
-  case KT_ERR_ISA_MISSING: return "this machine lacks the instruction set level asked for";
+  case KT_ERR_ISA_UNKNOWN: return "a level is scalar, avx512 or amx";
+  case KT_ERR_ISA_MISSING: return "this machine lacks that level";
   default: return "unknown status";
   }
 }

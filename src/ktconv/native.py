@@ -7,6 +7,7 @@ exception. Calls release the GIL, so Python threads run them in parallel.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def isa() -> str:
     level = lib.kt_isa_active()
     if level < 0:
         raise UsageError(
-            f"KTCONV_ISA cannot be used: {_words(-level)}",
+            f"KTCONV_ISA={os.environ.get('KTCONV_ISA')} cannot be used: {_words(-level)}",
             f"unset it, or choose one of: {', '.join(isa_available())}",
         )
     return ISA_NAMES[level]
