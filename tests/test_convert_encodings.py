@@ -135,7 +135,8 @@ def test_fp8_blocks(block: tuple[int, int], method: str, numa: int, tmp_path: Pa
     and up, of columns for down."""
     tensors, weights = numbered_fp8(256, 384, block, "F32")
     model = write_checkpoint(tmp_path / "model", tensors, fp8_config(256, 384, block))
-    convert(model, tmp_path / "out", method=method, numa=numa)
+    report = convert(model, tmp_path / "out", method=method, numa=numa)
+    assert report.source_bytes == sum(len(raw(tensor).data) for tensor in tensors.values())
     assert_output(tmp_path / "out", matrices_of({0: weights}), {}, method=method, numa=numa)
 
 

@@ -91,7 +91,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 
 def convert_and_check(model: Model, output: Path, method: str, numa: int, **options: Any) -> None:
-    convert(model.path, output, method=method, numa=numa, threads=2, **options)
+    report = convert(model.path, output, method=method, numa=numa, threads=2, **options)
+    assert report.source_bytes == sum(
+        len(tensor.data) for tensor in read_model(model.path).values()
+    )
     assert_output(output, model.matrices, model.others, method=method, numa=numa)
 
 

@@ -278,3 +278,29 @@ def test_manifest_is_strict_json(converted: tuple[str, Path]) -> None:
 
     _, output = converted
     json.loads((output / "ktconv.json").read_text(), parse_constant=refuse)
+
+
+def test_model_in_the_cache_of_the_hub(model: Path, tmp_path: Path) -> None:
+    """Symlinks to blobs are followed; the output holds files, and the card the hub's name."""
+    snapshot = tmp_path / "models--org--some-moe" / "snapshots" / "0123abc"
+    blobs = tmp_path / "models--org--some-moe" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(path for path in model.iterdir() if path.is_file()):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    convert(snapshot, tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert "\nbase_model: org/some-moe\n" in (tmp_path / "out" / "README.md").read_text()
+    convert(model, tmp_path / "plain")
+    assert read_model(tmp_path / "out") == read_model(tmp_path / "plain")
+
+
+def test_model_in_the_current_directory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ktconv quantize-cpu . OUTPUT` names the model as its absolute path would."""
+    convert(model, tmp_path / "plain")
+    monkeypatch.chdir(model)
+    convert(Path(), tmp_path / "out")
+    assert_same(all_files(tmp_path / "out"), all_files(tmp_path / "plain"))
