@@ -335,7 +335,7 @@ class Conversion:
 
     def _tasks(self, unit: Unit, reader: SourceReader) -> Iterator[QuantizeTask | CopyTask]:
         for tensor, name in unit.copies:
-            yield CopyTask(reader, tensor, name)
+            yield CopyTask(reader, tensor, name, self.request.verify)
         if unit.layer is None:
             return
         for expert in range(len(unit.layer.experts)):

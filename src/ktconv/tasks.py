@@ -35,7 +35,7 @@ from ktconv.writer.staging import Staging
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
 ROWS_STEP = 128  # chunks are whole row blocks of every format
-COPY_BYTES = 8 << 20
+COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
 ITEM_SIZE = {dtype: size for dtype, (_, size) in native.DTYPES.items()}
 
@@ -73,7 +73,7 @@ class BufferSizes:
 
     @classmethod
     def of(cls, layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
-        source, packed, cols = COPY_BYTES, 0, 1
+        source, packed, cols = 2 * COPY_BYTES, 0, 1
         seen = set()
         for layer in layers:
             strided = layer.experts[0]["gate"].col_stride != 1
@@ -305,10 +305,7 @@ class QuantizeTask:
                 written = np.empty_like(scale)
                 staging.read(name, written.data, 0)
                 if not np.array_equal(written, scale):
-                    raise VerificationError(
-                        f"{name} was read back with other bytes than were written",
-                        "suspect the disk of this machine; run the same command again",
-                    )
+                    raise _changed_on_disk(name)
             records[self._name(index, "weight")] = {
                 "sha256": part.digest.hexdigest(),
                 "relative_rms_error": _rounded(part.errors.relative_rms),
@@ -341,6 +338,7 @@ class CopyTask:
     reader: SourceReader
     tensor: TensorRef
     name: str
+    verify: bool  # read back what was written
 
     @property
     def source_bytes(self) -> int:
@@ -353,12 +351,28 @@ class CopyTask:
         self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
     ) -> dict[str, Any]:
         digest = hashlib.sha256()
-        buffer = buffers.source.data[:COPY_BYTES]
         with self.reader.open(self.tensor.file) as fd:
             for offset in range(0, self.tensor.nbytes, COPY_BYTES):
-                piece = buffer[: min(COPY_BYTES, self.tensor.nbytes - offset)]
-                self.reader.read(fd, self.tensor, piece, offset)
-                digest.update(piece)
-                staging.write(self.name, piece, offset)
+                piece = buffers.source[: min(COPY_BYTES, self.tensor.nbytes - offset)]
+                self.reader.read(fd, self.tensor, piece.data, offset)
+                digest.update(piece.data)
+                staging.write(self.name, piece.data, offset)
+                if self.verify:
+                    self._read_back(piece, staging, buffers, offset)
                 advance(len(piece))
         return {self.name: {"sha256": digest.hexdigest()}}
+
+    def _read_back(
+        self, piece: npt.NDArray[np.uint8], staging: Staging, buffers: Buffers, offset: int
+    ) -> None:
+        written = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
+        staging.read(self.name, written.data, offset)
+        if not np.array_equal(written, piece):
+            raise _changed_on_disk(self.name)
+
+
+def _changed_on_disk(name: str) -> VerificationError:
+    return VerificationError(
+        f"{name} was read back with other bytes than were written",
+        "suspect the disk of this machine; run the same command again",
+    )
