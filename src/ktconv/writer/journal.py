@@ -30,6 +30,7 @@ STATE_DIRECTORY = ".ktconv"
 OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
 DOOR_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.door
 DOOR_POLL_SECONDS = 0.02
+DOOR_PATIENCE_SECONDS = 120.0  # what is done inside takes seconds even on slow disks
 
 Record = dict[str, Any]
 
@@ -174,7 +175,14 @@ class OutputLock:
     @contextmanager
     def door(self) -> Iterator[None]:
         """One run at a time begins or finishes; others wait. Creates the state directory."""
+        deadline = time.monotonic() + DOOR_PATIENCE_SECONDS
         while not self._try_door():
+            if time.monotonic() > deadline:
+                raise OutputError(
+                    f"another ktconv is beginning or finishing in {self._journal.output} and does "
+                    "not come to an end",
+                    "if it is stopped or hangs, end it; then run the same command again",
+                )
             time.sleep(DOOR_POLL_SECONDS)
         try:
             yield
