@@ -24,6 +24,7 @@ def examine(directory: Path) -> dict[str, Any]:
     """Facts as nested names and values, ready for JSON."""
     features = native.cpu_features()
     return {
+        "schema": 1,
         "ktconv": __version__,
         "python": platform.python_version(),
         "cpu": {

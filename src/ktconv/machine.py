@@ -7,6 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
+from ktconv.errors import UsageError
+from ktconv.units import parse_ranges
+
 
 def usable_cpus() -> int:
     """CPUs that this process may run on."""
@@ -16,13 +19,18 @@ def usable_cpus() -> int:
 
 
 def numa_nodes() -> int:
-    """NUMA nodes with memory; 1 where the system does not say."""
-    nodes = Path("/sys/devices/system/node")
-    if not nodes.is_dir():
-        return 1
-    return max(
-        1, sum(re.fullmatch(r"node[0-9]+", path.name) is not None for path in nodes.iterdir())
-    )
+    """NUMA nodes with CPUs and memory; 1 where the system does not say."""
+    counts = [_node_list(kind) for kind in ("has_cpu", "has_normal_memory")]
+    return max(1, len(set.intersection(*counts)))
+
+
+def _node_list(kind: str) -> set[int]:
+    """Nodes of a kind: the kernel writes them like 0-1,3."""
+    try:
+        text = Path("/sys/devices/system/node", kind).read_text().strip()
+        return set(parse_ranges(text, kind))
+    except (OSError, UsageError):
+        return set()
 
 
 def resident_memory() -> int:
