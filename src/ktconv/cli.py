@@ -311,8 +311,10 @@ def _print_report(report: Report) -> None:
         )
     if report.complete:
         print(f"{output} is complete.")
-    else:
+    elif report.missing:
         print(f"{output} still lacks {describe_units(report.missing)}; the index comes with them.")
+    else:
+        print(f"Another ktconv is at work in {output}; it writes the index when it ends.")
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

@@ -252,7 +252,8 @@ class Conversion:
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
-        self.journal.write_run(ours | self.state.claim())
+        if earlier is None:
+            self.journal.write_run(ours | self.state.claim())
         self._find_done()
         self.state.remove_stale_staging(claimed)
         return False

@@ -40,21 +40,25 @@ class SourceReader:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """A descriptor of a shard that is still as it was when the headers were read."""
+        """A descriptor of a shard that is as it was when the headers were read, to the end."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise io_error("read", path, error) from error
         try:
-            status = os.fstat(fd)
-            if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
-                raise CheckpointError(
-                    f"{path} changed during the conversion",
-                    "make sure nothing writes to the model, then start again with --overwrite",
-                )
+            self._refuse_changed(fd, path)
             yield fd
+            self._refuse_changed(fd, path)
         finally:
             os.close(fd)
+
+    def _refuse_changed(self, fd: int, path: Path) -> None:
+        status = os.fstat(fd)
+        if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
+            raise CheckpointError(
+                f"{path} changed during the conversion",
+                "make sure nothing writes to the model, then start again with --overwrite",
+            )
 
     def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
         """Bytes from `offset` on of a tensor."""

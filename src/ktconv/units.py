@@ -11,7 +11,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _FACTORS[_letter] = _FACTORS[_letter + "B"] = 1000**_power
     _FACTORS[_letter + "IB"] = 1024**_power
 _FACTORS["B"] = 1
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str, option: str) -> int:
@@ -40,7 +40,7 @@ def parse_ranges(text: str, option: str) -> list[int]:
     """The numbers of "0-3,7", ascending, each once."""
     numbers: set[int] = set()
     for item in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)(?:\s*-\s*([0-9]+))?\s*", item)
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last or last - first > 100_000:
             raise UsageError(f"{option} {text!r} is not a list of numbers", "write it like 0-3,7")

@@ -149,6 +149,18 @@ def test_others_wait_for_who_comes_last(model: Path, tmp_path: Path, clean: dict
     assert contents(output) == clean
 
 
+def test_all_units_there_but_another_run_is_at_work(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    done(model, output, "--layers=0-10")
+    other = OutputLock(Journal(output))
+    with other.door():
+        other.acquire([3], "layer 3")
+    assert "writes the index when it ends" in done(model, output, "--layers=11")
+    refused(run(model, output, "--finalize"), 2, "another ktconv is converting this model")
+    other.release()
+    assert "is complete" in done(model, output, "--finalize")
+
+
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])
 def test_disjoint_layers_in_processes_at_once(model: Path, tmp_path: Path, layout: str) -> None:
     done(model, tmp_path / "clean", f"--layout={layout}")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> None:
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0:
-            raise OSError(errno.EIO, "the file ends too early")
+            raise OSError("the file ends too early")
         done += count
 
 
@@ -106,16 +107,32 @@ def write_durably(path: Path, data: bytes, staging: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents; they survive a power loss."""
+    """Create a directory and its parents; they survive a power loss.
+
+    Another run may create or remove it at the same time.
+    """
     with translated("create directory", path):
-        if path.is_dir():
-            return
-        if path.exists():
-            raise OutputError(f"{path} is a file", "choose a directory for the output")
-        make_directory(path.parent)
-        path.mkdir(exist_ok=True)
-        with contextlib.suppress(OSError):  # a parent that may be entered but not read
-            sync_directory(path.parent)
+        while not _is_directory(path):
+            make_directory(path.parent)
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                path.mkdir()
+            with contextlib.suppress(OSError):  # a parent that may be entered but not read
+                sync_directory(path.parent)
+
+
+def _is_directory(path: Path) -> bool:
+    """False if nothing is there. OutputError if something else is."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise OutputError(
+                f"{path} is a broken link", "choose a directory for the output"
+            ) from None
+        return False
+    if not stat.S_ISDIR(mode):
+        raise OutputError(f"{path} is a file", "choose a directory for the output")
+    return True
 
 
 def remove(path: Path) -> None:
