@@ -40,7 +40,7 @@ kt_status kt_quantize(int format, const kt_matrix *matrix, int8_t *codes, float 
   if (status) return status;
   if (!codes || !scale) return KT_ERR_ARGUMENT;
   const uint64_t mode = kt_float_mode_enter();
-  status = packer->quantize(matrix, codes, scale, scratch);
+  status = kt_quantize_rows(packer, matrix, codes, scale, scratch);
   if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
   kt_float_mode_leave(mode);
   return status;
@@ -50,16 +50,18 @@ kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, u
   const kt_packer *packer = find_packer(format);
   if (!codes || !packed) return KT_ERR_ARGUMENT;
   const kt_status status = check_shape(packer, rows, cols);
-  if (!status) packer->pack(codes, rows, cols, packed);
-  return status;
+  if (status) return status;
+  for (int64_t n = 0; n < rows; n++) packer->pack_row(codes + n * cols, rows, cols, n, packed);
+  return KT_OK;
 }
 
 kt_status kt_unpack(int format, const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes) {
   const kt_packer *packer = find_packer(format);
   if (!codes || !packed) return KT_ERR_ARGUMENT;
   const kt_status status = check_shape(packer, rows, cols);
-  if (!status) packer->unpack(packed, rows, cols, codes);
-  return status;
+  if (status) return status;
+  for (int64_t n = 0; n < rows; n++) packer->unpack_row(packed, rows, cols, n, codes + n * cols);
+  return KT_OK;
 }
 
 kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed, float *scale,
@@ -69,9 +71,11 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
   if (status) return status;
   if (!packed || !scale) return KT_ERR_ARGUMENT;
   int level = kt_isa_dispatch();
-  while (!packer->quantize_pack[level]) level--;
+  while (level > KT_ISA_SCALAR && !packer->quantize_pack[level]) level--;
   const uint64_t mode = kt_float_mode_enter();
-  status = packer->quantize_pack[level](matrix, packed, scale, scratch);
+  status = packer->quantize_pack[level]
+               ? packer->quantize_pack[level](matrix, packed, scale, scratch)
+               : kt_quantize_pack_rows(packer, matrix, packed, scale, scratch);
   if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
   kt_float_mode_leave(mode);
   return status;
@@ -85,9 +89,12 @@ kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
   if (!packed || !scale || !error) return KT_ERR_ARGUMENT;
   *error = (kt_error){.worst_row = -1};
   int level = kt_isa_dispatch();
-  while (!packer->measure[level]) level--;
+  while (level > KT_ISA_SCALAR && !packer->measure[level]) level--;
   const uint64_t mode = kt_float_mode_enter();
-  packer->measure[level](matrix, packed, scale, scratch, error);
+  if (packer->measure[level])
+    packer->measure[level](matrix, packed, scale, scratch, error);
+  else
+    kt_measure_rows(packer, matrix, 0, matrix->rows, packed, scale, scratch, error);
   kt_float_mode_leave(mode);
   return KT_OK;
 }

@@ -71,37 +71,4 @@ static inline int kt_scale_ok(float scale, float computed) {
   return scale == 0.0f ? computed == 0.0f : scale >= FLT_MIN && scale <= FLT_MAX;
 }
 
-/* Adds row n to an error: its source values, codes, and the step between two codes. Sums
- * run in binary64, in eight lanes that compilers vectorise. Denormal sources count as the
- * zeros they are to the format; else they could be off by a whole step of a tiny row. */
-static inline void kt_add_row_error(const float *source, const int8_t *codes, int64_t cols,
-                                    double step, int lowest, int64_t n, kt_error *error) {
-  enum { LANES = 8 }; /* divides every format's cols_step */
-  double squared_error[LANES] = {0}, squared_source[LANES] = {0}, max[LANES] = {0};
-  int64_t zeros = 0, invalid = 0;
-  for (int64_t k = 0; k < cols; k += LANES)
-    for (int i = 0; i < LANES; i++) {
-      const double value = (double)kt_flush(source[k + i]);
-      const double difference = value - codes[k + i] * step;
-      const double magnitude = difference < 0 ? -difference : difference;
-      squared_error[i] += difference * difference;
-      squared_source[i] += value * value;
-      max[i] = magnitude > max[i] ? magnitude : max[i];
-    }
-  for (int64_t k = 0; k < cols; k++) {
-    zeros += codes[k] == 0;
-    invalid += codes[k] < lowest;
-  }
-  error->zeros += zeros;
-  error->invalid += invalid + (step > 0 ? 0 : cols - zeros);
-  for (int i = 0; i < LANES; i++) {
-    error->sum_squared_error += squared_error[i];
-    error->sum_squared_source += squared_source[i];
-    if (step > 0 && max[i] / step > error->max_steps) {
-      error->max_steps = max[i] / step;
-      error->worst_row = n;
-    }
-  }
-}
-
 #endif

@@ -5,7 +5,6 @@
 
 #include "../packed.h"
 #include "layout.h"
-#include "matrix.h"
 #include "rounding.h"
 #include "transpose_avx512.h"
 
@@ -100,12 +99,10 @@ KT_INLINE void kt_store_transposed(const __m512i row[16], uint8_t *to, int form)
       _mm512_storeu_si512(to + KT_GROUP_STRIDE * kt_group(form, lane, j), column[4 * lane + j]);
 }
 
-/* Where a format's tiles are and how its rows scale; what the loops below need of it. */
+/* A format, and where its tiles are, as constants of the loops below. */
 typedef struct kt_tile_rule {
+  const kt_packer *packer;
   int64_t tile_cols, block_rows, codes_per_byte;
-  float (*scale)(float amax);       /* row scale from the largest magnitude */
-  float step;                       /* steps are this many scales */
-  kt_measure_rows_fn *measure_rows; /* the scalar rule, for rows of unusual scale */
 } kt_tile_rule;
 
 KT_INLINE int64_t kt_half_tile_at(const kt_matrix *m, kt_tile_rule rule, int64_t n, int64_t k) {
@@ -148,7 +145,7 @@ KT_INLINE kt_status kt_scale_strip(const kt_matrix *m, kt_strip strip, kt_tile_r
     const uint32_t max = strip.form == KT_ROW_BF16 ? kt_row_max_avx512(row, m->cols, KT_ROW_BF16)
                                                    : kt_row_max_avx512(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = rule.scale(kt_float(max));
+    scale[r] = rule.packer->scale(kt_float(max));
     inverse[r] = kt_reciprocal(scale[r]);
     *flush |= max < KT_FLUSH_BITS;
   }
@@ -239,7 +236,7 @@ KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
   kt_row_error sums[KT_STRIP_ROWS];
   float inverse[KT_STRIP_ROWS];
   memset(sums, 0, sizeof sums);
-  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = 1.0f / (scale[n + r] * rule.step);
+  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = 1.0f / (scale[n + r] * rule.packer->step);
   for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
     const uint8_t *half_tile = packed + kt_half_tile_at(m, rule, n, k);
     for (int r = 0; r < KT_STRIP_ROWS; r++)
@@ -247,7 +244,7 @@ KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
                  _mm512_set1_ps(inverse[r]));
   }
   for (int r = 0; r < KT_STRIP_ROWS; r++)
-    kt_finish_row(&sums[r], (double)scale[n + r] * (double)rule.step, n + r, error);
+    kt_finish_row(&sums[r], (double)scale[n + r] * (double)rule.packer->step, n + r, error);
 }
 
 /* Whether all scales of a strip are far from the ends of binary32: the sums above then
@@ -263,7 +260,7 @@ KT_INLINE void kt_measure_strips(const kt_matrix *m, const uint8_t *packed, cons
                                  kt_error *error) {
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
     if (!kt_scales_ordinary(scale + n)) {
-      rule.measure_rows(m, n, KT_STRIP_ROWS, packed, scale, scratch, error);
+      kt_measure_rows(rule.packer, m, n, KT_STRIP_ROWS, packed, scale, scratch, error);
       continue;
     }
     const kt_strip strip = kt_strip_at(m, n, scratch);

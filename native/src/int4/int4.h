@@ -8,15 +8,19 @@
 
 enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_MAX = 7, KT_INT4_STEP = 16 };
 
-kt_quantize_fn kt_int4_quantize_scalar;
-kt_pack_fn kt_int4_pack_scalar;
-kt_unpack_fn kt_int4_unpack_scalar;
-kt_quantize_pack_fn kt_int4_quantize_pack_scalar, kt_int4_quantize_pack_avx512;
-kt_measure_rows_fn kt_int4_measure_rows_scalar;
-kt_measure_fn kt_int4_measure_scalar, kt_int4_measure_avx512;
-
 /* Row scale from the largest magnitude: amax / 112, computed in binary64. The stored scale
  * is the step of an 8-bit code; an INT4 step is 16 of them. */
 float kt_int4_scale(float amax);
+
+/* From 8-bit codes to codes -7..7, in place. */
+void kt_int4_round_again(int8_t *codes, int64_t cols);
+
+/* Codes int8 [cols] of row n of a [rows, cols] matrix, to and from their packed bytes. */
+void kt_int4_pack_row(const int8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed);
+void kt_int4_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                        int8_t *codes);
+
+kt_quantize_pack_fn kt_int4_quantize_pack_avx512;
+kt_measure_fn kt_int4_measure_avx512;
 
 #endif

@@ -5,8 +5,7 @@
 #include "../common/strip_avx512.h"
 #include "int4.h"
 
-static const kt_tile_rule rule = {KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS,         2, kt_int4_scale,
-                                  KT_INT4_STEP,      kt_int4_measure_rows_scalar};
+static const kt_tile_rule rule = {&kt_int4_packer, KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2};
 
 /* Second rounding of 8-bit codes q: q+8 for q >= 0, q+7 for q < 0, whose high nibbles are
  * the nearest multiples of 16, ties away from zero. In range, since |q| <= 112. */

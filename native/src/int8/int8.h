@@ -7,14 +7,15 @@
 
 enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64, KT_INT8_MAX = 127 };
 
-kt_quantize_fn kt_int8_quantize_scalar;
-kt_pack_fn kt_int8_pack_scalar;
-kt_unpack_fn kt_int8_unpack_scalar;
-kt_quantize_pack_fn kt_int8_quantize_pack_scalar, kt_int8_quantize_pack_avx512;
-kt_measure_rows_fn kt_int8_measure_rows_scalar;
-kt_measure_fn kt_int8_measure_scalar, kt_int8_measure_avx512;
-
 /* Row scale from the largest magnitude: amax * fl32(1/127), a product, not a quotient. */
 float kt_int8_scale(float amax);
+
+/* Codes int8 [cols] of row n of a [rows, cols] matrix, to and from their packed bytes. */
+void kt_int8_pack_row(const int8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed);
+void kt_int8_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                        int8_t *codes);
+
+kt_quantize_pack_fn kt_int8_quantize_pack_avx512;
+kt_measure_fn kt_int8_measure_avx512;
 
 #endif

@@ -5,8 +5,7 @@
 #include "../common/strip_avx512.h"
 #include "int8.h"
 
-static const kt_tile_rule rule = {
-    KT_INT8_TILE_COLS, KT_INT8_BLOCK_ROWS, 1, kt_int8_scale, 1.0f, kt_int8_measure_rows_scalar};
+static const kt_tile_rule rule = {&kt_int8_packer, KT_INT8_TILE_COLS, KT_INT8_BLOCK_ROWS, 1};
 
 KT_INLINE void add_tile_error(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
                               __m512i bytes, __m512 inverse_step) {
