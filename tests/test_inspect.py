@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from converting import convert, ktconv
-from families import family, write_family
+from families import (
+    family,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+    write_family,
+)
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import PROJECTIONS
 from ktconv.cli import app
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, KtconvError, OutputError
 from ktconv.inspection import inspect_path
+from ktconv.writer.journal import Journal, parse_record
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "docs" / "example" / "tiny-moe"
 LAYER_0 = "model-00001-of-00003.safetensors"
@@ -235,6 +244,149 @@ def test_backward_weights_do_not_disturb(output: Callable[[str], Path]) -> None:
     (folder / "INT4_gate_bwd_0_8192Byte_quant_.kt").write_bytes(bytes(8192))
     facts = inspect_path(str(directory))
     assert (facts["missing_tensors"], facts["wrong_sizes"], facts["complete"]) == (0, 0, True)
+
+
+# ---- records that are not what we wrote ------------------------------------------------
+
+WRONG: tuple[Any, ...] = (
+    None, "x", [], [1], 1.5, {}, {"x": {}}, -1, 10**400, float("nan"), "\ud800", "a\0b", "../x",
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a record; of many beside each other two and the last."""
+    yield path
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    for key in dict.fromkeys([*keys[:2], *keys[-1:]]):
+        if isinstance(value[key], dict | list):
+            yield from places(value[key], (*path, key))
+        else:
+            yield (*path, key)
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    changed = value.copy()
+    changed[path[0]] = replaced(value[path[0]], path[1:], new)
+    return changed
+
+
+def without(value: Any, path: tuple[Any, ...]) -> Any:
+    changed = value.copy()
+    if path[1:]:
+        changed[path[0]] = without(value[path[0]], path[1:])
+    else:
+        del changed[path[0]]
+    return changed
+
+
+def wrong_records(record: Any) -> Iterator[Any]:
+    """Each value in turn replaced by each wrong one, or gone."""
+    for path in places(record):
+        yield from (replaced(record, path, new) for new in WRONG)
+        if path:
+            yield without(record, path)
+
+
+def assert_told(directory: Path, model: Path) -> None:
+    """Whatever the records hold, only errors of ours come out, and what is said can be printed."""
+    for overwrite in (False, True):
+        with contextlib.suppress(KtconvError):
+            printed(directory)
+        with contextlib.suppress(KtconvError):
+            convert(model, directory, overwrite=overwrite)
+
+
+def printed(directory: Path) -> None:
+    facts = inspect_path(str(directory))
+    json.dumps(facts, ensure_ascii=False).encode()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer with an expert and one other tensor."""
+    tensors = numbered("model.layers.0.mlp.experts", random_weights(experts=1))
+    tensors["model.norm.weight"] = tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
+    directory = tmp_path_factory.mktemp("small")
+    return write_checkpoint(directory, tensors, simple_config(num_experts=1))
+
+
+def test_wrong_run_record(small: Path, tmp_path: Path) -> None:
+    damage_all(small, tmp_path / "out", ".ktconv/run.json")
+
+
+def test_wrong_unit_record(small: Path, tmp_path: Path) -> None:
+    damage_all(small, tmp_path / "out", ".ktconv/layer-00000.json")
+
+
+def test_wrong_manifest(small: Path, tmp_path: Path) -> None:
+    damage_all(small, tmp_path / "out", "ktconv.json")
+
+
+def damage_all(model: Path, output: Path, name: str) -> None:
+    convert(model, output)
+    if name != "ktconv.json":
+        make_unfinished(output)
+    good = output.with_name("good")
+    shutil.copytree(output, good)
+    for record in wrong_records(json.loads((good / name).read_text())):
+        shutil.rmtree(output)
+        shutil.copytree(good, output)
+        (output / name).write_text(json.dumps(record))
+        assert_told(output, model)
+
+
+def make_unfinished(output: Path) -> None:
+    """As a run that was killed before the manifest leaves it."""
+    manifest = json.loads((output / "ktconv.json").read_text())
+    journal = Journal(output)
+    journal.create()
+    for key, record in manifest.pop("units").items():
+        journal.write_unit(key, record)
+    journal.write_run(manifest)
+    (output / "ktconv.json").unlink()
+
+
+@pytest.mark.parametrize("field", ["options", "geometry"])
+def test_damaged_run_record(field: str, small: Path, tmp_path: Path) -> None:
+    convert(small, tmp_path)
+    make_unfinished(tmp_path)
+    run = json.loads((tmp_path / ".ktconv" / "run.json").read_text())
+    (tmp_path / ".ktconv" / "run.json").write_text(json.dumps({**run, field: "x"}))
+    with pytest.raises(OutputError, match=r"run.json is damaged"):
+        inspect_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"geometry": 3}, {"units": {"layer-00000": 3}}])
+def test_damaged_manifest(change: dict[str, Any], small: Path, tmp_path: Path) -> None:
+    """The weights are described, but the output is not called complete."""
+    convert(small, tmp_path)
+    manifest = json.loads((tmp_path / "ktconv.json").read_text())
+    (tmp_path / "ktconv.json").write_text(json.dumps({**manifest, **change}))
+    facts = inspect_path(str(tmp_path))
+    assert facts["damaged_files"] == ["ktconv.json"]
+    assert (facts["method"], facts["complete"]) == ("INT4", False)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"weight_map": 3}', "\\", ""])
+def test_damaged_index(text: str, small: Path, tmp_path: Path) -> None:
+    convert(small, tmp_path)
+    (tmp_path / "ktconv.json").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert inspect_path(str(tmp_path))["method"] == "INT4"
+
+
+@pytest.mark.parametrize(
+    ("text", "sound"),
+    [
+        (r'{"a": "\ud83d\ude00"}', True), (r'{"a": "\ude00"}', False), (r'{"\uD83D": 1}', False),
+        (r'{"a": "\u0000"}', False), (r'{"a": "\\u0000 \\ud800"}', True),
+        (r'{"a": "\\\u0000"}', False), ("[]", False), ("{" * 9, False),
+    ],
+)  # fmt: skip
+def test_strings_of_records_can_be_file_names(text: str, sound: bool) -> None:
+    assert (parse_record(text.encode()) is not None) == sound
 
 
 def test_nothing_there(tmp_path: Path) -> None:

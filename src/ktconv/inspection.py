@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from ktconv.formats import (
 )
 from ktconv.units import format_ranges
 from ktconv.writer.finish import INDEX, MANIFEST, read_manifest
-from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
+from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, parse_record
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
@@ -78,7 +77,8 @@ def _possible_parts(checkpoint: Checkpoint, method: str) -> list[int]:
 def _unfinished(directory: Path) -> dict[str, Any]:
     journal = Journal(directory)
     run = journal.read_run() or {}
-    layers = {int(index) for index in run.get("geometry", {}).get("layers", {})}
+    geometry = run.get("geometry", {})
+    layers = {int(index) for index in geometry.get("layers", {})}
     finished = set()
     for index in layers:
         record = journal.read_unit(f"layer-{index:05d}")
@@ -88,7 +88,7 @@ def _unfinished(directory: Path) -> dict[str, Any]:
         "schema": 1,
         "kind": "unfinished conversion",
         "path": str(directory),
-        "family": run.get("geometry", {}).get("model_type"),
+        "family": geometry.get("model_type"),
         "options": run.get("options", {}),
         "layers_done": format_ranges(sorted(finished)) or "none",
         "layers_missing": format_ranges(sorted(layers - finished)) or "none",
@@ -170,7 +170,7 @@ def _converted(directory: Path, found: Packed) -> dict[str, Any]:
         "kind": "converted weights",
         "path": str(directory),
         "made_by": f"ktconv {manifest.get('ktconv_version')}" if manifest else f"no {MANIFEST}",
-        "family": manifest.get("geometry", {}).get("model_type") if manifest else None,
+        "family": manifest["geometry"].get("model_type") if manifest else None,
         "method": ", ".join(formats) or None,
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
@@ -228,11 +228,12 @@ def _expected(
 
 def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:
     if manifest is not None:
-        return [name for unit in manifest["units"].values() for name in unit["tensors"]]
+        return [name for unit in _units(manifest) for name in unit["tensors"]]
     try:
-        weight_map = json.loads((directory / INDEX).read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError):
+        index = parse_record((directory / INDEX).read_bytes())
+    except OSError:
         return []
+    weight_map = index.get("weight_map") if index else None
     return weight_map if isinstance(weight_map, dict) else []
 
 
@@ -244,8 +245,14 @@ def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
 
 
 def _damaged(directory: Path, manifest: Mapping[str, Any] | None) -> Sequence[str]:
-    """Files that are not as the manifest has them."""
-    files = [
-        file for unit in (manifest or {"units": {}})["units"].values() for file in unit["files"]
-    ]
-    return [file["name"] for file in files if not file_is_intact(directory, file)]
+    """Files that are not as the manifest has them, and the manifest if it tells too little."""
+    if manifest is None:
+        return [MANIFEST] if (directory / MANIFEST).exists() else []
+    files = [file for unit in _units(manifest) for file in unit["files"]]
+    damaged = [file["name"] for file in files if not file_is_intact(directory, file)]
+    return damaged if None not in manifest["units"].values() else [*damaged, MANIFEST]
+
+
+def _units(manifest: Mapping[str, Any]) -> list[Record]:
+    """The units whose records are sound."""
+    return [unit for unit in manifest["units"].values() if unit is not None]

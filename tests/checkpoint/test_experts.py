@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,43 @@ def test_expert_count(tmp_path: Path, tensors: dict[str, Tensor], key: str) -> N
     assert f"is expert 3, but config.json has {key} 2" in refusal(tmp_path, tensors, **config)
     config = {"num_experts": None, key: 5}
     assert f"{SOURCE}.4.gate_proj.weight is missing" in refusal(tmp_path, tensors, **config)
+
+
+@pytest.mark.parametrize("count", [1_000_001, 10**9, 2**70])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_experts", "n_routed_experts", "num_hidden_layers", "num_nextn_predict_layers",
+        "hidden_size", "moe_intermediate_size",
+    ],
+)  # fmt: skip
+def test_absurd_sizes_end_at_once(
+    tmp_path: Path, tensors: dict[str, Tensor], key: str, count: int
+) -> None:
+    config = {"num_experts": None, key: count}
+    message = refusal(tmp_path, tensors, **config)
+    assert message == f"config.json: {key} is {count}, beyond the limit of 1000000"
+
+
+def test_many_missing_experts_are_not_listed(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    config = simple_config(num_experts=1_000_000)
+    written = write_checkpoint(tmp_path, tensors, config)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"no expert 4, 5, 6, 7, 8, 9, 10, 11, \.\.\. of"):
+            open_checkpoint(written)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("rule", [{}, {"first_k_dense_replace": -(10**9)}])
+def test_many_missing_layers(
+    tmp_path: Path, tensors: dict[str, Tensor], rule: dict[str, Any]
+) -> None:
+    message = refusal(tmp_path, tensors, num_hidden_layers=1_000_000, **rule)
+    assert "layer 1 has no experts" in message
+    assert "nor have 999998 other layers" in message
 
 
 def test_expert_count_differs_between_layers(tmp_path: Path) -> None:
@@ -249,8 +287,9 @@ def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
         for name in ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks")
     }
     for model_type in ("gpt_oss", "other"):
-        message = refusal(tmp_path, tensors, model_type=model_type)
-        assert "gpt-oss is not supported yet" in message
+        with pytest.raises(CheckpointError, match="gpt-oss is not supported yet") as caught:
+            opened(tmp_path, tensors, model_type=model_type)
+        assert "No version of gpt-oss can be converted" in str(caught.value.hint)
 
 
 def test_layers_may_differ_in_encoding(tmp_path: Path) -> None:
@@ -298,9 +337,37 @@ def test_dense_layers_by_config(tmp_path: Path, config: dict[str, Any]) -> None:
     found = opened(tmp_path, layer(1), num_hidden_layers=2, **config)
     assert [layer.index for layer in found.layers] == [1]
     assert found.notes == []
-    both = opened(tmp_path, layer(0) | layer(1), num_hidden_layers=2, **config)
-    assert len(both.layers) == 2
-    assert both.notes == ["config.json marks layer 0 dense, but it has experts"]
+    message = refusal(tmp_path, layer(0) | layer(1), num_hidden_layers=2, **config)
+    assert f"layer 0 has experts ({SOURCE}), but " in message
+    assert any(f"but {key} in config.json makes it a dense layer" in message for key in config)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"first_k_dense_replace": 2, "moe_layer_freq": 1}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 1}, "mlp_only_layers"),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 3}, "decoder_sparse_step"),
+        ({"first_k_dense_replace": 10**30}, "first_k_dense_replace"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, None])
+def test_dense_layer_with_experts(
+    tmp_path: Path, config: dict[str, Any], key: str, count: int | None
+) -> None:
+    """The key that makes it dense is named, and what to do."""
+    sizes = simple_config(num_hidden_layers=count, **config)
+    written = write_checkpoint(tmp_path, layer(0) | layer(1), sizes)
+    with pytest.raises(CheckpointError, match=f"but {key} in config.json") as caught:
+        open_checkpoint(written)
+    assert f"correct {key}" in str(caught.value.hint)
+
+
+def test_mtp_layers_are_not_concerned_by_dense_keys(tmp_path: Path) -> None:
+    tensors = {**layer(0), **layer(1), "model.layers.1.eh_proj.weight": ONE}
+    found = opened(tmp_path, tensors, num_hidden_layers=1, mlp_layer_types=["sparse"])
+    assert [layer.is_mtp for layer in found.layers] == [False, True]
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])

@@ -117,6 +117,7 @@ def test_index_must_not_lead_out(checkpoint_dir: Path, name: str) -> None:
         ('{"weight_map": {"a": "x.bin"}}', "not a safetensors file"),
         ('{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "the key 'a' twice"),
         ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
+        (r'{"weight_map": {"a": "\udc80.safetensors"}}', "not valid Unicode"),
     ],
 )
 def test_damaged_index(checkpoint_dir: Path, content: str, reason: str) -> None:
@@ -198,6 +199,7 @@ def test_no_safetensors(tmp_path: Path, file: str | None, reason: str) -> None:
         ('{"hidden_size": 1, "hidden_size": 2}', "the key 'hidden_size' twice"),
         ('{"hidden_size": "128"}', "hidden_size is '128', not a size"),
         ('{"hidden_size": true}', "hidden_size is True, not a size"),
+        (r'{"model_type": "\udfff"}', "not valid Unicode"),
         ('{"num_experts": 4, "num_local_experts": 8}', "contradicts itself"),
         ('{"quantization_config": {"weight_block_size": [128]}}', "weight_block_size is [128]"),
         ('{"quantization_config": {"weight_block_size": [0, 1]}}', "not two positive integers"),

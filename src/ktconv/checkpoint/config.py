@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ _EXPERT_COUNT_KEYS = (
     "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
 )  # fmt: skip
 _EXPERT_SIZE_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
+_LAYER_KEYS = ("num_hidden_layers", "num_layers")
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+# No model comes near; loops up to a count end soon, whatever a damaged file says.
+MAX_SIZE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,17 @@ class Setting:
 
     key: str
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayers:
+    """Which layers config.json makes dense, by each key that does; all others are MoE."""
+
+    by_key: Mapping[str, Callable[[int], bool]]
+
+    def key_of(self, index: int) -> str | None:
+        """The key that makes layer `index` dense; None for an MoE layer."""
+        return next((key for key, is_dense in self.by_key.items() if is_dense(index)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class ModelConfig:
     num_experts: Setting | None
     num_layers: Setting | None  # without MTP layers
     num_mtp_layers: int
-    moe_layers: frozenset[int] | None  # None: no known key tells dense layers from MoE ones
+    dense_layers: DenseLayers | None  # None: no known key tells dense layers from MoE ones
     quant_method: str | None
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
 
@@ -75,8 +89,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
     """
     text = _text_section(content)
     sections = (text, content)
-    num_layers = _one_size(sections, ("num_hidden_layers",)) or _one_size(sections, ("num_layers",))
-    count = num_layers.value if num_layers else 0
+    mtp_layers = _first_size(sections, _MTP_KEYS)
     quantization = next(_objects(sections, "quantization_config"), {})
     method = quantization.get("quant_method")
     return ModelConfig(
@@ -84,9 +97,9 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
         hidden_size=_one_size(sections, ("hidden_size",)),
         intermediate_size=_expert_size(sections),
         num_experts=_one_size(sections, _EXPERT_COUNT_KEYS),
-        num_layers=num_layers,
-        num_mtp_layers=_first_int(sections, _MTP_KEYS, default=0),
-        moe_layers=_moe_layers(text, count) if num_layers else None,
+        num_layers=_first_size(sections, _LAYER_KEYS),
+        num_mtp_layers=mtp_layers.value if mtp_layers else 0,
+        dense_layers=_dense_layers(text),
         quant_method=method if isinstance(method, str) else None,
         block_size=_block_size(quantization),
     )
@@ -112,10 +125,7 @@ def _one_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Set
             if section.get(key) is not None and not isinstance(section[key], list)
         ]
         for setting in found:
-            if type(setting.value) is not int or setting.value < 0:
-                raise CheckpointError(
-                    f"{CONFIG_NAME}: {setting.key} is {setting.value!r}, not a size", _HINT
-                )
+            _check_size(setting)
             if setting.value != found[0].value:
                 raise CheckpointError(
                     f"{CONFIG_NAME} contradicts itself: {found[0].key} is {found[0].value} "
@@ -125,6 +135,23 @@ def _one_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Set
         if found:
             return found[0] if found[0].value else None
     return None
+
+
+def _check_size(setting: Setting) -> None:
+    if type(setting.value) is not int or setting.value < 0:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: {setting.key} is {setting.value!r}, not a size", _HINT
+        )
+    if setting.value > MAX_SIZE:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: {setting.key} is {setting.value}, beyond the limit of {MAX_SIZE}",
+            _HINT,
+        )
+
+
+def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
+    """Of the first key that gives one: these keys need not agree."""
+    return next(filter(None, (_one_size(sections, (key,)) for key in keys)), None)
 
 
 def _expert_size(sections: Sequence[Mapping[str, Any]]) -> Setting | None:
@@ -146,14 +173,6 @@ def _strings(sections: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:
             yield section[key]
 
 
-def _first_int(sections: Sequence[Mapping[str, Any]], keys: Sequence[str], default: int) -> int:
-    for section in sections:
-        for key in keys:
-            if type(section.get(key)) is int:
-                return int(section[key])
-    return default
-
-
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     value = quantization.get("weight_block_size")
     if value is None:
@@ -169,52 +188,61 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     )
 
 
-def _moe_layers(text: Mapping[str, Any], count: int) -> frozenset[int] | None:
-    """The layers in [0, count) that hold experts, by the first rule whose keys are there."""
+def _dense_layers(text: Mapping[str, Any]) -> DenseLayers | None:
+    """By the first rule whose keys are there."""
     for rule in (_by_layer_types, _by_layer_list, _by_leading_dense, _by_sparse_step):
-        layers = rule(text, count)
+        layers = rule(text)
         if layers is not None:
             return layers
     return None
 
 
-def _by_layer_types(text: Mapping[str, Any], count: int) -> frozenset[int] | None:
+def _by_layer_types(text: Mapping[str, Any]) -> DenseLayers | None:
     """mlp_layer_types: ["dense", "sparse", ...]."""
     types = text.get("mlp_layer_types")
     if not isinstance(types, list):
         return None
-    return frozenset(index for index, kind in enumerate(types[:count]) if kind != "dense")
+    return _all_but("mlp_layer_types", (i for i, kind in enumerate(types) if kind != "dense"))
 
 
-def _by_layer_list(text: Mapping[str, Any], count: int) -> frozenset[int] | None:
+def _by_layer_list(text: Mapping[str, Any]) -> DenseLayers | None:
     """moe_layers: [1, 3, 5] (Llama 4)."""
     layers = text.get("moe_layers")
     if not isinstance(layers, list) or not all(type(index) is int for index in layers):
         return None
-    return frozenset(index for index in layers if 0 <= index < count)
+    return _all_but("moe_layers", layers)
 
 
-def _by_leading_dense(text: Mapping[str, Any], count: int) -> frozenset[int] | None:
+def _by_leading_dense(text: Mapping[str, Any]) -> DenseLayers | None:
     """first_k_dense_replace and moe_layer_freq: an interval, or a 0/1 per layer (DeepSeek)."""
-    dense = text.get("first_k_dense_replace", text.get("num_dense_layers"))
     frequency = text.get("moe_layer_freq")
     if isinstance(frequency, list):
-        return frozenset(index for index, moe in enumerate(frequency[:count]) if moe)
-    if type(dense) is not int and type(frequency) is not int:
+        return _all_but("moe_layer_freq", (i for i, moe in enumerate(frequency) if moe))
+    key = "first_k_dense_replace" if "first_k_dense_replace" in text else "num_dense_layers"
+    first = text.get(key)
+    if type(first) is not int and type(frequency) is not int:
         return None
-    first = dense if type(dense) is int else 0
+    first = first if type(first) is int else 0
     step = frequency if type(frequency) is int and frequency > 0 else 1
-    return frozenset(index for index in range(first, count) if index % step == 0)
+    return DenseLayers({key: lambda i: i < first, "moe_layer_freq": lambda i: i % step != 0})
 
 
-def _by_sparse_step(text: Mapping[str, Any], count: int) -> frozenset[int] | None:
+def _by_sparse_step(text: Mapping[str, Any]) -> DenseLayers | None:
     """decoder_sparse_step: every n-th layer, counted from 1, less mlp_only_layers (Qwen)."""
     step = text.get("decoder_sparse_step")
     dense = text.get("mlp_only_layers")
     if type(step) is not int and not isinstance(dense, list):
         return None
     step = step if type(step) is int and step > 0 else 1
-    excluded = dense if isinstance(dense, list) else []
-    return frozenset(
-        index for index in range(count) if (index + 1) % step == 0 and index not in excluded
+    listed = {i for i in dense if type(i) is int} if isinstance(dense, list) else set()
+    return DenseLayers(
+        {
+            "mlp_only_layers": listed.__contains__,
+            "decoder_sparse_step": lambda i: (i + 1) % step != 0,
+        }
     )
+
+
+def _all_but(key: str, moe_layers: Iterable[int]) -> DenseLayers:
+    listed = frozenset(moe_layers)
+    return DenseLayers({key: lambda index: index not in listed})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import Encoding, Parts, choose_encoding
@@ -27,6 +28,7 @@ _SPELLINGS: Sequence[Mapping[str, Projection]] = (
 )
 _PROJECTION_OF: Mapping[str, Projection] = {**_SPELLINGS[0], **_SPELLINGS[1]}
 _NUMBER = re.compile("[0-9]{1,6}")
+_SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; nothing is converted from part of a layer."
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
@@ -108,10 +110,10 @@ def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
 
 
 def _missing_experts(found: _Found, expected: int) -> str:
-    missing = [expert for expert in range(expected) if expert not in found]
+    missing = list(islice((e for e in range(expected) if e not in found), _SHOWN + 1))
     if not missing:
         return ""
-    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    listed = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
     return f": the layer has no expert {listed} of 0-{expected - 1}"
 
 

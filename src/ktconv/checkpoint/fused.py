@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import GPT_OSS, SUPPORTED_HINT
+from ktconv.checkpoint.encodings import gpt_oss_refusal
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import Projection, TensorRef
 from ktconv.checkpoint.views import StoredView
@@ -104,11 +104,8 @@ def refuse_biases(parts: Mapping[str, Mapping[str, TensorRef]]) -> None:
     """Fused experts with biases: only gpt-oss has them, and its rows are interleaved too."""
     for owner in parts.values():
         if "bias" in owner:
-            raise CheckpointError(
-                f"{owner['bias'].name}: experts with biases are not supported as an input; "
-                f"{GPT_OSS}",
-                SUPPORTED_HINT,
-            )
+            name = owner["bias"].name
+            raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
 
 
 def fused_layout(gate_up: TensorRef, down: TensorRef, config: ModelConfig) -> FusedLayout:

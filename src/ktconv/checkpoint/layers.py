@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import GPT_OSS, SUPPORTED_HINT
+from ktconv.checkpoint.encodings import gpt_oss_refusal
 from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.stacks import LOOKED_FOR, Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
@@ -36,11 +36,12 @@ def build_layers(split: Split, config: ModelConfig) -> MoELayers:
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
     if "gpt_oss" in config.model_types:
-        raise CheckpointError(f"config.json has model_type gpt_oss: {GPT_OSS}", SUPPORTED_HINT)
+        raise gpt_oss_refusal("config.json has model_type gpt_oss")
     if not split.stacks:
         raise _no_experts(split)
     stacks = _number(split, config)
     _check_layers_present(split, stacks, config)
+    _check_not_dense(stacks, config)
     layers = [
         build_layer(stack, index, _is_mtp(index, stack, config), config)
         for index, stack in sorted(stacks.items())
@@ -111,11 +112,11 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
     count = config.num_layers.value if config.num_layers else max(decoder, default=-1) + 1
     absent = [index for index in range(count) if index not in stacks]
     pattern = next(iter(stacks[index].source for index in decoder), LOOKED_FOR)
-    if config.moe_layers is not None:
-        absent = [index for index in absent if index in config.moe_layers]
+    if config.dense_layers is not None:
+        absent = [index for index in absent if config.dense_layers.key_of(index) is None]
         reason = "although config.json makes it an MoE layer"
     else:
-        dense = _dense_layers(split, stacks)
+        dense = _seen_dense(split, stacks)
         absent = [index for index in absent if index not in dense]
         reason = "and no dense MLP either"
     if absent:
@@ -128,7 +129,21 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
         )
 
 
-def _dense_layers(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
+def _check_not_dense(stacks: Mapping[int, Stack], config: ModelConfig) -> None:
+    """No decoder layer may have experts that config.json makes dense."""
+    if config.dense_layers is None:
+        return
+    for index, stack in sorted(stacks.items()):
+        key = config.dense_layers.key_of(index)
+        if key is not None and not _is_mtp(index, stack, config):
+            raise CheckpointError(
+                f"layer {index} has experts ({stack.source}), but {key} in config.json makes it "
+                "a dense layer",
+                f"{_CONTRADICTION} If the weights are right, correct {key}.",
+            )
+
+
+def _seen_dense(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
     """Decoder layers with an ordinary MLP, by the names under the decoder's prefix."""
     prefixes = tuple({f"{stack.prefix}layers." for stack in stacks.values() if not stack.in_mtp})
     dense = set()
@@ -163,10 +178,6 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
             f"config.json declares {config.num_mtp_layers} MTP layer(s), but the checkpoint "
             f"holds experts of {len(mtp)}"
         )
-    moe = config.moe_layers
-    for layer in layers:
-        if moe is not None and not layer.is_mtp and layer.index not in moe:
-            notes.append(f"config.json marks layer {layer.index} dense, but it has experts")
     if config.num_experts is None:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
     if split.unrecognised:

@@ -136,23 +136,12 @@ def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorRef:
-    fault = _name_fault(name) or _entry_fault(entry)
+    fault = _entry_fault(entry)
     if fault:
         raise CheckpointError(f"{path}: tensor {name!r} {fault}", _DAMAGED)
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     return TensorRef(name, path, entry["dtype"], shape, data_start + begin, end - begin)
-
-
-def _name_fault(name: str) -> str | None:
-    """JSON can escape half of a surrogate pair, which no file or terminal can hold."""
-    if name.isascii():
-        return None
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return "has a name that is not valid Unicode"
-    return None
 
 
 def _entry_fault(entry: Any) -> str | None:

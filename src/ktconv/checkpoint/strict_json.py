@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from ktconv.errors import CheckpointError
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: a pair is sound, half of one is not
 _Pairs = list[tuple[str, Any]]
 
 
@@ -26,8 +28,12 @@ def parse_object(
         raise CheckpointError(f"{source} is not UTF-8 text at byte {error.start}", hint) from None
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys(source, hint, allow_same_twice))
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise CheckpointError(f"{source} is nested too deeply to be read", hint) from None
+    except UnicodeEncodeError:  # no file name and no terminal takes such a string
+        raise CheckpointError(f"{source} holds text that is not valid Unicode", hint) from None
     except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON: {error}", hint) from None
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.writer.files import make_directory, translated, write_durably
+from ktconv.writer.journal import is_run_record, is_unit_record, parse_record
 
 MANIFEST = "ktconv.json"
 INDEX = "model.safetensors.index.json"
@@ -66,14 +67,20 @@ def _manifest_lines(
 
 
 def read_manifest(output: Path) -> dict[str, Any] | None:
-    """The manifest of an output; None if there is none or it is not ours."""
+    """The manifest of an output; None if there is none or it is not ours.
+
+    A unit whose record is damaged is None: the others still tell what is done.
+    """
     try:
-        content = json.loads((output / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_record((output / MANIFEST).read_bytes())
+    except OSError:
         return None
-    if not isinstance(content, dict) or not isinstance(content.get("units"), dict):
+    if not is_run_record(content) or not isinstance(content.get("units"), dict):
         return None
-    return content
+    units = content["units"].items()
+    return content | {
+        "units": {key: record if is_unit_record(record) else None for key, record in units}
+    }
 
 
 def write_card(text: str, output: Path, staging: Path) -> None:

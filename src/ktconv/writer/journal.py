@@ -15,13 +15,15 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import OutputError
 from ktconv.writer.files import io_error, make_directory, write_durably
@@ -33,6 +35,9 @@ DOOR_POLL_SECONDS = 0.02
 DOOR_PATIENCE_SECONDS = 120.0  # what is done inside takes seconds even on slow disks
 
 Record = dict[str, Any]
+_LAYER = re.compile("[0-9]{1,9}")
+_ESCAPES = re.compile(rb"\\u[dD][89a-fA-F]")  # surrogates: pairs are sound, single ones are not
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # no escaped backslash before u0000
 
 
 class Journal:
@@ -53,9 +58,11 @@ class Journal:
     def read_run(self) -> Record | None:
         """What was asked for. OutputError if that is damaged: the units mean nothing then."""
         record = self.peek_run()
-        if record is None and self.run_file.exists():
-            raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
-        return record
+        if is_run_record(record):
+            return record
+        if record is None and not self.run_file.exists():
+            return None
+        raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
 
     def peek_run(self) -> Record | None:
         """What was asked for, or None if that cannot be told any more."""
@@ -79,38 +86,75 @@ class Journal:
     def _read(self, name: str) -> Record | None:
         path = self.directory / name
         try:
-            record = json.loads(path.read_bytes())
+            data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise io_error("read", path, error) from error
-        except (ValueError, RecursionError):
-            return None
-        return record if isinstance(record, dict) else None
+        return parse_record(data)
 
     def unit_is_intact(self, record: Record) -> bool:
         """Whether the files of a finished unit are there with their size and header."""
         return all(file_is_intact(self.output, file) for file in record["files"])
 
 
-def is_unit_record(record: object) -> bool:
-    """Whether this has the form of a unit's record: it is read back from the disk."""
+def parse_record(data: bytes) -> Record | None:
+    """A JSON object of ours as it is read back from the disk; None for anything else.
+
+    Its strings can be file names: whatever the system would not take as one, lone
+    surrogates and NUL, is in no record that we wrote.
+    """
+    try:
+        record = json.loads(data.decode())
+        if _ESCAPES.search(data):
+            json.dumps(record, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and not _NUL.search(data) else None
+
+
+def is_run_record(record: object) -> TypeGuard[Record]:
+    """Whether this has the form of run.json; a manifest has it too."""
+    if not isinstance(record, dict) or not isinstance(record.get("options"), dict):
+        return False
+    geometry = record.get("geometry")
+    layers = geometry.get("layers") if isinstance(geometry, dict) else None
+    return isinstance(layers, dict) and all(
+        _LAYER.fullmatch(index) and isinstance(about, dict) for index, about in layers.items()
+    )
+
+
+def is_unit_record(record: object) -> TypeGuard[Record]:
+    """Whether this has the form of a unit's record."""
     if not isinstance(record, dict):
         return False
     files, tensors = record.get("files"), record.get("tensors")
     return (
         isinstance(files, list)
-        and all(isinstance(file, dict) and isinstance(file.get("name"), str) for file in files)
+        and all(map(_is_file_record, files))
         and isinstance(tensors, dict)
-        and all(_is_tensor_record(about) for about in tensors.values())
+        and all(map(_is_tensor_record, tensors.values()))
     )
 
 
-def _is_tensor_record(about: Any) -> bool:
+def _is_file_record(file: object) -> bool:
+    if not isinstance(file, dict):
+        return False
+    name, header = file.get("name"), file.get("header_sha256", "")
+    return (
+        isinstance(name, str)
+        and type(file.get("bytes")) is int
+        and isinstance(header, str)
+        and not name.startswith("/")
+        and ".." not in name.split("/")
+    )
+
+
+def _is_tensor_record(about: object) -> bool:
     if not isinstance(about, dict):
         return False
     checksum, error = about.get("sha256"), about.get("relative_rms_error", 0.0)
-    return isinstance(checksum, str) and isinstance(error, (int, float))
+    return isinstance(checksum, str) and isinstance(error, float) and math.isfinite(error)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ __all__ = [
     "Encoding",
     "Parts",
     "choose_encoding",
+    "gpt_oss_refusal",
     "load_block_scale",
     "scale_grid_shape",
     "scale_span",
@@ -21,10 +22,13 @@ __all__ = [
 
 ENCODINGS = (BF16, FP16, FP32, FP8_BLOCK)
 
-GPT_OSS = "gpt-oss is not supported yet"
-SUPPORTED_HINT = (
-    "Supported expert weights are BF16, FP16, FP32 and FP8-E4M3 with block scales "
-    "(weight_scale_inv); use a version of this model in one of them."
+_GPT_OSS_HINT = (
+    "No version of gpt-oss can be converted, whatever its dtype: its experts have biases, which "
+    "packed experts have no place for."
+)
+_SUPPORTED_HINT = (
+    "Supported are expert weights without biases in BF16, FP16, FP32 and FP8-E4M3 with block "
+    "scales (weight_scale_inv); use a version of this model in one of them."
 )
 # What a tensor beside (or in place of) a weight is a sign of.
 _FOREIGN = {
@@ -61,19 +65,25 @@ def choose_encoding(parts: Parts) -> Encoding:
     raise _unsupported(parts)
 
 
+def gpt_oss_refusal(sign: str) -> CheckpointError:
+    """For whatever shows that the experts are gpt-oss's."""
+    return CheckpointError(f"{sign}: gpt-oss is not supported yet", _GPT_OSS_HINT)
+
+
 def _unsupported(parts: Parts) -> CheckpointError:
     for part, tensor in parts.items():
         if part in ("blocks", "weight_blocks"):
-            return CheckpointError(f"{tensor.name} holds MXFP4 blocks: {GPT_OSS}", SUPPORTED_HINT)
+            return gpt_oss_refusal(f"{tensor.name} holds MXFP4 blocks")
         if part in _FOREIGN:
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} is not supported as an input",
-                SUPPORTED_HINT,
+                _SUPPORTED_HINT,
             )
     for part, tensor in parts.items():
         if part not in (WEIGHT, FP8_SCALE):
             return CheckpointError(
-                f"{tensor.name} ({tensor.dtype}) is unknown beside an expert weight", SUPPORTED_HINT
+                f"{tensor.name} ({tensor.dtype}) is unknown beside an expert weight",
+                _SUPPORTED_HINT,
             )
     if WEIGHT not in parts:
         scale = parts[FP8_SCALE].name
@@ -99,5 +109,5 @@ def _unsupported_weight(parts: Parts) -> CheckpointError:
         )
     return CheckpointError(
         f"{weight.name} has dtype {weight.dtype}, which is not supported as an input",
-        SUPPORTED_HINT,
+        _SUPPORTED_HINT,
     )
