@@ -40,6 +40,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(C_SOURCES) $(C_HEADERS)
 
 bench: $(VENV)/.core
+	rm -rf build/bench
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/make_checkpoint.py build/bench/model --preset qwen3-30b --layers 1
 	$(BIN)/python benchmarks/convert.py build/bench/model --work build/bench/out

@@ -389,3 +389,59 @@ def test_no_command_needs_torch(command: str, tmp_path: Path) -> None:
     }
     heavy = {"torch", "transformers", "huggingface_hub", "triton", "pandas", "scipy"}
     assert not imported_by(command, *words[command]) & heavy
+
+
+def test_dry_run_tells_what_a_run_would_refuse(tmp_path: Path) -> None:
+    """An OUTPUT that is a file or holds something else shows before the real run."""
+    (tmp_path / "file").write_text("x")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_text("x")
+    for output, said in ((tmp_path / "file", "is a file"), (foreign, "holds model.safetensors")):
+        result = quantize(output, "--dry-run", "--numa", "1")
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
+# ---- readers that leave ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>&1 | true", "| true"])
+def test_a_reader_that_leaves_does_not_end_the_work(redirection: str, tmp_path: Path) -> None:
+    """Closed stderr, a log reader that died, `| head`: the conversion completes, exit code 0."""
+    output = tmp_path / "out"
+    command = shlex.join(
+        [sys.executable, "-m", "ktconv", "quantize-cpu", str(EXAMPLE), str(output)]
+    )
+    script = f"set -o pipefail; {command} --numa 1 {redirection}"
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == 0
+    assert (output / "ktconv.json").exists()
+    assert not (output / ".ktconv").exists()
+
+
+def test_a_terminal_without_room_gets_lines() -> None:
+    """No bar for TERM=dumb: cursor movements would fill the log."""
+    code = "from ktconv.progress import BarObserver; print(BarObserver.fits())"
+    leader, follower = pty.openpty()
+    answers = []
+    for term, columns in (("xterm", "100"), ("dumb", "100"), ("xterm", "30")):
+        environment = os.environ | {"TERM": term, "COLUMNS": columns}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=follower,
+            env=environment,
+            check=True,
+        )
+        answers.append(done.stdout.split()[-1])
+    os.close(leader)
+    os.close(follower)
+    assert answers == [b"True", b"False", b"False"]
+
+
+def test_names_of_absurd_length_are_cut(tmp_path: Path) -> None:
+    """The sentence stays one that a person reads."""
+    result = quantize(tmp_path / "out", "--layers", "x" * 5000)
+    assert result.exit_code == 2
+    assert "xxx...xxx" in result.stderr
+    assert len(result.stderr) < 500

@@ -66,3 +66,20 @@ def test_collisions_are_refused(first: str, second: str, name: str) -> None:
         rename_tensors([tensor(first), tensor(second)])
     assert all(word in str(caught.value) for word in (first, second, name))
     assert "--experts-only" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.ffn_gate_exps.0.numa.0.weight",  # would pass for an expert
+        "model.layers.7.ffn_down_exps.3.numa.1.scale",
+        "model.__metadata__",
+        "model.",
+    ],
+)
+def test_names_with_a_meaning_of_their_own_are_refused(name: str) -> None:
+    tensor = TensorRef(name, Path("x"), "F32", (1,), 0, 4)
+    with pytest.raises(CheckpointError, match="a name with a meaning of its own") as caught:
+        rename_tensors([tensor])
+    assert name in str(caught.value)
+    assert "--experts-only" in str(caught.value.hint)

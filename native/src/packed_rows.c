@@ -3,34 +3,56 @@
 #include "common/rounding.h"
 #include "packed.h"
 
-/* Decodes row n into scratch and quantizes it. */
-static kt_status quantize_row(const kt_packer *packer, const kt_matrix *m, int64_t n, int8_t *codes,
-                              float *scale, float *scratch) {
-  kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
-  const uint32_t max = kt_row_max_bits(scratch, m->cols);
+/* Rows are decoded some at a time, for sources whose rows lie next to each other. The codes
+ * of one row fit behind them in the scratch, which has room for KT_STRIP_ROWS rows. */
+enum { ROWS = 8 };
+
+static int8_t *codes_in(float *scratch, int64_t cols) {
+  return (int8_t *)(scratch + ROWS * kt_scratch_stride(cols));
+}
+
+/* Decodes rows from n on, ROWS at most; how many. */
+static int64_t decode_rows(const kt_matrix *m, int64_t n, int64_t end, float *scratch) {
+  const int64_t count = end - n < ROWS ? end - n : ROWS;
+  kt_decode_rows_scalar(m, n, count, scratch, kt_scratch_stride(m->cols));
+  return count;
+}
+
+static kt_status quantize_row(const kt_packer *packer, const float *row, int64_t cols,
+                              int8_t *codes, float *scale) {
+  const uint32_t max = kt_row_max_bits(row, cols);
   if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
   *scale = packer->scale(kt_float(max));
-  kt_round_row(scratch, m->cols, kt_reciprocal(*scale), codes);
-  if (packer->round_again) packer->round_again(codes, m->cols);
+  kt_round_row(row, cols, kt_reciprocal(*scale), codes);
+  if (packer->round_again) packer->round_again(codes, cols);
   return KT_OK;
 }
 
 kt_status kt_quantize_rows(const kt_packer *packer, const kt_matrix *m, int8_t *codes, float *scale,
                            float *scratch) {
-  for (int64_t n = 0; n < m->rows; n++) {
-    const kt_status status = quantize_row(packer, m, n, codes + n * m->cols, scale + n, scratch);
-    if (status) return status;
+  for (int64_t n = 0, count; n < m->rows; n += count) {
+    count = decode_rows(m, n, m->rows, scratch);
+    for (int64_t r = 0; r < count; r++) {
+      const float *row = scratch + r * kt_scratch_stride(m->cols);
+      const kt_status status =
+          quantize_row(packer, row, m->cols, codes + (n + r) * m->cols, scale + n + r);
+      if (status) return status;
+    }
   }
   return KT_OK;
 }
 
 kt_status kt_quantize_pack_rows(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
                                 float *scale, float *scratch) {
-  int8_t *const codes = (int8_t *)(scratch + m->cols);
-  for (int64_t n = 0; n < m->rows; n++) {
-    const kt_status status = quantize_row(packer, m, n, codes, scale + n, scratch);
-    if (status) return status;
-    packer->pack_row(codes, m->rows, m->cols, n, packed);
+  int8_t *const codes = codes_in(scratch, m->cols);
+  for (int64_t n = 0, count; n < m->rows; n += count) {
+    count = decode_rows(m, n, m->rows, scratch);
+    for (int64_t r = 0; r < count; r++) {
+      const float *row = scratch + r * kt_scratch_stride(m->cols);
+      const kt_status status = quantize_row(packer, row, m->cols, codes, scale + n + r);
+      if (status) return status;
+      packer->pack_row(codes, m->rows, m->cols, n + r, packed);
+    }
   }
   return KT_OK;
 }
@@ -70,13 +92,16 @@ static void add_row_error(const float *source, const int8_t *codes, int64_t cols
 
 void kt_measure_rows(const kt_packer *packer, const kt_matrix *m, int64_t row, int64_t count,
                      const uint8_t *packed, const float *scale, float *scratch, kt_error *error) {
-  int8_t *const codes = (int8_t *)(scratch + m->cols);
-  for (int64_t n = row; n < row + count; n++) {
-    kt_decode_rows_scalar(m, n, 1, scratch, m->cols);
-    packer->unpack_row(packed, m->rows, m->cols, n, codes);
-    const float computed = packer->scale(kt_float(kt_row_max_bits(scratch, m->cols)));
-    error->invalid += !kt_scale_ok(scale[n], computed);
-    const double step = (double)scale[n] * (double)packer->step;
-    add_row_error(scratch, codes, m->cols, step, packer->lowest, n, error);
+  int8_t *const codes = codes_in(scratch, m->cols);
+  for (int64_t n = row, decoded; n < row + count; n += decoded) {
+    decoded = decode_rows(m, n, row + count, scratch);
+    for (int64_t r = n; r < n + decoded; r++) {
+      const float *source = scratch + (r - n) * kt_scratch_stride(m->cols);
+      packer->unpack_row(packed, m->rows, m->cols, r, codes);
+      const float computed = packer->scale(kt_float(kt_row_max_bits(source, m->cols)));
+      error->invalid += !kt_scale_ok(scale[r], computed);
+      const double step = (double)scale[r] * (double)packer->step;
+      add_row_error(source, codes, m->cols, step, packer->lowest, r, error);
+    }
   }
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 from ktconv import __version__
@@ -20,12 +22,12 @@ def model_name(path: Path) -> str:
 
 def command_line(name: str, options: Options) -> str:
     """The command that gives the same bytes again."""
-    words = ["ktconv quantize-cpu", name, "OUTPUT", f"--method {options.method}"]
-    words.append(f"--numa {options.numa}")
-    if options.layout != "safetensors":
+    words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
+    words += [f"--numa {options.numa}", f"--scale {options.scale}"]
+    if options.layout == "safetensors":
+        words.append(f"--max-shard-size {options.max_shard_size}")
+    else:
         words.append(f"--layout {options.layout}")
-    words.append(f"--scale {options.scale}")
-    words.append(f"--max-shard-size {options.max_shard_size}")
     words += [
         flag
         for flag, given in (
@@ -38,8 +40,14 @@ def command_line(name: str, options: Options) -> str:
     return " ".join(words)
 
 
+def _yaml(name: str) -> str:
+    """A name as a YAML scalar: plain where it is, else in double quotes, as JSON has them."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
 def model_card(plan: Plan) -> str:
-    name = model_name(plan.checkpoint.path)
+    name = " ".join(model_name(plan.checkpoint.path).split())
     layers = [unit.layer for unit in plan.layers if unit.layer]
     experts = sorted({len(layer.experts) for layer in layers})
     content = "expert weights only" if not plan.others else "all tensors"
@@ -49,7 +57,7 @@ def model_card(plan: Plan) -> str:
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
     return f"""---
-base_model: {name}
+base_model: {_yaml(name)}
 library_name: ktransformers
 tags:
 - ktconv

@@ -7,10 +7,12 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a che
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -257,10 +259,14 @@ def report_facts(report: Report) -> dict[str, Any]:
 
 
 def _print_result(as_json: bool, facts: dict[str, Any], show: Callable[[], None]) -> None:
-    if as_json:
-        print(json.dumps(facts, indent=1))
-    else:
-        show()
+    try:
+        if as_json:
+            print(json.dumps(facts, indent=1))
+        else:
+            show()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left, as `| head` does: the work is done all the same
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_outlook(outlook: Outlook) -> None:
@@ -312,9 +318,9 @@ def _print_report(report: Report) -> None:
     if report.complete:
         print(f"{output} is complete.")
     elif report.missing:
-        print(f"{output} still lacks {describe_units(report.missing)}; the index comes with them.")
+        print(f"{output} still lacks {describe_units(report.missing)}; the rest comes with them.")
     else:
-        print(f"Another ktconv is at work in {output}; it writes the index when it ends.")
+        print(f"Another ktconv is at work in {output}; it completes it, else --finalize does.")
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
@@ -348,7 +354,10 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """On stderr, if anybody still reads it: a lost log must not end an hour of work."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _say_notes(outlook: Outlook) -> None:
@@ -362,7 +371,7 @@ def _observer(outlook: Outlook) -> Any:
     from ktconv.progress import BarObserver, LineObserver
 
     sizes = {unit.key: unit.source_bytes for unit in outlook.plan.units}
-    return BarObserver(sizes) if sys.stderr.isatty() else LineObserver(sizes, _say)
+    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, _say)
 
 
 @contextmanager
@@ -405,8 +414,8 @@ def _errors_shown() -> Iterator[None]:
 
 
 def _sentence(text: str) -> str:
-    """With one full stop at its end."""
-    return text.rstrip(".") + "."
+    """With one full stop at its end, and names of absurd length cut in the middle."""
+    return re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", text).rstrip(".") + "."
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from ktconv.errors import OutputError
 from ktconv.plan import Plan, Unit, kt_files
 from ktconv.writer.files import io_error, remove, sync_directory, translated
-from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_bytes, read_manifest
+from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_lines, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
 from ktconv.writer.staging import shard_record
 
@@ -33,8 +33,10 @@ class OutputState:
     def refuse_foreign_files(self) -> None:
         """Only what this plan or an earlier run of ours writes may be in OUTPUT: loaders read
         every shard they find. Whether the two fit together is asked later."""
-        if not self._output.is_dir():
+        if not self._output.exists():
             return
+        if not self._output.is_dir():
+            raise OutputError(f"{self._output} is a file", "choose a directory for the output")
         try:
             names = sorted(entry.name for entry in self._output.iterdir())
         except OSError as error:
@@ -110,8 +112,9 @@ class OutputState:
         if unit.folder is not None and unit.layer is not None:
             files = kt_files(unit.layer, self._plan.options)
             return set(files), [{"name": path, "bytes": size} for path, size in files.values()]
-        names = {name for shard in unit.shards for name in shard.offsets}
-        return names, [shard_record(shard) for shard in unit.shards]
+        shards = unit.shards
+        names = {name for shard in shards for name in shard.offsets}
+        return names, [shard_record(shard) for shard in shards]
 
     def final_files_present(self) -> bool:
         """Whether what comes after the units is there. Card and sidecars may be edited."""
@@ -122,19 +125,18 @@ class OutputState:
         return self._plan.options.layout != "safetensors" or self._index_is_right()
 
     def _index_is_right(self) -> bool:
+        lines = index_lines(self.weight_map(), self._plan.total_size)
         try:
-            there = (self._output / INDEX).read_bytes()
+            with (self._output / INDEX).open("rb") as file:
+                return all(file.read(len(line)) == line for line in lines) and not file.read(1)
         except OSError:
             return False
-        return there == index_bytes(self.weight_map(), self._plan.total_size)
 
-    def weight_map(self) -> dict[str, str]:
-        return {
-            tensor: shard.name
-            for unit in self._plan.units
-            for shard in unit.shards
-            for tensor in shard.offsets
-        }
+    def weight_map(self) -> Iterator[tuple[str, str]]:
+        """Every tensor with its shard, unit by unit."""
+        for unit in self._plan.units:
+            for shard in unit.shards:
+                yield from ((tensor, shard.name) for tensor in shard.offsets)
 
     def remove_stale_staging(self, claimed: Sequence[Unit]) -> None:
         """Staged files of units that this run has locked, left by a killed run."""

@@ -5,6 +5,7 @@ The ETA comes from the bytes of the last half minute, so that it follows the dis
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from rich.text import Text
 from ktconv.units import format_size
 
 WINDOW_SECONDS = 30.0
+BAR_WIDTH = 60  # columns; lines serve narrower terminals better
 
 
 class Rate:
@@ -119,6 +121,14 @@ class _Live(ProgressColumn):
 
 class BarObserver(Progression):
     """A bar with bytes, speed, layer and ETA on stderr."""
+
+    @staticmethod
+    def fits() -> bool:
+        """Whether stderr is a terminal that can move its cursor and has room for a bar."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            return False
+        console = Console(stderr=True)
+        return not console.is_dumb_terminal and console.width >= BAR_WIDTH
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__(sizes)

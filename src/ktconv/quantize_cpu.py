@@ -47,6 +47,7 @@ from ktconv.writer.journal import (
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
+MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 
@@ -119,6 +120,7 @@ def prepare(request: Request) -> Outlook:
     checkpoint = open_checkpoint(request.model)
     _refuse_nested(checkpoint.path, request.output)
     plan = make_plan(checkpoint, options)
+    OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)
     threads, peak = _fit_memory(request, plan)
     return Outlook(request, plan, units, threads, peak, machine.disk_free(request.output))
@@ -146,7 +148,7 @@ def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
     """Threads that the memory allows, and the peak to expect."""
     layers = [unit.layer for unit in plan.layers if unit.layer]
     per_thread = BufferSizes.of(layers, plan.format).nbytes
-    base = machine.resident_memory() + MEMORY_MARGIN
+    base = machine.resident_memory() + MEMORY_MARGIN + _manifest_memory(request.output)
     wanted = request.threads or machine.usable_cpus()
     affordable = (request.max_memory - base) // per_thread
     if affordable < 1 or (request.threads and affordable < request.threads):
@@ -159,6 +161,14 @@ def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
         )
     threads = min(wanted, affordable)
     return threads, base + threads * per_thread
+
+
+def _manifest_memory(output: Path) -> int:
+    """What the manifest of an output that was complete takes when it is read to check it."""
+    try:
+        return MANIFEST_EXPANSION * (output / MANIFEST).stat().st_size
+    except OSError:
+        return 0
 
 
 @dataclass(slots=True)
@@ -308,7 +318,7 @@ class Conversion:
         layers = [unit.layer for unit in self.plan.layers if unit.layer]
         sizes = BufferSizes.of(layers, self.plan.format)
         pipeline = Pipeline(self.outlook.threads, lambda: Buffers(sizes), self.observer)
-        pipeline.run([self._job(unit) for unit in pending])
+        pipeline.run(self._job(unit) for unit in pending)  # not a list: jobs end one by one
 
     def _job(self, unit: Unit) -> Job[Buffers]:
         checkpoint = self.plan.checkpoint
@@ -451,7 +461,8 @@ def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
         raise OutputError(
             f"{output} was begun with other settings or another source: {shown}",
-            "use the same settings and source to continue, or --overwrite to start again",
+            "use the same settings and source to continue (a copy of the source must have its "
+            "modification times: cp -p), or --overwrite to start again",
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
+from ktconv.formats import parse_tensor_name
 
 _PREFIX = re.compile(r"(?:language_model\.|model\.)+")
 _LAYER = re.compile(r"layers\.([0-9]+)\.")
@@ -35,6 +36,12 @@ def rename_tensors(tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
     taken: dict[str, str] = {}
     for tensor in tensors:
         name = output_name(tensor.name)
+        if name in ("", "__metadata__") or parse_tensor_name(name):
+            raise CheckpointError(
+                f"non-expert tensor {tensor.name} would become {name!r} in the output, a name with "
+                "a meaning of its own",
+                "convert with --experts-only, which leaves non-expert tensors out",
+            )
         if name in taken:
             raise CheckpointError(
                 f"tensors {taken[name]} and {tensor.name} would both become {name} in the output",

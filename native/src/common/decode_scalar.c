@@ -53,23 +53,35 @@ static inline float widen_f32(const uint8_t *at) {
   return value;
 }
 
-/* One row from `from`; the unit stride is written out so that it vectorises. */
 #define WIDEN_ROW(widen, size)                                                                     \
-  do {                                                                                             \
-    if (stride == 1)                                                                               \
-      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * (size));                        \
-    else                                                                                           \
-      for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * stride * (size));               \
-  } while (0)
+  for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * (size))
 
-static void widen_row(const kt_matrix *m, int64_t n, float *restrict row) {
-  const int64_t cols = m->cols, stride = m->col_stride;
-  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * kt_dtype_size(m->dtype);
-  switch (m->dtype) {
+/* A row that lies contiguously from `from` on. */
+static void widen_row(const uint8_t *from, int dtype, int64_t cols, float *restrict row) {
+  switch (dtype) {
   case KT_BF16: WIDEN_ROW(widen_bf16, 2); break;
   case KT_F16: WIDEN_ROW(widen_f16, 2); break;
   case KT_F32: WIDEN_ROW(widen_f32, 4); break;
   case KT_F8_E4M3: WIDEN_ROW(widen_e4m3, 1); break;
+  }
+}
+
+#define WIDEN_ACROSS(widen, size)                                                                  \
+  do {                                                                                             \
+    for (int64_t k = 0; k < cols; k++)                                                             \
+      for (int64_t r = 0; r < count; r++)                                                          \
+        out[r * stride + k] = widen(from + k * step + r * (size));                                 \
+  } while (0)
+
+/* Rows that lie next to each other, `step` bytes from one column to the next: column by
+ * column, so that a cache line of the source is read once for all of them. */
+static void widen_across(const uint8_t *from, int64_t step, int dtype, int64_t count, int64_t cols,
+                         float *restrict out, int64_t stride) {
+  switch (dtype) {
+  case KT_BF16: WIDEN_ACROSS(widen_bf16, 2); break;
+  case KT_F16: WIDEN_ACROSS(widen_f16, 2); break;
+  case KT_F32: WIDEN_ACROSS(widen_f32, 4); break;
+  case KT_F8_E4M3: WIDEN_ACROSS(widen_e4m3, 1); break;
   }
 }
 
@@ -93,9 +105,13 @@ static void round_row_to_bf16(int64_t cols, float *restrict row) {
 
 void kt_decode_rows_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
                            int64_t stride) {
+  const int64_t size = kt_dtype_size(m->dtype);
+  const uint8_t *from = (const uint8_t *)m->data + row * m->row_stride * size;
+  if (m->col_stride != 1)
+    widen_across(from, m->col_stride * size, m->dtype, count, m->cols, out, stride);
   for (int64_t r = 0; r < count; r++) {
     float *const to = out + r * stride;
-    widen_row(m, row + r, to);
+    if (m->col_stride == 1) widen_row(from + r * m->row_stride * size, m->dtype, m->cols, to);
     if (m->block_scale) scale_row(m, row + r, to);
     if (m->round_to_bf16) round_row_to_bf16(m->cols, to);
   }

@@ -21,14 +21,15 @@ KINDS: tuple[Kind, ...] = ("weight", "scale")
 _KT_WORD: dict[Kind, str] = {"weight": "quant", "scale": "scale"}
 _KT_KIND: dict[str, Kind] = {word: kind for kind, word in _KT_WORD.items()}
 
-_NUMBER = "(0|[1-9][0-9]*)"
+_NUMBER = "(0|[1-9][0-9]{0,4})"  # layers, experts and parts; larger ones are not ours
+_SIZE = "(0|[1-9][0-9]{0,15})"
 _MATRIX = "((?:gate|up|down)(?:_bwd)?)"
 _TENSOR = re.compile(
     rf"blk\.{_NUMBER}\.ffn_{_MATRIX}_exps\.{_NUMBER}\.numa\.{_NUMBER}\.(weight|scale)"
 )
 _KT_PATH = re.compile(
     rf"_layer_{_NUMBER}/_numa_{_NUMBER}/"
-    rf"((?:MOE_)?INT[48])_{_MATRIX}_{_NUMBER}_{_NUMBER}Byte_(quant|scale)_\.kt"
+    rf"((?:MOE_)?INT[48])_{_MATRIX}_{_NUMBER}_{_SIZE}Byte_(quant|scale)_\.kt"
 )
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def write_durably(path: Path, data: bytes, staging: Path) -> None:
+def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> None:
     """Replace `path` by `data` in one step; after return it survives a power loss.
 
     The temporary file lies in `staging`, a directory of the same file system. Its name
@@ -95,7 +95,7 @@ def write_durably(path: Path, data: bytes, staging: Path) -> None:
     try:
         with translated("write", path):
             with temporary.open("wb") as file:
-                file.write(data)
+                file.writelines([data] if isinstance(data, bytes) else data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

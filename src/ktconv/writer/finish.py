@@ -25,18 +25,20 @@ def copy_sidecars(files: Sequence[Path], source: Path, output: Path, staging: Pa
 
 
 def write_index(
-    weight_map: Mapping[str, str], total_size: int, output: Path, staging: Path
+    weight_map: Iterable[tuple[str, str]], total_size: int, output: Path, staging: Path
 ) -> None:
-    """model.safetensors.index.json; `total_size` is the bytes of all tensors."""
-    write_durably(output / INDEX, index_bytes(weight_map, total_size), staging)
+    """model.safetensors.index.json from (tensor, shard); `total_size` is the bytes of all
+    tensors."""
+    write_durably(output / INDEX, index_lines(weight_map, total_size), staging)
 
 
-def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    content = {
-        "metadata": {"total_size": total_size},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    return (json.dumps(content, indent=2) + "\n").encode()
+def index_lines(weight_map: Iterable[tuple[str, str]], total_size: int) -> Iterator[bytes]:
+    """The index line by line: for large models it is larger than all buffers."""
+    yield f'{{\n  "metadata": {{"total_size": {total_size}}},\n  "weight_map": {{'.encode()
+    for count, (tensor, shard) in enumerate(weight_map):
+        comma = "," if count else ""
+        yield f"{comma}\n    {json.dumps(tensor)}: {json.dumps(shard)}".encode()
+    yield b"\n  }\n}\n"
 
 
 def write_manifest(
@@ -46,8 +48,8 @@ def write_manifest(
     staging: Path,
 ) -> None:
     """ktconv.json: `run` and the record of every unit. Units are taken one at a time."""
-    data = "".join(_manifest_lines(run, units)).encode()
-    write_durably(output / MANIFEST, data, staging)
+    lines = (line.encode() for line in _manifest_lines(run, units))
+    write_durably(output / MANIFEST, lines, staging)
 
 
 def _manifest_lines(
