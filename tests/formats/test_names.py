@@ -18,7 +18,7 @@ from ktconv.formats import (
     tensor_name,
 )
 
-numbers = st.integers(0, 10**6)
+numbers = st.integers(0, 99_999)
 tensors = st.builds(
     TensorId,
     numbers,
