@@ -300,8 +300,7 @@ def documented_commands() -> list[str]:
 
 def test_documented_commands_parse() -> None:
     lines = documented_commands()
-    if not lines:
-        pytest.skip("the README has no commands yet")
+    assert lines
     assert any(" quantize-cpu " in line for line in lines)
     for line in lines:
         parses(line)
@@ -317,8 +316,7 @@ def test_documented_options_exist() -> None:
     }
     text = (ROOT / "README.md").read_text()
     used = set(re.findall(r"`(--[a-z][a-z-]+)", text))
-    if not used:
-        pytest.skip("the README has no options yet")
+    assert used
     assert used <= known
 
 
