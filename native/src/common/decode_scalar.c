@@ -1,20 +1,7 @@
 /* The truth of decoding: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
 #include "matrix.h"
-
-#include <string.h>
-
-static inline float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static inline uint32_t to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
+#include "rounding.h"
 
 /* `yes` where the condition is 1, `no` where it is 0. */
 static inline uint32_t select(uint32_t condition, uint32_t yes, uint32_t no) {
@@ -24,7 +11,7 @@ static inline uint32_t select(uint32_t condition, uint32_t yes, uint32_t no) {
 static inline float widen_bf16(const uint8_t *at) {
   uint16_t half;
   memcpy(&half, at, sizeof half);
-  return from_bits((uint32_t)half << 16);
+  return kt_float((uint32_t)half << 16);
 }
 
 static inline float widen_f16(const uint8_t *at) {
@@ -32,19 +19,19 @@ static inline float widen_f16(const uint8_t *at) {
   memcpy(&half, at, sizeof half);
   const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
   const uint32_t normal = (magnitude << 13) + ((127u - 15u) << 23);
-  const uint32_t subnormal = to_bits((float)(int32_t)magnitude * 0x1p-24f);
+  const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0x1p-24f);
   const uint32_t special = (magnitude << 13) | 0x7f800000u;
   const uint32_t finite = select(magnitude < 0x0400u, subnormal, normal);
-  return from_bits(sign | select(magnitude >= 0x7c00u, special, finite));
+  return kt_float(sign | select(magnitude >= 0x7c00u, special, finite));
 }
 
 /* E4M3FN: bias 7, no infinities, magnitude 0x7f is NaN. */
 static inline float widen_e4m3(const uint8_t *at) {
   const uint32_t magnitude = *at & 0x7fu, sign = (uint32_t)(*at & 0x80u) << 24;
   const uint32_t normal = (magnitude << 20) + ((127u - 7u) << 23);
-  const uint32_t subnormal = to_bits((float)(int32_t)magnitude * 0x1p-9f);
+  const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0x1p-9f);
   const uint32_t finite = select(magnitude < 0x08u, subnormal, normal);
-  return from_bits(sign | select(magnitude == 0x7fu, 0x7fc00000u, finite));
+  return kt_float(sign | select(magnitude == 0x7fu, 0x7fc00000u, finite));
 }
 
 static inline float widen_f32(const uint8_t *at) {
@@ -97,9 +84,9 @@ static void scale_row(const kt_matrix *m, int64_t n, float *restrict row) {
 /* Round to nearest, ties to even, at bit 16. NaN and Inf keep being what they are. */
 static void round_row_to_bf16(int64_t cols, float *restrict row) {
   for (int64_t k = 0; k < cols; k++) {
-    const uint32_t bits = to_bits(row[k]);
+    const uint32_t bits = kt_bits(row[k]);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    row[k] = from_bits(select((bits & 0x7f800000u) == 0x7f800000u, bits, rounded));
+    row[k] = kt_float(select((bits & 0x7f800000u) == 0x7f800000u, bits, rounded));
   }
 }
 
