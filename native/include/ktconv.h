@@ -35,7 +35,8 @@ typedef enum kt_status {
   KT_ERR_SCRATCH = 5,     /* scratch smaller than kt_scratch_size(cols) */
   KT_ERR_NONFINITE = 6,   /* a NaN or Inf in the matrix; see kt_position */
   KT_ERR_ISA_UNKNOWN = 7, /* KTCONV_ISA holds a name that is no level */
-  KT_ERR_ISA_MISSING = 8  /* this machine does not have that level */
+  KT_ERR_ISA_MISSING = 8, /* this machine does not have that level */
+  KT_ERR_EXPERT = 9       /* an expert id that is neither -1 nor one of the layer's */
 } kt_status;
 
 /* One static sentence for a status; never NULL. */
@@ -145,6 +146,112 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
                            void *scratch, size_t scratch_size, kt_position *bad);
 kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
                      void *scratch, size_t scratch_size, kt_error *error);
+
+/* ---- Weights for the kernels --------------------------------------------- *
+ *
+ * A matrix [rows, cols] (PyTorch [out, in]) as the kernels read it: packed codes and
+ * scales. docs/formats.md draws the byte layouts.
+ *   KT_KERNEL_INT8, _INT4  exactly what kt_quantize_pack writes; float scale [rows]
+ *   KT_KERNEL_BF16         no scale
+ *   KT_KERNEL_FP8          E4M3; scale float, per 128 x 128 block (group 128) or per row
+ *                          (group 0)
+ *   KT_KERNEL_MXFP4        E2M1; scale per 32 columns of a row (group 32), UE8M0 or bf16
+ *   KT_KERNEL_GINT4        codes -8..7; scale per 32, 64 or 128 columns of a row (group),
+ *                          bf16 or float
+ * All want rows % 32 == 0; INT8 and FP8 cols % 64, INT4 cols % 128, BF16 and MXFP4
+ * cols % 32, and all cols % group == 0. */
+typedef enum kt_kernel {
+  KT_KERNEL_INT8 = 0,
+  KT_KERNEL_INT4 = 1,
+  KT_KERNEL_BF16 = 2,
+  KT_KERNEL_FP8 = 3,
+  KT_KERNEL_MXFP4 = 4,
+  KT_KERNEL_GINT4 = 5
+} kt_kernel;
+
+typedef enum kt_scale_dtype {
+  KT_SCALE_NONE = 0,
+  KT_SCALE_F32 = 1,
+  KT_SCALE_BF16 = 2,
+  KT_SCALE_UE8M0 = 3 /* 2^(byte - 127) */
+} kt_scale_dtype;
+
+typedef struct kt_layout {
+  int32_t kernel;      /* kt_kernel */
+  int32_t group;       /* as above; 0 for INT8, INT4 and BF16 */
+  int32_t scale_dtype; /* kt_scale_dtype */
+} kt_layout;
+
+/* Bytes of packed codes and scales; 0 if the layout cannot hold that shape (scales are
+ * also 0 where the layout has none). */
+size_t kt_weight_size(const kt_layout *layout, int64_t rows, int64_t cols);
+size_t kt_weight_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
+
+/* Packs codes and scales that are row-major, as checkpoints store them:
+ *   INT8, INT4  int8 [rows, cols]; float [rows]
+ *   BF16        uint16 [rows, cols]
+ *   FP8         uint8 [rows, cols]; float [ceil(rows / 128), cols / 128] or [rows]
+ *   MXFP4       uint8 [rows, cols / 2], even columns in the low nibbles; uint8 or uint16
+ *               [rows, cols / 32]
+ *   GINT4       uint8 [rows, cols / 2], even columns in the low nibbles, each nibble
+ *               code + 8; uint16 or float [rows, cols / group]
+ * KT_ERR_NONFINITE for a scale, or an FP8 code, that is NaN or Inf. */
+kt_status kt_weight_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
+                         const void *scale, void *packed, void *packed_scale);
+
+/* ---- MoE forward --------------------------------------------------------- */
+
+typedef enum kt_gate_function {
+  KT_SWIGLU = 0,   /* h = g * sigmoid(alpha * g) * (u + beta) */
+  KT_GELU = 1,     /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
+  KT_GELU_TANH = 2 /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
+} kt_gate_function;
+
+/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function.
+ * SiLU models: {KT_SWIGLU, 1, 0, INFINITY}; gpt-oss: {KT_SWIGLU, 1.702, 1, 7};
+ * DeepSeek-V4 and others with a limit: {KT_SWIGLU, 1, 0, limit}. */
+typedef struct kt_activation {
+  int32_t function; /* kt_gate_function */
+  float alpha, beta, limit;
+} kt_activation;
+
+/* One expert of one part. Bias pointers may be NULL. With w = intermediate / parts:
+ * gate and up [w, hidden], down [hidden, w], bias of gate and up [w], of down [hidden]
+ * (the down bias of part 0 is used, those of other parts must be NULL). */
+typedef struct kt_expert {
+  const void *gate, *up, *down;
+  const void *gate_scale, *up_scale, *down_scale;
+  const float *gate_bias, *up_bias, *down_bias;
+} kt_expert;
+
+typedef struct kt_moe {
+  kt_layout layout;
+  kt_activation activation;
+  int64_t hidden, intermediate, experts, parts;
+  const kt_expert *expert; /* [parts][experts] */
+} kt_moe;
+
+/* Bytes of scratch of kt_moe_forward for up to `tokens` tokens; it does not grow beyond
+ * those of 2048 tokens. 0 if an argument is impossible. */
+size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool);
+
+/* y[t] = sum over k of weights[t][k] * expert[ids[t][k]](x[t])
+ *   x, y     bf16 [tokens, hidden]       ids      int32 or int64 [tokens, top_k]
+ *   weights  float [tokens, top_k]        id_size  4 or 8
+ * An id of -1 is skipped: that expert lives elsewhere. Experts without tokens cost nothing.
+ * Sums run over experts in ascending order, then over parts; results have the same bits for
+ * any number of threads, any placement, and whatever other tokens are in the batch (for AMX
+ * levels of float formats: up to where the kernel switches from one loop to another).
+ * INT8, INT4 and GINT4 results are the same on every level.
+ * scratch: 64-byte aligned. One forward per pool at a time.
+ * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1. */
+kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
+                         const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
+                         uint16_t *y, void *scratch, size_t scratch_size);
+
+/* Reads one byte of each page of the weights, by the threads that will use them: pages of
+ * a mapped file that are not in memory yet come to the right NUMA node. */
+kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool);
 
 /* --- end cffi --- */
 

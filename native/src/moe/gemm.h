@@ -1,0 +1,87 @@
+/* gemm.h - what a weight format must provide to the MoE forward: one row of the table in
+ * gemm.c.
+ *
+ * All formats cut a matrix [rows, cols] into strips of 32 rows. A strip times a few rows
+ * of activations is the unit of work ("product"); loops over strips, experts, threads and
+ * NUMA parts are the driver's (forward.c), so a format writes only its inner loops. */
+#ifndef KT_GEMM_H
+#define KT_GEMM_H
+
+#include "ktconv.h"
+
+enum {
+  KT_STRIP = 32,                 /* rows of a strip */
+  KT_MAX_STRIPS = 4,             /* strips of one product call */
+  KT_MAX_TOKENS = 96,            /* activation rows of one product call */
+  KT_PANEL_SIZE = 32 * 4096 * 2, /* bytes of scratch of one product call */
+  KT_LEVELS = KT_ISA_AMX + 1
+};
+
+/* A packed matrix, its sizes checked. codes needs no alignment, scale that of its type. */
+typedef struct kt_weight {
+  const uint8_t *codes;
+  const void *scale;
+  int64_t rows, cols;
+  kt_layout layout;
+} kt_weight;
+
+/* Activation rows, as a format wants them: one row per token, `stride` bytes apart. */
+typedef enum kt_rows_kind {
+  KT_ROWS_INT8,  /* int8 codes, one scale per row */
+  KT_ROWS_GROUP, /* int8 codes, one scale per `group` columns */
+  KT_ROWS_BF16
+} kt_rows_kind;
+
+/* out[s][t][r] = sum over k of w[32 * (strip + s) + r][k] * x[t][k], scales applied, for
+ * s < strips <= KT_MAX_STRIPS, t < tokens <= KT_MAX_TOKENS, r < 32: binary32, 64-byte
+ * aligned, s-major with t rows of 32. x: rows of the format's kind, 64-byte aligned, stride a
+ * multiple of 64. panel: KT_PANEL_SIZE bytes, 64-byte aligned, the thread's own. out may hold
+ * unfinished sums during the call.
+ *
+ * The value of an element depends on its row of w and its row of x alone: not on
+ * strips, tokens or the position among them. So results do not depend on the batch. */
+typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                           int64_t stride, int64_t tokens, float *out, uint8_t *panel);
+
+/* Features that a cell of the AVX-512 level needs beyond the level's own. */
+enum { KT_NEEDS_VNNI = 1, KT_NEEDS_BF16 = 2, KT_NEEDS_VBMI = 4 };
+
+typedef struct kt_gemm {
+  kt_rows_kind rows_kind;
+  /* Steps of rows and cols that a packed matrix of this layout must keep; false: the
+   * layout itself (group, scale dtype) is unknown to the format. */
+  int (*steps)(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step);
+  size_t (*codes_size)(const kt_layout *layout, int64_t rows, int64_t cols);
+  size_t (*scale_size)(const kt_layout *layout, int64_t rows, int64_t cols);
+  /* From row-major codes and scales as checkpoints have them, see kt_weight_pack. */
+  void (*pack)(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
+               const void *scale, uint8_t *packed, void *packed_scale);
+  int avx512_needs;
+  kt_product_fn *product[KT_LEVELS]; /* [KT_ISA_SCALAR] is always there */
+} kt_gemm;
+
+extern const kt_gemm kt_int8_gemm, kt_int4_gemm, kt_bf16_gemm, kt_fp8_gemm, kt_mxfp4_gemm,
+    kt_gint4_gemm;
+
+/* The table row of a kernel; NULL if there is none. */
+const kt_gemm *kt_gemm_of(int kernel);
+
+/* The best cell for the level in use. */
+kt_product_fn *kt_gemm_product(const kt_gemm *gemm);
+
+/* ---- Activation rows (rows.c) --------------------------------------------
+ *
+ * Row layouts; codes are padded with zeros to a multiple of 64 bytes, then follows
+ *   INT8   float scale, int32 sum of the codes, 56 unused bytes
+ *   GROUP  float scale[groups], int32 sum[groups], padding to a multiple of 64
+ *   BF16   64 unused bytes (so that strides of 4096 do not meet in one cache set) */
+size_t kt_rows_codes_size(kt_rows_kind kind, int64_t cols); /* offset of what follows the codes */
+size_t kt_rows_stride(kt_rows_kind kind, int64_t cols, int64_t group);
+
+/* One row from binary32 values [cols]. INT8 and GROUP: scale = amax * fl32(1 / 127),
+ * code = RNE(x * fl32(1 / scale)), both 0 where scale is 0 or denormal; codes 0 and scale
+ * NaN where the row (group) holds a NaN or Inf. Same bits on every level. */
+void kt_rows_quantize(kt_rows_kind kind, int64_t cols, int64_t group, const float *x,
+                      uint8_t *row);
+
+#endif
