@@ -54,8 +54,8 @@ typedef struct kt_gemm {
   size_t (*codes_size)(const kt_layout *layout, int64_t rows, int64_t cols);
   size_t (*scale_size)(const kt_layout *layout, int64_t rows, int64_t cols);
   /* From row-major codes and scales as checkpoints have them, see kt_weight_pack. */
-  void (*pack)(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-               const void *scale, uint8_t *packed, void *packed_scale);
+  kt_status (*pack)(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
+                    const void *scale, uint8_t *packed, void *packed_scale);
   int avx512_needs;
   kt_product_fn *product[KT_LEVELS]; /* [KT_ISA_SCALAR] is always there */
 } kt_gemm;
