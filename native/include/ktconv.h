@@ -147,6 +147,10 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
 kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
                      void *scratch, size_t scratch_size, kt_error *error);
 
+/* ---- Threads --------------------------------------------------------------- */
+
+typedef struct kt_pool kt_pool;
+
 /* ---- Weights for the kernels --------------------------------------------- *
  *
  * A matrix [rows, cols] (PyTorch [out, in]) as the kernels read it: packed codes and
