@@ -2,9 +2,10 @@
  *
  * Every function is a pure computation on memory that the caller owns: nothing
  * here allocates, prints, opens a file, exits or keeps state, except that the
- * first call detects the CPU (kt_isa_active). All functions may be called from
- * any number of threads at once as long as their outputs do not overlap. Results
- * do not depend on the thread's floating-point mode (rounding, flush-to-zero).
+ * first call detects the CPU (kt_isa_active) and that a kt_pool has threads.
+ * All functions may be called from any number of threads at once as long as
+ * their outputs do not overlap. Results do not depend on the thread's
+ * floating-point mode (rounding, flush-to-zero).
  *
  * Sizes are in elements unless a name ends in _size (bytes). float pointers and
  * scratch need the alignment of a float; source data and packed bytes need none,
@@ -36,7 +37,8 @@ typedef enum kt_status {
   KT_ERR_NONFINITE = 6,   /* a NaN or Inf in the matrix; see kt_position */
   KT_ERR_ISA_UNKNOWN = 7, /* KTCONV_ISA holds a name that is no level */
   KT_ERR_ISA_MISSING = 8, /* this machine does not have that level */
-  KT_ERR_EXPERT = 9       /* an expert id that is neither -1 nor one of the layer's */
+  KT_ERR_EXPERT = 9,      /* an expert id that is neither -1 nor one of the layer's */
+  KT_ERR_THREADS = 10     /* threads cannot be created, or belong to another process */
 } kt_status;
 
 /* One static sentence for a status; never NULL. */
@@ -149,7 +151,28 @@ kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
 
 /* ---- Threads --------------------------------------------------------------- */
 
+/* Threads that wait for work. Creating a pool allocates and starts threads; running a job
+ * does neither. The calling thread is thread 0 of every job, so a pool of one has no threads
+ * of its own. Calls from several threads at once are done one after the other. */
 typedef struct kt_pool kt_pool;
+
+/* cpus: NULL, or [threads] the logical CPU of each thread, -1 for any; the caller itself is
+ * moved only while it works, and only if there are several nodes. nodes: NULL (all 0), or
+ * [threads] NUMA nodes counted 0, 1, ... in ascending order.
+ * KT_ERR_THREADS: no memory, or the system does not allow so many threads. */
+kt_status kt_pool_create(int32_t threads, const int32_t *cpus, const int32_t *nodes,
+                         kt_pool **pool);
+void kt_pool_destroy(kt_pool *pool); /* no call may be in progress; NULL is fine */
+int32_t kt_pool_threads(const kt_pool *pool);
+int32_t kt_pool_nodes(const kt_pool *pool);
+
+/* Runs a job that does nothing, `times` times: the cost of a job. KT_ERR_THREADS in a child
+ * of the process that created the pool, as for every job. */
+kt_status kt_pool_empty(kt_pool *pool, int64_t times);
+
+/* Asks for the whole pages of this memory to be on a node, by the system's number: now if
+ * they exist, else once they are touched. Without effect where there is no NUMA. */
+kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node);
 
 /* ---- Weights for the kernels --------------------------------------------- *
  *

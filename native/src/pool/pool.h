@@ -1,0 +1,51 @@
+/* pool.h - threads that wait for jobs, and what a job's threads share.
+ *
+ * A job is one function that all threads run, the caller among them (thread 0), and that may
+ * use barriers and shares. Waiting threads spin for a moment, then yield the CPU between
+ * looks, then sleep: a step of a model comes every few hundred microseconds, so the next job
+ * mostly finds them awake, while a busy machine and an idle pool cost no one their CPU. */
+#ifndef KT_POOL_H
+#define KT_POOL_H
+
+#include "ktconv.h"
+
+#include <stdatomic.h>
+
+enum { KT_CACHE_LINE = 64 };
+
+typedef void kt_job(void *context, int32_t thread);
+
+/* Runs job(context, t) in every thread t of the pool; returns when all have returned.
+ * KT_ERR_THREADS in a child of the process that made the pool: its threads are not there. */
+kt_status kt_pool_run(kt_pool *pool, kt_job *job, void *context);
+
+/* Node of a thread, 0 .. kt_pool_nodes - 1; its position among the threads of that node; how
+ * many threads a node has. */
+int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread);
+int32_t kt_pool_rank(const kt_pool *pool, int32_t thread);
+int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node);
+
+/* All `count` threads wait until the last has come. Reusable at once. */
+typedef struct kt_barrier {
+  _Alignas(KT_CACHE_LINE) atomic_int arrived;
+  int32_t count;
+  _Alignas(KT_CACHE_LINE) atomic_uint generation;
+} kt_barrier;
+
+void kt_barrier_init(kt_barrier *barrier, int32_t count);
+void kt_barrier_wait(kt_barrier *barrier);
+
+/* Items 0 .. items-1, handed out in runs of neighbours: long runs at first (so that each
+ * thread streams through memory), down to `grain` at the end (so that all finish together). */
+typedef struct kt_share {
+  _Alignas(KT_CACHE_LINE) atomic_llong next;
+  int64_t items, grain;
+  int32_t threads;
+} kt_share;
+
+void kt_share_init(kt_share *share, int64_t items, int64_t grain, int32_t threads);
+
+/* The next run; 0 when nothing is left. Any number of threads at once. */
+int kt_share_take(kt_share *share, int64_t *first, int64_t *count);
+
+#endif
