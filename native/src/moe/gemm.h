@@ -81,7 +81,6 @@ size_t kt_rows_stride(kt_rows_kind kind, int64_t cols, int64_t group);
 /* One row from binary32 values [cols]. INT8 and GROUP: scale = amax * fl32(1 / 127),
  * code = RNE(x * fl32(1 / scale)), both 0 where scale is 0 or denormal; codes 0 and scale
  * NaN where the row (group) holds a NaN or Inf. Same bits on every level. */
-void kt_rows_quantize(kt_rows_kind kind, int64_t cols, int64_t group, const float *x,
-                      uint8_t *row);
+void kt_rows_quantize(kt_rows_kind kind, int64_t cols, int64_t group, const float *x, uint8_t *row);
 
 #endif

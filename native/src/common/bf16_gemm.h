@@ -1,0 +1,59 @@
+/* bf16_gemm.h - what products with bf16 activations share.
+ *
+ * The formats differ in how 32 columns of 16 rows, a half tile, are stored; decoded, all are
+ * the same: 16 lines of 64 bytes, line g holding columns 2g and 2g+1 of the 16 rows, row
+ * after row (the B operand of AMX, and of VDPBF16PS with a broadcast pair of activations).
+ *
+ *   tile: 32 rows x 32 columns = half tile of rows 0..15, half tile of rows 16..31
+ *   strip: the tiles of 32 rows, in order of columns       matrix: its strips in order */
+#ifndef KT_BF16_GEMM_H
+#define KT_BF16_GEMM_H
+
+#include "../moe/gemm.h"
+
+enum { KT_TILE_COLS = 32, KT_HALF_ROWS = 16, KT_BF16_HALF_TILE = 1024, KT_LINE = 64 };
+
+/* Row n of w, scales applied: exact in binary64. */
+typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
+
+/* The truth: binary64 products and sums, rounded once. */
+void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
+                          int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
+                          float *out, uint8_t *panel);
+
+static inline double kt_bf16_value(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  __builtin_memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+/* 2^(code - 127). */
+static inline double kt_ue8m0_value(uint8_t code) {
+  const uint64_t wide = (uint64_t)(code + 1023 - 127) << 52;
+  double value;
+  __builtin_memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+/* Bytes of codes before the half tile of (row n, column k). */
+static inline int64_t kt_half_tile_start(int64_t cols, int64_t half_tile, int64_t n, int64_t k) {
+  const int64_t tile = n / KT_STRIP * (cols / KT_TILE_COLS) + k / KT_TILE_COLS;
+  return (2 * tile + n % KT_STRIP / KT_HALF_ROWS) * half_tile;
+}
+
+/* Scales per `group` columns of a row: [strips][groups][32 rows]. */
+static inline int64_t kt_group_scale_index(int64_t cols, int64_t group, int64_t n, int64_t g) {
+  return (n / KT_STRIP * (cols / group) + g) * KT_STRIP + n % KT_STRIP;
+}
+
+size_t kt_group_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
+
+/* From row-major to the order above. KT_ERR_NONFINITE for NaN and Inf. */
+kt_status kt_group_scale_pack(const kt_layout *layout, int64_t rows, int64_t cols,
+                              const void *scale, void *packed);
+
+/* The scale of (row n, group g). */
+double kt_group_scale(const kt_weight *w, int64_t n, int64_t g);
+
+#endif

@@ -1,0 +1,62 @@
+/* FP8 products with AVX-512. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../common/target_avx512_bf16.h"
+
+#include "../common/bf16_gemm_avx512.h"
+#include "fp8.h"
+
+/* Up to this many tokens, decoding in registers is faster than through the panel. */
+enum { FEW = 4, MAX_GROUPS = 32768 / KT_FP8_BLOCK };
+
+static kt_line_tables make_tables(void) {
+  _Alignas(64) uint8_t high[128], low[128];
+  for (int i = 0; i < 128; i++) {
+    high[i] = (uint8_t)(kt_fp8_bf16[i] >> 8);
+    low[i] = (uint8_t)kt_fp8_bf16[i];
+  }
+  return (kt_line_tables){
+      .high0 = _mm512_load_si512(high),
+      .high64 = _mm512_load_si512(high + 64),
+      .low0 = _mm512_load_si512(low),
+      .low64 = _mm512_load_si512(low + 64),
+  };
+}
+
+/* The scale of a strip's block, for each of its rows. */
+static void spread_scales(const kt_weight *w, int64_t strip, int64_t strips, float *out) {
+  const int64_t blocks = w->cols / KT_FP8_BLOCK;
+  const float *const scale = (const float *)w->scale + strip * blocks;
+  for (int64_t i = 0; i < strips * blocks; i++, out += KT_STRIP) {
+    _mm512_storeu_ps(out, _mm512_set1_ps(scale[i]));
+    _mm512_storeu_ps(out + 16, _mm512_set1_ps(scale[i]));
+  }
+}
+
+static void scale_rows(const float *scale, int64_t tokens, float *out) {
+  const __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + 16);
+  for (int64_t t = 0; t < tokens; t++, out += KT_STRIP) {
+    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), scale0));
+    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_loadu_ps(out + 16), scale1));
+  }
+}
+
+void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  const kt_line_tables tables = make_tables();
+  if (w->layout.group) {
+    float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
+    spread_scales(w, strip, strips, scales);
+    kt_bf16_product(KT_LINES_FP8, FEW, &tables, w, strip, strips, KT_FP8_BLOCK, scales, x, stride,
+                    tokens, out, panel);
+    return;
+  }
+  kt_bf16_product(KT_LINES_FP8, FEW, &tables, w, strip, strips, w->cols, NULL, x, stride, tokens,
+                  out, panel);
+  for (int64_t s = 0; s < strips; s++)
+    scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
+               out + s * tokens * KT_STRIP);
+}
+
+#endif

@@ -1,0 +1,30 @@
+/* gint4.h - group INT4: codes -8..7, a scale per 32, 64 or 128 columns of a row.
+ *
+ *   out = sum over groups of (sum of code * activation code) * (scale of w * scale of x)
+ *
+ * with activations in KT_ROWS_GROUP rows of the same groups. The inner sum is an exact
+ * integer; groups are added in ascending order by one fused operation each, the product of
+ * scales being rounded first: the same bits on every level.
+ *
+ * Codes are stored plus 8. A packed line is 16 rows x 8 columns of a tile of 32 columns: byte
+ * c (0..3) of the word of a row holds column 4p + c in its low and column 16 + 4p + c in its
+ * high nibble, p being the number of the line in its half tile. */
+#ifndef KT_GINT4_H
+#define KT_GINT4_H
+
+#include "../common/bf16_gemm.h"
+
+enum { KT_GINT4_HALF_TILE = 256, KT_GINT4_BIAS = 8 };
+
+kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx512;
+
+/* What follows the codes of an activation row. */
+static inline const float *kt_gint4_x_scale(const uint8_t *row, int64_t cols) {
+  return (const float *)(const void *)(row + kt_rows_codes_size(KT_ROWS_GROUP, cols));
+}
+
+static inline const int32_t *kt_gint4_x_sum(const uint8_t *row, int64_t cols, int64_t groups) {
+  return (const int32_t *)(const void *)(kt_gint4_x_scale(row, cols) + groups);
+}
+
+#endif

@@ -1,0 +1,16 @@
+/* INT8 products with AVX-512 VNNI. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../common/target_avx512_vnni.h"
+
+#include "../common/kt_gemm_avx512.h"
+#include "int8_gemm.h"
+
+void kt_int8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  (void)panel;
+  kt_int_product_avx512(0, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
+}
+
+#endif

@@ -1,0 +1,43 @@
+/* epilogue.h - what happens to the products of a strip: activation, weighted sum.
+ *
+ * Every operation is spelled out (which are fused, in which order), so that each level gives
+ * the same bits. exp(x): x in [-87, 88]; n = round(x / ln 2), r = x - n ln 2 in two steps,
+ * Taylor's polynomial of degree 7 for exp(r), |r| <= 0.347, times 2^n: relative error below
+ * 3e-7. erf: Abramowitz and Stegun 7.1.26, absolute error below 5e-7. */
+#ifndef KT_EPILOGUE_H
+#define KT_EPILOGUE_H
+
+#include "gemm.h"
+
+#define KT_LOG2_E 1.44269504f
+#define KT_LN2_HIGH 0.693359375f /* 9 bits: n times it is exact */
+#define KT_LN2_LOW -2.12194440e-4f
+#define KT_ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
+#define KT_EXP_MIN -87.0f
+#define KT_EXP_MAX 88.0f
+#define KT_SQRT_HALF 0.70710678f
+#define KT_SQRT_8_OVER_PI 1.59576912f
+#define KT_ERF_P 0.3275911f
+
+/* Coefficients from the highest power down. */
+static const float kt_exp_taylor[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24,
+                                      1.0f / 6,    1.0f / 2,   1.0f,       1.0f};
+static const float kt_erf_poly[] = {1.061405429f,  -1.453152027f, 1.421413741f,
+                                    -0.284496736f, 0.254829592f,  0.0f};
+enum { KT_EXP_TERMS = 8, KT_ERF_TERMS = 6 };
+
+typedef struct kt_epilogue {
+  /* out[r] = function(gate[r] + gate_bias[r], up[r] + up_bias[r]), r < 32; biases may be NULL. */
+  void (*activate)(const kt_activation *activation, const float *gate, const float *up,
+                   const float *gate_bias, const float *up_bias, float *out);
+  /* y[r] = fma(weight, product[r] + bias[r], y[r]), r < 32; bias may be NULL. */
+  void (*accumulate)(float weight, const float *product, const float *bias, float *y);
+  /* Exact binary32 of bf16 values; n % 16 == 0, as below. */
+  void (*widen)(const uint16_t *x, int64_t n, float *out);
+  /* y = bf16(part 0 + part 1 + ...), in that order; parts lie `stride` floats apart. */
+  void (*finish)(const float *part, int64_t parts, int64_t stride, int64_t n, uint16_t *y);
+} kt_epilogue;
+
+extern const kt_epilogue kt_epilogue_scalar, kt_epilogue_avx512;
+
+#endif

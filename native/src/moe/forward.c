@@ -1,0 +1,432 @@
+/* The MoE forward: one job of the pool per batch of up to BATCH tokens.
+ *
+ * Threads form one team per NUMA node (fewer if there are fewer parts); a team computes
+ * whole parts. In a team, between barriers:
+ *   1  x as activation rows of the format           items: tokens
+ *   2  gate and up products, activation -> middle   items: (expert, strips of w)
+ *   3  middle as activation rows                    items: slots
+ *   4  down products, weighted sum -> partial       items: strips of hidden, all experts
+ * and then all teams together:
+ *   5  y = sum of the parts                         items: tokens
+ *
+ * In 4 a thread owns columns of y for all experts, so sums run in a fixed order without
+ * atomics or copies. Items are shared out dynamically: which thread computes one does not
+ * matter for its bits. */
+#include "../common/float_mode.h"
+#include "../cpu.h"
+#include "../pool/pool.h"
+#include "epilogue.h"
+#include "gemm.h"
+#include "route.h"
+
+#include <string.h>
+
+enum { BATCH = 2048, LINE = 64, STRIPS_PER_THREAD = 4, PAGE = 4096 };
+
+/* What one part of the layer needs while it is computed. */
+typedef struct part_work {
+  kt_share gate_up, middle, down;
+  float *partial; /* [tokens, hidden] */
+} part_work;
+
+typedef struct team {
+  kt_barrier barrier;
+  kt_share rows;
+  uint8_t *x_rows;   /* [tokens] activation rows of x */
+  float *middle;     /* [slots, w] */
+  uint8_t *mid_rows; /* [slots] activation rows of the middle */
+} team;
+
+/* Memory of one thread. `gathered` remembers which rows lie in `gather`. */
+typedef struct worker {
+  uint8_t *gather;  /* [KT_MAX_TOKENS] activation rows of x */
+  float *gate, *up; /* [KT_MAX_STRIPS][KT_MAX_TOKENS][KT_STRIP] */
+  uint8_t *panel;   /* KT_PANEL_SIZE */
+  float *values;    /* one row of x as binary32 */
+  int64_t gathered; /* first slot, or -1 */
+} worker;
+
+typedef struct run {
+  const kt_moe *moe;
+  const kt_gemm *gemm;
+  const kt_epilogue *epilogue;
+  kt_product_fn *product;
+  kt_pool *pool;
+  kt_route route;
+  kt_barrier all;
+  kt_share finish;
+  team *teams;
+  part_work *parts;
+  worker *workers;
+  int64_t team_count, width; /* width: columns of the middle, intermediate / parts */
+  int64_t tokens, gate_up_strips, down_strips; /* the latter two: strips per item */
+  int64_t x_stride, mid_stride, partial_size;
+  const uint16_t *x;
+  uint16_t *y;
+} run;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- Scratch -------------------------------------------------------------
+ *
+ * Laid out by one function that is also run without memory, to learn the size. */
+
+typedef struct arena {
+  uint8_t *base;
+  size_t used;
+} arena;
+
+static void *take(arena *a, int64_t count, size_t size) {
+  void *memory = a->base ? a->base + a->used : NULL;
+  a->used += ((size_t)count * size + LINE - 1) / LINE * LINE;
+  return memory;
+}
+
+static void lay_out_route(arena *a, kt_route *route, int64_t experts, int64_t slots) {
+  route->active = take(a, smaller(experts, slots), sizeof *route->active);
+  route->start = take(a, smaller(experts, slots) + 1, sizeof *route->start);
+  route->token = take(a, slots, sizeof *route->token);
+  route->weight = take(a, slots, sizeof *route->weight);
+  route->count = take(a, experts, sizeof *route->count);
+}
+
+static void lay_out_team(arena *a, run *r, team *t, int64_t slots) {
+  uint8_t *x_rows = take(a, r->tokens, (size_t)r->x_stride);
+  float *middle = take(a, slots * r->width, sizeof *middle);
+  uint8_t *mid_rows = take(a, slots, (size_t)r->mid_stride);
+  if (t) t->x_rows = x_rows, t->middle = middle, t->mid_rows = mid_rows;
+}
+
+static void lay_out_worker(arena *a, const run *r, worker *w) {
+  const int64_t products = KT_MAX_STRIPS * KT_MAX_TOKENS * KT_STRIP;
+  const worker laid = {
+      .gather = take(a, KT_MAX_TOKENS, (size_t)r->x_stride),
+      .gate = take(a, products, sizeof(float)),
+      .up = take(a, products, sizeof(float)),
+      .panel = take(a, 1, KT_PANEL_SIZE),
+      .values = take(a, r->moe->hidden, sizeof(float)),
+      .gathered = -1,
+  };
+  if (w) *w = laid;
+}
+
+/* All pointers of `r` for batches of up to r->tokens. Returns the bytes used. */
+static size_t lay_out(run *r, uint8_t *memory, int64_t top_k) {
+  arena a = {memory, 0};
+  const int64_t threads = kt_pool_threads(r->pool), slots = r->tokens * top_k;
+  lay_out_route(&a, &r->route, r->moe->experts, slots);
+  r->teams = take(&a, r->team_count, sizeof *r->teams);
+  r->parts = take(&a, r->moe->parts, sizeof *r->parts);
+  r->workers = take(&a, threads, sizeof *r->workers);
+  for (int64_t t = 0; t < r->team_count; t++)
+    lay_out_team(&a, r, memory ? r->teams + t : NULL, slots);
+  for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, r, memory ? r->workers + t : NULL);
+  r->partial_size = r->tokens * r->moe->hidden;
+  float *partial = take(&a, r->moe->parts * r->partial_size, sizeof *partial);
+  for (int64_t p = 0; memory && p < r->moe->parts; p++)
+    r->parts[p].partial = partial + p * r->partial_size;
+  return a.used;
+}
+
+/* ---- Steps of a team ------------------------------------------------------ */
+
+static void make_x_rows(run *r, team *t, worker *w) {
+  const int64_t hidden = r->moe->hidden;
+  for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
+    for (int64_t token = first; token < first + count; token++) {
+      r->epilogue->widen(r->x + token * hidden, hidden, w->values);
+      kt_rows_quantize(r->gemm->rows_kind, hidden, r->moe->layout.group, w->values,
+                       t->x_rows + token * r->x_stride);
+    }
+}
+
+static void make_mid_rows(run *r, team *t, part_work *p) {
+  for (int64_t first, count; kt_share_take(&p->middle, &first, &count);)
+    for (int64_t slot = first; slot < first + count; slot++)
+      kt_rows_quantize(r->gemm->rows_kind, r->width, r->moe->layout.group,
+                       t->middle + slot * r->width, t->mid_rows + slot * r->mid_stride);
+}
+
+/* Activation rows of `count` slots from `slot` on: in place where their tokens follow one
+ * another, else copied side by side. */
+static const uint8_t *x_rows_of(const run *r, const team *t, worker *w, int64_t slot,
+                                int64_t count) {
+  const int32_t *token = r->route.token + slot;
+  const size_t stride = (size_t)r->x_stride;
+  if (token[count - 1] - token[0] == count - 1) return t->x_rows + (size_t)token[0] * stride;
+  if (w->gathered == slot) return w->gather;
+  for (int64_t i = 0; i < count; i++)
+    memcpy(w->gather + (size_t)i * stride, t->x_rows + (size_t)token[i] * stride, stride);
+  w->gathered = slot;
+  return w->gather;
+}
+
+/* Slots of an expert in blocks of nearly equal size, at most KT_MAX_TOKENS each. */
+typedef struct blocks {
+  int64_t first, count, number;
+} blocks;
+
+static blocks blocks_of(const kt_route *route, int64_t a) {
+  const int64_t first = route->start[a], count = route->start[a + 1] - first;
+  return (blocks){first, count, ceil_div(count, KT_MAX_TOKENS)};
+}
+
+static int64_t block_start(const blocks *b, int64_t i) {
+  return b->first + b->count * i / b->number;
+}
+
+static void activate_block(const run *r, team *t, const worker *w, const kt_expert *e,
+                           int64_t strip, int64_t strips, int64_t slot, int64_t count) {
+  for (int64_t s = 0; s < strips; s++)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t at = (s * count + i) * KT_STRIP, row = (strip + s) * KT_STRIP;
+      r->epilogue->activate(
+          &r->moe->activation, w->gate + at, w->up + at, e->gate_bias ? e->gate_bias + row : NULL,
+          e->up_bias ? e->up_bias + row : NULL, t->middle + (slot + i) * r->width + row);
+    }
+}
+
+static void gate_up_item(const run *r, team *t, worker *w, const kt_expert *experts, int64_t item) {
+  const int64_t all = r->width / KT_STRIP, items = ceil_div(all, r->gate_up_strips);
+  const int64_t a = item / items, strip = item % items * r->gate_up_strips;
+  const int64_t strips = smaller(r->gate_up_strips, all - strip);
+  const kt_expert *e = experts + r->route.active[a];
+  const kt_weight gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
+  const kt_weight up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
+  const blocks b = blocks_of(&r->route, a);
+  for (int64_t i = 0; i < b.number; i++) {
+    const int64_t slot = block_start(&b, i), count = block_start(&b, i + 1) - slot;
+    const uint8_t *x = x_rows_of(r, t, w, slot, count);
+    r->product(&gate, strip, strips, x, r->x_stride, count, w->gate, w->panel);
+    r->product(&up, strip, strips, x, r->x_stride, count, w->up, w->panel);
+    activate_block(r, t, w, e, strip, strips, slot, count);
+  }
+}
+
+static void add_block(const run *r, const worker *w, const float *bias, float *partial,
+                      int64_t strip, int64_t strips, int64_t slot, int64_t count) {
+  const int64_t hidden = r->moe->hidden;
+  for (int64_t s = 0; s < strips; s++)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t column = (strip + s) * KT_STRIP, token = r->route.token[slot + i];
+      r->epilogue->accumulate(r->route.weight[slot + i], w->gate + (s * count + i) * KT_STRIP,
+                              bias ? bias + column : NULL, partial + token * hidden + column);
+    }
+}
+
+static void down_item(const run *r, const team *t, worker *w, const kt_expert *experts,
+                      float *partial, int64_t item) {
+  const int64_t hidden = r->moe->hidden, strip = item * r->down_strips;
+  const int64_t strips = smaller(r->down_strips, hidden / KT_STRIP - strip);
+  for (int64_t token = 0; token < r->tokens; token++)
+    memset(partial + token * hidden + strip * KT_STRIP, 0,
+           (size_t)(strips * KT_STRIP) * sizeof *partial);
+  for (int64_t a = 0; a < r->route.active_count; a++) {
+    const kt_expert *e = experts + r->route.active[a];
+    const kt_weight down = {e->down, e->down_scale, hidden, r->width, r->moe->layout};
+    const blocks b = blocks_of(&r->route, a);
+    for (int64_t i = 0; i < b.number; i++) {
+      const int64_t slot = block_start(&b, i), count = block_start(&b, i + 1) - slot;
+      r->product(&down, strip, strips, t->mid_rows + slot * r->mid_stride, r->mid_stride, count,
+                 w->gate, w->panel);
+      add_block(r, w, e->down_bias, partial, strip, strips, slot, count);
+    }
+  }
+}
+
+static void compute_part(run *r, team *t, worker *w, int64_t part) {
+  part_work *p = r->parts + part;
+  const kt_expert *experts = r->moe->expert + part * r->moe->experts;
+  w->gathered = -1;
+  for (int64_t first, count; kt_share_take(&p->gate_up, &first, &count);)
+    for (int64_t i = first; i < first + count; i++) gate_up_item(r, t, w, experts, i);
+  kt_barrier_wait(&t->barrier);
+  make_mid_rows(r, t, p);
+  kt_barrier_wait(&t->barrier);
+  for (int64_t first, count; kt_share_take(&p->down, &first, &count);)
+    for (int64_t i = first; i < first + count; i++) down_item(r, t, w, experts, p->partial, i);
+}
+
+static void finish(run *r) {
+  const int64_t hidden = r->moe->hidden;
+  for (int64_t first, count; kt_share_take(&r->finish, &first, &count);)
+    for (int64_t token = first; token < first + count; token++)
+      r->epilogue->finish(r->parts[0].partial + token * hidden, r->moe->parts, r->partial_size,
+                          hidden, r->y + token * hidden);
+}
+
+/* ---- The job ---------------------------------------------------------------
+ *
+ * Team t has the nodes n with n * teams / nodes == t, and the parts likewise. */
+
+static int64_t team_of(const run *r, int32_t thread) {
+  return kt_pool_node_of(r->pool, thread) * r->team_count / kt_pool_nodes(r->pool);
+}
+
+static int64_t first_part(const run *r, int64_t team_index) {
+  return ceil_div(team_index * r->moe->parts, r->team_count);
+}
+
+static void forward_job(void *context, int32_t thread) {
+  run *r = context;
+  const uint64_t mode = kt_float_mode_enter();
+  const int64_t index = team_of(r, thread);
+  team *t = r->teams + index;
+  worker *w = r->workers + thread;
+  make_x_rows(r, t, w);
+  kt_barrier_wait(&t->barrier);
+  for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)
+    compute_part(r, t, w, part);
+  kt_barrier_wait(&r->all);
+  finish(r);
+  kt_float_mode_leave(mode);
+}
+
+static int32_t team_threads(const run *r, int64_t index) {
+  int32_t count = 0;
+  for (int32_t thread = 0; thread < kt_pool_threads(r->pool); thread++)
+    count += team_of(r, thread) == index;
+  return count;
+}
+
+/* Few items per thread leave some idle at the end, many make each too short to stream. */
+static int64_t strips_per_item(int64_t strips, int64_t threads) {
+  return larger(1, smaller(KT_MAX_STRIPS, strips / (threads * STRIPS_PER_THREAD)));
+}
+
+static void prepare_team(run *r, int64_t index) {
+  const int32_t threads = team_threads(r, index);
+  kt_barrier_init(&r->teams[index].barrier, threads);
+  kt_share_init(&r->teams[index].rows, r->tokens, 1, threads);
+  for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++) {
+    part_work *p = r->parts + part;
+    const int64_t per_expert = ceil_div(r->width / KT_STRIP, r->gate_up_strips);
+    kt_share_init(&p->gate_up, r->route.active_count * per_expert, 1, threads);
+    kt_share_init(&p->middle, r->route.slots, 1, threads);
+    kt_share_init(&p->down, ceil_div(r->moe->hidden / KT_STRIP, r->down_strips), 1, threads);
+  }
+}
+
+static kt_status forward_batch(run *r) {
+  const int32_t threads = kt_pool_threads(r->pool);
+  const int64_t team_size = larger(1, threads / r->team_count);
+  const int64_t strips = r->route.active_count * (r->width / KT_STRIP);
+  r->gate_up_strips = strips_per_item(strips, team_size);
+  r->down_strips = strips_per_item(r->moe->hidden / KT_STRIP, team_size);
+  kt_barrier_init(&r->all, threads);
+  kt_share_init(&r->finish, r->tokens, 1, threads);
+  for (int64_t index = 0; index < r->team_count; index++) prepare_team(r, index);
+  return kt_pool_run(r->pool, forward_job, r);
+}
+
+/* ---- Public entry points --------------------------------------------------- */
+
+static kt_status check_layer(const kt_moe *moe, const kt_pool *pool) {
+  if (!moe || !pool || !moe->expert || moe->hidden < 1 || moe->intermediate < 1 ||
+      moe->experts < 1 || moe->experts > INT32_MAX || moe->parts < 1)
+    return KT_ERR_ARGUMENT;
+  if (moe->activation.function < KT_SWIGLU || moe->activation.function > KT_GELU_TANH)
+    return KT_ERR_ARGUMENT;
+  if (moe->intermediate % moe->parts) return KT_ERR_SHAPE;
+  const int64_t width = moe->intermediate / moe->parts;
+  const int fits = kt_weight_size(&moe->layout, width, moe->hidden) &&
+                   kt_weight_size(&moe->layout, moe->hidden, width);
+  return fits ? KT_OK : KT_ERR_SHAPE;
+}
+
+static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
+  const kt_gemm *gemm = kt_gemm_of(moe->layout.kernel);
+  const int64_t width = moe->intermediate / moe->parts;
+  run r = {
+      .moe = moe,
+      .gemm = gemm,
+      .epilogue = &kt_epilogue_scalar,
+      .product = kt_gemm_product(gemm),
+      .pool = pool,
+      .team_count = smaller(kt_pool_nodes(pool), moe->parts),
+      .width = width,
+      .tokens = smaller(tokens, BATCH),
+      .x_stride = (int64_t)kt_rows_stride(gemm->rows_kind, moe->hidden, moe->layout.group),
+      .mid_stride = (int64_t)kt_rows_stride(gemm->rows_kind, width, moe->layout.group),
+  };
+#if KT_X86
+  if (kt_isa_dispatch() >= KT_ISA_AVX512) r.epilogue = &kt_epilogue_avx512;
+#endif
+  return r;
+}
+
+size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool) {
+  if (check_layer(moe, pool) != KT_OK || tokens < 1 || top_k < 1) return 0;
+  run r = start_run(moe, (kt_pool *)(uintptr_t)pool, tokens);
+  return lay_out(&r, NULL, top_k);
+}
+
+kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
+                         const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
+                         uint16_t *y, void *scratch, size_t scratch_size) {
+  const kt_status status = check_layer(moe, pool);
+  if (status != KT_OK) return status;
+  if (tokens < 1 || top_k < 1 || !x || !ids || !weights || !y || !scratch ||
+      (id_size != 4 && id_size != 8) || (uintptr_t)scratch % LINE)
+    return KT_ERR_ARGUMENT;
+  if (kt_route_check(ids, id_size, tokens * top_k, moe->experts) != KT_OK) return KT_ERR_EXPERT;
+  if (scratch_size < kt_moe_scratch_size(moe, tokens, top_k, pool)) return KT_ERR_SCRATCH;
+  run r = start_run(moe, pool, tokens);
+  lay_out(&r, scratch, top_k);
+  for (int64_t first = 0; first < tokens; first += BATCH) {
+    r.tokens = smaller(BATCH, tokens - first);
+    r.x = x + first * moe->hidden;
+    r.y = y + first * moe->hidden;
+    kt_route_group(&r.route, (const uint8_t *)ids + first * top_k * id_size, id_size,
+                   weights + first * top_k, r.tokens, top_k, moe->experts);
+    const kt_status ran = forward_batch(&r);
+    if (ran != KT_OK) return ran;
+  }
+  return KT_OK;
+}
+
+/* ---- Touching pages -------------------------------------------------------- */
+
+typedef struct touching {
+  run *r;
+  kt_share *share; /* per part */
+} touching;
+
+static uint8_t touch_pages(const void *memory, size_t size) {
+  const volatile uint8_t *bytes = memory;
+  uint8_t sum = 0;
+  for (size_t i = 0; i < size; i += PAGE) sum ^= bytes[i];
+  return sum;
+}
+
+static void touch_job(void *context, int32_t thread) {
+  const touching *job = context;
+  const run *r = job->r;
+  const kt_layout *layout = &r->moe->layout;
+  const size_t wide = kt_weight_size(layout, r->width, r->moe->hidden);
+  const size_t tall = kt_weight_size(layout, r->moe->hidden, r->width);
+  const int64_t index = team_of(r, thread);
+  for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)
+    for (int64_t e, n; kt_share_take(job->share + part, &e, &n);)
+      for (const kt_expert *x = r->moe->expert + part * r->moe->experts + e; n > 0; n--, x++) {
+        if (x->gate) touch_pages(x->gate, wide);
+        if (x->up) touch_pages(x->up, wide);
+        if (x->down) touch_pages(x->down, tall);
+      }
+}
+
+enum { TOUCH_PARTS = 64 };
+
+kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool) {
+  const kt_status status = check_layer(moe, pool);
+  if (status != KT_OK) return status;
+  if (moe->parts > TOUCH_PARTS) return KT_ERR_ARGUMENT;
+  kt_share share[TOUCH_PARTS];
+  run r = start_run(moe, pool, 1);
+  for (int64_t part = 0; part < moe->parts; part++)
+    kt_share_init(share + part, moe->experts, 1, kt_pool_threads(pool));
+  touching job = {&r, share};
+  return kt_pool_run(pool, touch_job, &job);
+}

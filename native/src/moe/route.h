@@ -1,0 +1,25 @@
+/* route.h - the tokens of each expert. */
+#ifndef KT_ROUTE_H
+#define KT_ROUTE_H
+
+#include "ktconv.h"
+
+/* A slot is one (token, choice) pair whose expert is here. Slots are ordered by expert, then
+ * by token: expert active[a] has slots start[a] .. start[a+1]-1. */
+typedef struct kt_route {
+  int32_t *active; /* [min(experts, slots)] ids of experts with tokens, ascending */
+  int32_t *start;  /* [active + 1] */
+  int32_t *token;  /* [slots] */
+  float *weight;   /* [slots] routing weight */
+  int32_t *count;  /* [experts] working memory */
+  int64_t active_count, slots;
+} kt_route;
+
+/* KT_ERR_EXPERT unless every id is -1 or below `experts`. */
+kt_status kt_route_check(const void *ids, int32_t id_size, int64_t count, int64_t experts);
+
+/* Groups checked ids [tokens, top_k]; the arrays have room. */
+void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const float *weights,
+                    int64_t tokens, int64_t top_k, int64_t experts);
+
+#endif

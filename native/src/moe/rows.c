@@ -1,0 +1,74 @@
+/* Activation rows: where things lie in a row, and the scalar truth of the codes. */
+#include "rows.h"
+
+#include "../cpu.h"
+
+enum { KT_LINE = 64 };
+
+static size_t whole_lines(size_t size) { return (size + KT_LINE - 1) / KT_LINE * KT_LINE; }
+
+size_t kt_rows_codes_size(kt_rows_kind kind, int64_t cols) {
+  return whole_lines((size_t)cols * (kind == KT_ROWS_BF16 ? 2 : 1));
+}
+
+size_t kt_rows_stride(kt_rows_kind kind, int64_t cols, int64_t group) {
+  const size_t codes = kt_rows_codes_size(kind, cols);
+  if (kind != KT_ROWS_GROUP) return codes + KT_LINE;
+  return codes + whole_lines((size_t)(cols / group) * (sizeof(float) + sizeof(int32_t)));
+}
+
+void kt_rows_codes_scalar(const float *x, int64_t cols, int8_t *codes, float *scale, int32_t *sum) {
+  const uint32_t max_bits = kt_row_max_bits(x, cols);
+  float inverse;
+  *scale = kt_rows_scale(max_bits, &inverse);
+  *sum = 0;
+  for (int64_t k = 0; k < cols; k++) {
+    codes[k] = max_bits < KT_NONFINITE_BITS ? (int8_t)kt_round_even(x[k] * inverse) : 0;
+    *sum += codes[k];
+  }
+}
+
+void kt_rows_bf16_scalar(const float *x, int64_t n, uint16_t *out) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = kt_bits(x[i]), magnitude = bits & 0x7fffffffu;
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    out[i] = (uint16_t)((magnitude > KT_NONFINITE_BITS ? bits | 0x00400000u : rounded) >> 16);
+  }
+}
+
+static kt_rows_codes_fn *codes_function(void) {
+#if KT_X86
+  if (kt_isa_dispatch() >= KT_ISA_AVX512) return kt_rows_codes_avx512;
+#endif
+  return kt_rows_codes_scalar;
+}
+
+static kt_rows_bf16_fn *bf16_function(void) {
+#if KT_X86
+  if (kt_isa_dispatch() >= KT_ISA_AVX512) return kt_rows_bf16_avx512;
+#endif
+  return kt_rows_bf16_scalar;
+}
+
+static void quantize_groups(int64_t cols, int64_t group, const float *x, uint8_t *row) {
+  const int64_t groups = cols / group;
+  float *scale = (float *)(void *)(row + kt_rows_codes_size(KT_ROWS_GROUP, cols));
+  int32_t *sum = (int32_t *)(void *)(scale + groups);
+  kt_rows_codes_fn *quantize = codes_function();
+  for (int64_t g = 0; g < groups; g++)
+    quantize(x + g * group, group, (int8_t *)row + g * group, scale + g, sum + g);
+}
+
+void kt_rows_quantize(kt_rows_kind kind, int64_t cols, int64_t group, const float *x,
+                      uint8_t *row) {
+  const size_t used = (size_t)cols * (kind == KT_ROWS_BF16 ? 2 : 1);
+  uint8_t *behind = row + kt_rows_codes_size(kind, cols);
+  memset(row + used, 0, (size_t)(behind - (row + used)));
+  if (kind == KT_ROWS_BF16)
+    bf16_function()(x, cols, (uint16_t *)(void *)row);
+  else if (kind == KT_ROWS_GROUP)
+    quantize_groups(cols, group, x, row);
+  else
+    codes_function()(x, cols, (int8_t *)row, (float *)(void *)behind,
+                     (int32_t *)(void *)(behind + sizeof(float)));
+}
