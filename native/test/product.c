@@ -1,0 +1,38 @@
+/* product.c - doors to what the MoE forward calls, for tests (tests/native/kernels). Compiled
+ * with the library into one shared object. */
+#include "../src/moe/gemm.h"
+
+static const kt_gemm *gemm_of(const kt_layout *layout) { return kt_gemm_of(layout->kernel); }
+
+int32_t kt_test_max_tokens(void) { return KT_MAX_TOKENS; }
+int32_t kt_test_max_strips(void) { return KT_MAX_STRIPS; }
+int64_t kt_test_panel_size(void) { return KT_PANEL_SIZE; }
+
+/* Bytes from one activation row to the next. */
+int64_t kt_test_stride(const kt_layout *layout, int64_t cols) {
+  return (int64_t)kt_rows_stride(gemm_of(layout)->rows_kind, cols, layout->group);
+}
+
+/* Activation rows of x, row-major [tokens, cols]. */
+void kt_test_rows(const kt_layout *layout, int64_t tokens, int64_t cols, const float *x,
+                  uint8_t *rows) {
+  const int64_t stride = kt_test_stride(layout, cols);
+  for (int64_t t = 0; t < tokens; t++)
+    kt_rows_quantize(gemm_of(layout)->rows_kind, cols, layout->group, x + t * cols,
+                     rows + t * stride);
+}
+
+/* Whether a level has a product of its own for this layout that this CPU can run. */
+int kt_test_has_product(const kt_layout *layout, int isa) {
+  if (kt_isa_use(isa) != KT_OK) return 0;
+  return kt_gemm_product(gemm_of(layout)) == gemm_of(layout)->product[isa];
+}
+
+/* See kt_product_fn; at the level of the last kt_test_has_product or kt_isa_use. */
+void kt_test_product(const kt_layout *layout, int64_t rows, int64_t cols, const uint8_t *codes,
+                     const void *scale, int64_t strip, int64_t strips, const uint8_t *x,
+                     int64_t tokens, float *out, uint8_t *panel) {
+  const kt_weight w = {codes, scale, rows, cols, *layout};
+  kt_gemm_product(gemm_of(layout))(&w, strip, strips, x, kt_test_stride(layout, cols), tokens, out,
+                                   panel);
+}

@@ -1,0 +1,22 @@
+"""The library with the doors of native/test/product.c, compiled for the tests."""
+
+from __future__ import annotations
+
+import pytest
+from native.kernels.product import Products, compile_products
+
+
+@pytest.fixture(scope="session")
+def products(pytestconfig: pytest.Config) -> Products:
+    """All kernels, one product at a time."""
+    compiler = Products.compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    return Products(compile_products(compiler, pytestconfig.cache.mkdir("ktconv-products")))
+
+
+@pytest.fixture(params=["scalar", "avx512", "amx"])
+def level(request: pytest.FixtureRequest) -> str:
+    """Each level in turn; `Products.use` skips those that a kernel or this CPU lacks."""
+    name: str = request.param
+    return name

@@ -1,0 +1,282 @@
+"""Packs weights, makes activation rows and calls one product, through native/test/product.c."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+
+Array = NDArray[Any]
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+
+NATIVE = Path(__file__).parents[3] / "native"
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi.py
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+STRIP = 32
+LEVELS = {"scalar": 0, "avx512": 1, "amx": 2}
+KERNELS = {"int8": 0, "int4": 1, "bf16": 2, "fp8": 3, "mxfp4": 4, "gint4": 5}
+SCALES = {"none": 0, "f32": 1, "bf16": 2, "ue8m0": 3}
+STATUS_NONFINITE = 6
+
+
+class Layout(ctypes.Structure):
+    """kt_layout."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, kernel: str, group: int = 0, scale: str = "none") -> Layout:
+        return cls(KERNELS[kernel], group, SCALES[scale])
+
+
+def compile_products(compiler: str, cache: Path) -> Path:
+    """The shared object. Objects are kept in `cache` as long as no source changes."""
+    headers = hashlib.sha256(" ".join([compiler, *FLAGS]).encode())
+    for header in sorted(NATIVE.rglob("*.h")):
+        headers.update(header.read_bytes())
+
+    def compiled(source: Path) -> Path:
+        key = headers.copy()
+        key.update(source.read_bytes())
+        target = cache / f"{source.stem}-{key.hexdigest()[:20]}.o"
+        if not target.exists():
+            partial = target.with_suffix(f".{os.getpid()}")
+            include = f"-I{NATIVE / 'include'}"
+            subprocess.run(
+                [compiler, *FLAGS, include, "-c", str(source), "-o", str(partial)], check=True
+            )
+            partial.rename(target)
+        return target
+
+    sources = [*sorted(NATIVE.glob("src/**/*.c")), NATIVE / "test/product.c"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources))
+    for old in {*cache.glob("*.o"), *cache.glob("*.so")} - {*objects}:
+        old.unlink()
+    library = cache / f"products-{os.getpid()}.so"
+    command = [compiler, "-shared", *map(str, objects), "-lm", "-pthread", "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+class Guarded:
+    """Bytes that end `before` bytes before an unreadable page."""
+
+    def __init__(self, size: int, before: int = 0) -> None:
+        inner = -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, inner + mmap.PAGESIZE)
+        whole = np.frombuffer(self._memory, np.uint8)
+        self._last = ctypes.c_void_p(whole.ctypes.data + inner)
+        self._protect(0)
+        self.bytes: U8 = whole[inner - before - size : inner - before]
+
+    def _protect(self, mode: int) -> None:
+        if LIBC.mprotect(self._last, ctypes.c_size_t(mmap.PAGESIZE), mode):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def __del__(self) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def guarded_copy(array: Array, before: int = 0) -> U8:
+    """The bytes of `array` against a guard page; unguarded again once nobody refers to them."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    guard = Guarded(flat.size, before)
+    guard.bytes[:] = flat
+    view = guard.bytes.view(_Held)
+    view.guard = guard
+    return view
+
+
+class _Held(np.ndarray[Any, Any]):
+    """An array that keeps its guard page alive."""
+
+    guard: Guarded | None = None
+
+    def __array_finalize__(self, base: object) -> None:
+        self.guard = getattr(base, "guard", None)
+
+
+def address(array: Array | None) -> ctypes.c_void_p | None:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+@dataclass
+class Weight:
+    """A packed matrix; both buffers end at guard pages."""
+
+    layout: Layout
+    rows: int
+    cols: int
+    codes: U8
+    scale: U8 | None
+
+    @property
+    def strips(self) -> int:
+        return self.rows // STRIP
+
+    def moved(self, before: int) -> Weight:
+        """The same with codes that end `before` bytes before the guard page."""
+        codes = guarded_copy(self.codes, before)
+        return Weight(self.layout, self.rows, self.cols, codes, self.scale)
+
+
+class Refused(Exception):
+    """kt_weight_pack's status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"kt_weight_pack returned {status}")
+        self.status = status
+
+
+class Products:
+    """The functions of product.c."""
+
+    def __init__(self, library: Path) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        for name in ("kt_weight_size", "kt_weight_scale_size"):
+            getattr(self._lib, name).restype = ctypes.c_size_t
+        for name in ("kt_test_stride", "kt_test_panel_size"):
+            getattr(self._lib, name).restype = ctypes.c_int64
+        self.max_tokens = int(self._lib.kt_test_max_tokens())
+        self.max_strips = int(self._lib.kt_test_max_strips())
+        self._panel = guarded_copy(np.full(self._lib.kt_test_panel_size(), 0xA5, np.uint8))
+
+    @staticmethod
+    def compiler() -> str | None:
+        return shutil.which(os.environ.get("CC", "cc"))
+
+    def use(self, layout: Layout, level: str) -> None:
+        """Products are of that level from now on; skips the test if there are none."""
+        if not self._lib.kt_test_has_product(ctypes.byref(layout), LEVELS[level]):
+            pytest.skip(f"no {level} product of this kernel on this machine")
+
+    def sizes(self, layout: Layout, rows: int, cols: int) -> tuple[int, int]:
+        """Bytes of codes and scales; (0, 0) for a shape or layout that is refused."""
+        shape = (ctypes.byref(layout), ctypes.c_int64(rows), ctypes.c_int64(cols))
+        return self._lib.kt_weight_size(*shape), self._lib.kt_weight_scale_size(*shape)
+
+    def pack(
+        self, layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None = None
+    ) -> Weight:
+        """kt_weight_pack, into memory that held something else and ends at guard pages."""
+        code_size, scale_size = self.sizes(layout, rows, cols)
+        packed = guarded_copy(np.full(code_size, 0x5A, np.uint8))
+        packed_scale = guarded_copy(np.full(scale_size, 0x5A, np.uint8)) if scale_size else None
+        source = guarded_copy(codes)
+        source_scale = None if scale is None else guarded_copy(scale)
+        status = self._lib.kt_weight_pack(
+            ctypes.byref(layout),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(cols),
+            address(source),
+            address(source_scale),
+            address(packed),
+            address(packed_scale),
+        )
+        if status:
+            raise Refused(status)
+        return Weight(layout, rows, cols, packed, packed_scale)
+
+    def rows(self, layout: Layout, x: F32) -> U8:
+        """Activation rows uint8 [tokens, stride] of x, against a guard page."""
+        tokens, cols = x.shape
+        values = np.ascontiguousarray(x, np.float32)
+        stride = self._lib.kt_test_stride(ctypes.byref(layout), ctypes.c_int64(cols))
+        rows = guarded_copy(np.full(tokens * stride, 0xA5, np.uint8))
+        self._lib.kt_test_rows(
+            ctypes.byref(layout),
+            ctypes.c_int64(tokens),
+            ctypes.c_int64(cols),
+            address(values),
+            address(rows),
+        )
+        return rows.reshape(tokens, stride)
+
+    def product(self, w: Weight, x: U8, strip: int = 0, strips: int = 1) -> F32:
+        """float32 [tokens, 32 * strips], columns in the order of w's rows."""
+        tokens = len(x)
+        if not x.flags.c_contiguous or x.ctypes.data % 64:
+            x = guarded_copy(x).reshape(x.shape)
+        poison = np.full(strips * tokens * STRIP, np.nan, np.float32)
+        out = guarded_copy(poison)
+        self._lib.kt_test_product(
+            ctypes.byref(w.layout),
+            ctypes.c_int64(w.rows),
+            ctypes.c_int64(w.cols),
+            address(w.codes),
+            address(w.scale),
+            ctypes.c_int64(strip),
+            ctypes.c_int64(strips),
+            address(x),
+            ctypes.c_int64(tokens),
+            address(out),
+            address(self._panel),
+        )
+        values = np.array(out).view(np.float32).reshape(strips, tokens, STRIP)
+        return np.ascontiguousarray(values.transpose(1, 0, 2).reshape(tokens, strips * STRIP))
+
+    def everything(self, w: Weight, x: U8) -> F32:
+        """The product with all rows of w, float32 [tokens, rows], in calls of all widths."""
+        parts: list[F32] = []
+        strip = 0
+        while strip < w.strips:
+            strips = min(1 + strip % self.max_strips, w.strips - strip)
+            parts.append(self.product(w, x, strip, strips))
+            strip += strips
+        return np.concatenate(parts, axis=1)
+
+
+def bf16_rounded(x: F32) -> F64:
+    """What a BF16 activation row holds."""
+    return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
+
+
+def activations(tokens: int, cols: int, seed: int) -> F32:
+    """Ordinary values, a few large."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((tokens, cols)).astype(np.float32)
+    x[rng.random(x.shape) < 0.01] *= 30
+    return x
+
+
+def assert_near(found: F32, exact: F64, bound: F64) -> None:
+    """|found - exact| <= bound everywhere; says where it is worst."""
+    error = np.abs(found.astype(np.float64) - exact)
+    excess = np.where(np.isfinite(error), error - bound, np.inf)
+    worst: Sequence[int] = np.unravel_index(int(np.argmax(excess)), excess.shape)  # type: ignore[assignment]
+    at = tuple(worst)
+    assert excess[at] <= 0, f"at {at}: {found[at]} is {error[at]} from {exact[at]}, not {bound[at]}"
+
+
+def assert_batch_independent(products: Products, w: Weight, x: U8) -> F32:
+    """Each token alone gives the same bits as among the others; the common result."""
+    together = products.everything(w, x)
+    for size in (1, 2, 3, 5, 7, 12, 13):
+        for first in range(0, len(x), max(size, len(x) // 5)):
+            part = products.everything(w, x[first : first + size])
+            assert np.array_equal(
+                part.view(np.uint32), together[first : first + size].view(np.uint32)
+            ), f"tokens {first} to {first + len(part)} of {len(x)} differ from those in the batch"
+    return together

@@ -1,0 +1,133 @@
+"""BF16 products: exact packing, bounds against binary64, bits that ignore the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native.kernels.product import (
+    F64,
+    Layout,
+    Products,
+    activations,
+    assert_batch_independent,
+    assert_near,
+    bf16_rounded,
+)
+from numpy.typing import NDArray
+
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.formats.kernels import bf16
+
+LAYOUT = Layout.of("bf16")
+SHAPES = [(32, 32), (64, 96), (128, 544), (160, 1024), (96, 2080), (32, 7168), (64, 7200)]
+TINY = 2.0**-126
+
+
+def weights(rows: int, cols: int, seed: int) -> NDArray[np.uint16]:
+    rng = np.random.default_rng(seed)
+    return f32_to_bf16((rng.standard_normal((rows, cols)) / 16).astype(np.float32))
+
+
+def bound_of(w: F64, x: F64) -> F64:
+    """See docs/formats.md 8.1: n columns are n products rounded into one chain of sums, each
+    within 2^-23 of the sum of the magnitudes so far, and flushed below 2^-126."""
+    cols = w.shape[1]
+    return (cols + 2) * (2.0**-24 * (np.abs(x) @ np.abs(w).T) + TINY)
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_packing(products: Products, rows: int, cols: int) -> None:
+    codes = weights(rows, cols, 1)
+    packed = products.pack(LAYOUT, rows, cols, codes)
+    assert np.array_equal(np.array(packed.codes).view(np.uint16), bf16.pack(codes))
+    assert packed.scale is None
+
+
+def test_an_element(products: Products) -> None:
+    """docs/formats.md 8.1."""
+    codes = np.zeros((64, 96), np.uint16)
+    codes[37, 70] = 0x3F80
+    packed = products.pack(LAYOUT, 64, 96, codes)
+    assert np.flatnonzero(packed.codes).tolist() == [10452, 10453]
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 32), (16, 32), (32, 0), (32, 16), (33, 32)])
+def test_shapes_that_do_not_fit(products: Products, rows: int, cols: int) -> None:
+    assert products.sizes(LAYOUT, rows, cols) == (0, 0)
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_truth(products: Products, level: str, rows: int, cols: int) -> None:
+    products.use(LAYOUT, level)
+    codes = weights(rows, cols, 2)
+    w = products.pack(LAYOUT, rows, cols, codes)
+    x = activations(13, cols, 3)
+    exact = bf16_rounded(x) @ bf16_to_f32(codes).astype(np.float64).T
+    bound = bound_of(bf16_to_f32(codes).astype(np.float64), bf16_rounded(x))
+    assert_near(products.everything(w, products.rows(LAYOUT, x)), exact, bound)
+
+
+@pytest.mark.parametrize("cols", [64, 1056])
+@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+def test_every_number_of_tokens(products: Products, level: str, tokens: int, cols: int) -> None:
+    products.use(LAYOUT, level)
+    codes = weights(64, cols, tokens)
+    w = products.pack(LAYOUT, 64, cols, codes)
+    x = activations(tokens, cols, tokens)
+    wide = bf16_to_f32(codes).astype(np.float64)
+    found = products.everything(w, products.rows(LAYOUT, x))
+    assert_near(found, bf16_rounded(x) @ wide.T, bound_of(wide, bf16_rounded(x)))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(160, 544), (64, 2080), (32, 7200)])
+def test_batch_independence(products: Products, level: str, rows: int, cols: int) -> None:
+    products.use(LAYOUT, level)
+    w = products.pack(LAYOUT, rows, cols, weights(rows, cols, 4))
+    assert_batch_independent(products, w, products.rows(LAYOUT, activations(96, cols, 5)))
+
+
+@pytest.mark.parametrize("before", [1, 36, 63])
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_unaligned_codes(products: Products, level: str, tokens: int, before: int) -> None:
+    products.use(LAYOUT, level)
+    w = products.pack(LAYOUT, 96, 1056, weights(96, 1056, 6))
+    x = products.rows(LAYOUT, activations(tokens, 1056, 7))
+    found = products.everything(w.moved(before), x)
+    assert np.array_equal(found, products.everything(w, x))
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 25])
+def test_nonfinite_numbers_stay_in_their_row(products: Products, level: str, tokens: int) -> None:
+    products.use(LAYOUT, level)
+    codes = weights(64, 96, 8)
+    codes[5, 40], codes[33, 95] = 0x7F80, 0x7FC0
+    x = activations(tokens, 96, 9)
+    x[0, 3] = np.nan
+    x[:, 40] = 1
+    w = products.pack(LAYOUT, 64, 96, codes)
+    found = products.everything(w, products.rows(LAYOUT, x))
+    assert np.isnan(found[0]).all()
+    assert np.isnan(found[:, 33]).all()
+    assert (found[1:, 5] == np.inf).all()
+    others = np.delete(found[1:], [5, 33], axis=1)
+    assert np.isfinite(others).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
+    """Every exponent, denormals included; products neither overflow nor, in sum, vanish."""
+    products.use(LAYOUT, level)
+    rng = np.random.default_rng(10)
+    codes = rng.integers(0, 0x4380, (32, 256), np.uint16)
+    codes |= rng.integers(0, 2, codes.shape, np.uint16) << np.uint16(15)
+    x = np.ldexp(activations(tokens, 256, 11), rng.integers(-140, 8, (tokens, 256))).astype(
+        np.float32
+    )
+    w = products.pack(LAYOUT, 32, 256, codes)
+    wide = bf16_to_f32(codes).astype(np.float64)
+    flushed_x = bf16_rounded(x)
+    found = products.everything(w, products.rows(LAYOUT, x))
+    # A flushed denormal factor is off by less than 2^-126 times the other factor.
+    denormal = TINY * (np.abs(flushed_x).sum(axis=1)[:, None] + np.abs(wide).sum(axis=1)[None, :])
+    exact = flushed_x @ wide.T
+    assert_near(found, exact, bound_of(wide, flushed_x) + denormal)
