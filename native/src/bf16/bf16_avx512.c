@@ -13,4 +13,7 @@ void kt_bf16_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
                   tokens, out, panel);
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -102,8 +102,8 @@ KT_INLINE void kt_int_micro_any(const int int4, const int ascending, int64_t tok
     KT_CASE(1)
     KT_CASE(2)
     KT_CASE(3)
-    KT_CASE(4) KT_CASE(5) KT_CASE(6) KT_CASE(7) KT_CASE(8) KT_CASE(9) KT_CASE(10) KT_CASE(11)
-        KT_CASE(12)
+    KT_CASE(4)
+    KT_CASE(5) KT_CASE(6) KT_CASE(7) KT_CASE(8) KT_CASE(9) KT_CASE(10) KT_CASE(11) KT_CASE(12)
 #undef KT_CASE
   }
 }

@@ -59,4 +59,7 @@ void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, co
                out + s * tokens * KT_STRIP);
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

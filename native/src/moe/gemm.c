@@ -3,6 +3,8 @@
 
 #include "../cpu.h"
 
+#include <stdatomic.h>
+
 static const kt_gemm *const table[] = {
     [KT_KERNEL_INT8] = &kt_int8_gemm,   [KT_KERNEL_INT4] = &kt_int4_gemm,
     [KT_KERNEL_BF16] = &kt_bf16_gemm,   [KT_KERNEL_FP8] = &kt_fp8_gemm,
@@ -14,11 +16,17 @@ const kt_gemm *kt_gemm_of(int kernel) {
   return kernel >= 0 && kernel < count ? table[kernel] : NULL;
 }
 
+/* Asked once: CPUID takes tens of microseconds in a virtual machine. */
 static int present_features(void) {
+  static atomic_int cached = -1;
+  int features = atomic_load_explicit(&cached, memory_order_relaxed);
+  if (features >= 0) return features;
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
-  return (cpu.avx512_vnni ? KT_NEEDS_VNNI : 0) | (cpu.avx512_bf16 ? KT_NEEDS_BF16 : 0) |
-         (cpu.avx512_vbmi ? KT_NEEDS_VBMI : 0);
+  features = (cpu.avx512_vnni ? KT_NEEDS_VNNI : 0) | (cpu.avx512_bf16 ? KT_NEEDS_BF16 : 0) |
+             (cpu.avx512_vbmi ? KT_NEEDS_VBMI : 0);
+  atomic_store_explicit(&cached, features, memory_order_relaxed);
+  return features;
 }
 
 kt_product_fn *kt_gemm_product(const kt_gemm *gemm) {

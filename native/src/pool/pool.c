@@ -6,156 +6,196 @@
 #endif
 #include "pool.h"
 
-#include "wait.h"
+#include "../common/float_mode.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 4096, STACK_SIZE = 1 << 20 };
+/* CPUs: as many as Linux can be built for. Stack: reserved, and used as far as jobs need it. */
+enum { MAX_THREADS = 4096, MAX_CPUS = 8192, STACK_SIZE = 1 << 20 };
 
 typedef struct member {
-  pthread_t thread;
   struct kt_pool *pool;
-  int32_t index, cpu, node;
+  pthread_t thread;
+  int32_t index, cpu, node, rank;
 } member;
 
 struct kt_pool {
   int32_t threads, nodes;
-  int32_t placed; /* threads have CPUs of their own and there are several nodes */
   pid_t owner;
   member *members; /* [threads]; 0 is the caller and has no thread */
   pthread_mutex_t one_job;
-  kt_job *job;
+  kt_job *job; /* NULL: members end */
   void *context;
-  int32_t stop;
-  _Alignas(KT_CACHE_LINE) atomic_uint generation; /* of the job; changes when one starts */
-  _Alignas(KT_CACHE_LINE) atomic_int sleepers;
-  _Alignas(KT_CACHE_LINE) atomic_uint finished; /* members that are done with this job */
+  _Alignas(KT_CACHE_LINE) kt_turn started;
+  _Alignas(KT_CACHE_LINE) atomic_int working; /* members that have not finished this job */
+  _Alignas(KT_CACHE_LINE) kt_turn finished;
 };
 
 /* ---- Barrier ---------------------------------------------------------------- */
 
 void kt_barrier_init(kt_barrier *barrier, int32_t count) {
   atomic_init(&barrier->arrived, 0);
-  atomic_init(&barrier->generation, 0);
+  kt_turn_init(&barrier->turn);
   barrier->count = count;
 }
 
 void kt_barrier_wait(kt_barrier *barrier) {
-  const unsigned now = atomic_load_explicit(&barrier->generation, memory_order_acquire);
+  const unsigned now = kt_turn_now(&barrier->turn);
   if (atomic_fetch_add_explicit(&barrier->arrived, 1, memory_order_acq_rel) + 1 < barrier->count) {
-    kt_wait_awake(&barrier->generation, now);
+    kt_turn_wait(&barrier->turn, now);
     return;
   }
   atomic_store_explicit(&barrier->arrived, 0, memory_order_relaxed);
-  atomic_store_explicit(&barrier->generation, now + 1, memory_order_release);
+  kt_turn_next(&barrier->turn);
 }
 
-/* ---- Workers ------------------------------------------------------------------ */
+/* ---- Placement ---------------------------------------------------------------- *
+ *
+ * A wish: a CPU that is offline or not for this process changes nothing. */
 
-static void move_to_cpus(const kt_pool *pool, int32_t node, int32_t cpu) {
 #if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (int32_t t = 0; t < pool->threads; t++)
-    if (cpu >= 0 ? t == cpu : pool->members[t].node == node)
-      if (pool->members[t].cpu >= 0 && pool->members[t].cpu < CPU_SETSIZE)
-        CPU_SET((size_t)pool->members[t].cpu, &set);
-  if (CPU_COUNT(&set)) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+
+enum { CPU_SETS = MAX_CPUS / CPU_SETSIZE };
+
+typedef struct cpu_mask {
+  cpu_set_t sets[CPU_SETS]; /* one cpu_set_t ends at CPU 1023 */
+} cpu_mask;
+
+static int get_cpus(cpu_mask *mask) {
+  return pthread_getaffinity_np(pthread_self(), sizeof *mask, mask->sets) == 0;
+}
+
+static void set_cpus(const cpu_mask *mask) {
+  pthread_setaffinity_np(pthread_self(), sizeof *mask, mask->sets);
+}
+
+static void move_to(int32_t cpu) {
+  cpu_mask mask;
+  CPU_ZERO_S(sizeof mask, mask.sets);
+  CPU_SET_S((size_t)cpu, sizeof mask, mask.sets);
+  set_cpus(&mask);
+}
+
+/* The caller's thread belongs to the program: it is moved only where the job's speed depends
+ * on its node, and put back. */
+static void run_as_caller(const kt_pool *pool, kt_job *job, void *context) {
+  const int32_t cpu = pool->nodes > 1 ? pool->members[0].cpu : -1;
+  cpu_mask before;
+  if (cpu < 0 || !get_cpus(&before)) {
+    job(context, 0);
+    return;
+  }
+  move_to(cpu);
+  job(context, 0);
+  set_cpus(&before);
+}
+
 #else
-  (void)pool, (void)node, (void)cpu;
+
+static void move_to(int32_t cpu) { (void)cpu; }
+
+static void run_as_caller(const kt_pool *pool, kt_job *job, void *context) {
+  (void)pool;
+  job(context, 0);
+}
+
 #endif
+
+/* ---- Members ------------------------------------------------------------------ */
+
+static void finish(kt_pool *pool) {
+  if (atomic_fetch_sub_explicit(&pool->working, 1, memory_order_acq_rel) == 1)
+    kt_turn_next(&pool->finished);
 }
 
 static void *work(void *argument) {
   const member *self = argument;
   kt_pool *pool = self->pool;
-  unsigned generation = 0;
-  if (self->cpu >= 0) move_to_cpus(pool, self->node, self->index);
-  for (;;) {
-    kt_wait_asleep(&pool->generation, generation, &pool->sleepers);
-    generation = atomic_load_explicit(&pool->generation, memory_order_acquire);
-    if (pool->stop) return NULL;
+  kt_float_mode_enter(); /* not the creator's */
+  if (self->cpu >= 0) move_to(self->cpu);
+  for (unsigned turn = 0;; turn += 2) {
+    kt_turn_wait(&pool->started, turn);
+    if (!pool->job) return NULL;
     pool->job(pool->context, self->index);
-    atomic_fetch_add_explicit(&pool->finished, 1, memory_order_release);
+    finish(pool);
   }
 }
 
-/* Signals are for the threads of the program, except those that a fault of ours raises. */
+/* Signals are for the threads of the program, except those that a job's own instructions
+ * raise: blocked, they would end the process in place of reaching its handler. */
 static void block_signals(sigset_t *before) {
-  static const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGABRT, SIGPROF};
+  static const int raised[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS};
   sigset_t set;
   sigfillset(&set);
-  for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&set, faults[i]);
+  for (size_t i = 0; i < sizeof raised / sizeof *raised; i++) sigdelset(&set, raised[i]);
   pthread_sigmask(SIG_SETMASK, &set, before);
 }
 
-static int start_members(kt_pool *pool) {
+/* Number of members that are there then, the caller included. */
+static int32_t start_members(kt_pool *pool) {
   pthread_attr_t attributes;
   sigset_t before;
-  int started = 1;
-  if (pthread_attr_init(&attributes) != 0) return 0;
+  int32_t count = 1;
+  if (pthread_attr_init(&attributes) != 0) return count;
   pthread_attr_setstacksize(&attributes, STACK_SIZE);
-  block_signals(&before);
-  for (; started < pool->threads; started++)
-    if (pthread_create(&pool->members[started].thread, &attributes, work,
-                       pool->members + started) != 0)
-      break;
+  block_signals(&before); /* threads inherit it */
+  for (; count < pool->threads; count++) {
+    member *next = pool->members + count;
+    if (pthread_create(&next->thread, &attributes, work, next) != 0) break;
+  }
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_attr_destroy(&attributes);
-  return started;
+  return count;
 }
 
-static void start_job(kt_pool *pool, kt_job *job, void *context) {
-  pool->job = job;
-  pool->context = context;
-  atomic_store_explicit(&pool->finished, 0, memory_order_relaxed);
-  atomic_fetch_add_explicit(&pool->generation, 1, memory_order_release);
-  kt_wait_wake(&pool->generation, &pool->sleepers);
-}
-
-static void wait_for_members(kt_pool *pool, int32_t members) {
-  for (unsigned done;
-       (done = atomic_load_explicit(&pool->finished, memory_order_acquire)) != (unsigned)members;)
-    kt_wait_awake(&pool->finished, done);
+static void stop_members(kt_pool *pool, int32_t count) {
+  pool->job = NULL;
+  kt_turn_next(&pool->started);
+  for (int32_t t = 1; t < count; t++) pthread_join(pool->members[t].thread, NULL);
 }
 
 /* ---- Creation -------------------------------------------------------------------- */
 
-static kt_status check_nodes(int32_t threads, const int32_t *nodes) {
-  if (!nodes) return KT_OK;
-  if (nodes[0] != 0) return KT_ERR_ARGUMENT;
-  for (int32_t t = 1; t < threads; t++)
-    if (nodes[t] < nodes[t - 1] || nodes[t] > nodes[t - 1] + 1) return KT_ERR_ARGUMENT;
+static kt_status check_places(int32_t threads, const int32_t *cpus, const int32_t *nodes) {
+  for (int32_t t = 0; t < threads; t++) {
+    if (cpus && (cpus[t] < -1 || cpus[t] >= MAX_CPUS)) return KT_ERR_ARGUMENT;
+    const int32_t last = nodes && t ? nodes[t - 1] : 0;
+    if (nodes && (nodes[t] < last || nodes[t] > last + (t > 0))) return KT_ERR_ARGUMENT;
+  }
   return KT_OK;
 }
 
-static kt_pool *new_pool(int32_t threads, const int32_t *cpus, const int32_t *nodes) {
-  kt_pool *pool = aligned_alloc(KT_CACHE_LINE, sizeof *pool);
-  member *members = calloc((size_t)threads, sizeof *members);
-  if (!pool || !members) {
-    free(pool), free(members);
-    return NULL;
+static void place_members(kt_pool *pool, const int32_t *cpus, const int32_t *nodes) {
+  for (int32_t t = 0; t < pool->threads; t++) {
+    member *m = pool->members + t;
+    m->pool = pool;
+    m->index = t;
+    m->cpu = cpus ? cpus[t] : -1;
+    m->node = nodes ? nodes[t] : 0;
+    m->rank = t && m[-1].node == m->node ? m[-1].rank + 1 : 0;
   }
-  memset(pool, 0, sizeof *pool);
-  *pool = (kt_pool){.threads = threads, .owner = getpid(), .members = members};
-  pool->nodes = nodes ? nodes[threads - 1] + 1 : 1;
-  pool->placed = cpus && pool->nodes > 1;
-  pthread_mutex_init(&pool->one_job, NULL);
-  for (int32_t t = 0; t < threads; t++)
-    members[t] = (member){
-        .pool = pool, .index = t, .cpu = cpus ? cpus[t] : -1, .node = nodes ? nodes[t] : 0};
-  return pool;
+  pool->nodes = pool->members[pool->threads - 1].node + 1;
 }
 
-static void stop_members(kt_pool *pool, int started) {
-  pool->stop = 1;
-  start_job(pool, NULL, NULL);
-  for (int t = 1; t < started; t++) pthread_join(pool->members[t].thread, NULL);
+static kt_pool *new_pool(int32_t threads) {
+  kt_pool *pool = aligned_alloc(KT_CACHE_LINE, sizeof *pool);
+  member *members = calloc((size_t)threads, sizeof *members);
+  if (!pool || !members || pthread_mutex_init(&pool->one_job, NULL) != 0) {
+    free(members);
+    free(pool);
+    return NULL;
+  }
+  pool->threads = threads;
+  pool->members = members;
+  pool->owner = getpid();
+  kt_turn_init(&pool->started);
+  kt_turn_init(&pool->finished);
+  atomic_init(&pool->working, 0);
+  return pool;
 }
 
 static void free_pool(kt_pool *pool) {
@@ -167,13 +207,14 @@ static void free_pool(kt_pool *pool) {
 kt_status kt_pool_create(int32_t threads, const int32_t *cpus, const int32_t *nodes,
                          kt_pool **pool) {
   if (!pool || threads < 1 || threads > MAX_THREADS) return KT_ERR_ARGUMENT;
-  const kt_status status = check_nodes(threads, nodes);
+  const kt_status status = check_places(threads, cpus, nodes);
   if (status != KT_OK) return status;
-  kt_pool *made = new_pool(threads, cpus, nodes);
+  kt_pool *made = new_pool(threads);
   if (!made) return KT_ERR_THREADS;
-  const int started = start_members(made);
-  if (started < threads) {
-    stop_members(made, started);
+  place_members(made, cpus, nodes);
+  const int32_t count = start_members(made);
+  if (count < threads) {
+    stop_members(made, count);
     free_pool(made);
     return KT_ERR_THREADS;
   }
@@ -193,11 +234,7 @@ int32_t kt_pool_nodes(const kt_pool *pool) { return pool->nodes; }
 
 int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread) { return pool->members[thread].node; }
 
-int32_t kt_pool_rank(const kt_pool *pool, int32_t thread) {
-  int32_t first = thread;
-  while (first > 0 && pool->members[first - 1].node == pool->members[thread].node) first--;
-  return thread - first;
-}
+int32_t kt_pool_rank(const kt_pool *pool, int32_t thread) { return pool->members[thread].rank; }
 
 int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node) {
   int32_t count = 0;
@@ -207,27 +244,23 @@ int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node) {
 
 /* ---- Jobs ------------------------------------------------------------------------- */
 
-/* The caller works for node 0 on a host with several; afterwards it may run where it could. */
-static void run_placed(kt_pool *pool, kt_job *job, void *context) {
-#if defined(__linux__)
-  cpu_set_t before;
-  const int known =
-      pool->placed && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
-  if (known) move_to_cpus(pool, 0, -1);
-  job(context, 0);
-  if (known) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
-#else
-  (void)pool;
-  job(context, 0);
-#endif
+static void run_with_members(kt_pool *pool, kt_job *job, void *context) {
+  const unsigned turn = kt_turn_now(&pool->finished);
+  pool->job = job;
+  pool->context = context;
+  atomic_store_explicit(&pool->working, pool->threads - 1, memory_order_relaxed);
+  kt_turn_next(&pool->started);
+  run_as_caller(pool, job, context);
+  kt_turn_wait(&pool->finished, turn);
 }
 
 kt_status kt_pool_run(kt_pool *pool, kt_job *job, void *context) {
   if (pool->owner != getpid()) return KT_ERR_THREADS;
   pthread_mutex_lock(&pool->one_job);
-  if (pool->threads > 1) start_job(pool, job, context);
-  run_placed(pool, job, context);
-  wait_for_members(pool, pool->threads > 1 ? pool->threads - 1 : 0);
+  if (pool->threads > 1)
+    run_with_members(pool, job, context);
+  else
+    run_as_caller(pool, job, context);
   pthread_mutex_unlock(&pool->one_job);
   return KT_OK;
 }
@@ -236,9 +269,7 @@ static void nothing(void *context, int32_t thread) { (void)context, (void)thread
 
 kt_status kt_pool_empty(kt_pool *pool, int64_t times) {
   if (!pool || times < 0) return KT_ERR_ARGUMENT;
-  for (int64_t i = 0; i < times; i++) {
-    const kt_status status = kt_pool_run(pool, nothing, NULL);
-    if (status != KT_OK) return status;
-  }
-  return KT_OK;
+  kt_status status = KT_OK;
+  for (int64_t i = 0; i < times && status == KT_OK; i++) status = kt_pool_run(pool, nothing, NULL);
+  return status;
 }

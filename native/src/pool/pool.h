@@ -8,6 +8,7 @@
 #define KT_POOL_H
 
 #include "ktconv.h"
+#include "turn.h"
 
 #include <stdatomic.h>
 
@@ -25,11 +26,12 @@ int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread);
 int32_t kt_pool_rank(const kt_pool *pool, int32_t thread);
 int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node);
 
-/* All `count` threads wait until the last has come. Reusable at once. */
+/* All `count` threads wait until the last has come. Reusable at once. Its memory must stay
+ * until every thread has left, as it does if it outlives the job. */
 typedef struct kt_barrier {
   _Alignas(KT_CACHE_LINE) atomic_int arrived;
   int32_t count;
-  _Alignas(KT_CACHE_LINE) atomic_uint generation;
+  _Alignas(KT_CACHE_LINE) kt_turn turn;
 } kt_barrier;
 
 void kt_barrier_init(kt_barrier *barrier, int32_t count);
