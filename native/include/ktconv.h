@@ -280,6 +280,23 @@ kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64
  * a mapped file that are not in memory yet come to the right NUMA node. */
 kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool);
 
+/* ---- Limits of the machine ------------------------------------------------- *
+ *
+ * Loops to be timed by the caller; all threads of the pool work, at the level in use. */
+
+typedef enum kt_unit {
+  KT_UNIT_INT8 = 0, /* 8-bit products, 32-bit sums */
+  KT_UNIT_BF16 = 1  /* bf16 products, binary32 sums */
+} kt_unit;
+
+/* Reads `size` bytes (a multiple of 1 MiB) once, each thread a part of its own. */
+kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size);
+
+/* Each thread does `rounds` times kt_limit_ops() operations (a multiply-add counts 2) on
+ * registers, the fastest that the level has for that unit; scalar: plain C from L1. */
+kt_status kt_limit_dot(kt_pool *pool, int unit, int64_t rounds);
+int64_t kt_limit_ops(void);
+
 /* --- end cffi --- */
 
 #ifdef __cplusplus

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,6 +276,227 @@ def measure(
         error.worst_row,
         matrix.rows * matrix.cols,
     )
+
+
+# ---- MoE forward ----
+
+KERNELS = {
+    "int8": lib.KT_KERNEL_INT8,
+    "int4": lib.KT_KERNEL_INT4,
+    "bf16": lib.KT_KERNEL_BF16,
+    "fp8": lib.KT_KERNEL_FP8,
+    "mxfp4": lib.KT_KERNEL_MXFP4,
+    "gint4": lib.KT_KERNEL_GINT4,
+}
+SCALE_DTYPES = {
+    "none": lib.KT_SCALE_NONE,
+    "f32": lib.KT_SCALE_F32,
+    "bf16": lib.KT_SCALE_BF16,
+    "ue8m0": lib.KT_SCALE_UE8M0,
+}
+GATE_FUNCTIONS = {
+    "swiglu": lib.KT_SWIGLU,
+    "gelu": lib.KT_GELU,
+    "gelu_tanh": lib.KT_GELU_TANH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the kernels read weights; see kt_layout in ktconv.h."""
+
+    kernel: str
+    group: int = 0
+    scale_dtype: str = "f32"
+
+    def c(self) -> Any:
+        return ffi.new(
+            "kt_layout *",
+            (KERNELS[self.kernel], self.group, SCALE_DTYPES[self.scale_dtype]),
+        )
+
+    def weight_size(self, rows: int, cols: int) -> int:
+        """Bytes of packed codes; 0 if the layout cannot hold that shape."""
+        return int(lib.kt_weight_size(self.c(), rows, cols))
+
+    def scale_size(self, rows: int, cols: int) -> int:
+        """Bytes of packed scales."""
+        return int(lib.kt_weight_scale_size(self.c(), rows, cols))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What happens between the gate and up products and the down one; see kt_activation."""
+
+    function: str = "swiglu"
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = math.inf
+
+
+def pack_weight(
+    layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None, packed: Array
+) -> Array:
+    """Packs row-major codes into `packed` (uint8); returns the packed scales (uint8).
+
+    `codes` and `scale` as kt_weight_pack wants them. Raises ValueError for a shape that the
+    layout cannot hold, and for scales that are not finite.
+    """
+    _expect("packed", packed, layout.weight_size(rows, cols))
+    packed_scale = aligned_bytes(max(1, layout.scale_size(rows, cols)))
+    status = lib.kt_weight_pack(
+        layout.c(),
+        rows,
+        cols,
+        ffi.from_buffer(np.ascontiguousarray(codes)),
+        ffi.NULL if scale is None else ffi.from_buffer(np.ascontiguousarray(scale)),
+        ffi.from_buffer(packed, require_writable=True),
+        ffi.from_buffer(packed_scale, require_writable=True),
+    )
+    if status == lib.KT_ERR_NONFINITE:
+        raise ValueError("a scale or a code is NaN or infinite")
+    _check(status)
+    return packed_scale
+
+
+def aligned_bytes(size: int) -> Array:
+    """uint8 memory that starts at a cache line."""
+    memory = np.empty(size + 63, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+class Pool:
+    """Threads of the C library. `cpus` and `nodes` are per thread, as kt_pool_create's."""
+
+    def __init__(
+        self, threads: int, cpus: list[int] | None = None, nodes: list[int] | None = None
+    ) -> None:
+        place = ffi.new("int32_t[]", cpus) if cpus else ffi.NULL
+        node = ffi.new("int32_t[]", nodes) if nodes else ffi.NULL
+        out = ffi.new("kt_pool **")
+        _check(lib.kt_pool_create(threads, place, node, out))
+        self.c = ffi.gc(out[0], lib.kt_pool_destroy)
+        self.threads = threads
+
+    def close(self) -> None:
+        """Ends the threads; the pool cannot be used afterwards."""
+        ffi.release(self.c)
+
+    def empty(self, times: int) -> None:
+        """Runs a job that does nothing, `times` times."""
+        _check(lib.kt_pool_empty(self.c, times))
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One packed matrix of one expert: codes (uint8), scales (bytes or None), bias (float32)."""
+
+    codes: Array
+    scale: Array | None = None
+    bias: Array | None = None
+
+
+class Layer:
+    """The experts of one MoE layer, ready for kt_moe_forward; keeps their memory alive.
+
+    `experts[part][expert]` is (gate, up, down), or None for an expert that is not here.
+    Raises ValueError when sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        activation: Activation,
+        hidden: int,
+        intermediate: int,
+        experts: list[list[tuple[Projection, Projection, Projection] | None]],
+    ) -> None:
+        self.layout, self.hidden, self.intermediate = layout, hidden, intermediate
+        self.parts, self.experts = len(experts), len(experts[0])
+        self._keep = experts
+        self._table = ffi.new("kt_expert[]", self.parts * self.experts)
+        self.c = ffi.new("kt_moe *")
+        self.c.layout = layout.c()[0]
+        self.c.activation = (
+            GATE_FUNCTIONS[activation.function],
+            activation.alpha,
+            activation.beta,
+            activation.limit,
+        )
+        self.c.hidden, self.c.intermediate = hidden, intermediate
+        self.c.experts, self.c.parts, self.c.expert = self.experts, self.parts, self._table
+        if intermediate % self.parts:
+            raise ValueError(f"{intermediate} columns cannot be cut into {self.parts} parts")
+        for part, row in enumerate(experts):
+            for index, expert in enumerate(row):
+                if expert is not None:
+                    self._set_expert(self._table[part * self.experts + index], expert)
+
+    def _set_expert(self, entry: Any, expert: tuple[Projection, Projection, Projection]) -> None:
+        width = self.intermediate // self.parts
+        shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
+        for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):
+            size = self.layout.weight_size(rows, cols)
+            if not size:
+                raise ValueError(f"{self.layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
+            _expect(f"{name} codes", matrix.codes, size)
+            setattr(entry, name, ffi.from_buffer(matrix.codes))
+            if matrix.scale is not None:
+                setattr(entry, f"{name}_scale", ffi.from_buffer(matrix.scale))
+            if matrix.bias is not None:
+                _expect(f"{name} bias", matrix.bias, 4 * rows)
+                setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
+
+    def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
+        """Memory that a forward of up to `tokens` tokens needs."""
+        return aligned_bytes(int(lib.kt_moe_scratch_size(self.c, tokens, top_k, pool.c)))
+
+    def touch(self, pool: Pool) -> None:
+        """Brings mapped pages into memory, by the threads that will use them."""
+        _check(lib.kt_moe_touch(self.c, pool.c))
+
+    def call(
+        self, pool: Pool, x: Array, ids: Array, weights: Array, y: Array, scratch: Array
+    ) -> Callable[[], None]:
+        """A function that computes y from these arrays each time it is called.
+
+        x, y: uint16 (bf16 bits) [M, H]; ids: int32 or int64 [M, K], -1 is skipped; weights:
+        float32 [M, K]. Nothing but the C call happens in it, so it can be timed.
+        """
+        _expect_rows("x", x, np.uint16, (len(ids), self.hidden))
+        _expect_rows("y", y, np.uint16, (len(ids), self.hidden))
+        _expect_rows("weights", weights, np.float32, ids.shape)
+        if ids.dtype not in (np.int32, np.int64) or not ids.flags.c_contiguous:
+            raise ValueError("ids must be contiguous int32 or int64")
+        keep = (x, ids, weights, y, scratch)
+        arguments = (
+            self.c,
+            pool.c,
+            *ids.shape,
+            ffi.cast("uint16_t *", x.ctypes.data),
+            ffi.cast("void *", ids.ctypes.data),
+            ids.itemsize,
+            ffi.cast("float *", weights.ctypes.data),
+            ffi.cast("uint16_t *", y.ctypes.data),
+            ffi.cast("void *", scratch.ctypes.data),
+            scratch.nbytes,
+        )
+
+        def run(_keep: object = keep) -> None:
+            status = lib.kt_moe_forward(*arguments)
+            if status != lib.KT_OK:
+                _check(status)
+
+        return run
+
+
+def _expect_rows(what: str, array: Array, dtype: Any, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{what} must be contiguous {np.dtype(dtype).name} {list(shape)}, "
+            f"got {array.dtype.name} {list(array.shape)}"
+        )
 
 
 def _bytes(array: Array, writable: bool = False) -> Any:

@@ -1,0 +1,21 @@
+/* target_amx.h - as target_avx512_bf16.h, and AMX: tiles, int8, bf16. */
+#ifndef KT_TARGET_AMX_H
+#define KT_TARGET_AMX_H
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                      \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi,"   \
+                          "amx-tile,amx-int8,amx-bf16,avx2,fma,bmi,bmi2"))),                       \
+    apply_to = function)
+#else
+#pragma GCC target(                                                                                \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi,amx-tile,amx-int8,"       \
+    "amx-bf16,avx2,fma,bmi,bmi2")
+#pragma GCC optimize("O3")
+#endif
+
+#include <immintrin.h>
+
+#define KT_INLINE static inline __attribute__((always_inline))
+
+#endif

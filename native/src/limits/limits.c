@@ -1,0 +1,84 @@
+/* What this machine can do at best: reading memory, multiplying and adding. */
+#include "limits.h"
+
+#include "../cpu.h"
+#include "../moe/gemm.h"
+#include "../pool/pool.h"
+
+#include <stdatomic.h>
+
+static kt_dot_fn *const dots[KT_LEVELS][KT_UNITS] = {
+    [KT_ISA_SCALAR] = {kt_limit_int8_scalar, kt_limit_bf16_scalar},
+#if KT_X86
+    [KT_ISA_AVX512] = {kt_limit_int8_avx512, kt_limit_bf16_avx512},
+    [KT_ISA_AMX] = {kt_limit_int8_amx, kt_limit_bf16_amx},
+#endif
+};
+
+enum { PIECE = 1 << 20 };
+
+typedef struct reading {
+  const uint8_t *memory;
+  size_t size;
+  kt_read_fn *read;
+  atomic_ullong sum; /* so that no compiler leaves the reading out */
+} reading;
+
+static void read_job(void *context, int32_t thread, int32_t threads) {
+  reading *r = context;
+  const size_t pieces = r->size / PIECE;
+  const size_t first = pieces * (size_t)thread / (size_t)threads;
+  const size_t end = pieces * (size_t)(thread + 1) / (size_t)threads;
+  atomic_fetch_add(&r->sum, r->read(r->memory + first * PIECE, (end - first) * PIECE));
+}
+
+typedef struct job {
+  void (*run)(void *context, int32_t thread, int32_t threads);
+  void *context;
+  int32_t threads;
+} job;
+
+static void run_job(void *context, int32_t thread) {
+  const job *j = context;
+  j->run(j->context, thread, j->threads);
+}
+
+kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size) {
+  if (!pool || !memory || size < PIECE || size % PIECE) return KT_ERR_ARGUMENT;
+  reading r = {.memory = memory, .size = size, .read = kt_limit_read_scalar};
+#if KT_X86
+  if (kt_isa_dispatch() >= KT_ISA_AVX512) r.read = kt_limit_read_avx512;
+#endif
+  job j = {read_job, &r, kt_pool_threads(pool)};
+  return kt_pool_run(pool, run_job, &j);
+}
+
+typedef struct dotting {
+  kt_dot_fn *dot;
+  int64_t rounds;
+} dotting;
+
+static void dot_job(void *context, int32_t thread, int32_t threads) {
+  const dotting *d = context;
+  (void)thread, (void)threads;
+  d->dot(d->rounds);
+}
+
+/* The level's own loop, else that of the level below: as products are chosen. */
+static kt_dot_fn *dot_of(int unit) {
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  const int has_dot = unit == KT_UNIT_INT8 ? cpu.avx512_vnni : cpu.avx512_bf16;
+  int level = kt_isa_dispatch();
+  if (level == KT_ISA_AVX512 && !has_dot) level = KT_ISA_SCALAR;
+  return dots[level][unit];
+}
+
+kt_status kt_limit_dot(kt_pool *pool, int unit, int64_t rounds) {
+  if (!pool || unit < 0 || unit >= KT_UNITS || rounds < 0) return KT_ERR_ARGUMENT;
+  dotting d = {dot_of(unit), rounds};
+  job j = {dot_job, &d, kt_pool_threads(pool)};
+  return kt_pool_run(pool, run_job, &j);
+}
+
+int64_t kt_limit_ops(void) { return 2 * (int64_t)KT_ROUND; }
