@@ -29,5 +29,6 @@ ffi.set_source(
     sources=SOURCES,
     depends=sorted(path.as_posix() for path in NATIVE.rglob("*.h")),
     include_dirs=["native/include"],
-    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
+    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],
+    extra_link_args=["-pthread"],
 )

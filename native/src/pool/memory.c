@@ -20,7 +20,7 @@ kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node) {
   const uintptr_t end = ((uintptr_t)memory + size) / page * page;
   mask[(size_t)os_node / WORD_BITS] |= 1ul << ((size_t)os_node % WORD_BITS);
   /* A wish: a kernel without NUMA, or a container that forbids the call, changes no result. */
-  if (end > first) syscall(SYS_mbind, first, end - first, PREFERRED, mask, MAX_NODES, MOVE);
+  if (end > first) syscall(SYS_mbind, first, end - first, PREFERRED, mask, MAX_NODES + 1, MOVE);
 #else
   (void)size;
 #endif

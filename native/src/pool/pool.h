@@ -1,9 +1,7 @@
 /* pool.h - threads that wait for jobs, and what a job's threads share.
  *
  * A job is one function that all threads run, the caller among them (thread 0), and that may
- * use barriers and shares. Waiting threads spin for a moment, then yield the CPU between
- * looks, then sleep: a step of a model comes every few hundred microseconds, so the next job
- * mostly finds them awake, while a busy machine and an idle pool cost no one their CPU. */
+ * use barriers and shares. turn.c says how they wait. */
 #ifndef KT_POOL_H
 #define KT_POOL_H
 
@@ -16,7 +14,8 @@ enum { KT_CACHE_LINE = 64 };
 
 typedef void kt_job(void *context, int32_t thread);
 
-/* Runs job(context, t) in every thread t of the pool; returns when all have returned.
+/* Runs job(context, t) in every thread t of the pool; returns when all have returned. Calls
+ * from several threads wait for one another, so a job must not run a job of the same pool.
  * KT_ERR_THREADS in a child of the process that made the pool: its threads are not there. */
 kt_status kt_pool_run(kt_pool *pool, kt_job *job, void *context);
 

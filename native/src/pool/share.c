@@ -4,8 +4,8 @@
 void kt_share_init(kt_share *share, int64_t items, int64_t grain, int32_t threads) {
   atomic_init(&share->next, 0);
   share->items = items;
-  share->grain = grain;
-  share->threads = threads;
+  share->grain = grain < 1 ? 1 : grain;
+  share->threads = threads < 1 ? 1 : threads;
 }
 
 int kt_share_take(kt_share *share, int64_t *first, int64_t *count) {
