@@ -153,13 +153,18 @@ kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed,
 
 /* Threads that wait for work. Creating a pool allocates and starts threads; running a job
  * does neither. The calling thread is thread 0 of every job, so a pool of one has no threads
- * of its own. Calls from several threads at once are done one after the other. */
+ * of its own. Calls from several threads at once are done one after the other; different
+ * pools know nothing of one another. Waiting threads yield their CPU at once and sleep after
+ * half a millisecond, so a machine that is busy with other things, or with more threads than
+ * CPUs, is slowed down as little as it slows down the job. */
 typedef struct kt_pool kt_pool;
 
-/* cpus: NULL, or [threads] the logical CPU of each thread, -1 for any; the caller itself is
- * moved only while it works, and only if there are several nodes. nodes: NULL (all 0), or
- * [threads] NUMA nodes counted 0, 1, ... in ascending order.
- * KT_ERR_THREADS: no memory, or the system does not allow so many threads. */
+/* cpus: NULL, or [threads] the logical CPU of each thread, -1 for any; one that does not exist
+ * or is not for this process counts as -1. The caller itself is moved to cpus[0] only while it
+ * works, and only if there are several nodes. nodes: NULL (all 0), or [threads] NUMA nodes
+ * counted 0, 1, ... in ascending order, none left out.
+ * KT_ERR_ARGUMENT: another order, a CPU beyond 8191, threads not 1..4096. KT_ERR_THREADS: no
+ * memory, or the system does not allow so many threads. */
 kt_status kt_pool_create(int32_t threads, const int32_t *cpus, const int32_t *nodes,
                          kt_pool **pool);
 void kt_pool_destroy(kt_pool *pool); /* no call may be in progress; NULL is fine */

@@ -13,4 +13,7 @@ void kt_int4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_int_product_avx512(1, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

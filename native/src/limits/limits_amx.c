@@ -41,4 +41,7 @@ void kt_limit_bf16_amx(int64_t rounds) {
   _tile_release();
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -45,4 +45,7 @@ void kt_limit_bf16_avx512(int64_t rounds) {
   }
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

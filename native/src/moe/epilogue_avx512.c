@@ -102,4 +102,7 @@ static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, 
 
 const kt_epilogue kt_epilogue_avx512 = {activate, accumulate, widen, finish};
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

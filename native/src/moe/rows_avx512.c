@@ -49,4 +49,7 @@ void kt_rows_bf16_avx512(const float *x, int64_t n, uint16_t *out) {
   }
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -46,4 +46,7 @@ void kt_mxfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, 
   }
 }
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif
