@@ -9,8 +9,8 @@
 
 void kt_bf16_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product(KT_LINES_BF16, KT_BF16_BLOCK, NULL, w, strip, strips, w->cols, NULL, x, stride,
-                  tokens, out, panel);
+  kt_bf16_product(KT_FORM_BF16, NULL, w, strip, strips, w->cols, NULL, x, stride, tokens, out,
+                  panel);
 }
 
 #if defined(__clang__)

@@ -1,17 +1,24 @@
 /* bf16_gemm.h - what products with bf16 activations share.
  *
- * The formats differ in how 32 columns of 16 rows, a half tile, are stored; decoded, all are
- * the same: 16 lines of 64 bytes, line g holding columns 2g and 2g+1 of the 16 rows, row
- * after row (the B operand of AMX, and of VDPBF16PS with a broadcast pair of activations).
+ * A strip of 32 rows is cut into tiles of 32 columns. The formats differ in how they store a
+ * tile; decoded, all are the same: 32 lines of 64 bytes, line q of a half holding columns 2q and
+ * 2q+1 of its 16 rows, row after row (a half is the B operand of AMX, a line that of VDPBF16PS
+ * with a broadcast pair of activations).
  *
- *   tile: 32 rows x 32 columns = half tile of rows 0..15, half tile of rows 16..31
+ *   tile: 32 rows x 32 columns = half of rows 0..15, half of rows 16..31
  *   strip: the tiles of 32 rows, in order of columns       matrix: its strips in order */
 #ifndef KT_BF16_GEMM_H
 #define KT_BF16_GEMM_H
 
 #include "../moe/gemm.h"
 
-enum { KT_TILE_COLS = 32, KT_HALF_ROWS = 16, KT_BF16_HALF_TILE = 1024, KT_LINE = 64 };
+enum {
+  KT_TILE_COLS = 32,
+  KT_HALF_ROWS = 16,
+  KT_LINE = 64,
+  KT_BF16_HALF_TILE = 1024,
+  KT_BF16_TILE = 2048
+};
 
 /* Row n of w, scales applied: exact in binary64. */
 typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
@@ -36,10 +43,14 @@ static inline double kt_ue8m0_value(uint8_t code) {
   return value;
 }
 
-/* Bytes of codes before the half tile of (row n, column k). */
+/* Bytes of codes before the tile of (row n, column k). */
+static inline int64_t kt_bf16_tile_start(int64_t cols, int64_t tile_size, int64_t n, int64_t k) {
+  return (n / KT_STRIP * (cols / KT_TILE_COLS) + k / KT_TILE_COLS) * tile_size;
+}
+
+/* The same, and before the half of row n. */
 static inline int64_t kt_half_tile_start(int64_t cols, int64_t half_tile, int64_t n, int64_t k) {
-  const int64_t tile = n / KT_STRIP * (cols / KT_TILE_COLS) + k / KT_TILE_COLS;
-  return (2 * tile + n % KT_STRIP / KT_HALF_ROWS) * half_tile;
+  return kt_bf16_tile_start(cols, 2 * half_tile, n, k) + n % KT_STRIP / KT_HALF_ROWS * half_tile;
 }
 
 /* Scales per `group` columns of a row: [strips][groups][32 rows]. */

@@ -5,26 +5,39 @@
  * scales they go on from `out`. Either way an element is one chain over ascending columns,
  * whatever the loop order, so its bits do not depend on the batch.
  *
- * Loop orders. Few tokens: codes are decoded in registers; lines are read in strictly
- * ascending order, which is what DRAM needs (see kt_gemm_avx512.h). Many tokens: columns are
- * cut into blocks; a block of a strip is decoded into the panel once (for BF16: is brought
- * to L2 by the first tokens), and all tokens are multiplied with it there, both half tiles
- * at a time, so that each broadcast serves two lines.
+ * Loop order. The first block of tokens reads packed weights, lines in strictly ascending
+ * order, which is what DRAM needs (see kt_gemm_avx512.h), and decodes them in registers. If
+ * there are more blocks, columns are cut so that those of a strip stay in L2, and the first
+ * block leaves its decoded lines in the panel for the others. So nothing is decoded twice, and
+ * there is no switch from one loop to another but at 12 tokens.
  *
- * `format` is a constant in every call. Include after target_avx512_bf16.h. */
+ * One token of FP8 has but two chains of sums, 6 cycles of latency each, 37 GB/s: still more
+ * than the DRAM of a Zen 4 core gives (31 GB/s). Four chains (45 GB/s in cache) and prefetching
+ * were tried and did not help there.
+ *
+ * `form`, `keep` and `tokens` are constants of a micro kernel. Include after
+ * target_avx512_bf16.h. */
 #ifndef KT_BF16_GEMM_AVX512_H
 #define KT_BF16_GEMM_AVX512_H
 
 #include "bf16_gemm.h"
+#include "unroll.h"
 
 enum {
-  KT_BF16_BLOCK = 12,    /* tokens of the micro kernel */
-  KT_DECODE_BLOCK = 6,   /* the same where lines are decoded on the way */
-  KT_BF16_K_BLOCK = 1024 /* columns */
+  KT_BF16_BLOCK = 12,     /* tokens of the micro kernel: 24 sums of 32 registers */
+  KT_BF16_K_BLOCK = 1024, /* columns */
+  KT_BF16_STEP = 16       /* columns of one round of the inner loop, where woven */
 };
 
-/* How codes are stored; the constants of a loop. */
-typedef enum kt_line_format { KT_LINES_BF16, KT_LINES_FP8, KT_LINES_MXFP4 } kt_line_format;
+/* How the 32 bf16 lines of a tile lie in memory. Halves: lines of rows 0..15, then lines of
+ * rows 16..31. Woven: in turn one of rows 0..15, one of rows 16..31. */
+typedef enum kt_form {
+  KT_FORM_BF16,   /* halves */
+  KT_FORM_CACHED, /* the same, but read in woven order: better unless they come from DRAM */
+  KT_FORM_PANEL,  /* woven */
+  KT_FORM_FP8,    /* woven, two lines in one */
+  KT_FORM_MXFP4   /* woven, four lines in one */
+} kt_form;
 
 /* Tables that decoders need, in registers. */
 typedef struct kt_line_tables {
@@ -32,108 +45,147 @@ typedef struct kt_line_tables {
   __m512i words;                      /* MXFP4: bf16 of 16 codes, twice */
 } kt_line_tables;
 
-/* bf16 lines of one packed line. */
-#define KT_LINES_OF(format) ((format) == KT_LINES_BF16 ? 1 : (format) == KT_LINES_FP8 ? 2 : 4)
+#define KT_LINES_OF(form) ((form) == KT_FORM_FP8 ? 2 : (form) == KT_FORM_MXFP4 ? 4 : 1)
+#define KT_IS_WOVEN(form) ((form) >= KT_FORM_PANEL)
 
-/* Line j of a packed FP8 line: in each 16 bytes, 8 of columns 0, 1 and 8 of columns 2, 3. */
-KT_INLINE __m512i kt_fp8_line(const kt_line_tables *t, __m512i v, const int j) {
+/* A packed FP8 line: in each 16 bytes, 8 of the one and 8 of the other. */
+KT_INLINE void kt_fp8_lines(const kt_line_tables *t, __m512i v, __m512i *line0, __m512i *line1) {
   const __m512i sign = _mm512_set1_epi8((char)0x80);
-  const __m512i high = _mm512_permutex2var_epi8(t->high0, v, t->high64);
   const __m512i low = _mm512_permutex2var_epi8(t->low0, v, t->low64);
+  const __m512i high = _mm512_permutex2var_epi8(t->high0, v, t->high64);
   const __m512i signed_high = _mm512_ternarylogic_epi32(high, v, sign, 0xf8); /* high | v & sign */
-  return j ? _mm512_unpackhi_epi8(low, signed_high) : _mm512_unpacklo_epi8(low, signed_high);
+  *line0 = _mm512_unpacklo_epi8(low, signed_high);
+  *line1 = _mm512_unpackhi_epi8(low, signed_high);
 }
 
-KT_INLINE __m512i kt_decoded_line(const kt_line_format format, const kt_line_tables *t, __m512i v,
-                                  const int j) {
-  if (format == KT_LINES_BF16) return v;
-  if (format == KT_LINES_FP8) return kt_fp8_line(t, v, j);
-  /* VPERMW looks at 5 bits of each word: the nibble and one bit that the table ignores. */
-  const __m512i shifted = j == 0   ? v
-                          : j == 1 ? _mm512_srli_epi16(v, 4)
-                          : j == 2 ? _mm512_srli_epi16(v, 8)
-                                   : _mm512_srli_epi16(v, 12);
-  return _mm512_permutexvar_epi16(shifted, t->words);
+/* A packed MXFP4 line: nibbles 0 and 1, or 2 and 3, of each 16-bit word. VPERMW looks at 5
+ * bits of a word: the nibble and one bit that the table ignores. */
+KT_INLINE void kt_mxfp4_lines(const kt_line_tables *t, __m512i v, const int upper, __m512i *line0,
+                              __m512i *line1) {
+  const __m512i v0 = upper ? _mm512_srli_epi16(v, 8) : v;
+  const __m512i v1 = upper ? _mm512_srli_epi16(v, 12) : _mm512_srli_epi16(v, 4);
+  *line0 = _mm512_permutexvar_epi16(v0, t->words);
+  *line1 = _mm512_permutexvar_epi16(v1, t->words);
 }
 
-KT_INLINE __m512 kt_bf16_dot(__m512 sum, __m512i line, const uint8_t *x) {
+/* Columns 2q and 2q+1 of both half tiles, q counted from `at`. */
+KT_INLINE void kt_both_lines(const kt_form form, const kt_line_tables *t, const uint8_t *at,
+                             const int q, __m512i *line0, __m512i *line1) {
+  const int lines = KT_LINES_OF(form);
+  const __m512i v = _mm512_loadu_si512(at + (KT_IS_WOVEN(form) ? 2 * q / lines : q) * KT_LINE);
+  if (form == KT_FORM_FP8) {
+    kt_fp8_lines(t, v, line0, line1);
+  } else if (form == KT_FORM_MXFP4) {
+    kt_mxfp4_lines(t, v, q % 2, line0, line1);
+  } else {
+    *line0 = v;
+    *line1 = _mm512_loadu_si512(
+        at + (form == KT_FORM_PANEL ? (2 * q + 1) * KT_LINE : KT_BF16_HALF_TILE + q * KT_LINE));
+  }
+}
+
+KT_INLINE __m512i kt_pair(const uint8_t *x) {
   int32_t pair;
   __builtin_memcpy(&pair, x, sizeof pair);
-  return _mm512_dpbf16_ps(sum, (__m512bh)line, (__m512bh)_mm512_set1_epi32(pair));
+  return _mm512_set1_epi32(pair);
 }
 
-/* All lines of one half tile for all tokens, or (both) of both. A macro, since compilers
- * keep sums in registers only if they see all of it as one function. */
-#define KT_BF16_LINES(half, both)                                                                  \
-  for (int p = 0; p < 16 / lines; p++) {                                                           \
-    const uint8_t *const at = tile + (half) * half_tile + p * KT_LINE;                             \
-    const __m512i packed0 = _mm512_loadu_si512(at);                                                \
-    const __m512i packed1 = (both) ? _mm512_loadu_si512(at + half_tile) : packed0;                 \
-    _Pragma("GCC unroll 4") for (int j = 0; j < lines; j++) {                                      \
-      const __m512i line0 = kt_decoded_line(format, tables, packed0, j);                           \
-      const __m512i line1 = (both) ? kt_decoded_line(format, tables, packed1, j) : line0;          \
-      _Pragma("GCC unroll 12") for (int t = 0; t < tokens; t++) {                                  \
-        const uint8_t *const pair = base[t / 3] + t % 3 * stride + (p * lines + j) * 4;            \
-        acc[t][half] = kt_bf16_dot(acc[t][half], line0, pair);                                     \
-        if (both) acc[t][1] = kt_bf16_dot(acc[t][1], line1, pair);                                 \
-      }                                                                                            \
+KT_INLINE __m512 kt_bf16_dot(__m512 sum, __m512i line, __m512i pair) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)line, (__m512bh)pair);
+}
+
+/* Else compilers decode or broadcast far ahead, and run out of registers. */
+#define KT_IN_ORDER __asm__ volatile("" ::: "memory")
+
+/* The two rounds below are macros, since compilers keep sums in registers only if they see
+ * all of it as one function. Both advance `base` and `at`. */
+#define KT_EACH_TOKEN                                                                              \
+  KT_UNROLL(12)                                                                                    \
+  for (int t = 0; t < KT_BF16_BLOCK; t++)                                                          \
+    if (t < tokens)
+
+#define KT_EACH_BASE                                                                               \
+  KT_UNROLL(4)                                                                                     \
+  for (int p = 0; p < KT_BF16_BLOCK / 3; p++)                                                      \
+    if (3 * p < tokens)
+
+/* `step` columns of all rows; each pair of activations serves two lines. */
+#define KT_WOVEN_ROUND                                                                             \
+  KT_UNROLL(16)                                                                                    \
+  for (int q = 0; q < step / 2; q++) {                                                             \
+    __m512i line0, line1;                                                                          \
+    kt_both_lines(form, tables, at, q, &line0, &line1);                                            \
+    if (keep) {                                                                                    \
+      _mm512_store_si512(panel + 2 * q * KT_LINE, line0);                                          \
+      _mm512_store_si512(panel + (2 * q + 1) * KT_LINE, line1);                                    \
     }                                                                                              \
+    KT_EACH_TOKEN {                                                                                \
+      const __m512i pair = kt_pair(base[t / 3] + t % 3 * stride + q * 4);                          \
+      acc[t][0] = kt_bf16_dot(acc[t][0], line0, pair);                                             \
+      acc[t][1] = kt_bf16_dot(acc[t][1], line1, pair);                                             \
+    }                                                                                              \
+    KT_IN_ORDER;                                                                                   \
+  }
+
+/* A half tile. */
+#define KT_HALF_ROUND(half)                                                                        \
+  KT_UNROLL(16)                                                                                    \
+  for (int q = 0; q < 16; q++) {                                                                   \
+    const __m512i line = _mm512_loadu_si512(at + (half) * KT_BF16_HALF_TILE + q * KT_LINE);        \
+    KT_EACH_TOKEN acc[t][half] =                                                                   \
+        kt_bf16_dot(acc[t][half], line, kt_pair(base[t / 3] + t % 3 * stride + q * 4));            \
+    KT_IN_ORDER;                                                                                   \
   }
 
 /* out[t][32 rows] += sum over groups of scale[group][32 rows] * (w * x[t] over its columns);
- * scale NULL: one group, no scale. */
-KT_INLINE void kt_bf16_micro(const kt_line_format format, const int ascending, const int tokens,
+ * scale NULL: one group, no scale. keep: the panel gets the decoded lines. */
+KT_INLINE void kt_bf16_micro(const kt_form form, const int keep, const int tokens,
                              const kt_line_tables *tables, const uint8_t *w, int64_t groups,
                              int64_t group_tiles, const float *scale, const uint8_t *x,
-                             int64_t stride, float *out) {
-  const int lines = KT_LINES_OF(format), half_tile = KT_BF16_HALF_TILE / lines;
+                             int64_t stride, float *out, uint8_t *panel) {
+  const int step = form == KT_FORM_BF16 || form == KT_FORM_CACHED ? KT_TILE_COLS : KT_BF16_STEP;
   const uint8_t *base[KT_BF16_BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
-  const uint8_t *tile = w;
+  const uint8_t *at = w;
   __m512 acc[KT_BF16_BLOCK][2];
   for (int64_t g = 0; g < groups; g++) {
-#pragma GCC unroll 12
-    for (int t = 0; t < tokens; t++) {
+    KT_EACH_TOKEN {
       acc[t][0] = scale ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * KT_STRIP);
       acc[t][1] = scale ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * KT_STRIP + 16);
     }
-    for (int64_t i = 0; i < group_tiles; i++, tile += 2 * half_tile) {
-      if (ascending) {
-#pragma GCC unroll 16
-        KT_BF16_LINES(0, 0)
-        __asm__ volatile("" ::: "memory"); /* else the broadcasts are kept for the other half */
-#pragma GCC unroll 16
-        KT_BF16_LINES(1, 0)
+    for (int64_t i = 0; i < group_tiles * (KT_TILE_COLS / step); i++) {
+      if (form == KT_FORM_BF16) {
+        KT_HALF_ROUND(0)
+        KT_HALF_ROUND(1)
       } else {
-#pragma GCC unroll 16
-        KT_BF16_LINES(0, 1)
+        KT_WOVEN_ROUND
       }
-#pragma GCC unroll 4
-      for (int p = 0; p < (tokens + 2) / 3; p++) base[p] += KT_TILE_COLS * 2;
+      at += step * KT_STRIP * 2 / KT_LINES_OF(form);
+      if (keep) panel += step * KT_STRIP * 2;
+      KT_EACH_BASE base[p] += step * 2;
     }
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 scale0 = scale ? _mm512_loadu_ps(scale + g * KT_STRIP) : one;
     const __m512 scale1 = scale ? _mm512_loadu_ps(scale + g * KT_STRIP + 16) : one;
-#pragma GCC unroll 12
-    for (int t = 0; t < tokens; t++) {
+    KT_EACH_TOKEN {
       float *const to = out + t * KT_STRIP;
-      _mm512_storeu_ps(to,
-                       scale ? _mm512_fmadd_ps(acc[t][0], scale0, _mm512_loadu_ps(to)) : acc[t][0]);
-      _mm512_storeu_ps(to + 16, scale ? _mm512_fmadd_ps(acc[t][1], scale1, _mm512_loadu_ps(to + 16))
-                                      : acc[t][1]);
+      if (scale) acc[t][0] = _mm512_fmadd_ps(acc[t][0], scale0, _mm512_loadu_ps(to));
+      if (scale) acc[t][1] = _mm512_fmadd_ps(acc[t][1], scale1, _mm512_loadu_ps(to + 16));
+      _mm512_storeu_ps(to, acc[t][0]);
+      _mm512_storeu_ps(to + 16, acc[t][1]);
     }
   }
 }
 
-KT_INLINE void kt_bf16_micro_any(const kt_line_format format, const int ascending, int64_t tokens,
+/* keep only where there are more than 12 tokens, so blocks of at least 6. */
+KT_INLINE void kt_bf16_micro_any(const kt_form form, const int keep, int64_t tokens,
                                  const kt_line_tables *tables, const uint8_t *w, int64_t groups,
                                  int64_t group_tiles, const float *scale, const uint8_t *x,
-                                 int64_t stride, float *out) {
-  const int most = format == KT_LINES_BF16 ? KT_BF16_BLOCK : KT_DECODE_BLOCK;
+                                 int64_t stride, float *out, uint8_t *panel) {
   switch (tokens) {
 #define KT_CASE(n)                                                                                 \
   case n:                                                                                          \
-    if (n <= most)                                                                                 \
-      kt_bf16_micro(format, ascending, n, tables, w, groups, group_tiles, scale, x, stride, out);  \
+    if (!keep || n >= KT_BF16_BLOCK / 2)                                                           \
+      kt_bf16_micro(form, keep, n, tables, w, groups, group_tiles, scale, x, stride, out, panel);  \
     break;
     KT_CASE(1)
     KT_CASE(2)
@@ -151,42 +203,35 @@ KT_INLINE void kt_bf16_micro_any(const kt_line_format format, const int ascendin
   }
 }
 
-/* Tokens `first` and on, in blocks of nearly equal size. */
-KT_INLINE void kt_bf16_blocks(const kt_line_format format, const int ascending, int64_t first,
-                              int64_t tokens, const kt_line_tables *tables, const uint8_t *w,
-                              int64_t groups, int64_t group_tiles, const float *scale,
-                              const uint8_t *x, int64_t stride, float *out) {
-  const int64_t blocks = (tokens - first + KT_BF16_BLOCK - 1) / KT_BF16_BLOCK;
-  for (int64_t b = 0; b < blocks; b++) {
-    const int64_t t = first + (tokens - first) * b / blocks;
-    const int64_t end = first + (tokens - first) * (b + 1) / blocks;
-    kt_bf16_micro_any(format, ascending, end - t, tables, w, groups, group_tiles, scale,
-                      x + t * stride, stride, out + t * KT_STRIP);
-  }
-}
-
-/* Packed tiles as bf16 tiles. */
-KT_INLINE void kt_bf16_fill_panel(const kt_line_format format, const kt_line_tables *tables,
-                                  const uint8_t *w, int64_t tiles, uint8_t *panel) {
-  const int lines = KT_LINES_OF(format);
-  for (int64_t i = 0; i < tiles * 2 * (16 / lines); i++, w += KT_LINE) {
-    const __m512i packed = _mm512_loadu_si512(w);
-#pragma GCC unroll 4
-    for (int j = 0; j < lines; j++, panel += KT_LINE)
-      _mm512_store_si512(panel, kt_decoded_line(format, tables, packed, j));
+/* Some columns of one strip for all tokens, in blocks of nearly equal size. */
+KT_INLINE void kt_bf16_strip(const kt_form form, const kt_line_tables *tables, const uint8_t *codes,
+                             int64_t groups, int64_t group_tiles, const float *scale,
+                             const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                             uint8_t *panel) {
+  const int64_t blocks = (tokens + KT_BF16_BLOCK - 1) / KT_BF16_BLOCK;
+  const int as_is = form == KT_FORM_BF16;
+  int64_t t = tokens / blocks;
+  if (as_is || blocks == 1)
+    kt_bf16_micro_any(form, 0, t, tables, codes, groups, group_tiles, scale, x, stride, out, panel);
+  else
+    kt_bf16_micro_any(form, 1, t, tables, codes, groups, group_tiles, scale, x, stride, out, panel);
+  for (int64_t b = 1, end; b < blocks; b++, t = end) {
+    end = tokens * (b + 1) / blocks;
+    kt_bf16_micro_any(as_is ? KT_FORM_CACHED : KT_FORM_PANEL, 0, end - t, tables,
+                      as_is ? codes : panel, groups, group_tiles, scale, x + t * stride, stride,
+                      out + t * KT_STRIP, panel);
   }
 }
 
 /* scale: [strips of the call][groups of the row][32] floats, or NULL. group_cols: a divisor
- * of K_BLOCK, or (no scales) anything. */
-KT_INLINE void kt_bf16_product(const kt_line_format format, int64_t few,
-                               const kt_line_tables *tables, const kt_weight *w, int64_t strip,
-                               int64_t strips, int64_t group_cols, const float *scale,
-                               const uint8_t *x, int64_t stride, int64_t tokens, float *out,
-                               uint8_t *panel) {
-  const int64_t tile_size = 2 * KT_BF16_HALF_TILE / KT_LINES_OF(format);
+ * of K_BLOCK, or (no scales) anything. Uses 64 K_BLOCK bytes of the panel. */
+KT_INLINE void kt_bf16_product(const kt_form form, const kt_line_tables *tables, const kt_weight *w,
+                               int64_t strip, int64_t strips, int64_t group_cols,
+                               const float *scale, const uint8_t *x, int64_t stride, int64_t tokens,
+                               float *out, uint8_t *panel) {
+  const int64_t tile_size = 2 * KT_BF16_HALF_TILE / KT_LINES_OF(form);
   const int64_t strip_size = w->cols / KT_TILE_COLS * tile_size;
-  const int64_t k_block = tokens <= few ? w->cols : KT_BF16_K_BLOCK;
+  const int64_t k_block = tokens <= KT_BF16_BLOCK ? w->cols : KT_BF16_K_BLOCK;
   __builtin_memset(out, 0, (size_t)(strips * tokens * KT_STRIP) * sizeof *out);
   for (int64_t k = 0, cols; k < w->cols; k += cols) {
     cols = w->cols - k < k_block ? w->cols - k : k_block;
@@ -196,21 +241,8 @@ KT_INLINE void kt_bf16_product(const kt_line_format format, int64_t few,
           w->codes + (strip + s) * strip_size + k / KT_TILE_COLS * tile_size;
       const float *const scales =
           scale ? scale + (s * (w->cols / group_cols) + k / group_cols) * KT_STRIP : NULL;
-      float *const to = out + s * tokens * KT_STRIP;
-      const uint8_t *const xk = x + 2 * k;
-      if (tokens <= few) {
-        kt_bf16_blocks(format, 1, 0, tokens, tables, codes, groups, tiles / groups, scales, xk,
-                       stride, to);
-      } else if (format == KT_LINES_BF16) {
-        kt_bf16_blocks(format, 1, 0, few, tables, codes, groups, tiles / groups, scales, xk, stride,
-                       to);
-        kt_bf16_blocks(format, 0, few, tokens, tables, codes, groups, tiles / groups, scales, xk,
-                       stride, to);
-      } else {
-        kt_bf16_fill_panel(format, tables, codes, tiles, panel);
-        kt_bf16_blocks(KT_LINES_BF16, 0, 0, tokens, tables, panel, groups, tiles / groups, scales,
-                       xk, stride, to);
-      }
+      kt_bf16_strip(form, tables, codes, groups, tiles / groups, scales, x + 2 * k, stride, tokens,
+                    out + s * tokens * KT_STRIP, panel);
     }
   }
 }

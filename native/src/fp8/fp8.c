@@ -39,9 +39,9 @@ static size_t scale_size(const kt_layout *layout, int64_t rows, int64_t cols) {
 }
 
 static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
-  const int64_t r = n % KT_HALF_ROWS, c = k % 4;
-  return kt_half_tile_start(cols, KT_FP8_HALF_TILE, n, k) + k % KT_TILE_COLS / 4 * KT_LINE +
-         r / 4 * 16 + c / 2 * 8 + r % 4 * 2 + c % 2;
+  const int64_t r = n % KT_STRIP;
+  return kt_bf16_tile_start(cols, KT_FP8_TILE, n, k) + k % KT_TILE_COLS / 2 * KT_LINE +
+         r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2 + k % 2;
 }
 
 static kt_status pack_scale(const kt_layout *layout, int64_t rows, int64_t cols, const float *scale,

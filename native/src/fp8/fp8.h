@@ -1,16 +1,16 @@
 /* fp8.h - E4M3 weights (no infinities, NaN only with all bits set), scales per 128 x 128
  * block or per row.
  *
- * A packed line is 16 rows x 4 columns: byte (row r, column c) at
- *   r/4 * 16 + c/2 * 8 + r%4 * 2 + c%2
- * so that within each 16 bytes the low 8 hold columns 0, 1 of four rows and the high 8
- * columns 2, 3: interleaved with their other bytes they are two lines of bf16. */
+ * A packed line is 32 rows x 2 columns: byte (row r, column c) at
+ *   r%16/4 * 16 + r/16 * 8 + r%4 * 2 + c
+ * so that within each 16 bytes the low 8 hold four of rows 0..15 and the high 8 four of rows
+ * 16..31: interleaved with their other bytes they are two lines of bf16. */
 #ifndef KT_FP8_H
 #define KT_FP8_H
 
 #include "../common/bf16_gemm.h"
 
-enum { KT_FP8_HALF_TILE = KT_BF16_HALF_TILE / 2, KT_FP8_BLOCK = 128 };
+enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
 
 /* bf16 bits of the 128 magnitudes; exact. */
 extern const uint16_t kt_fp8_bf16[128];

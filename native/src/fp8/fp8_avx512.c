@@ -7,9 +7,6 @@
 #include "../common/bf16_gemm_avx512.h"
 #include "fp8.h"
 
-/* Up to this many tokens, decoding in registers is faster than through the panel. */
-enum { FEW = 4, MAX_GROUPS = 32768 / KT_FP8_BLOCK };
-
 static kt_line_tables make_tables(void) {
   _Alignas(64) uint8_t high[128], low[128];
   for (int i = 0; i < 128; i++) {
@@ -45,16 +42,12 @@ static void scale_rows(const float *scale, int64_t tokens, float *out) {
 void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   const kt_line_tables tables = make_tables();
-  if (w->layout.group) {
-    float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
-    spread_scales(w, strip, strips, scales);
-    kt_bf16_product(KT_LINES_FP8, FEW, &tables, w, strip, strips, KT_FP8_BLOCK, scales, x, stride,
-                    tokens, out, panel);
-    return;
-  }
-  kt_bf16_product(KT_LINES_FP8, FEW, &tables, w, strip, strips, w->cols, NULL, x, stride, tokens,
-                  out, panel);
-  for (int64_t s = 0; s < strips; s++)
+  const int blocks = w->layout.group != 0;
+  float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
+  if (blocks) spread_scales(w, strip, strips, scales);
+  kt_bf16_product(KT_FORM_FP8, &tables, w, strip, strips, blocks ? KT_FP8_BLOCK : w->cols,
+                  blocks ? scales : NULL, x, stride, tokens, out, panel);
+  for (int64_t s = 0; !blocks && s < strips; s++)
     scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
                out + s * tokens * KT_STRIP);
 }

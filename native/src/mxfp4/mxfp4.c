@@ -22,10 +22,10 @@ static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
 
 /* The byte of (row n, column k) and by how much its nibble is shifted. */
 static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
-  const int64_t c = k % 8, nibble = c / 2;
+  const int64_t nibble = k % 4 / 2 * 2 + n % KT_STRIP / KT_HALF_ROWS;
   *shift = (int)(nibble % 2 * 4);
-  return kt_half_tile_start(cols, KT_MXFP4_HALF_TILE, n, k) + k % KT_TILE_COLS / 8 * KT_LINE +
-         n % KT_HALF_ROWS * 4 + c % 2 * 2 + nibble / 2;
+  return kt_bf16_tile_start(cols, KT_MXFP4_TILE, n, k) + k % KT_TILE_COLS / 4 * KT_LINE +
+         n % KT_HALF_ROWS * 4 + k % 2 * 2 + nibble / 2;
 }
 
 static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,

@@ -7,9 +7,6 @@
 #include "../common/bf16_gemm_avx512.h"
 #include "mxfp4.h"
 
-/* Up to this many tokens, decoding in registers is faster than through the panel. */
-enum { FEW = 4 };
-
 static kt_line_tables make_tables(void) {
   const __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)kt_mxfp4_bf16);
   return (kt_line_tables){.words = _mm512_broadcast_i64x4(words)};
@@ -41,8 +38,8 @@ void kt_mxfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, 
   float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
   for (int64_t s = 0; s < strips; s++) {
     spread_scales(w, strip + s, scales);
-    kt_bf16_product(KT_LINES_MXFP4, FEW, &tables, w, strip + s, 1, KT_MXFP4_GROUP, scales, x,
-                    stride, tokens, out + s * tokens * KT_STRIP, panel);
+    kt_bf16_product(KT_FORM_MXFP4, &tables, w, strip + s, 1, KT_MXFP4_GROUP, scales, x, stride,
+                    tokens, out + s * tokens * KT_STRIP, panel);
   }
 }
 

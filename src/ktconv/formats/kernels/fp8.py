@@ -14,9 +14,9 @@ BLOCK = 128
 def pack(codes: U8) -> U8:
     """Packed bytes, flat, of row-major codes uint8 [N, K]; N % 32 == 0, K % 64 == 0."""
     rows, cols = codes.shape
-    strip, half, quad, row, tile, line, pair, col = range(8)
-    parts = codes.reshape(rows // 32, 2, 4, 4, cols // 32, 8, 2, 2)
-    packed: U8 = parts.transpose(strip, tile, half, line, quad, pair, row, col).reshape(-1)
+    strip, half, quad, row, tile, pair, col = range(7)
+    parts = codes.reshape(rows // 32, 2, 4, 4, cols // 32, 16, 2)
+    packed: U8 = parts.transpose(strip, tile, pair, quad, half, row, col).reshape(-1)
     return packed
 
 
