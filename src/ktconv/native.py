@@ -491,6 +491,24 @@ class Layer:
         return run
 
 
+UNITS = {"int8": lib.KT_UNIT_INT8, "bf16": lib.KT_UNIT_BF16}
+
+
+def limit_read(pool: Pool, memory: Array) -> None:
+    """Reads all of `memory` once, to be timed."""
+    _check(lib.kt_limit_read(pool.c, ffi.from_buffer(memory), memory.nbytes))
+
+
+def limit_dot(pool: Pool, unit: str, rounds: int) -> None:
+    """Each thread does rounds * limit_ops() operations of a unit, to be timed."""
+    _check(lib.kt_limit_dot(pool.c, UNITS[unit], rounds))
+
+
+def limit_ops() -> int:
+    """Operations of a round of limit_dot."""
+    return int(lib.kt_limit_ops())
+
+
 def _expect_rows(what: str, array: Array, dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(

@@ -1,0 +1,1 @@
+"""`ktconv bench`: MoE kernels measured against the machine's own limits."""

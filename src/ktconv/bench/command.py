@@ -1,0 +1,154 @@
+"""The options of `ktconv bench` as written, and the run that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconv import machine, native
+from ktconv.bench.measure import Effort
+from ktconv.bench.presets import Shape, parse_shape
+from ktconv.bench.render import render
+from ktconv.bench.routing import parse_routing
+from ktconv.bench.rows import Row
+from ktconv.bench.run import Report, Request, bench, prepare
+from ktconv.errors import UsageError
+from ktconv.moe import METHODS, Method, method_named
+from ktconv.units import parse_ranges
+
+Say = Callable[[str], None]
+
+DEFAULT_METHODS = "int4,int8,bf16"
+DEFAULT_SHAPE = "qwen3-30b-a3b"
+MOST_TOKENS, MOST_THREADS = 1 << 20, 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """As the command line has them: lists are still text, empty where not given."""
+
+    methods: str = ""
+    shapes: tuple[str, ...] = ()
+    model: Path | None = None
+    layer: int | None = None
+    top_k: int | None = None
+    experts: int | None = None
+    routing: str = "balanced"
+    tokens: str = "1"
+    threads: str = ""
+    isas: str = "auto"
+    parts: int = 1
+    iterations: int | None = None
+    seconds: float = 0.7
+    seed: int = 0
+    plots: tuple[Path, ...] = ()
+    compare: Path | None = None
+    tolerance: float = 0.1
+
+
+def run(options: Options, form: str, say: Say) -> tuple[str, int]:
+    """What goes to stdout, and how many rows regressed against --compare."""
+    request = prepare(_request(options))
+    for path in options.plots:
+        from ktconv.bench.plots import check_plot
+
+        check_plot(path)
+    old = None
+    if options.compare is not None:
+        from ktconv.bench.compare import read_report
+
+        old = read_report(options.compare)
+    report = bench(request, say)
+    for path in options.plots:
+        from ktconv.bench.plots import plot
+
+        plot(report, path)
+    if old is None:
+        return render(report, form), 0
+    return render(report, form), _compare(report, old, options.tolerance, say)
+
+
+def _compare(report: Report, old: list[Row], tolerance: float, say: Say) -> int:
+    from ktconv.bench.compare import compare, describe
+
+    ratios = compare(report.rows, old)
+    for line in describe(ratios, tolerance):
+        say(line)
+    return sum(ratio.regressed(tolerance) for ratio in ratios)
+
+
+def run_packing(options: Options, form: str, say: Say) -> str:
+    """What `--stage pack` prints."""
+    from ktconv.bench.pack_stage import bench_packing, render_packing
+
+    names = [method.name for method in _methods(options.methods or "int4,int8")]
+    rows = bench_packing(names, _shapes(options), _isas(options.isas), say)
+    return render_packing(rows, form)
+
+
+def _request(options: Options) -> Request:
+    if options.model is not None:
+        if options.methods or options.shapes or options.experts or options.parts != 1:
+            raise UsageError(
+                "--model brings its own weights",
+                "leave --method, --shape, --experts and --numa out",
+            )
+        if not options.model.is_dir():
+            raise UsageError(f"there is no directory {options.model}")
+    elif options.layer is not None or options.top_k is not None:
+        raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")
+    return Request(
+        methods=_methods(options.methods or DEFAULT_METHODS),
+        shapes=_shapes(options),
+        tokens=_numbers(options.tokens, "--tokens", MOST_TOKENS),
+        threads=_threads(options.threads),
+        isas=_isas(options.isas),
+        routing=parse_routing(options.routing),
+        model=options.model,
+        layer=options.layer,
+        top_k=options.top_k,
+        experts=options.experts,
+        parts=options.parts,
+        effort=Effort(options.seconds, options.iterations),
+        seed=options.seed,
+    )
+
+
+def _methods(text: str) -> tuple[Method, ...]:
+    if text.strip() == "all":
+        return tuple(METHODS.values())
+    return tuple(method_named(name.strip()) for name in dict.fromkeys(text.split(",")))
+
+
+def _shapes(options: Options) -> tuple[Shape, ...]:
+    return tuple(parse_shape(text) for text in options.shapes or (DEFAULT_SHAPE,))
+
+
+def _numbers(text: str, option: str, most: int) -> tuple[int, ...]:
+    numbers = tuple(parse_ranges(text, option))
+    if numbers[0] < 1 or numbers[-1] > most:
+        raise UsageError(f"{option} {text!r} must be numbers from 1 to {most}")
+    return numbers
+
+
+def _threads(text: str) -> tuple[int, ...]:
+    return _numbers(text, "--threads", MOST_THREADS) if text else (machine.usable_cpus(),)
+
+
+def _isas(text: str) -> tuple[str, ...]:
+    available = native.isa_available()
+    if text == "auto":
+        return (native.isa(),)
+    if text == "all":
+        return tuple(available)
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in native.ISA_NAMES.values():
+            raise UsageError(
+                f"--isa {name!r} is not known",
+                f"choose auto, all, or from: {', '.join(native.ISA_NAMES.values())}",
+            )
+        if name not in available:
+            raise UsageError(f"this machine lacks {name}", f"it has: {', '.join(available)}")
+    return names

@@ -1,0 +1,54 @@
+"""What a figure depends on: the machine, the versions, the command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ktconv import __version__, machine, native
+
+_SYS = Path("/sys/devices/system/cpu")
+
+
+def fingerprint(command: list[str] | None = None) -> dict[str, Any]:
+    """Facts ready for JSON."""
+    return {
+        "cpu": machine.cpu_model(),
+        "architecture": platform.machine(),
+        "usable_cpus": machine.usable_cpus(),
+        "caches": caches(),
+        "numa_nodes": machine.numa_nodes(),
+        "governor": _read(_SYS / "cpu0/cpufreq/scaling_governor") or "unknown",
+        "features": [name for name, present in native.cpu_features().items() if present],
+        "memory_bytes": machine.total_memory(),
+        "system": f"{platform.system()} {platform.release()}",
+        "ktconv": __version__,
+        "python": platform.python_version(),
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith("KTCONV_")
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["ktconv", *(sys.argv[1:] if command is None else command)],
+    }
+
+
+def caches() -> dict[str, str]:
+    """Sizes by name, as the kernel tells them: {"L1d": "32K", "L2": "1024K", ...}."""
+    found = {}
+    for index in sorted((_SYS / "cpu0/cache").glob("index*")):
+        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
+        letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
+        if level and size:
+            found[f"L{level}{letter}"] = size
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,178 @@
+"""`--stage pack`: how fast weights are quantized and packed, against copying memory.
+
+GB/s are of source bytes, one thread, more matrices than the caches hold.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.bench.fingerprint import fingerprint
+from ktconv.bench.presets import Shape
+from ktconv.errors import UsageError
+from ktconv.formats.decode import f32_to_bf16
+
+Array = NDArray[Any]
+
+SOURCES = ("BF16", "F16", "F32", "F8_E4M3")
+_WORKING_SET = 128 << 20  # bytes of source per pass
+_SCALAR_SHARE = 8  # scalar code is so much slower that it gets an eighth of the work
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PackRow:
+    """One measured case; rates are of source bytes."""
+
+    method: str
+    source: str
+    rows: int
+    cols: int
+    isa: str
+    pack_gb_s: float
+    compare_gb_s: float  # unpacking and comparing with the source
+    memcpy_gb_s: float
+    share_of_memcpy: float
+
+
+def bench_packing(
+    methods: Sequence[str], shapes: Sequence[Shape], isas: Sequence[str], say: Callable[[str], None]
+) -> list[PackRow]:
+    """Gate matrices [I, H] of each shape. Raises UsageError for a method without a packer."""
+    rows: list[PackRow] = []
+    before = native.isa()
+    try:
+        for method in methods:
+            if method not in native.FORMATS:
+                known = ", ".join(native.FORMATS)
+                raise UsageError(f"--stage pack cannot measure {method}", f"it can: {known}")
+            for shape in shapes:
+                for source in SOURCES:
+                    say(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
+                    rows += _case(method, source, shape.intermediate, shape.hidden, isas)
+    finally:
+        native.use_isa(before)
+    return rows
+
+
+def _case(method: str, source: str, rows: int, cols: int, isas: Sequence[str]) -> list[PackRow]:
+    try:
+        size = native.packed_size(method, rows, cols)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    stored = _stored(source, rows, cols)
+    count = max(_SCALAR_SHARE, _WORKING_SET // stored.nbytes)
+    matrices = [_matrix(stored.copy(), source, rows, cols) for _ in range(count)]
+    packed = [np.zeros(size, np.uint8) for _ in matrices]
+    scales = [np.zeros(rows, np.float32) for _ in matrices]
+    scratch = native.new_scratch(cols)
+    copied = _copy_rate(stored.nbytes * count)
+    found = []
+    for isa in isas:
+        native.use_isa(isa)
+        used = max(1, count // _SCALAR_SHARE) if isa == "scalar" else count
+        work = list(zip(matrices, packed, scales, strict=True))[:used]
+        nbytes = stored.nbytes * used
+        pack = _rate(partial(_pack_all, method, work, scratch), nbytes)
+        compare = _rate(partial(_compare_all, method, work, scratch), nbytes)
+        found.append(PackRow(method, source, rows, cols, isa, pack, compare, copied, pack / copied))
+    return found
+
+
+Work = Sequence[tuple[native.Matrix, Array, Array]]
+
+
+def _pack_all(method: str, work: Work, scratch: Array) -> None:
+    for matrix, packed, scale in work:
+        native.quantize_pack(method, matrix, packed, scale, scratch)
+
+
+def _compare_all(method: str, work: Work, scratch: Array) -> None:
+    for matrix, packed, scale in work:
+        native.measure(method, matrix, packed, scale, scratch)
+
+
+def _stored(source: str, rows: int, cols: int) -> Array:
+    """Ordinary weights as bytes of a safetensors dtype (FP8: random codes)."""
+    rng = np.random.default_rng(0)
+    if source == "F8_E4M3":
+        return rng.integers(0, 0x7F, rows * cols, np.uint8)
+    values = rng.standard_normal(rows * cols, np.float32) * np.float32(0.02)
+    if source == "BF16":
+        return f32_to_bf16(values).view(np.uint8)
+    stored: Array = values.astype(np.float16) if source == "F16" else values
+    return stored.view(np.uint8)
+
+
+def _matrix(buffer: Array, source: str, rows: int, cols: int) -> native.Matrix:
+    if source != "F8_E4M3":
+        return native.Matrix(buffer, source, rows, cols)
+    grid = np.full((-(-rows // 128), -(-cols // 128)), 1e-3, np.float32)
+    return native.Matrix(buffer, source, rows, cols, block_scale=grid, block=(128, 128))
+
+
+def _copy_rate(nbytes: int) -> float:
+    source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    np.copyto(target, source)
+    return _rate(lambda: np.copyto(target, source), nbytes)
+
+
+def _rate(work: Callable[[], object], nbytes: int) -> float:
+    """GB/s, the median of a few passes after one that warms up."""
+    work()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return nbytes / 1e9 / statistics.median(times)
+
+
+def render_packing(rows: Sequence[PackRow], form: str) -> str:
+    """In one of render.FORMATS."""
+    facts = [asdict(row) for row in rows]
+    if form == "json":
+        return json.dumps(
+            {"schema": 1, "stage": "pack", "machine": fingerprint(), "rows": facts}, indent=1
+        )
+    if form == "jsonl":
+        return "\n".join(json.dumps(fact) for fact in facts)
+    if form == "csv":
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(facts[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(facts)
+        return out.getvalue().rstrip("\n")
+    heads = ("method", "source", "matrix", "isa", "pack GB/s", "compare GB/s", "of memcpy")
+    lines = [heads] + [
+        (
+            row.method,
+            row.source,
+            f"{row.rows} x {row.cols}",
+            row.isa,
+            f"{row.pack_gb_s:.1f}",
+            f"{row.compare_gb_s:.1f}",
+            f"{row.share_of_memcpy:.0%}",
+        )
+        for row in rows
+    ]
+    if form == "markdown":
+        lines.insert(1, ("---", "---", "---", "---", "---:", "---:", "---:"))
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

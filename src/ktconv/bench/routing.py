@@ -1,0 +1,131 @@
+"""Which experts the tokens go to.
+
+balanced      each token has top-k experts of its own, drawn without replacement, fresh every
+              iteration, so that weights come from memory and not from a cache
+concentrated  all tokens share the same top-k experts (they still change every iteration)
+zipf:S        experts drawn with probability 1 / rank^S, distinct within a token
+trace:FILE    recorded ids, [tokens, top-k], from a .safetensors or .npz file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.errors import UsageError
+
+Ids = NDArray[np.int64]
+
+KINDS = "balanced, concentrated, zipf:S, trace:FILE"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How ids are made; `text` is what the user wrote."""
+
+    text: str
+    kind: str
+    exponent: float = 0.0
+    trace: Ids | None = None
+
+    def iterations(self, tokens: int, experts: int, top_k: int, seed: int) -> Iterator[Ids]:
+        """Ids [tokens, top_k] without end."""
+        rng = np.random.default_rng([seed, tokens, experts, top_k])
+        start = 0
+        while True:
+            if self.trace is not None:
+                rows = np.arange(start, start + tokens) % len(self.trace)
+                start = int(rows[-1]) + 1
+                yield np.ascontiguousarray(self.trace[rows])
+            elif self.kind == "concentrated":
+                yield np.tile(_draw(rng, 1, experts, top_k, 0.0), (tokens, 1))
+            else:
+                yield _draw(rng, tokens, experts, top_k, self.exponent)
+
+
+def _draw(rng: np.random.Generator, tokens: int, experts: int, top_k: int, s: float) -> Ids:
+    """Distinct experts per token; the Gumbel trick makes keys whose order is a weighted draw."""
+    keys = rng.gumbel(size=(tokens, experts))
+    if s:
+        keys -= s * np.log(np.arange(1, experts + 1))
+    if top_k == experts:
+        return np.argsort(-keys, axis=1)
+    return np.ascontiguousarray(np.argpartition(-keys, top_k, axis=1)[:, :top_k])
+
+
+def parse_routing(text: str) -> Routing:
+    """Raises UsageError for anything that is not one of KINDS."""
+    kind, _, argument = text.partition(":")
+    if kind in ("balanced", "concentrated") and not argument:
+        return Routing(text, kind)
+    if kind == "zipf":
+        try:
+            exponent = float(argument)
+        except ValueError:
+            exponent = -1.0
+        if 0.0 < exponent <= 10.0:
+            return Routing(text, kind, exponent)
+        raise UsageError(f"--routing {text!r} needs an exponent", "write it like zipf:1.1")
+    if kind == "trace" and argument:
+        return Routing(text, kind, trace=_read_trace(Path(argument)))
+    raise UsageError(f"--routing {text!r} is not known", f"choose from: {KINDS}")
+
+
+def check_trace(routing: Routing, experts: int, top_k: int) -> None:
+    """A recorded trace must fit the layer: ids in range, as many per token as its top-k."""
+    if routing.trace is None:
+        return
+    if routing.trace.shape[1] != top_k:
+        raise UsageError(
+            f"the trace has {routing.trace.shape[1]} experts per token, the shape {top_k}",
+            "give a --shape with that top-k",
+        )
+    worst = int(routing.trace.max())
+    if worst >= experts:
+        token = int(np.argwhere(routing.trace == worst)[0][0])
+        raise UsageError(
+            f"the trace sends token {token} to expert {worst}, but there are {experts}",
+            "give the --shape (and --experts) of the model that was traced",
+        )
+
+
+def _read_trace(path: Path) -> Ids:
+    arrays = _load_arrays(path)
+    integer = {
+        name: array
+        for name, array in arrays.items()
+        if array.dtype.kind in "iu" and array.ndim >= 2
+    }
+    if len(integer) != 1 and "ids" not in integer:
+        raise UsageError(
+            f"{path} holds {len(integer)} arrays that could be expert ids",
+            "store one integer array [tokens, top-k], or name it ids",
+        )
+    found = integer["ids"] if "ids" in integer else next(iter(integer.values()))
+    ids = found.reshape(-1, found.shape[-1]).astype(np.int64)
+    if not len(ids) or ids.min() < -1:
+        raise UsageError(f"{path} holds no usable expert ids: none, or some below -1")
+    return ids
+
+
+def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    if not path.is_file():
+        raise UsageError(f"there is no trace file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return dict(load_file(path))
+        with np.load(path, allow_pickle=False) as loaded:
+            if not hasattr(loaded, "items"):
+                raise ValueError("one bare array")
+            return {name: np.asarray(array) for name, array in loaded.items()}
+    except Exception as error:  # each library has its own for a damaged file
+        raise UsageError(
+            f"{path} cannot be read as a trace: {error}", "give a .safetensors or .npz file"
+        ) from None

@@ -1,0 +1,41 @@
+"""Random experts that cost little to make: any expert, any time, from a seed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.moe.experts import Matrices
+
+U16 = NDArray[np.uint16]
+
+_BLOCK = 1 << 20  # numbers drawn; all matrices are cut from them
+_STEP = 7919  # numbers between the starts of two matrices, a prime
+
+
+class RandomWeights:
+    """Gaussian matrices of standard deviation 1 / sqrt(columns), as bf16 can hold them.
+
+    Expert e's matrix p starts at another place of one block of numbers, so that experts
+    differ and nothing has to be kept.
+    """
+
+    def __init__(self, seed: int, hidden: int, intermediate: int) -> None:
+        self.hidden, self.intermediate = hidden, intermediate
+        drawn = np.random.default_rng(seed).standard_normal(_BLOCK, np.float32)
+        repeats = -(-hidden * intermediate // _BLOCK) + 1
+        self._numbers = np.tile(drawn, repeats)
+
+    def expert(self, index: int) -> Matrices:
+        """gate [I, H], up [I, H], down [H, I] of one expert."""
+        shapes = [(self.intermediate, self.hidden)] * 2 + [(self.hidden, self.intermediate)]
+        gate, up, down = (
+            self._matrix(3 * index + which, *shape) for which, shape in enumerate(shapes)
+        )
+        return gate, up, down
+
+    def _matrix(self, number: int, rows: int, cols: int) -> NDArray[np.float32]:
+        start = number * _STEP % _BLOCK
+        values = self._numbers[start : start + rows * cols] * np.float32(cols**-0.5)
+        return bf16_to_f32(f32_to_bf16(values)).reshape(rows, cols)

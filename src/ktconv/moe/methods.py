@@ -1,0 +1,156 @@
+"""Weight formats of the kernels by name: layout, quantizer, what to expect of the result.
+
+Quantizers here are plain round-to-nearest: they make weights for benchmarks and tests.
+Converting a model is quantize-cpu's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.errors import UsageError
+from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32, f32_to_bf16
+from ktconv.native import Layout
+
+Array = NDArray[Any]
+F32 = NDArray[np.float32]
+U16 = NDArray[np.uint16]
+
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP8_MAX, FP8_BLOCK, MXFP4_MAX_EXPONENT = 448.0, 128, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix [N, K] as row-major codes and scales (kt_weight_pack's), and what they mean."""
+
+    codes: Array
+    scale: Array | None
+    values: F32
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of METHODS.
+
+    `bound` limits the relative error of a layer's output against float32 arithmetic on the same
+    quantized weights: it is the error of quantizing the activations (int8: about 1/127 of
+    the largest in a row, twice; bf16: 2^-9), with room for unlucky rows.
+    """
+
+    name: str
+    layout: Layout
+    quantize: Callable[[F32, Layout], Quantized]
+    bound: float
+    unit: str = "bf16"  # of the limits: which kind of product the kernels use
+
+    def steps(self) -> tuple[int, int]:
+        """What rows and columns of a packed matrix must be multiples of."""
+        cols = next(k for k in (32, 64, 128) if self.layout.weight_size(32, k))
+        return 32, cols
+
+    def holds(self, hidden: int, intermediate: int, parts: int) -> bool:
+        """Whether a layer of that shape can be cut into parts and packed."""
+        if intermediate % parts:
+            return False
+        width = intermediate // parts
+        sizes = (self.layout.weight_size(width, hidden), self.layout.weight_size(hidden, width))
+        return all(sizes)
+
+    def expert_bytes(self, hidden: int, intermediate: int, parts: int = 1) -> int:
+        """Bytes of one expert, scales included."""
+        width = intermediate // parts
+        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        sizes = (self.layout.weight_size(*s) + self.layout.scale_size(*s) for s in shapes)
+        return parts * sum(sizes)
+
+
+def _kt_integer(values: F32, layout: Layout) -> Quantized:
+    """INT8 and INT4 as quantize-cpu packs them."""
+    matrix = native.Matrix(values.view(np.uint8).reshape(-1), "F32", *values.shape)
+    codes, scale = native.quantize(layout.kernel, matrix)
+    step = np.float32(16 if layout.kernel == "int4" else 1)
+    return Quantized(codes, scale, codes * (scale * step)[:, None])
+
+
+def _bf16(values: F32, layout: Layout) -> Quantized:
+    codes = f32_to_bf16(values)
+    return Quantized(codes, None, bf16_to_f32(codes))
+
+
+def _grouped(values: F32, group: int) -> F32:
+    rows, cols = values.shape
+    return values.reshape(rows, cols // group, group)
+
+
+def _nibbles(codes: Array) -> Array:
+    """Codes 0..15 [N, K] as bytes [N, K/2], even columns low."""
+    packed: Array = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    return packed
+
+
+def _gint4(values: F32, layout: Layout) -> Quantized:
+    groups = _grouped(values, layout.group)
+    scale = f32_to_bf16(np.abs(groups).max(axis=2) / np.float32(7))
+    step = np.maximum(bf16_to_f32(scale), np.float32(1e-30))[..., None]
+    codes = np.clip(np.rint(groups / step), -8, 7).astype(np.int8)
+    stored = (codes + 8).astype(np.uint8).reshape(values.shape)
+    return Quantized(_nibbles(stored), scale, (codes * step).reshape(values.shape))
+
+
+def _mxfp4(values: F32, layout: Layout) -> Quantized:
+    """OCP Microscaling: the scale is the power of two of the largest magnitude, less 2."""
+    groups = _grouped(values, layout.group)
+    largest = np.maximum(np.abs(groups).max(axis=2), np.float32(2.0**-120))
+    exponent = np.floor(np.log2(largest)).astype(np.int32) - MXFP4_MAX_EXPONENT
+    step = np.ldexp(np.float32(1), exponent)[..., None].astype(np.float32)
+    middles = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2
+    codes = np.searchsorted(middles, np.abs(groups) / step).astype(np.uint8)
+    restored = (np.copysign(E2M1_VALUES[codes], groups) * step).reshape(values.shape)
+    signed = (codes | (np.signbit(groups) << 3)).astype(np.uint8).reshape(values.shape)
+    return Quantized(_nibbles(signed), (exponent + 127).astype(np.uint8), restored)
+
+
+def _fp8(values: F32, layout: Layout) -> Quantized:
+    rows, cols = values.shape
+    block = (FP8_BLOCK, FP8_BLOCK) if layout.group else (1, cols)
+    firsts = [np.arange(0, size, step) for size, step in zip(values.shape, block, strict=True)]
+    largest = np.maximum.reduceat(np.abs(values), firsts[0], axis=0)
+    largest = np.maximum.reduceat(largest, firsts[1], axis=1)
+    scale = (np.maximum(largest, 1e-30) / FP8_MAX).astype(np.float32)
+    spread = scale.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :cols]
+    positive = E4M3FN_VALUES[:0x7F]
+    middles = (positive[1:] + positive[:-1]) / 2
+    codes = np.searchsorted(middles, np.abs(values) / spread).astype(np.uint8)
+    restored = np.copysign(positive[codes], values) * spread
+    signed = (codes | (np.signbit(values) << 7)).astype(np.uint8)
+    return Quantized(signed, scale if layout.group else scale[:, 0], restored)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("int4", Layout("int4"), _kt_integer, 0.05, "int8"),
+        Method("int8", Layout("int8"), _kt_integer, 0.05, "int8"),
+        Method("bf16", Layout("bf16", 0, "none"), _bf16, 0.01),
+        Method("fp8", Layout("fp8", FP8_BLOCK), _fp8, 0.01),
+        Method("fp8-channel", Layout("fp8"), _fp8, 0.01),
+        Method("mxfp4", Layout("mxfp4", 32, "ue8m0"), _mxfp4, 0.01),
+        Method("gint4-32", Layout("gint4", 32, "bf16"), _gint4, 0.05, "int8"),
+        Method("gint4-64", Layout("gint4", 64, "bf16"), _gint4, 0.05, "int8"),
+        Method("gint4-128", Layout("gint4", 128, "bf16"), _gint4, 0.05, "int8"),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    """A row of METHODS; UsageError for any other name."""
+    if name not in METHODS:
+        raise UsageError(f"there is no method {name!r}", f"choose from: {', '.join(METHODS)}")
+    return METHODS[name]
