@@ -55,14 +55,18 @@ static void wake_all(kt_turn *turn) {
 #else
 
 /* One for all turns: sleeping is rare, and whoever wakes for another's turn looks and sleeps
- * on. Taken over a fork, so that the child does not inherit it locked. */
+ * on. A child gets a new one: the lock may be held in the parent, and those who sleep there
+ * are not in the child. */
 static pthread_mutex_t bed_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t bed = PTHREAD_COND_INITIALIZER;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-static void before_fork(void) { pthread_mutex_lock(&bed_lock); }
-static void after_fork(void) { pthread_mutex_unlock(&bed_lock); }
-static void watch_forks(void) { pthread_atfork(before_fork, after_fork, after_fork); }
+static void after_fork(void) {
+  pthread_mutex_init(&bed_lock, NULL);
+  pthread_cond_init(&bed, NULL);
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
 
 static void sleep_while(kt_turn *turn, unsigned value) {
   pthread_once(&fork_once, watch_forks);
