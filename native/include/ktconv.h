@@ -29,16 +29,17 @@ extern "C" {
 
 typedef enum kt_status {
   KT_OK = 0,
-  KT_ERR_ARGUMENT = 1,    /* null pointer, size below 1, unknown dtype or format */
-  KT_ERR_SHAPE = 2,       /* rows or cols not a multiple of what the format needs */
-  KT_ERR_STRIDE = 3,      /* neither stride of the matrix is 1 */
-  KT_ERR_SCALE = 4,       /* FP8 without block scales, or scales without FP8 */
-  KT_ERR_SCRATCH = 5,     /* scratch smaller than kt_scratch_size(cols) */
-  KT_ERR_NONFINITE = 6,   /* a NaN or Inf in the matrix; see kt_position */
-  KT_ERR_ISA_UNKNOWN = 7, /* KTCONV_ISA holds a name that is no level */
-  KT_ERR_ISA_MISSING = 8, /* this machine does not have that level */
-  KT_ERR_EXPERT = 9,      /* an expert id that is neither -1 nor one of the layer's */
-  KT_ERR_THREADS = 10     /* threads cannot be created, or belong to another process */
+  KT_ERR_ARGUMENT = 1,       /* null pointer, size below 1, unknown dtype or format */
+  KT_ERR_SHAPE = 2,          /* rows or cols not a multiple of what the format needs */
+  KT_ERR_STRIDE = 3,         /* neither stride of the matrix is 1 */
+  KT_ERR_SCALE = 4,          /* FP8 without block scales, or scales without FP8 */
+  KT_ERR_SCRATCH = 5,        /* scratch smaller than kt_scratch_size(cols) */
+  KT_ERR_NONFINITE = 6,      /* a NaN or Inf in the matrix; see kt_position */
+  KT_ERR_ISA_UNKNOWN = 7,    /* KTCONV_ISA holds a name that is no level */
+  KT_ERR_ISA_MISSING = 8,    /* this machine does not have that level */
+  KT_ERR_EXPERT = 9,         /* an expert id that is neither -1 nor one of the layer's */
+  KT_ERR_THREADS = 10,       /* threads cannot be created, or belong to another process */
+  KT_ERR_ASSUME_UNKNOWN = 11 /* KTCONV_ASSUME holds a name that is no level */
 } kt_status;
 
 /* One static sentence for a status; never NULL. */
@@ -62,7 +63,9 @@ typedef struct kt_cpu {
 
 void kt_cpu_detect(kt_cpu *cpu);
 
-/* The highest level this machine has, whatever KTCONV_ISA says. */
+/* The highest level this machine has, whatever KTCONV_ISA says. KTCONV_ASSUME=amx (or
+ * avx512; read once) claims a level that the CPU does not report, for runs under an
+ * instruction emulator; without one the process ends with SIGILL. */
 int kt_isa_available(void);
 
 /* The level in use: KTCONV_ISA if set (read once), else the highest available.

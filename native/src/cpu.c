@@ -1,4 +1,4 @@
-/* CPUID, XCR0, the kernel's AMX permission, and the one getenv. */
+/* CPUID, XCR0, the kernel's AMX permission, and the environment. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
@@ -62,29 +62,53 @@ void kt_cpu_detect(kt_cpu *cpu) { memset(cpu, 0, sizeof *cpu); }
 
 #endif
 
+static int level_of_cpu(void) {
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  if (!cpu.avx512) return KT_ISA_SCALAR;
+  const int amx = cpu.amx_tile && cpu.amx_int8 && cpu.amx_bf16 && cpu.amx_permission;
+  return amx ? KT_ISA_AMX : KT_ISA_AVX512;
+}
+
+/* A level by the name in an environment variable; `otherwise` if it is not set; -1 for a name
+ * that is none. */
+static int level_named_by(const char *variable, int otherwise) {
+  static const char *const names[] = {"scalar", "avx512", "amx"};
+  const char *name = getenv(variable);
+  if (!name || !*name) return otherwise;
+  for (int level = KT_ISA_SCALAR; level <= KT_ISA_AMX; level++)
+    if (strcmp(name, names[level]) == 0) return level;
+  return -1;
+}
+
+/* KTCONV_ASSUME claims a level that the CPU does not report, for instruction emulators. The
+ * permission for tile data is asked for all the same; an emulator may be listening. */
+static int level_of_machine(void) {
+  const int level = level_of_cpu(), assumed = level_named_by("KTCONV_ASSUME", level);
+#if KT_X86
+  if (assumed == KT_ISA_AMX && level < KT_ISA_AMX) request_amx();
+  return assumed > level ? assumed : level;
+#else
+  (void)assumed;
+  return level;
+#endif
+}
+
 int kt_isa_available(void) {
   static atomic_int cached = -1;
   int level = atomic_load_explicit(&cached, memory_order_relaxed);
   if (level >= 0) return level;
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  level = KT_ISA_SCALAR;
-  if (cpu.avx512) level = KT_ISA_AVX512;
-  if (cpu.avx512 && cpu.amx_tile && cpu.amx_int8 && cpu.amx_bf16 && cpu.amx_permission)
-    level = KT_ISA_AMX;
+  level = level_of_machine();
   atomic_store_explicit(&cached, level, memory_order_relaxed);
   return level;
 }
 
 /* KTCONV_ISA as a level, or minus a kt_status. */
 static int wanted_isa(void) {
-  static const char *const names[] = {"scalar", "avx512", "amx"};
-  const char *name = getenv("KTCONV_ISA");
-  if (!name || !*name) return kt_isa_available();
-  for (int level = KT_ISA_SCALAR; level <= KT_ISA_AMX; level++)
-    if (strcmp(name, names[level]) == 0)
-      return level <= kt_isa_available() ? level : -KT_ERR_ISA_MISSING;
-  return -KT_ERR_ISA_UNKNOWN;
+  const int level = level_named_by("KTCONV_ISA", kt_isa_available());
+  if (level_named_by("KTCONV_ASSUME", KT_ISA_SCALAR) < 0) return -KT_ERR_ASSUME_UNKNOWN;
+  if (level < 0) return -KT_ERR_ISA_UNKNOWN;
+  return level <= kt_isa_available() ? level : -KT_ERR_ISA_MISSING;
 }
 
 enum { NOT_READ = -1000 };

@@ -14,6 +14,7 @@ const char *kt_strerror(int status) {
   case KT_ERR_EXPERT: return "an expert id is neither -1 nor one of the layer's experts";
   case KT_ERR_THREADS:
     return "threads cannot be started, or the pool belongs to another process (after a fork)";
+  case KT_ERR_ASSUME_UNKNOWN: return "KTCONV_ASSUME is none of scalar, avx512 and amx";
   default: return "unknown status";
   }
 }

@@ -76,6 +76,9 @@ class ErrorSums:
 def isa() -> str:
     """The level in use. Raises UsageError when KTCONV_ISA cannot be used."""
     level = lib.kt_isa_active()
+    if level == -lib.KT_ERR_ASSUME_UNKNOWN:
+        value = os.environ.get("KTCONV_ASSUME")
+        raise UsageError(f"KTCONV_ASSUME={value} names no level", "unset it, or write amx")
     if level < 0:
         raise UsageError(
             f"KTCONV_ISA={os.environ.get('KTCONV_ISA')} cannot be used: {_words(-level)}",
@@ -381,11 +384,18 @@ class Pool:
 
     def close(self) -> None:
         """Ends the threads; the pool cannot be used afterwards."""
-        ffi.release(self.c)
+        if self.c:
+            ffi.release(self.c)
+            self.c = ffi.NULL
 
     def empty(self, times: int) -> None:
         """Runs a job that does nothing, `times` times."""
         _check(lib.kt_pool_empty(self.c, times))
+
+
+def bind_memory(memory: Array, os_node: int) -> None:
+    """Asks for the pages of `memory` to be on a NUMA node, by the system's number."""
+    _check(lib.kt_memory_bind(ffi.from_buffer(memory), memory.nbytes, os_node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,5 +60,6 @@ const kt_gemm kt_bf16_gemm = {
     .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512] = kt_bf16_product_avx512,
+    .product[KT_ISA_AMX] = kt_bf16_product_amx,
 #endif
 };

@@ -5,9 +5,9 @@
  *   4 5     activations: 16 tokens x 64 bytes of columns
  *   6 7     weights: a half tile, 16 groups of 4 bytes x 16 rows of w
  *
- * Four products per two loads of activations and two of weights: one load per product. All
- * tiles are 16 rows of 64 bytes, so the configuration never changes within a call: rows of
- * tokens that are not there are computed on memory of ours and thrown away. */
+ * Four products per two loads of activations and two of weights: one load per product.
+ * Configuring costs as much as many products, so it is done once for the whole blocks of
+ * tokens and once for the rest, never inside of loops. */
 #ifndef KT_AMX_TILES_H
 #define KT_AMX_TILES_H
 
@@ -15,20 +15,26 @@
 
 enum { KT_AMX_ROWS = 16, KT_AMX_LINE = 64 };
 
-KT_INLINE void kt_amx_configure(void) {
-  _Alignas(64) uint8_t config[64] = {1}; /* palette 1 */
+/* Tiles for `tokens` (1..32) tokens; with 16 or fewer, tiles 2, 3 and 5 are not to be used. */
+KT_INLINE void kt_amx_configure(int tokens) {
+  static const uint8_t block[8] = {0, 0, 1, 1, 0, 1, 2, 2}; /* whose tokens; 2: weights */
+  _Alignas(64) uint8_t config[64] = {1};                    /* palette 1 */
+  const int more = tokens - KT_AMX_ROWS;
+  const int rows[3] = {more > 0 ? KT_AMX_ROWS : tokens, more > 0 ? more : 0, KT_AMX_ROWS};
   for (int tile = 0; tile < 8; tile++) {
-    config[16 + 2 * tile] = KT_AMX_LINE; /* bytes per row, 16 bits each */
-    config[48 + tile] = KT_AMX_ROWS;
+    config[48 + tile] = (uint8_t)rows[block[tile]];
+    config[16 + 2 * tile] = config[48 + tile] ? KT_AMX_LINE : 0; /* bytes per row */
   }
   _tile_loadconfig(config);
 }
 
-KT_INLINE void kt_amx_zero_sums(void) {
+KT_INLINE void kt_amx_zero_sums(const int both) {
   _tile_zero(0);
   _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  if (both) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
 }
 
 #endif

@@ -5,6 +5,6 @@
 #include "../moe/gemm.h"
 #include "int4.h"
 
-kt_product_fn kt_int4_product_scalar, kt_int4_product_avx512;
+kt_product_fn kt_int4_product_scalar, kt_int4_product_avx512, kt_int4_product_amx;
 
 #endif

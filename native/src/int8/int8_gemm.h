@@ -5,6 +5,6 @@
 #include "../moe/gemm.h"
 #include "int8.h"
 
-kt_product_fn kt_int8_product_scalar, kt_int8_product_avx512;
+kt_product_fn kt_int8_product_scalar, kt_int8_product_avx512, kt_int8_product_amx;
 
 #endif

@@ -10,8 +10,8 @@
 enum { INT8_OPS = 16 * 16 * 64, BF16_OPS = 16 * 16 * 32 }; /* multiply-adds of a product */
 
 void kt_limit_int8_amx(int64_t rounds) {
-  kt_amx_configure();
-  kt_amx_zero_sums();
+  kt_amx_configure(2 * KT_AMX_ROWS);
+  kt_amx_zero_sums(1);
   _tile_zero(4);
   _tile_zero(5);
   _tile_zero(6);
@@ -26,8 +26,8 @@ void kt_limit_int8_amx(int64_t rounds) {
 }
 
 void kt_limit_bf16_amx(int64_t rounds) {
-  kt_amx_configure();
-  kt_amx_zero_sums();
+  kt_amx_configure(2 * KT_AMX_ROWS);
+  kt_amx_zero_sums(1);
   _tile_zero(4);
   _tile_zero(5);
   _tile_zero(6);

@@ -18,7 +18,7 @@ uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size) {
   return (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
-/* The empty statements make each sum's next value unknown to the compiler. */
+/* The empty statements keep the sums alive, and the compiler from doing the loop at once. */
 void kt_limit_int8_avx512(int64_t rounds) {
   const __m512i a = _mm512_set1_epi8(1), b = _mm512_set1_epi8(2);
   __m512i sum[CHAINS];
@@ -27,9 +27,11 @@ void kt_limit_int8_avx512(int64_t rounds) {
 #pragma GCC unroll 16
     for (int i = 0; i < CHAINS; i++) {
       sum[i] = _mm512_dpbusd_epi32(sum[i], a, b);
-      __asm__ volatile("" : "+v"(sum[i]));
     }
+    __asm__ volatile("" ::"v"(sum[0]));
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
 }
 
 void kt_limit_bf16_avx512(int64_t rounds) {
@@ -40,9 +42,11 @@ void kt_limit_bf16_avx512(int64_t rounds) {
 #pragma GCC unroll 16
     for (int i = 0; i < CHAINS; i++) {
       sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
-      __asm__ volatile("" : "+v"(sum[i]));
     }
+    __asm__ volatile("" ::"v"(sum[0]));
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
 }
 
 #if defined(__clang__)

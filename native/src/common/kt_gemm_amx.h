@@ -1,0 +1,115 @@
+/* kt_gemm_amx.h - products with INT8 and INT4 in KTransformers' layout, by TDPBSSD.
+ *
+ * A half tile of INT8 is a B tile as it is: 16 groups of 4 columns x 16 rows. INT4 is unpacked
+ * into such tiles first, one column block of a strip at a time, in the panel. 32 tokens x 32
+ * rows are summed in four tiles; with 16 tokens or fewer, in two.
+ *
+ * The sums are the same integers as everywhere. `int4` is a constant in every call. Include
+ * after target_amx.h. */
+#ifndef KT_KT_GEMM_AMX_H
+#define KT_KT_GEMM_AMX_H
+
+#include "amx_tiles.h"
+#include "kt_gemm_avx512.h"
+
+/* Fewer tokens than this are left to VPDPBUSD, which needs no tiles to be filled. A guess
+ * from instruction counts, not measured: a product of tiles costs the same for 1 row as
+ * AVX-512 needs for about 4 tokens. */
+enum { KT_AMX_LEAST_TOKENS = 5 };
+
+/* A tile of 128 columns as two of 64: columns in low nibbles, then those in high ones. */
+KT_INLINE void kt_int4_unpack_tile(const uint8_t *tile, uint8_t *out) {
+  const __m512i eight = _mm512_set1_epi8(8);
+  for (int line = 0; line < 32; line++, tile += KT_AMX_LINE, out += KT_AMX_LINE) {
+    const __m512i v = _mm512_loadu_si512(tile);
+    const __m512i low = kt_int4_biased(v), high = kt_int4_biased(_mm512_srli_epi16(v, 4));
+    _mm512_store_si512(out, _mm512_sub_epi8(low, eight));
+    _mm512_store_si512(out + 2 * KT_HALF_TILE, _mm512_sub_epi8(high, eight));
+  }
+}
+
+/* sum[t][32 rows] (+)= w[32 rows][64 * tiles columns] * x[t], for as many tokens as the tiles are
+ * configured for; `both`: more than 16. */
+KT_INLINE void kt_int_amx_block(const int both, int first, const uint8_t *w, int64_t tiles,
+                                const uint8_t *x, int64_t stride, int32_t *sum) {
+  const size_t sum_stride = KT_STRIP * sizeof *sum, rows = (size_t)stride;
+  int32_t *const sum1 = sum + KT_AMX_ROWS * KT_STRIP;
+  const uint8_t *const x1 = x + KT_AMX_ROWS * stride;
+  kt_amx_zero_sums(both);
+  if (!first) {
+    _tile_loadd(0, sum, sum_stride);
+    _tile_loadd(1, sum + KT_AMX_ROWS, sum_stride);
+    if (both) {
+      _tile_loadd(2, sum1, sum_stride);
+      _tile_loadd(3, sum1 + KT_AMX_ROWS, sum_stride);
+    }
+  }
+  for (int64_t i = 0; i < tiles; i++, w += 2 * KT_HALF_TILE) {
+    _tile_loadd(6, w, KT_AMX_LINE);
+    _tile_loadd(7, w + KT_HALF_TILE, KT_AMX_LINE);
+    _tile_loadd(4, x + i * KT_AMX_LINE, rows);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    if (both) {
+      _tile_loadd(5, x1 + i * KT_AMX_LINE, rows);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sum, sum_stride);
+  _tile_stored(1, sum + KT_AMX_ROWS, sum_stride);
+  if (both) {
+    _tile_stored(2, sum1, sum_stride);
+    _tile_stored(3, sum1 + KT_AMX_ROWS, sum_stride);
+  }
+}
+
+/* One strip, for `count` tokens (up to 32): one column block of the layout after the other. */
+KT_INLINE void kt_int_amx_strip(const int int4, const kt_weight *w, int64_t block_rows,
+                                int64_t strip, const uint8_t *x, int64_t stride, int64_t first,
+                                int64_t end, int32_t *sum, uint8_t *panel) {
+  for (int64_t k = 0, cols; k < w->cols; k += cols) {
+    cols = w->cols - k < KT_COL_BLOCK ? w->cols - k : KT_COL_BLOCK;
+    const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
+    const uint8_t *tiles = w->codes + (int4 ? start / 2 : start);
+    if (int4) {
+      for (int64_t i = 0; i < cols / 128; i++)
+        kt_int4_unpack_tile(tiles + i * 2 * KT_HALF_TILE, panel + i * 4 * KT_HALF_TILE);
+      tiles = panel;
+    }
+    for (int64_t t = first; t < end; t += 2 * KT_AMX_ROWS) {
+      if (end - t > KT_AMX_ROWS)
+        kt_int_amx_block(1, k == 0, tiles, cols / 64, x + t * stride + k, stride,
+                         sum + t * KT_STRIP);
+      else
+        kt_int_amx_block(0, k == 0, tiles, cols / 64, x + t * stride + k, stride,
+                         sum + t * KT_STRIP);
+    }
+  }
+}
+
+/* Whole blocks of 32 tokens, then the rest with tiles of fewer rows. */
+KT_INLINE void kt_int_product_amx(const int int4, int64_t block_rows, const kt_weight *w,
+                                  int64_t strip, int64_t strips, const uint8_t *x, int64_t stride,
+                                  int64_t tokens, float *out, uint8_t *panel) {
+  if (tokens < KT_AMX_LEAST_TOKENS) {
+    kt_int_product_avx512(int4, block_rows, w, strip, strips, x, stride, tokens, out);
+    return;
+  }
+  int32_t *const sum = (int32_t *)(void *)out;
+  const int64_t whole = tokens / (2 * KT_AMX_ROWS) * (2 * KT_AMX_ROWS);
+  for (int rest = whole == 0; rest < 2; rest++) {
+    const int64_t first = rest ? whole : 0, end = rest ? tokens : whole;
+    if (first == end) continue;
+    kt_amx_configure(rest ? (int)(end - first) : 2 * KT_AMX_ROWS);
+    for (int64_t s = 0; s < strips; s++)
+      kt_int_amx_strip(int4, w, block_rows, strip + s, x, stride, first, end,
+                       sum + s * tokens * KT_STRIP, panel);
+  }
+  _tile_release();
+  for (int64_t s = 0; s < strips; s++)
+    kt_int_finish(int4 ? 16.0f : 1.0f, (const float *)w->scale + (strip + s) * KT_STRIP, x, w->cols,
+                  stride, tokens, out + s * tokens * KT_STRIP);
+}
+
+#endif

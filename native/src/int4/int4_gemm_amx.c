@@ -1,0 +1,18 @@
+/* INT4 products with AMX. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../common/target_amx.h"
+
+#include "../common/kt_gemm_amx.h"
+#include "int4_gemm.h"
+
+void kt_int4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                         int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  kt_int_product_amx(1, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

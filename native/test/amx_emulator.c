@@ -1,0 +1,412 @@
+/* amx_emulator.c - AMX for tests on CPUs without it.
+ *
+ * A handler of SIGILL that performs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD(T1),
+ * TILESTORED, TDPBSSD/SUD/USD/UUD and TDPBF16PS as the Intel SDM (volume 2, the pages of these
+ * instructions) says, for the thread that executed them, and counts them.
+ *
+ *   cc -std=c11 -O2 -shared -fPIC native/test/amx_emulator.c -o amx_emulator.so -lm
+ *
+ * Load it into a process (it installs itself), or LD_PRELOAD it: then it also grants the
+ * tile state that a process asks the kernel for, and with KT_AMX_EMULATOR_REPORT=FILE it
+ * writes its counters there at exit. Others may take SIGILL over (Python's faulthandler does):
+ * call kt_amx_emulator_install() again. What is no AMX instruction goes to the handler before.
+ *
+ * Not emulated: palettes other than 1, and restarting a load that faulted in the middle
+ * (start_row is read and cleared, but a fault is an ordinary SIGSEGV of the handler). */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <xmmintrin.h>
+
+enum { TILES = 8, ROWS = 16, ROW_SIZE = 64, THREADS = 512 };
+
+/* ---- Counters -------------------------------------------------------------- */
+
+enum counter { CONFIGS, LOADS, STORES, ZEROS, INT8_PRODUCTS, BF16_PRODUCTS, RELEASES, COUNTERS };
+
+static const char *const counter_names[COUNTERS] = {
+    "configs", "loads", "stores", "zeros", "int8_products", "bf16_products", "releases"};
+static atomic_ullong counters[COUNTERS];
+
+static void count(enum counter which) {
+  atomic_fetch_add_explicit(&counters[which], 1, memory_order_relaxed);
+}
+
+void kt_amx_emulator_counts(uint64_t out[COUNTERS]) {
+  for (int i = 0; i < COUNTERS; i++) out[i] = atomic_load(&counters[i]);
+}
+
+void kt_amx_emulator_reset(void) {
+  for (int i = 0; i < COUNTERS; i++) atomic_store(&counters[i], 0);
+}
+
+/* ---- Tile state, per thread -------------------------------------------------
+ *
+ * A table instead of thread-local storage: a library that is loaded late gets no static
+ * TLS of this size, and any other kind may allocate, which a signal handler must not. */
+
+typedef struct tile {
+  int rows, colsb;
+  uint8_t data[ROWS][ROW_SIZE];
+} tile;
+
+typedef struct state {
+  atomic_int thread; /* 0: free */
+  int palette, start_row;
+  tile tiles[TILES];
+} state;
+
+static state states[THREADS];
+
+static void die(const char *why) {
+  static const char prefix[] = "AMX emulator: ";
+  ssize_t written = write(2, prefix, sizeof prefix - 1);
+  written += write(2, why, strlen(why));
+  written += write(2, "\n", 1);
+  (void)written;
+  signal(SIGSEGV, SIG_DFL);
+  kill(getpid(), SIGSEGV);
+  _exit(139);
+}
+
+static long raw_syscall(long number, const long a[6]) {
+  register long r10 __asm__("r10") = a[3];
+  register long r8 __asm__("r8") = a[4];
+  register long r9 __asm__("r9") = a[5];
+  long result;
+  __asm__ volatile("syscall"
+                   : "=a"(result)
+                   : "a"(number), "D"(a[0]), "S"(a[1]), "d"(a[2]), "r"(r10), "r"(r8), "r"(r9)
+                   : "rcx", "r11", "memory");
+  return result;
+}
+
+static state *own_state(void) {
+  static const long none[6];
+  const int thread = (int)raw_syscall(SYS_gettid, none);
+  for (int i = 0; i < THREADS; i++) {
+    state *s = states + (thread + i) % THREADS;
+    int expected = 0;
+    if (atomic_load(&s->thread) == thread ||
+        atomic_compare_exchange_strong(&s->thread, &expected, thread))
+      return s;
+  }
+  die("more threads used tiles than it has room for");
+  return NULL;
+}
+
+/* ---- Decoding: VEX.128.pp.0F38.W0 opcode ModRM [SIB] [displacement] ---------- */
+
+enum { PREFIX_NONE = 0, PREFIX_66 = 1, PREFIX_F3 = 2, PREFIX_F2 = 3 };
+
+typedef struct instruction {
+  int prefix, opcode, mod, reg, rm, vvvv;
+  int length;
+  uint8_t *address; /* of memory operands; for tile loads and stores: of row 0 */
+  int64_t stride;   /* index register times scale */
+} instruction;
+
+static int64_t register_value(const ucontext_t *context, int number) {
+  static const int order[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
+                                REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
+                                REG_R12, REG_R13, REG_R14, REG_R15};
+  return context->uc_mcontext.gregs[order[number]];
+}
+
+static int32_t read_int32(const uint8_t *at) {
+  int32_t value;
+  memcpy(&value, at, sizeof value);
+  return value;
+}
+
+/* The address after ModRM; `at` is the byte behind it. Returns where the instruction ends. */
+static const uint8_t *decode_address(instruction *in, const ucontext_t *context, const uint8_t *at,
+                                     int x, int b) {
+  int64_t base = 0;
+  int displacement = in->mod == 1 ? 1 : in->mod == 2 ? 4 : 0;
+  if (in->rm == 4) {
+    const int sib = *at++, index = (sib >> 3 & 7) | x << 3, low = sib & 7;
+    if (index != 4) in->stride = register_value(context, index) * (1 << (sib >> 6));
+    if (low == 5 && in->mod == 0)
+      displacement = 4;
+    else
+      base = register_value(context, low | b << 3);
+  } else if (in->rm == 5 && in->mod == 0) {
+    base = (int64_t)(at + 4); /* relative to the next instruction; none has an immediate */
+    displacement = 4;
+  } else {
+    base = register_value(context, in->rm | b << 3);
+  }
+  if (displacement == 1) base += (int8_t)*at;
+  if (displacement == 4) base += read_int32(at);
+  in->address = (uint8_t *)base;
+  return at + displacement;
+}
+
+/* 0 unless it has the form of an AMX instruction. */
+static int decode(instruction *in, const ucontext_t *context) {
+  const uint8_t *const start = (const uint8_t *)context->uc_mcontext.gregs[REG_RIP];
+  if (start[0] != 0xc4 || (start[1] & 0x1f) != 2) return 0; /* three-byte VEX, map 0F38 */
+  const int x = !(start[1] & 0x40), b = !(start[1] & 0x20), w = start[2] >> 7;
+  if (w || start[2] & 4 || !(start[1] & 0x80)) return 0; /* W0, L0; VEX.R would be tile 8 */
+  in->prefix = start[2] & 3;
+  in->vvvv = ~start[2] >> 3 & 15;
+  in->opcode = start[3];
+  in->mod = start[4] >> 6;
+  in->reg = start[4] >> 3 & 7;
+  in->rm = start[4] & 7;
+  in->stride = 0;
+  in->address = NULL;
+  const uint8_t *end = start + 5;
+  if (in->mod != 3) end = decode_address(in, context, end, x, b);
+  in->length = (int)(end - start);
+  return in->opcode == 0x49 || in->opcode == 0x4b || in->opcode == 0x5c || in->opcode == 0x5e;
+}
+
+/* ---- Performing ----------------------------------------------------------------- */
+
+static void release(state *s) {
+  s->palette = s->start_row = 0;
+  memset(s->tiles, 0, sizeof s->tiles);
+}
+
+static void load_config(state *s, const uint8_t *from) {
+  release(s);
+  count(CONFIGS);
+  if (from[0] == 0) return;
+  if (from[0] != 1) die("LDTILECFG: only palette 1 exists");
+  for (int i = 2; i < 16; i++)
+    if (from[i]) die("LDTILECFG: a reserved byte is not 0");
+  for (int i = 0; i < 16; i++) {
+    const int colsb = from[16 + 2 * i] | from[17 + 2 * i] << 8, rows = from[48 + i];
+    if (i >= TILES && (colsb || rows)) die("LDTILECFG: there are 8 tiles");
+    if (colsb > ROW_SIZE || rows > ROWS || !colsb != !rows)
+      die("LDTILECFG: a tile has up to 16 rows of up to 64 bytes, or neither");
+    if (i < TILES) s->tiles[i].colsb = colsb, s->tiles[i].rows = rows;
+  }
+  s->palette = 1;
+  s->start_row = from[1];
+}
+
+static void store_config(const state *s, uint8_t *to) {
+  memset(to, 0, 64);
+  if (!s->palette) return;
+  to[0] = 1;
+  to[1] = (uint8_t)s->start_row;
+  for (int i = 0; i < TILES; i++) {
+    to[16 + 2 * i] = (uint8_t)s->tiles[i].colsb;
+    to[48 + i] = (uint8_t)s->tiles[i].rows;
+  }
+}
+
+static tile *usable(state *s, int number) {
+  if (!s->palette) die("a tile instruction without LDTILECFG before it");
+  if (!s->tiles[number].rows) die("a tile that LDTILECFG did not configure");
+  return s->tiles + number;
+}
+
+static void load_tile(state *s, const instruction *in) {
+  tile *t = usable(s, in->reg);
+  count(LOADS);
+  if (s->start_row == 0) memset(t->data, 0, sizeof t->data);
+  for (int row = s->start_row; row < t->rows; row++) {
+    memset(t->data[row], 0, ROW_SIZE);
+    memcpy(t->data[row], in->address + row * in->stride, (size_t)t->colsb);
+  }
+  s->start_row = 0;
+}
+
+static void store_tile(state *s, const instruction *in) {
+  const tile *t = usable(s, in->reg);
+  count(STORES);
+  for (int row = s->start_row; row < t->rows; row++)
+    memcpy(in->address + row * in->stride, t->data[row], (size_t)t->colsb);
+  s->start_row = 0;
+}
+
+static void check_shapes(const tile *c, const tile *a, const tile *b) {
+  if (c == a || c == b || a == b) die("a product with the same tile twice");
+  if (a->colsb % 4 || b->colsb % 4 || c->colsb % 4) die("a product of odd rows");
+  if (c->rows != a->rows || c->colsb != b->colsb || a->colsb / 4 != b->rows)
+    die("a product of tiles that do not fit together");
+}
+
+/* What a product leaves outside of its rows and columns. */
+static void clear_rest(tile *c) {
+  for (int m = 0; m < ROWS; m++) {
+    const int used = m < c->rows ? c->colsb : 0;
+    memset(c->data[m] + used, 0, (size_t)(ROW_SIZE - used));
+  }
+}
+
+static int byte_value(uint8_t byte, int is_signed) { return is_signed ? (int8_t)byte : byte; }
+
+static void int8_product(tile *c, const tile *a, const tile *b, int a_signed, int b_signed) {
+  for (int m = 0; m < c->rows; m++)
+    for (int n = 0; n < c->colsb / 4; n++) {
+      uint32_t sum;
+      memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
+      for (int k = 0; k < a->colsb / 4; k++)
+        for (int i = 0; i < 4; i++)
+          sum += (uint32_t)(byte_value(a->data[m][4 * k + i], a_signed) *
+                            byte_value(b->data[k][4 * n + i], b_signed));
+      memcpy(c->data[m] + 4 * n, &sum, sizeof sum);
+    }
+  clear_rest(c);
+}
+
+static float bf16_at(const uint8_t *row, int i) {
+  uint16_t half;
+  memcpy(&half, row + 2 * i, sizeof half);
+  const uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Even and odd columns in two sums of fused operations from 0, added together and then to c.
+ * MXCSR: to nearest even, denormals are zero and flushed to zero, whatever the thread's. */
+__attribute__((target("fma"))) static void bf16_product(tile *c, const tile *a, const tile *b) {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(0x9fc0);
+  for (int m = 0; m < c->rows; m++)
+    for (int n = 0; n < c->colsb / 4; n++) {
+      float even = 0.0f, odd = 0.0f, sum;
+      for (int k = 0; k < a->colsb / 4; k++) {
+        even = __builtin_fmaf(bf16_at(a->data[m], 2 * k), bf16_at(b->data[k], 2 * n), even);
+        odd = __builtin_fmaf(bf16_at(a->data[m], 2 * k + 1), bf16_at(b->data[k], 2 * n + 1), odd);
+      }
+      memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
+      sum += even + odd;
+      memcpy(c->data[m] + 4 * n, &sum, sizeof sum);
+    }
+  _mm_setcsr(before);
+  clear_rest(c);
+}
+
+static void product(state *s, const instruction *in) {
+  if (in->vvvv >= TILES) die("a product of a tile that does not exist");
+  tile *c = usable(s, in->reg), *a = usable(s, in->rm), *b = usable(s, in->vvvv);
+  check_shapes(c, a, b);
+  if (in->opcode == 0x5c) {
+    count(BF16_PRODUCTS);
+    bf16_product(c, a, b);
+    return;
+  }
+  count(INT8_PRODUCTS);
+  int8_product(c, a, b, in->prefix == PREFIX_F2 || in->prefix == PREFIX_F3,
+               in->prefix == PREFIX_F2 || in->prefix == PREFIX_66);
+}
+
+static int perform_49(state *s, const instruction *in) {
+  if (in->mod == 3) {
+    if (in->prefix == PREFIX_NONE && in->reg == 0 && in->rm == 0) {
+      count(RELEASES);
+      release(s);
+      return 1;
+    }
+    if (in->prefix != PREFIX_F2 || in->rm != 0) return 0;
+    count(ZEROS);
+    memset(usable(s, in->reg)->data, 0, sizeof s->tiles[0].data);
+    return 1;
+  }
+  if (in->reg != 0 || in->prefix > PREFIX_66) return 0;
+  if (in->prefix == PREFIX_NONE)
+    load_config(s, in->address);
+  else
+    store_config(s, in->address);
+  return 1;
+}
+
+static int perform_4b(state *s, const instruction *in) {
+  if (in->mod == 3 || in->rm != 4 || in->prefix == PREFIX_NONE) return 0;
+  if (in->prefix == PREFIX_F3)
+    store_tile(s, in);
+  else
+    load_tile(s, in);
+  return 1;
+}
+
+static int perform(state *s, const instruction *in) {
+  if (in->opcode == 0x49) return perform_49(s, in);
+  if (in->opcode == 0x4b) return perform_4b(s, in);
+  if (in->mod != 3 || (in->opcode == 0x5c && in->prefix != PREFIX_F3)) return 0;
+  product(s, in);
+  return 1;
+}
+
+/* ---- The handler ------------------------------------------------------------------ */
+
+static struct sigaction before;
+
+static void pass_on(int number, siginfo_t *info, void *context) {
+  if (before.sa_flags & SA_SIGINFO && before.sa_sigaction) {
+    before.sa_sigaction(number, info, context);
+  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+    before.sa_handler(number);
+  } else {
+    signal(number, SIG_DFL); /* the instruction runs again and ends the process */
+  }
+}
+
+static void on_illegal(int number, siginfo_t *info, void *opaque) {
+  ucontext_t *const context = opaque;
+  const int kept = errno;
+  instruction in;
+  if (decode(&in, context) && perform(own_state(), &in))
+    context->uc_mcontext.gregs[REG_RIP] += in.length;
+  else
+    pass_on(number, info, opaque);
+  errno = kept;
+}
+
+/* Takes SIGILL, unless it has it already. */
+void kt_amx_emulator_install(void) {
+  struct sigaction ours = {.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, now;
+  ours.sa_sigaction = on_illegal;
+  sigemptyset(&ours.sa_mask);
+  sigaction(SIGILL, NULL, &now);
+  if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_illegal) return;
+  sigaction(SIGILL, &ours, &before);
+}
+
+static void write_report(void) {
+  const char *path = getenv("KT_AMX_EMULATOR_REPORT");
+  FILE *file = path ? fopen(path, "w") : NULL;
+  if (!file) return;
+  for (int i = 0; i < COUNTERS; i++)
+    fprintf(file, "%s %llu\n", counter_names[i], (unsigned long long)atomic_load(&counters[i]));
+  fclose(file);
+}
+
+__attribute__((constructor)) static void start(void) {
+  kt_amx_emulator_install();
+  if (getenv("KT_AMX_EMULATOR_REPORT")) atexit(write_report);
+}
+
+/* In front of the C library's (only when preloaded): grants tile data, passes the rest on. */
+long syscall(long number, ...) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+  long a[6];
+  va_list arguments;
+  va_start(arguments, number);
+  for (int i = 0; i < 6; i++) a[i] = va_arg(arguments, long);
+  va_end(arguments);
+  if (number == SYS_arch_prctl && a[0] == ARCH_REQ_XCOMP_PERM && a[1] == XFEATURE_XTILEDATA)
+    return 0;
+  const long result = raw_syscall(number, a);
+  if (result >= 0 || result < -4095) return result;
+  errno = (int)-result;
+  return -1;
+}
