@@ -1,0 +1,230 @@
+"""The thread pool: pool_check.c under sanitizers, and what a process sees of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ktconv import machine, native
+from ktconv.errors import ResourceError, UsageError
+from ktconv.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
+FLAGS = ["-std=c11", "-g", "-O1", "-pthread", f"-I{ROOT / 'native/include'}"]
+LINUX = sys.platform == "linux"
+
+
+def threads_now() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+# --- without Python
+
+
+def works(compiler: list[str], folder: Path) -> bool:
+    """Whether this compiler builds a program that starts."""
+    if shutil.which(compiler[0]) is None:
+        return False
+    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
+    command = [*compiler, str(folder / "empty.c"), "-o", str(folder / "empty")]
+    built = subprocess.run(command, capture_output=True)
+    return built.returncode == 0 and subprocess.run([str(folder / "empty")]).returncode == 0
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_pool_check(sanitizer: str, portable: bool, tmp_path: Path) -> None:
+    """Portable: how threads sleep where there is no futex."""
+    compiler = ["cc", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    if not works(compiler, tmp_path):
+        pytest.skip(f"cc does not support -fsanitize={sanitizer} here")
+    program = str(tmp_path / "pool_check")
+    flags = [*FLAGS, "-U__linux__"] if portable else FLAGS
+    subprocess.run([*compiler, *flags, *map(str, SOURCES), "-lm", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "pool: 0 failures" in done.stdout
+
+
+def test_pool_check_on_aarch64(tmp_path: Path) -> None:
+    for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    target = str(tmp_path / "pool_check")
+    build = ["aarch64-linux-gnu-gcc", "-static", *FLAGS, *map(str, SOURCES), "-lm", "-o", target]
+    subprocess.run(build, check=True)
+    command = ["qemu-aarch64", target, "no fork"]  # the emulator's children have no threads
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+# --- as the process sees it
+
+
+@pytest.mark.skipif(not LINUX, reason="counts threads in /proc")
+def test_no_thread_is_left_behind() -> None:
+    gc.collect()
+    before = threads_now()
+    for number in range(1000):
+        with Pool(1 + number % 4) as pool:
+            if number % 3:
+                pool.empty(2)
+    Pool(3)
+    gc.collect()
+    assert threads_now() == before
+
+
+@pytest.mark.skipif(not LINUX, reason="counts threads in /proc")
+def test_the_caller_is_one_of_the_threads() -> None:
+    before = threads_now()
+    with Pool(3) as pool:
+        assert pool.threads == 3
+        assert threads_now() == before + 2
+
+
+def test_idle_threads_cost_nothing() -> None:
+    with Pool(4) as pool:
+        pool.empty(100)
+        time.sleep(0.05)
+        before = cpu_seconds()
+        time.sleep(1)
+        assert cpu_seconds() - before < 0.05
+
+
+def test_more_threads_than_cpus() -> None:
+    """Far from the milliseconds per job that waiting for each other's time slices costs."""
+    with Pool(4 * machine.usable_cpus()) as pool:
+        pool.empty(10)
+        before = time.perf_counter()
+        pool.empty(2000)
+        assert time.perf_counter() - before < 4
+
+
+def test_pools_beside_one_another() -> None:
+    """As many busy pools as a server with several models has."""
+    with Pool(2) as first, Pool(2) as second:
+        others = [
+            threading.Thread(target=pool.empty, args=(2000,)) for pool in (first, second, first)
+        ]
+        for other in others:
+            other.start()
+        first.empty(2000)
+        for other in others:
+            other.join(60)
+            assert not other.is_alive()
+
+
+def test_other_python_threads_run_meanwhile() -> None:
+    with Pool(2) as pool:
+        worker = threading.Thread(target=pool.empty, args=(5000,))
+        worker.start()
+        steps = 0
+        while worker.is_alive():
+            steps += 1
+        worker.join()
+    assert steps > 1
+
+
+def in_child(pool: Pool) -> int:
+    """What goes wrong in a forked child, 0 if nothing."""
+    try:
+        pool.empty(1)
+        return 1
+    except ValueError:
+        pool.close()
+    Pool.shared().empty(10)
+    with Pool(3) as own:
+        own.empty(10)
+    return 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_process_does_not_hang() -> None:
+    shared = Pool.shared()
+    shared.empty(1)
+    with Pool(3) as pool:
+        pool.empty(10)
+        child = os.fork()
+        if child == 0:
+            try:
+                code = in_child(pool)
+            except BaseException:
+                code = 2
+            os._exit(code)
+        deadline = time.monotonic() + 60
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if done[0] == 0:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert done == (child, 0)
+        pool.empty(10)
+    assert Pool.shared() is shared
+
+
+def test_shared() -> None:
+    assert Pool.shared() is Pool.shared()
+    assert Pool.shared().threads == machine.usable_cores()
+
+
+def test_a_closed_pool() -> None:
+    pool = Pool(2)
+    pool.close()
+    pool.close()
+    with pytest.raises(ValueError, match="not valid"):
+        pool.empty(1)
+
+
+@pytest.mark.parametrize("threads", [0, -3, 4097, 10**9])
+def test_absurd_threads(threads: int) -> None:
+    with pytest.raises(UsageError, match=f"{threads} threads"):
+        Pool(threads)
+
+
+LIMITED = """
+import resource
+from ktconv.errors import ResourceError
+from ktconv.pool import Pool
+resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+try:
+    Pool(4000)
+except ResourceError as error:
+    print(error)
+with Pool(2) as pool:
+    pool.empty(1)
+"""
+
+
+@pytest.mark.skipif(not LINUX, reason="limits the address space")
+def test_threads_that_the_system_refuses() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4000 threads cannot be started" in done.stdout
+    assert ResourceError.exit_code == 3
+
+
+def test_bind_keeps_the_bytes() -> None:
+    data = np.arange(1 << 20, dtype=np.uint8)
+    for node in (0, 1, 1000):
+        native.bind_memory(data, node)
+    assert (data == np.arange(1 << 20, dtype=np.uint8)).all()
+    with pytest.raises(ValueError, match="not valid"):
+        native.bind_memory(data, -1)
+    with Pool(2) as pool:
+        pool.bind(data, 0)
