@@ -297,8 +297,9 @@ typedef enum kt_unit {
   KT_UNIT_BF16 = 1  /* bf16 products, binary32 sums */
 } kt_unit;
 
-/* Reads `size` bytes (a multiple of 1 MiB) once, each thread a part of its own. */
-kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size);
+/* Reads `size` bytes (a multiple of 1 MiB) once, each thread a part of its own, in 1 to 16
+ * ascending streams: which number is fastest depends on the machine. */
+kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size, int32_t streams);
 
 /* Each thread does `rounds` times kt_limit_ops() operations (a multiply-add counts 2) on
  * registers, the fastest that the level has for that unit; scalar: plain C from L1. */

@@ -504,9 +504,9 @@ class Layer:
 UNITS = {"int8": lib.KT_UNIT_INT8, "bf16": lib.KT_UNIT_BF16}
 
 
-def limit_read(pool: Pool, memory: Array) -> None:
-    """Reads all of `memory` once, to be timed."""
-    _check(lib.kt_limit_read(pool.c, ffi.from_buffer(memory), memory.nbytes))
+def limit_read(pool: Pool, memory: Array, streams: int) -> None:
+    """Reads all of `memory` once, in so many streams per thread, to be timed."""
+    _check(lib.kt_limit_read(pool.c, ffi.from_buffer(memory), memory.nbytes, streams))
 
 
 def limit_dot(pool: Pool, unit: str, rounds: int) -> None:

@@ -15,11 +15,12 @@ static kt_dot_fn *const dots[KT_LEVELS][KT_UNITS] = {
 #endif
 };
 
-enum { PIECE = 1 << 20 };
+enum { PIECE = 1 << 20, MOST_STREAMS = 16 };
 
 typedef struct reading {
   const uint8_t *memory;
   size_t size;
+  int32_t streams;
   kt_read_fn *read;
   atomic_ullong sum; /* so that no compiler leaves the reading out */
 } reading;
@@ -29,7 +30,12 @@ static void read_job(void *context, int32_t thread, int32_t threads) {
   const size_t pieces = r->size / PIECE;
   const size_t first = pieces * (size_t)thread / (size_t)threads;
   const size_t end = pieces * (size_t)(thread + 1) / (size_t)threads;
-  atomic_fetch_add(&r->sum, r->read(r->memory + first * PIECE, (end - first) * PIECE));
+  const size_t stream = (end - first) / (size_t)r->streams * PIECE;
+  const uint8_t *memory = r->memory + first * PIECE;
+  const size_t rest = (end - first) * PIECE - stream * (size_t)r->streams;
+  uint64_t sum = r->read(memory, stream, r->streams);
+  sum += r->read(memory + stream * (size_t)r->streams, rest, 1);
+  atomic_fetch_add(&r->sum, sum);
 }
 
 typedef struct job {
@@ -43,9 +49,10 @@ static void run_job(void *context, int32_t thread) {
   j->run(j->context, thread, j->threads);
 }
 
-kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size) {
+kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size, int32_t streams) {
   if (!pool || !memory || size < PIECE || size % PIECE) return KT_ERR_ARGUMENT;
-  reading r = {.memory = memory, .size = size, .read = kt_limit_read_scalar};
+  if (streams < 1 || streams > MOST_STREAMS) return KT_ERR_ARGUMENT;
+  reading r = {.memory = memory, .size = size, .streams = streams, .read = kt_limit_read_scalar};
 #if KT_X86
   if (kt_isa_dispatch() >= KT_ISA_AVX512) r.read = kt_limit_read_avx512;
 #endif

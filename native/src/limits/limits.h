@@ -6,8 +6,9 @@
 
 enum { KT_UNITS = KT_UNIT_BF16 + 1 };
 
-/* Reads size bytes (a multiple of 4096) in ascending order; the result depends on all. */
-typedef uint64_t kt_read_fn(const uint8_t *memory, size_t size);
+/* Reads streams x size bytes (size a multiple of 256) in ascending order, `streams` parts in
+ * turn; the result depends on all. */
+typedef uint64_t kt_read_fn(const uint8_t *memory, size_t size, int32_t streams);
 kt_read_fn kt_limit_read_scalar, kt_limit_read_avx512;
 
 /* `rounds` rounds of kt_limit_ops() operations on registers, independent of one another. */

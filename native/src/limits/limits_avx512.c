@@ -9,12 +9,15 @@
 enum { CHAINS = 16, INT8_OPS = 64, BF16_OPS = 32 }; /* multiply-adds of an instruction */
 
 /* Plain F only: it also runs where a newer level is missing. */
-uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size) {
+uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size, int32_t streams) {
   __m512i sum = _mm512_setzero_si512();
   for (size_t i = 0; i < size; i += 256)
+    for (int32_t s = 0; s < streams; s++) {
+      const uint8_t *from = memory + (size_t)s * size + i;
 #pragma GCC unroll 4
-    for (size_t j = 0; j < 256; j += 64)
-      sum = _mm512_xor_si512(sum, _mm512_loadu_si512(memory + i + j));
+      for (size_t j = 0; j < 256; j += 64)
+        sum = _mm512_xor_si512(sum, _mm512_loadu_si512(from + j));
+    }
   return (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
