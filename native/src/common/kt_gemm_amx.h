@@ -1,7 +1,7 @@
 /* kt_gemm_amx.h - products with INT8 and INT4 in KTransformers' layout, by TDPBSSD.
  *
  * A half tile of INT8 is a B tile as it is: 16 groups of 4 columns x 16 rows. INT4 is unpacked
- * into such tiles first, one column block of a strip at a time, in the panel. 32 tokens x 32
+ * into such tiles in the panel first, as many columns of a strip as fit. 32 tokens x 32
  * rows are summed in four tiles; with 16 tokens or fewer, in two.
  *
  * The sums are the same integers as everywhere. `int4` is a constant in every call. Include
@@ -15,7 +15,7 @@
 /* Fewer tokens than this are left to VPDPBUSD, which needs no tiles to be filled. A guess
  * from instruction counts, not measured: a product of tiles costs the same for 1 row as
  * AVX-512 needs for about 4 tokens. */
-enum { KT_AMX_LEAST_TOKENS = 5 };
+enum { KT_AMX_LEAST_TOKENS = 5, KT_INT_RUNS = 10 /* column blocks of 32768 columns */ };
 
 /* A tile of 128 columns as two of 64: columns in low nibbles, then those in high ones. */
 KT_INLINE void kt_int4_unpack_tile(const uint8_t *tile, uint8_t *out) {
@@ -28,13 +28,18 @@ KT_INLINE void kt_int4_unpack_tile(const uint8_t *tile, uint8_t *out) {
   }
 }
 
-/* sum[t][32 rows] (+)= w[32 rows][64 * tiles columns] * x[t], for as many tokens as the tiles are
- * configured for; `both`: more than 16. */
-KT_INLINE void kt_int_amx_block(const int both, int first, const uint8_t *w, int64_t tiles,
-                                const uint8_t *x, int64_t stride, int32_t *sum) {
+/* Tiles of 64 columns of one strip, where they lie: one run per column block of the layout. */
+typedef struct kt_int_runs {
+  const uint8_t *tiles[KT_INT_RUNS];
+  int64_t count[KT_INT_RUNS], runs;
+} kt_int_runs;
+
+/* sum[t][32 rows] (+)= w[32 rows][columns of the runs] * x[t], for as many tokens as the tiles
+ * are configured for; `both`: more than 16; `first`: from 0. */
+KT_INLINE void kt_int_amx_block(const int both, int first, const kt_int_runs *w, const uint8_t *x,
+                                int64_t stride, int32_t *sum) {
   const size_t sum_stride = KT_STRIP * sizeof *sum, rows = (size_t)stride;
   int32_t *const sum1 = sum + KT_AMX_ROWS * KT_STRIP;
-  const uint8_t *const x1 = x + KT_AMX_ROWS * stride;
   kt_amx_zero_sums(both);
   if (!first) {
     _tile_loadd(0, sum, sum_stride);
@@ -44,16 +49,19 @@ KT_INLINE void kt_int_amx_block(const int both, int first, const uint8_t *w, int
       _tile_loadd(3, sum1 + KT_AMX_ROWS, sum_stride);
     }
   }
-  for (int64_t i = 0; i < tiles; i++, w += 2 * KT_HALF_TILE) {
-    _tile_loadd(6, w, KT_AMX_LINE);
-    _tile_loadd(7, w + KT_HALF_TILE, KT_AMX_LINE);
-    _tile_loadd(4, x + i * KT_AMX_LINE, rows);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    if (both) {
-      _tile_loadd(5, x1 + i * KT_AMX_LINE, rows);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
+  for (int64_t run = 0; run < w->runs; run++) {
+    const uint8_t *tile = w->tiles[run];
+    for (int64_t i = 0; i < w->count[run]; i++, tile += 2 * KT_HALF_TILE, x += KT_AMX_LINE) {
+      _tile_loadd(6, tile, KT_AMX_LINE);
+      _tile_loadd(7, tile + KT_HALF_TILE, KT_AMX_LINE);
+      _tile_loadd(4, x, rows);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      if (both) {
+        _tile_loadd(5, x + KT_AMX_ROWS * stride, rows);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+      }
     }
   }
   _tile_stored(0, sum, sum_stride);
@@ -64,26 +72,35 @@ KT_INLINE void kt_int_amx_block(const int both, int first, const uint8_t *w, int
   }
 }
 
-/* One strip, for `count` tokens (up to 32): one column block of the layout after the other. */
+/* Columns k .. end of a strip; those of INT4 are unpacked into the panel. */
+KT_INLINE kt_int_runs kt_int_amx_runs(const int int4, const kt_weight *w, int64_t block_rows,
+                                      int64_t strip, int64_t k, int64_t end, uint8_t *panel) {
+  kt_int_runs found = {.runs = 0};
+  for (int64_t cols; k < end; k += cols) {
+    const int64_t left = KT_COL_BLOCK - k % KT_COL_BLOCK;
+    cols = end - k < left ? end - k : left;
+    const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
+    const uint8_t *tiles = w->codes + (int4 ? start / 2 : start);
+    found.tiles[found.runs] = int4 ? panel : tiles;
+    found.count[found.runs++] = cols / 64;
+    for (int64_t i = 0; int4 && i < cols / 128; i++, panel += 4 * KT_HALF_TILE)
+      kt_int4_unpack_tile(tiles + i * 2 * KT_HALF_TILE, panel);
+  }
+  return found;
+}
+
 KT_INLINE void kt_int_amx_strip(const int int4, const kt_weight *w, int64_t block_rows,
                                 int64_t strip, const uint8_t *x, int64_t stride, int64_t first,
                                 int64_t end, int32_t *sum, uint8_t *panel) {
-  for (int64_t k = 0, cols; k < w->cols; k += cols) {
-    cols = w->cols - k < KT_COL_BLOCK ? w->cols - k : KT_COL_BLOCK;
-    const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
-    const uint8_t *tiles = w->codes + (int4 ? start / 2 : start);
-    if (int4) {
-      for (int64_t i = 0; i < cols / 128; i++)
-        kt_int4_unpack_tile(tiles + i * 2 * KT_HALF_TILE, panel + i * 4 * KT_HALF_TILE);
-      tiles = panel;
-    }
+  const int64_t k_block = int4 ? KT_PANEL_SIZE / KT_STRIP : w->cols;
+  for (int64_t k = 0; k < w->cols; k += k_block) {
+    const int64_t k_end = w->cols - k < k_block ? w->cols : k + k_block;
+    const kt_int_runs runs = kt_int_amx_runs(int4, w, block_rows, strip, k, k_end, panel);
     for (int64_t t = first; t < end; t += 2 * KT_AMX_ROWS) {
       if (end - t > KT_AMX_ROWS)
-        kt_int_amx_block(1, k == 0, tiles, cols / 64, x + t * stride + k, stride,
-                         sum + t * KT_STRIP);
+        kt_int_amx_block(1, k == 0, &runs, x + t * stride + k, stride, sum + t * KT_STRIP);
       else
-        kt_int_amx_block(0, k == 0, tiles, cols / 64, x + t * stride + k, stride,
-                         sum + t * KT_STRIP);
+        kt_int_amx_block(0, k == 0, &runs, x + t * stride + k, stride, sum + t * KT_STRIP);
     }
   }
 }
