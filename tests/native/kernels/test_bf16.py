@@ -29,10 +29,10 @@ def weights(rows: int, cols: int, seed: int) -> NDArray[np.uint16]:
 
 
 def bound_of(w: F64, x: F64) -> F64:
-    """See docs/formats.md 8.1: n columns are n products rounded into one chain of sums, each
-    within 2^-23 of the sum of the magnitudes so far, and flushed below 2^-126."""
-    cols = w.shape[1]
-    return (cols + 2) * (2.0**-24 * (np.abs(x) @ np.abs(w).T) + TINY)
+    """How far a product may lie from the exact one, [tokens, rows] (docs/formats.md 8.1)."""
+    n = w.shape[1]
+    flushed = TINY * (np.abs(x).sum(axis=1)[:, None] + np.abs(w).sum(axis=1)[None, :])
+    return (n + 1) * 2.0**-24 * (np.abs(x) @ np.abs(w).T) + flushed + 2 * n * TINY
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
@@ -115,7 +115,7 @@ def test_nonfinite_numbers_stay_in_their_row(products: Products, level: str, tok
 
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
-    """Every exponent, denormals included; products neither overflow nor, in sum, vanish."""
+    """Exponents from denormals up to where sums stay finite."""
     products.use(LAYOUT, level)
     rng = np.random.default_rng(10)
     codes = rng.integers(0, 0x4380, (32, 256), np.uint16)
@@ -125,9 +125,17 @@ def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
     )
     w = products.pack(LAYOUT, 32, 256, codes)
     wide = bf16_to_f32(codes).astype(np.float64)
-    flushed_x = bf16_rounded(x)
+    exact = bf16_rounded(x) @ wide.T
     found = products.everything(w, products.rows(LAYOUT, x))
-    # A flushed denormal factor is off by less than 2^-126 times the other factor.
-    denormal = TINY * (np.abs(flushed_x).sum(axis=1)[:, None] + np.abs(wide).sum(axis=1)[None, :])
-    exact = flushed_x @ wide.T
-    assert_near(found, exact, bound_of(wide, flushed_x) + denormal)
+    assert_near(found, exact, bound_of(wide, bf16_rounded(x)))
+
+
+def test_the_widest_matrix(products: Products, level: str) -> None:
+    products.use(LAYOUT, level)
+    codes = weights(32, 32768, 12)
+    w = products.pack(LAYOUT, 32, 32768, codes)
+    x = activations(14, 32768, 13)
+    wide = bf16_to_f32(codes).astype(np.float64)
+    found = products.everything(w, products.rows(LAYOUT, x))
+    assert_near(found, bf16_rounded(x) @ wide.T, bound_of(wide, bf16_rounded(x)))
+    assert products.sizes(LAYOUT, 32, 32768 + 32) == (0, 0)

@@ -1,0 +1,46 @@
+"""Fixtures for all tests: levels of instruction sets, and AMX where the CPU has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from amx import Emulator, load_emulator
+
+from ktconv import native
+
+EMULATOR = pytest.StashKey[Emulator | None]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[EMULATOR] = load_emulator(config.cache.mkdir("ktconv-amx"))
+
+
+@pytest.fixture(scope="session")
+def emulator(pytestconfig: pytest.Config) -> Emulator:
+    """The emulator of AMX; skips where the CPU has AMX itself or nothing can emulate it."""
+    found = pytestconfig.stash[EMULATOR]
+    if found is None:
+        pytest.skip("AMX is not emulated here")
+    return found
+
+
+@pytest.fixture
+def tiles(pytestconfig: pytest.Config) -> Emulator | None:
+    """For tests that execute AMX: sees to it that they can."""
+    found = pytestconfig.stash[EMULATOR]
+    if found is not None:
+        found.install()
+    return found
+
+
+@pytest.fixture(params=list(native.ISA_NAMES.values()))
+def isa(request: pytest.FixtureRequest, tiles: Emulator | None) -> Iterator[str]:
+    """Each level in turn, in use during the test; one that the machine lacks is skipped."""
+    level: str = request.param
+    if level not in native.isa_available():
+        pytest.skip(f"this machine lacks {level}")
+    before = native.isa()
+    native.use_isa(level)
+    yield level
+    native.use_isa(before)
