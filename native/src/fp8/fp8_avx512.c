@@ -21,6 +21,13 @@ static kt_line_tables make_tables(void) {
   };
 }
 
+/* The panel holds the decoded lines of a K block and, behind them, the scales of a call: room
+ * for as many columns as gemm.c lets pass. */
+_Static_assert(KT_BF16_K_BLOCK * KT_STRIP * 2 +
+                       KT_MAX_STRIPS * KT_STRIP * 4 * (KT_PANEL_SIZE / 8 / KT_FP8_BLOCK) <=
+                   KT_PANEL_SIZE,
+               "scales of a call lie in the panel");
+
 /* The scale of a strip's block, for each of its rows. */
 static void spread_scales(const kt_weight *w, int64_t strip, int64_t strips, float *out) {
   const int64_t blocks = w->cols / KT_FP8_BLOCK;

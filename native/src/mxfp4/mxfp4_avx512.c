@@ -12,6 +12,11 @@ static kt_line_tables make_tables(void) {
   return (kt_line_tables){.words = _mm512_broadcast_i64x4(words)};
 }
 
+_Static_assert(KT_BF16_K_BLOCK * KT_STRIP * 2 +
+                       KT_STRIP * 4 * (KT_PANEL_SIZE / 8 / KT_MXFP4_GROUP) <=
+                   KT_PANEL_SIZE,
+               "scales of a strip lie in the panel");
+
 /* 16 packed scales as floats. UE8M0: the byte is the exponent; 0 means 2^-127, the one
  * denormal. */
 KT_INLINE __m512 load_scales(int32_t dtype, const void *scale, int64_t at) {

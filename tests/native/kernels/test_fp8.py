@@ -164,6 +164,8 @@ def test_every_number_of_tokens(products: Products, level: str, scales: str, tok
 def test_batch_independence(
     products: Products, level: str, scales: str, rows: int, cols: int
 ) -> None:
+    if level == "amx":
+        pytest.skip("which loop computes depends on the number of tokens, see kt_moe_forward")
     products.use(layout_of(scales), level)
     case = Case(products, scales, rows, cols, 6)
     x = products.rows(case.layout, activations(96, cols, 7))
