@@ -16,6 +16,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from ktconv import native
 
 NATIVE = Path(__file__).parents[1] / "native"
@@ -73,6 +75,9 @@ class Emulator:
             "KTCONV_ASSUME": "amx",
             "KT_AMX_EMULATOR_REPORT": str(report),
         }
+
+
+EMULATOR = pytest.StashKey[Emulator | None]()
 
 
 def read_report(report: Path) -> Counts:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from amx import Emulator, load_emulator
+from amx import EMULATOR, Emulator, load_emulator
 
 from ktconv import native
-
-EMULATOR = pytest.StashKey[Emulator | None]()
 
 
 def pytest_configure(config: pytest.Config) -> None:

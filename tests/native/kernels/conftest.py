@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import amx
 import pytest
 from native.kernels.product import Products, compile_products
 
@@ -12,11 +15,14 @@ def products(pytestconfig: pytest.Config) -> Products:
     compiler = Products.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    return Products(compile_products(compiler, pytestconfig.cache.mkdir("ktconv-products")))
+    library = compile_products(compiler, pytestconfig.cache.mkdir("ktconv-products"))
+    emulated = pytestconfig.stash[amx.EMULATOR] is not None
+    with amx.claimed() if emulated else contextlib.nullcontext():
+        return Products(library)
 
 
 @pytest.fixture(params=["scalar", "avx512", "amx"])
-def level(request: pytest.FixtureRequest) -> str:
+def level(request: pytest.FixtureRequest, tiles: amx.Emulator | None) -> str:
     """Each level in turn; `Products.use` skips those that a kernel or this CPU lacks."""
     name: str = request.param
     return name

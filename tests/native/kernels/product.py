@@ -159,6 +159,7 @@ class Products:
             getattr(self._lib, name).restype = ctypes.c_size_t
         for name in ("kt_test_stride", "kt_test_panel_size"):
             getattr(self._lib, name).restype = ctypes.c_int64
+        self._lib.kt_isa_active()  # the levels are read once: now
         self.max_tokens = int(self._lib.kt_test_max_tokens())
         self.max_strips = int(self._lib.kt_test_max_strips())
         self._panel = guarded_copy(np.full(self._lib.kt_test_panel_size(), 0xA5, np.uint8))
