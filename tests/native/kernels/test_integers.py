@@ -1,0 +1,187 @@
+"""INT8 and INT4 products in KTransformers' layout: the same bits on every level."""
+
+from __future__ import annotations
+
+import amx
+import numpy as np
+import pytest
+from native.kernels.product import (
+    F64,
+    Array,
+    Layout,
+    Products,
+    Refused,
+    Weight,
+    activations,
+    assert_batch_independent,
+)
+
+from ktconv.formats import FORMATS
+from ktconv.formats.kt_layout import pack_codes
+
+KERNELS = ("int8", "int4")
+LARGEST = {"int8": 127, "int4": 7}
+STEP = {"int8": 1, "int4": 16}
+# Several row blocks (64, 128), several column blocks (3584), odd multiples of a tile.
+SHAPES = [(32, 128), (64, 384), (160, 1152), (96, 3712), (256, 7296)]
+
+
+def layout_of(kernel: str) -> Layout:
+    return Layout.of(kernel, 0, "f32")
+
+
+def make(products: Products, kernel: str, rows: int, cols: int) -> tuple[Weight, Array, Array]:
+    """A packed matrix, its codes int8 [rows, cols] and scales."""
+    rng = np.random.default_rng([rows, cols])
+    top = LARGEST[kernel]
+    codes = rng.integers(-top, top + 1, (rows, cols), np.int8)
+    codes[0], codes[-1] = top, -top
+    scale = (rng.random(rows, np.float32) + np.float32(0.5)) * np.float32(1e-3)
+    scale[rows // 2] = 0
+    return products.pack(layout_of(kernel), rows, cols, codes, scale), codes, scale
+
+
+def truth(kernel: str, codes: Array, scale: Array, x: Array) -> Array:
+    """From the definition in kt_gemm.h: exact integers, then three roundings to float32."""
+    cols = codes.shape[1]
+    x_codes = x[:, :cols].view(np.int8).astype(np.float64)
+    x_scale = x[:, cols : cols + 4].copy().view(np.float32)
+    sums: F64 = x_codes @ codes.T.astype(np.float64)
+    result: Array = sums.astype(np.float32) * (np.float32(STEP[kernel]) * scale) * x_scale
+    return result
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_packing_is_that_of_the_files(
+    products: Products, kernel: str, rows: int, cols: int
+) -> None:
+    weight, codes, scale = make(products, kernel, rows, cols)
+    expected = pack_codes(FORMATS[kernel], codes)
+    assert np.array_equal(weight.codes, expected)
+    assert weight.scale is not None
+    assert np.array_equal(np.array(weight.scale).view(np.float32), scale)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 4, 13, 37])
+def test_truth(
+    products: Products, level: str, kernel: str, rows: int, cols: int, tokens: int
+) -> None:
+    products.use(layout_of(kernel), level)
+    weight, codes, scale = make(products, kernel, rows, cols)
+    x = products.rows(layout_of(kernel), activations(tokens, cols, tokens))
+    found = products.everything(weight, x)
+    assert np.array_equal(found.view(np.uint32), truth(kernel, codes, scale, x).view(np.uint32))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [*range(1, 34), 64, 96])
+def test_every_number_of_tokens(products: Products, level: str, kernel: str, tokens: int) -> None:
+    products.use(layout_of(kernel), level)
+    weight, codes, scale = make(products, kernel, 64, 256)
+    x = products.rows(layout_of(kernel), activations(tokens, 256, tokens))
+    assert np.array_equal(products.everything(weight, x), truth(kernel, codes, scale, x))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batch_independence(products: Products, level: str, kernel: str) -> None:
+    products.use(layout_of(kernel), level)
+    weight, _, _ = make(products, kernel, 96, 3712)
+    x = products.rows(layout_of(kernel), activations(96, 3712, 5))
+    assert_batch_independent(products, weight, x)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("before", [1, 36, 63])
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_unaligned_codes(
+    products: Products, level: str, kernel: str, tokens: int, before: int
+) -> None:
+    products.use(layout_of(kernel), level)
+    weight, _, _ = make(products, kernel, 96, 1152)
+    x = products.rows(layout_of(kernel), activations(tokens, 1152, 7))
+    assert np.array_equal(
+        products.everything(weight.moved(before), x), products.everything(weight, x)
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_largest_sums(products: Products, level: str, kernel: str) -> None:
+    """All codes at their limits, as many columns as a matrix may have: nothing wraps."""
+    products.use(layout_of(kernel), level)
+    cols, top = 32768, LARGEST[kernel]
+    codes = np.full((32, cols), top, np.int8)
+    codes[1::2] = -top
+    weight = products.pack(layout_of(kernel), 32, cols, codes, np.ones(32, np.float32))
+    x = products.rows(layout_of(kernel), np.full((6, cols), -3.0, np.float32))
+    expected = truth(kernel, codes, np.ones(32, np.float32), x)
+    assert np.array_equal(products.everything(weight, x), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_activation_rows(products: Products, level: str, kernel: str) -> None:
+    """Codes, scale and sum by their definition, zeros and NaN included."""
+    products.use(layout_of(kernel), level)
+    x = activations(5, 256, 1)
+    x[1] = 0
+    x[2] = 1e-42
+    x[3, 9] = np.inf
+    rows = products.rows(layout_of(kernel), x)
+    codes, scale = rows[:, :256].view(np.int8), rows[:, 256:260].copy().view(np.float32)[:, 0]
+    sums = rows[:, 260:264].copy().view(np.int32)[:, 0]
+    for t in (0, 4):
+        expected = np.abs(x[t]).max() * np.float32(1 / 127)
+        assert scale[t] == expected
+        assert np.array_equal(codes[t], np.rint(x[t] * (np.float32(1) / expected)))
+    assert not codes[1:4].any()
+    assert scale[1] == 0
+    assert scale[2] == 0
+    assert np.isnan(scale[3])
+    assert np.array_equal(sums, codes.astype(np.int32).sum(axis=1))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nonfinite_activations_reach_their_token_only(
+    products: Products, level: str, kernel: str
+) -> None:
+    products.use(layout_of(kernel), level)
+    weight, _, _ = make(products, kernel, 64, 256)
+    x = activations(14, 256, 2)
+    x[3, 7], x[9, 0] = np.nan, -np.inf
+    found = products.everything(weight, products.rows(layout_of(kernel), x))
+    assert np.isnan(found[[3, 9]]).all()
+    assert np.isfinite(np.delete(found, [3, 9], axis=0)).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_must_be_finite(products: Products, kernel: str, value: float) -> None:
+    scale = np.ones(32, np.float32)
+    scale[5] = value
+    with pytest.raises(Refused):
+        products.pack(layout_of(kernel), 32, 128, np.zeros((32, 128), np.int8), scale)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "cols"), [(16, 128), (32, 32), (32, 0), (32, 32768 + 128)])
+def test_shapes_that_do_not_fit(products: Products, kernel: str, rows: int, cols: int) -> None:
+    assert products.sizes(layout_of(kernel), rows, cols) == (0, 0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_amx_loads_a_tile_per_product(
+    products: Products, kernel: str, emulator: amx.Emulator
+) -> None:
+    """Whole blocks of 32 tokens: one load per product, one configuration per call."""
+    emulator.install()
+    products.use(layout_of(kernel), "amx")
+    weight, _, _ = make(products, kernel, 64, 3712)
+    x = products.rows(layout_of(kernel), activations(64, 3712, 3))
+    emulator.reset()
+    products.product(weight, x, 0, 2)
+    counts = emulator.counts()
+    assert counts.int8_products == 2 * 2 * 4 * 3712 // 64  # strips, blocks of tokens, tiles
+    assert counts.loads <= counts.products
+    assert counts.configs == 1
