@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 DEFAULT_METHODS = "int4,int8,bf16"
 DEFAULT_SHAPE = "qwen3-30b-a3b"
-MOST_TOKENS, MOST_THREADS = 1 << 20, 4096
+MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _numbers(text: str, option: str, most: int) -> tuple[int, ...]:
 
 
 def _threads(text: str) -> tuple[int, ...]:
-    return _numbers(text, "--threads", MOST_THREADS) if text else (machine.usable_cpus(),)
+    return _numbers(text, "--threads", machine.MAX_THREADS) if text else (machine.usable_cores(),)
 
 
 def _isas(text: str) -> tuple[str, ...]:

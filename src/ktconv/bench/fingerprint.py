@@ -47,6 +47,12 @@ def caches() -> dict[str, str]:
     return found
 
 
+def largest_cache() -> int:
+    """Bytes; a guess where the kernel does not tell."""
+    sizes = [int(size[:-1]) << 10 for size in caches().values() if size.endswith("K")]
+    return max(sizes, default=32 << 20)
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()

@@ -1,4 +1,8 @@
-"""What the machine can do at best: measured with the same threads, right before the rows."""
+"""What the machine can do at best: measured with the same threads, before and after each row.
+
+A machine that others share can have half the bandwidth a minute later; a share of a limit
+means something only if both were measured together.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ import numpy as np
 from ktconv import native
 from ktconv.native import Pool
 
-_READ_BYTES = 512 << 20  # far beyond any last-level cache's share of a few cores
-_REPEATS = 5
-_DOT_SECONDS = 0.02
+READ_BYTES = 512 << 20  # far beyond any last-level cache's share of a few cores
+_STREAMS = (1, 2, 4, 8, 16)
+_REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
+_DOT_SECONDS, _DOT_AGAIN_SECONDS = 0.02, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +39,66 @@ class Limits:
     def facts(self) -> dict[str, object]:
         return asdict(self)
 
+    def best(self, other: Limits) -> Limits:
+        """The higher of each limit."""
+        return Limits(
+            self.threads,
+            self.isa,
+            max(self.read_gb_s, other.read_gb_s),
+            max(self.int8_gops, other.int8_gops),
+            max(self.bf16_gflops, other.bf16_gflops),
+        )
 
-def measure_limits(pool: Pool, read_bytes: int = _READ_BYTES) -> Limits:
-    """At the level in use. The best of a few, as a limit should be."""
-    memory = native.aligned_bytes(read_bytes)
-    memory.view(np.uint64)[:] = 0x9E3779B97F4A7C15
-    read = _best(lambda: native.limit_read(pool, memory))
-    return Limits(
-        pool.threads,
-        native.isa(),
-        read_bytes / read / 1e9,
-        _dot_rate(pool, "int8"),
-        _dot_rate(pool, "bf16"),
-    )
+    def drift(self, other: Limits, unit: str) -> float:
+        """By which factor memory or a unit was faster at one time than at another."""
+        pairs = ((self.read_gb_s, other.read_gb_s), (self.peak(unit), other.peak(unit)))
+        return max(max(pair) / max(min(pair), 1e-9) for pair in pairs)
 
 
-def _dot_rate(pool: Pool, unit: str) -> float:
+class Meter:
+    """Measures limits at the level in use; keeps the best of each (level, threads)."""
+
+    def __init__(self, read_bytes: int = READ_BYTES) -> None:
+        self._memory = native.aligned_bytes(read_bytes)
+        self._memory.view(np.uint64)[:] = 0x9E3779B97F4A7C15
+        self._streams: dict[int, int] = {}  # threads -> the number that was fastest
+        self.found: dict[tuple[str, int], Limits] = {}
+
+    def measure(self, pool: Pool) -> Limits:
+        """Thoroughly. The best of a few, as a limit should be."""
+        times = {
+            streams: _best(partial(native.limit_read, pool, self._memory, streams), _REPEATS)
+            for streams in _STREAMS
+        }
+        self._streams[pool.threads] = min(times, key=lambda streams: times[streams])
+        rates = (_dot_rate(pool, unit, _REPEATS, _DOT_SECONDS) for unit in native.UNITS)
+        return self._keep(pool, min(times.values()), *rates)
+
+    def again(self, pool: Pool) -> Limits:
+        """Quickly, for a row that is measured now."""
+        streams = self._streams.get(pool.threads, _STREAMS[0])
+        read = _best(partial(native.limit_read, pool, self._memory, streams), _AGAIN)
+        rates = (_dot_rate(pool, unit, _AGAIN, _DOT_AGAIN_SECONDS) for unit in native.UNITS)
+        return self._keep(pool, read, *rates)
+
+    def _keep(self, pool: Pool, read: float, int8: float, bf16: float) -> Limits:
+        rate = self._memory.nbytes / read / 1e9
+        limits = Limits(pool.threads, native.isa(), rate, int8, bf16)
+        before = self.found.get((limits.isa, limits.threads), limits)
+        self.found[limits.isa, limits.threads] = limits.best(before)
+        return limits
+
+
+def _dot_rate(pool: Pool, unit: str, repeats: int, seconds: float) -> float:
     rounds = 64
-    while (seconds := _seconds(partial(native.limit_dot, pool, unit, rounds))) < _DOT_SECONDS:
-        rounds = max(2 * rounds, int(rounds * _DOT_SECONDS / max(seconds, 1e-6)) + 1)
-    best = _best(partial(native.limit_dot, pool, unit, rounds))
+    while (taken := _seconds(partial(native.limit_dot, pool, unit, rounds))) < seconds:
+        rounds = max(2 * rounds, int(rounds * seconds / max(taken, 1e-6)) + 1)
+    best = _best(partial(native.limit_dot, pool, unit, rounds), repeats)
     return rounds * native.limit_ops() * pool.threads / best / 1e9
 
 
-def _best(work: Callable[[], None]) -> float:
-    return min(_seconds(work) for _ in range(_REPEATS))
+def _best(work: Callable[[], None], repeats: int) -> float:
+    return min(_seconds(work) for _ in range(repeats))
 
 
 def _seconds(work: Callable[[], None]) -> float:

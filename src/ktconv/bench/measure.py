@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ Array = NDArray[Any]
 
 _WARM_UP = 2
 _LEAST_ITERATIONS, _PATIENCE = 5, 10  # the latter: times --seconds before giving up on more
-_KEPT_IDS = 1 << 22  # ids drawn before timing starts, at most
-_CHECKED_TOKENS = 2
+_MOST_ROUTINGS, _KEPT_IDS = 512, 1 << 21  # drawn before timing starts
+_CHECKED_TOKENS = 3
+_TICKS = 2  # of /proc/stat: less is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +54,74 @@ def make_batch(
     x = f32_to_bf16(rng.standard_normal((tokens, hidden), np.float32))
     weights = rng.random((tokens, top_k), np.float32)
     weights /= weights.sum(axis=1, keepdims=True)
-    count = max(1, min(64, _KEPT_IDS // (tokens * top_k)))
+    count = max(1, min(_MOST_ROUTINGS, _KEPT_IDS // (tokens * top_k)))
     if effort.iterations:
         count = min(count, _WARM_UP + effort.iterations)
     return Batch(x, weights, list(islice(ids, count)))
 
 
-def check(experts: Experts, batch: Batch, pool: Pool) -> float:
-    """Relative error of a few tokens of the full batch against float32 arithmetic on the same
-    weights. Raises VerificationError beyond the method's bound: a wrong kernel is not timed."""
-    y = experts.forward(batch.x, batch.ids[0], batch.weights, pool)
-    tokens = sorted({0, len(batch.x) - 1})[:_CHECKED_TOKENS]
-    expected = experts.reference(batch.x[tokens], batch.ids[0][tokens], batch.weights[tokens])
-    got = bf16_to_f32(y[tokens])
-    norm = float(np.linalg.norm(expected))
-    error = float(np.linalg.norm(got - expected)) / max(norm, 1e-30)
+class Truth:
+    """What a few tokens of a batch's first iteration should give, in float32."""
+
+    def __init__(self, experts: Experts, batch: Batch) -> None:
+        self._experts = experts
+        last = len(batch.x) - 1
+        self.tokens = sorted({last * i // (_CHECKED_TOKENS - 1) for i in range(_CHECKED_TOKENS)})
+        self._inputs = (batch.x[self.tokens], batch.ids[0][self.tokens], batch.weights[self.tokens])
+
+    @cached_property
+    def packed(self) -> Array:
+        """On the packed weights' values: what is left is the kernel's own error."""
+        return self._experts.reference(*self._inputs)
+
+    @cached_property
+    def source(self) -> Array | None:
+        """On the weights before quantization, where they are known."""
+        if self._experts.source is None:
+            return None
+        return self._experts.reference(*self._inputs, matrices=self._experts.source)
+
+
+def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> tuple[float, float | None]:
+    """Relative error against float32 on the packed weights, and on the source's.
+
+    Raises VerificationError if the first is beyond the method's bound: a wrong kernel is not timed.
+    """
+    y = bf16_to_f32(experts.forward(batch.x, batch.ids[0], batch.weights, pool)[truth.tokens])
+    error = _relative(y, truth.packed)
     if not error <= experts.method.bound:
         raise VerificationError(
             f"the {experts.method.name} kernel is wrong: relative error {error:.2g} against "
             f"float32, at most {experts.method.bound:g} is right",
             "please report this with the output of ktconv doctor",
         )
-    return error
+    return error, None if truth.source is None else _relative(y, truth.source)
+
+
+def _relative(got: Array, expected: Array) -> float:
+    return float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
 
 
 def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample:
-    """Iterations in turn on the batch's ids."""
+    """Iterations in turn on the batch's ids. Only the C call is timed."""
     y = np.empty_like(batch.x)
     tokens, top_k = batch.weights.shape
     scratch = experts.layer.scratch(tokens, top_k, pool)
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
-    distinct = [len(np.unique(ids[ids >= 0])) for ids in batch.ids]
     for call in calls[:_WARM_UP] if effort.iterations is None else calls[:1]:
         call()
     times: list[float] = []
-    stolen, start = _stolen_seconds(), time.perf_counter()
+    others, start = _Others(), time.perf_counter()
     while not _enough(times, time.perf_counter() - start, effort):
         call = calls[(len(times) + _WARM_UP) % len(calls)]
         before = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - before) / 1e9)
-    elapsed = time.perf_counter() - start
-    used = [distinct[(i + _WARM_UP) % len(calls)] for i in range(len(times))]
-    taken = (_stolen_seconds() - stolen) / max(elapsed * pool.threads, 1e-9)
-    return Sample(tuple(times), float(np.mean(used)), taken)
+    taken = others.share()
+    used = [batch.ids[(i + _WARM_UP) % len(calls)] for i in range(min(len(times), len(calls)))]
+    pairs = float(np.mean([np.count_nonzero(ids >= 0) for ids in used]))
+    distinct = float(np.mean([len(np.unique(ids[ids >= 0])) for ids in used]))
+    return Sample(tuple(times), pairs, distinct, taken)
 
 
 def _enough(times: list[float], elapsed: float, effort: Effort) -> bool:
@@ -106,12 +132,31 @@ def _enough(times: list[float], elapsed: float, effort: Effort) -> bool:
     return len(times) >= _LEAST_ITERATIONS or elapsed >= _PATIENCE * effort.seconds
 
 
-def _stolen_seconds() -> float:
-    """CPU time that the hypervisor gave to others, and a tick for each time that this process
-    had to make room for another."""
-    switched = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw * 1e-3
+class _Others:
+    """CPU time that is not this process's, from now on: other processes' and other machines'."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
+
+    def share(self) -> float:
+        """Of the time of all CPUs; 0 where the system does not tell, or in doubt."""
+        elapsed = time.perf_counter() - self._start
+        taken = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        if taken <= _TICKS / os.sysconf("SC_CLK_TCK"):
+            return 0.0
+        return taken / max(elapsed * (os.cpu_count() or 1), 1e-9)
+
+
+def _busy_seconds() -> float:
+    """Of all CPUs, with what the hypervisor gave to other machines."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-        return switched + int(fields[8]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return switched
+        user, nice, system, _, _, irq, soft, steal = (int(field) for field in fields[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

@@ -22,6 +22,11 @@ class Shape:
     top_k: int
     activation: Activation = field(default_factory=Activation)
 
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of one token in one expert: three products."""
+        return 3 * 2 * self.hidden * self.intermediate
+
     def with_experts(self, experts: int) -> Shape:
         return replace(self, experts=experts)
 

@@ -11,7 +11,8 @@ from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
 
 _SPREAD = 1.5  # of the 90th percentile over the median: more, and something else ran
-_STOLEN = 0.02  # of the time, by other machines or other processes
+_TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
+_DRIFT = 1.3  # of the machine's limits from before the row to after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,14 @@ class Sample:
     """The raw result of timing one configuration."""
 
     seconds: tuple[float, ...]  # of each iteration
+    pairs: float  # (token, expert) pairs per iteration, on average
     distinct: float  # experts per iteration that had tokens, on average
-    stolen: float  # share of the time that others took
+    taken: float = 0.0  # share of the CPUs' time that others took
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Names that scripts rely on: add freely, rename never (docs: design of the JSON)."""
+    """Names that scripts rely on: add freely, rename never. docs/bench.md explains them."""
 
     method: str
     shape: dict[str, Any]
@@ -44,9 +46,17 @@ class Row:
     share_of_bound: float
     tokens_per_expert: float
     distinct_experts: float
-    relative_error: float
+    relative_error: float  # against float32 arithmetic on the same packed weights
     disturbed: bool
+    engine: str = "ktconv"
     parts: int = 1
+    source_error: float | None = None  # against float32 on the weights before quantization
+    read_gb_s: float = 0.0  # the limits around this row
+    peak_gops: float = 0.0
+    in_cache: bool = False  # the layer is too small to come from memory: no wonder at 150 %
+    old_median_us: float | None = None  # of --compare
+    ratio: float | None = None  # new time over old
+    regressed: bool | None = None
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,7 +65,23 @@ class Row:
     def key(self) -> tuple[Any, ...]:
         """What makes two rows comparable."""
         dims = (self.shape[name] for name in ("hidden", "intermediate", "experts", "top_k"))
-        return (self.method, *dims, self.routing, self.tokens, self.threads, self.isa, self.parts)
+        how = (self.routing, self.tokens, self.threads, self.isa, self.parts)
+        return (self.engine, self.method, *dims, *how)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured, whatever the machine."""
+
+    engine: str
+    method: str
+    unit: str  # of the limits: which kind of product is used
+    shape: Shape
+    routing: str
+    tokens: int
+    parts: int
+    expert_bytes: int
+    in_cache: bool
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
@@ -69,44 +95,47 @@ def shape_facts(shape: Shape) -> dict[str, Any]:
 
 
 def judge(
+    subject: Subject,
     sample: Sample,
-    limits: Limits,
-    *,
-    method: str,
-    unit: str,
-    shape: Shape,
-    routing: str,
-    tokens: int,
-    pairs: int,
-    expert_bytes: int,
-    operations: int,
+    before: Limits,
+    after: Limits,
     relative_error: float,
-    parts: int,
+    source_error: float | None = None,
 ) -> Row:
-    """From times to a row. `operations` are those of `pairs` (token, expert) pairs."""
+    """From times to a row, by the better of the limits measured before and after it."""
+    limits, shape, unit = before.best(after), subject.shape, subject.unit
     p10, median, p90 = (float(np.percentile(sample.seconds, p)) for p in (10, 50, 90))
-    weights = sample.distinct * expert_bytes
+    weights = sample.distinct * subject.expert_bytes
+    operations = sample.pairs * shape.operations
     memory = weights / (limits.read_gb_s * 1e9)
     compute = operations / (limits.peak(unit) * 1e9)
+    bound, least = ("memory", memory) if memory >= compute else ("compute", compute)
     return Row(
-        method=method,
+        method=subject.method,
         shape=shape_facts(shape),
-        routing=routing,
-        tokens=tokens,
+        routing=subject.routing,
+        tokens=subject.tokens,
         threads=limits.threads,
         isa=limits.isa,
         median_us=median * 1e6,
         p10_us=p10 * 1e6,
         p90_us=p90 * 1e6,
         iterations=len(sample.seconds),
-        tokens_per_s=tokens / median,
+        tokens_per_s=subject.tokens / median,
         weight_gb_s=weights / median / 1e9,
         gops=operations / median / 1e9,
-        bound="memory" if memory >= compute else "compute",
-        share_of_bound=max(memory, compute) / median,
-        tokens_per_expert=pairs / max(sample.distinct, 1e-9),
+        bound=bound,
+        share_of_bound=least / median,
+        tokens_per_expert=sample.pairs / max(sample.distinct, 1e-9),
         distinct_experts=sample.distinct,
         relative_error=relative_error,
-        disturbed=p90 > _SPREAD * median or sample.stolen > _STOLEN,
-        parts=parts,
+        disturbed=(
+            p90 > _SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > _DRIFT
+        ),
+        engine=subject.engine,
+        parts=subject.parts,
+        source_error=source_error,
+        read_gb_s=limits.read_gb_s,
+        peak_gops=limits.peak(unit),
+        in_cache=subject.in_cache,
     )

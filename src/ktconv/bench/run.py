@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ktconv import machine, native
-from ktconv.bench.fingerprint import fingerprint
-from ktconv.bench.limits import Limits, measure_limits
-from ktconv.bench.measure import Effort, check, make_batch, sample
+from ktconv.bench.fingerprint import fingerprint, largest_cache
+from ktconv.bench.limits import READ_BYTES, Limits, Meter
+from ktconv.bench.measure import Batch, Effort, Truth, check, make_batch, sample
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_trace, parse_routing
-from ktconv.bench.rows import Row, judge
+from ktconv.bench.rows import Row, Subject, judge
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import UsageError
-from ktconv.moe import Experts, Method, open_experts, pack_experts
+from ktconv.moe import Experts, Method, experts_per_token, open_experts, pack_experts
 from ktconv.moe.experts import check_shape
-from ktconv.native import Pool
+from ktconv.pool import Pool
 from ktconv.units import format_size
+
+Say = Callable[[str], None]
 
 SCHEMA = 1
 _DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
+_DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
+_WORKING_COPIES = 4  # of an expert as float32, while it is quantized
 _SHARE_OF_MEMORY = 0.8
+_CACHES = 2  # a layer must be larger than so many last-level caches to come from memory
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Request:
     parts: int = 1
     effort: Effort = field(default_factory=Effort)
     seed: int = 0
+    skip: bool = False  # leave out methods that cannot hold a shape, instead of refusing
 
 
 @dataclass
@@ -63,17 +70,28 @@ class Report:
         }
 
 
+# ---- what is possible ----
+
+
 def prepare(request: Request) -> Request:
     """The request with what was left open decided. Raises UsageError for the impossible."""
     if request.model is not None:
         return request
     shapes = tuple(_sized(shape, request.experts) for shape in request.shapes)
+    request = replace(request, shapes=shapes)
     for shape in shapes:
         check_trace(request.routing, shape.experts, shape.top_k)
-        for method in request.methods:
+        for method in _methods_for(request, shape):
             check_shape(method, shape.hidden, shape.intermediate, request.parts)
             _check_memory(method, shape, request.parts)
-    return replace(request, shapes=shapes)
+    return request
+
+
+def _methods_for(request: Request, shape: Shape) -> list[Method]:
+    """All methods that were asked for, without those that may be skipped and cannot hold it."""
+    sizes = (shape.hidden, shape.intermediate, request.parts)
+    able = [method for method in request.methods if method.holds(*sizes)]
+    return able if request.skip and able else list(request.methods)
 
 
 def _sized(shape: Shape, experts: int | None) -> Shape:
@@ -82,15 +100,22 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
     if experts < shape.top_k:
         raise UsageError(
             f"--experts {experts} is less than the {shape.top_k} that each token of "
-            f"{shape.name} goes to"
+            f"{shape.name} goes to",
+            f"give at least {shape.top_k}",
+        )
+    if experts > shape.experts:
+        raise UsageError(
+            f"--experts {experts} is more than the {shape.experts} of {shape.name}",
+            "leave it out to use them all",
         )
     return shape.with_experts(experts)
 
 
 def _check_memory(method: Method, shape: Shape, parts: int) -> None:
     each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
-    different = 3 * 4 * shape.hidden * shape.intermediate * (_DIFFERENT + 1)  # as float32
-    room = int(_SHARE_OF_MEMORY * machine.available_memory()) - different
+    as_numbers = 3 * 4 * shape.hidden * shape.intermediate
+    working = as_numbers * (_different(shape) + _WORKING_COPIES) + READ_BYTES
+    room = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
     if each * shape.experts > room:
         fitting = max(0, room // each)
         way = f"--experts {fitting} would" if fitting >= shape.top_k else "no useful number would"
@@ -101,26 +126,36 @@ def _check_memory(method: Method, shape: Shape, parts: int) -> None:
         )
 
 
-def bench(request: Request, say: Callable[[str], None]) -> Report:
+def _different(shape: Shape) -> int:
+    large = shape.hidden * shape.intermediate > _LARGE
+    return min(shape.experts, _DIFFERENT_IF_LARGE if large else _DIFFERENT)
+
+
+# ---- measuring ----
+
+
+def bench(request: Request, say: Say) -> Report:
     """Measures. `say` hears what is being done, for people."""
     request = prepare(request)
     report = Report(fingerprint())
-    pools = {threads: native.Pool(threads) for threads in request.threads}
-    try:
-        with _level_kept():
-            limits = _all_limits(request, pools, say)
-            report.limits = list(limits.values())
-            for experts, shape in _all_experts(request, say):
-                for row in _rows(request, experts, shape, pools, limits):
-                    report.rows.append(row)
-                    say(
-                        f"  {row.isa}, {row.threads} threads, {row.tokens} tokens: "
-                        f"{row.median_us:.0f} us"
-                    )
-    finally:
-        for pool in pools.values():
-            pool.close()
+    with ExitStack() as stack:
+        pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
+        stack.enter_context(_level_kept())
+        meter = Meter()
+        _measure_machine(request, meter, pools, say)
+        for make, shape in _layers(request, pools, say):
+            for row in _rows(request, make(), shape, pools, meter):
+                report.rows.append(row)
+                say(_progress(row))
+        report.limits = list(meter.found.values())
     return report
+
+
+def _progress(row: Row) -> str:
+    return (
+        f"  {row.isa}, {row.threads} threads, {row.tokens} tokens: {row.median_us:.0f} us, "
+        f"{row.share_of_bound:.0%} of {row.bound}"
+    )
 
 
 @contextmanager
@@ -132,76 +167,107 @@ def _level_kept() -> Iterator[None]:
         native.use_isa(before)
 
 
-def _all_limits(
-    request: Request, pools: dict[int, Pool], say: Callable[[str], None]
-) -> dict[tuple[str, int], Limits]:
-    found = {}
+def _measure_machine(request: Request, meter: Meter, pools: dict[int, Pool], say: Say) -> None:
     for isa in request.isas:
         native.use_isa(isa)
         for threads, pool in pools.items():
-            limit = found[isa, threads] = measure_limits(pool)
+            limit = meter.measure(pool)
             say(
                 f"{isa}, {threads} threads: memory {limit.read_gb_s:.1f} GB/s, "
                 f"int8 {limit.int8_gops:.0f} GOPS, bf16 {limit.bf16_gflops:.0f} GFLOPS"
             )
-    return found
 
 
-def _all_experts(request: Request, say: Callable[[str], None]) -> Iterator[tuple[Experts, Shape]]:
+def _layers(
+    request: Request, pools: dict[int, Pool], say: Say
+) -> Iterator[tuple[Callable[[], Experts], Shape]]:
+    """How to make each layer: there is memory for one at a time."""
     if request.model is not None:
-        experts = open_experts(request.model, request.layer)
-        top_k = min(request.top_k or 8, experts.count)
-        name = f"{request.model.name}"
-        shape = Shape(name, experts.hidden, experts.intermediate, experts.count, top_k)
-        check_trace(request.routing, shape.experts, shape.top_k)
-        say(f"{name}: {experts.method.name}, {experts.count} experts, {experts.parts} part(s)")
-        yield experts, shape
+        experts, shape = _opened(request, request.model, say)
+        yield (lambda: experts), shape
         return
     for shape in request.shapes:
-        source = RandomWeights(request.seed, shape.hidden, shape.intermediate)
-        origins = [index % _DIFFERENT for index in range(shape.experts)]
-        for method in request.methods:
+        methods = _methods_for(request, shape)
+        left_out = [method.name for method in request.methods if method not in methods]
+        if left_out:
+            say(f"{shape.name} cannot be held by {', '.join(left_out)}: left out")
+        for method in methods:
             say(f"{shape.name}, {method.name}: packing {shape.experts} experts")
-            yield (
-                pack_experts(
-                    method,
-                    source.expert,
-                    origins,
-                    shape.hidden,
-                    shape.intermediate,
-                    parts=request.parts,
-                    activation=shape.activation,
-                ),
-                shape,
-            )
+            yield partial(_packed, request, method, shape, pools), shape
+
+
+def _packed(request: Request, method: Method, shape: Shape, pools: dict[int, Pool]) -> Experts:
+    source = RandomWeights(request.seed, shape.hidden, shape.intermediate)
+    origins = [index % _different(shape) for index in range(shape.experts)]
+    most = pools[max(pools)]
+    return pack_experts(
+        method,
+        source.expert,
+        origins,
+        shape.hidden,
+        shape.intermediate,
+        parts=request.parts,
+        activation=shape.activation,
+        bind=lambda memory, part: most.bind(memory, part * most.nodes // request.parts),
+    )
+
+
+def _opened(request: Request, model: Path, say: Say) -> tuple[Experts, Shape]:
+    experts, name = open_experts(model, request.layer), model.resolve().name
+    top_k = request.top_k or min(experts_per_token(model), experts.count)
+    if top_k > experts.count:
+        raise UsageError(
+            f"--top-k {top_k} is more than the {experts.count} experts of {model}",
+            f"give at most {experts.count}",
+        )
+    shape = Shape(
+        name, experts.hidden, experts.intermediate, experts.count, top_k, experts.activation
+    )
+    check_trace(request.routing, shape.experts, shape.top_k)
+    say(f"{name}: {experts.method.name}, {experts.count} experts, {experts.parts} part(s)")
+    return experts, shape
 
 
 def _rows(
-    request: Request,
-    experts: Experts,
-    shape: Shape,
-    pools: dict[int, Pool],
-    limits: dict[tuple[str, int], Limits],
+    request: Request, experts: Experts, shape: Shape, pools: dict[int, Pool], meter: Meter
 ) -> Iterator[Row]:
+    for pool in pools.values():
+        experts.layer.touch(pool)
     for tokens in request.tokens:
         ids = request.routing.iterations(tokens, shape.experts, shape.top_k, request.seed)
         batch = make_batch(ids, tokens, shape.hidden, shape.top_k, request.seed, request.effort)
-        pairs = tokens * shape.top_k
-        for (isa, threads), limit in limits.items():
+        truth = Truth(experts, batch)
+        subject = _subject(experts, shape, request.routing.text, tokens)
+        for isa in request.isas:
             native.use_isa(isa)
-            pool = pools[threads]
-            error = check(experts, batch, pool)
-            yield judge(
-                sample(experts, batch, pool, request.effort),
-                limit,
-                method=experts.method.name,
-                unit=experts.method.unit,
-                shape=shape,
-                routing=request.routing.text,
-                tokens=tokens,
-                pairs=pairs,
-                expert_bytes=experts.expert_bytes,
-                operations=experts.operations(pairs),
-                relative_error=error,
-                parts=experts.parts,
-            )
+            for pool in pools.values():
+                yield _row(subject, experts, batch, truth, pool, meter, request.effort)
+
+
+def _subject(experts: Experts, shape: Shape, routing: str, tokens: int) -> Subject:
+    return Subject(
+        engine="ktconv",
+        method=experts.method.name,
+        unit=experts.method.unit,
+        shape=shape,
+        routing=routing,
+        tokens=tokens,
+        parts=experts.parts,
+        expert_bytes=experts.expert_bytes,
+        in_cache=experts.expert_bytes * shape.experts < _CACHES * largest_cache(),
+    )
+
+
+def _row(
+    subject: Subject,
+    experts: Experts,
+    batch: Batch,
+    truth: Truth,
+    pool: Pool,
+    meter: Meter,
+    effort: Effort,
+) -> Row:
+    errors = check(experts, batch, truth, pool)
+    before = meter.again(pool)
+    measured = sample(experts, batch, pool, effort)
+    return judge(subject, measured, before, meter.again(pool), *errors)

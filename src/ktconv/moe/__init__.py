@@ -2,6 +2,14 @@
 
 from ktconv.moe.experts import Experts, pack_experts
 from ktconv.moe.methods import METHODS, Method, method_named
-from ktconv.moe.opened import open_experts
+from ktconv.moe.opened import experts_per_token, open_experts
 
-__all__ = ["METHODS", "Experts", "Method", "method_named", "open_experts", "pack_experts"]
+__all__ = [
+    "METHODS",
+    "Experts",
+    "Method",
+    "experts_per_token",
+    "method_named",
+    "open_experts",
+    "pack_experts",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,28 +12,39 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.methods import Method
+from ktconv.moe.methods import Method, Quantized, methods_that_hold
 from ktconv.native import Activation, Pool, Projection
 
 Array = NDArray[Any]
 F32 = NDArray[np.float32]
 U16 = NDArray[np.uint16]
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
+Expert = tuple[Projection, Projection, Projection]  # of one part
 
-PROJECTIONS = 3
+_KEPT = 4  # experts whose quantized matrices are kept as numbers
+_LINE = 64
 
 
 class Experts:
-    """A layer's experts. `values(e)` is what the packed weights of expert e stand for."""
+    """A layer's experts.
+
+    Expert e has the matrices `origins[e]`: experts that share them need not be computed apart by
+    the readable truth. `values(o)` is what the packed weights of origin o stand for, `source(o)`
+    what they were quantized from, where that is known.
+    """
 
     def __init__(
         self,
         method: Method,
         layer: native.Layer,
         activation: Activation,
+        origins: Sequence[int | None],
         values: Callable[[int], Matrices],
+        source: Callable[[int], Matrices] | None = None,
     ) -> None:
-        self.method, self.layer, self.activation, self.values = method, layer, activation, values
+        self.method, self.layer, self.activation = method, layer, activation
+        self.values, self.source = values, source
+        self.origins = np.array([-1 if origin is None else origin for origin in origins])
         self.hidden, self.intermediate = layer.hidden, layer.intermediate
         self.count, self.parts = layer.experts, layer.parts
 
@@ -40,10 +52,6 @@ class Experts:
     def expert_bytes(self) -> int:
         """Bytes of one expert, scales included."""
         return self.method.expert_bytes(self.hidden, self.intermediate, self.parts)
-
-    def operations(self, pairs: int) -> int:
-        """Multiplications and additions of `pairs` (token, expert) pairs."""
-        return pairs * PROJECTIONS * 2 * self.hidden * self.intermediate
 
     def forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
@@ -53,13 +61,22 @@ class Experts:
         self.layer.call(pool, x, ids, weights, y, scratch)()
         return y
 
-    def reference(self, x: U16, ids: Array, weights: F32) -> F32:
-        """The same in float32 on the weights' values, expert by expert."""
+    def reference(
+        self,
+        x: U16,
+        ids: Array,
+        weights: F32,
+        matrices: Callable[[int], Matrices] | None = None,
+    ) -> F32:
+        """The same in float32, on the weights' values or on other `matrices` of each origin."""
         inputs = bf16_to_f32(x)
         y = np.zeros_like(inputs)
-        for expert in np.unique(ids[ids >= 0]):
-            token, slot = np.nonzero(ids == expert)
-            gate, up, down = self.values(int(expert))
+        origins = np.where(ids >= 0, self.origins[ids], -1)
+        for origin in np.unique(origins[ids >= 0]):
+            token, slot = np.nonzero(origins == origin)
+            if origin < 0:
+                raise IndexError("an expert that is not here")
+            gate, up, down = (matrices or self.values)(int(origin))
             middle = gated(self.activation, inputs[token] @ gate.T, inputs[token] @ up.T)
             np.add.at(y, token, weights[token, slot, None] * (middle @ down.T))
         return y
@@ -87,41 +104,91 @@ def gated(activation: Activation, gate: F32, up: F32) -> F32:
 def pack_experts(
     method: Method,
     source: Callable[[int], Matrices],
-    experts: Sequence[int | None],
+    origins: Sequence[int | None],
     hidden: int,
     intermediate: int,
     *,
     parts: int = 1,
     activation: Activation | None = None,
+    bind: Callable[[Array, int], None] | None = None,
 ) -> Experts:
-    """Quantizes and packs; `experts[e]` says which matrices of `source` expert e has.
+    """Quantizes and packs; `origins[e]` says which matrices of `source` expert e has.
 
-    Experts that share matrices are packed once and copied, so that each has memory of its own.
-    None: that expert is not here. Raises UsageError where the method cannot hold the shape.
+    Experts that share matrices are quantized once, but each has memory of its own. None: that
+    expert is not here. All experts of a part lie in one block of memory, so that it can have
+    huge pages; `bind` gets it and the part's number before anything is written to it. Raises
+    UsageError where the method cannot hold the shape.
     """
     check_shape(method, hidden, intermediate, parts)
     chosen = activation or Activation()
-    packed: dict[int, list[tuple[Projection, Projection, Projection]]] = {}
-    rows: list[list[tuple[Projection, Projection, Projection] | None]]
-    rows = [[None] * len(experts) for _ in range(parts)]
-    for index, origin in enumerate(experts):
-        if origin is None:
-            continue
-        if origin in packed:
-            done = [_copy(expert) for expert in packed[origin]]
-        else:
-            done = packed[origin] = _pack_expert(method, source(origin), parts)
-        for part, expert in enumerate(done):
-            rows[part][index] = expert
-
-    def values(index: int) -> Matrices:
-        origin = experts[index]
-        if origin is None:
-            raise IndexError(f"expert {index} is not here")
-        return _restored(method, source(origin), parts)
+    quantized = lru_cache(_KEPT)(lambda origin: _quantize(method, source(origin), parts))
+    rows: list[list[Expert | None]] = [[None] * len(origins) for _ in range(parts)]
+    blocks = [_Block(method, hidden, intermediate // parts, origins) for _ in range(parts)]
+    for part, block in enumerate(blocks):
+        if bind:
+            bind(block.memory, part)
+    for origin in sorted({origin for origin in origins if origin is not None}):
+        same = [index for index, other in enumerate(origins) if other == origin]
+        for row, block, matrices in zip(rows, blocks, quantized(origin), strict=True):
+            first = block.pack(same[0], matrices)
+            for index in same:
+                row[index] = block.copy(index, first)
 
     layer = native.Layer(method.layout, chosen, hidden, intermediate, rows)
-    return Experts(method, layer, chosen, values)
+    return Experts(
+        method, layer, chosen, origins, lambda origin: _joined(quantized(origin)), source
+    )
+
+
+class _Block:
+    """The memory of all experts of a part, each in its place."""
+
+    def __init__(
+        self, method: Method, hidden: int, width: int, origins: Sequence[int | None]
+    ) -> None:
+        self._method = method
+        self._shapes = ((width, hidden), (width, hidden), (hidden, width))
+        layout = method.layout
+        self._sizes = [(layout.weight_size(*s), layout.scale_size(*s)) for s in self._shapes]
+        self._expert_size = sum(_whole_lines(size) for pair in self._sizes for size in pair)
+        here = [index for index, origin in enumerate(origins) if origin is not None]
+        self._starts = {index: n * self._expert_size for n, index in enumerate(here)}
+        self.memory = native.aligned_bytes(self._expert_size * len(here))
+
+    def _place(self, index: int) -> Expert:
+        start, places = self._starts[index], []
+        for weight, scale in self._sizes:
+            middle = start + _whole_lines(weight)
+            end = middle + _whole_lines(scale)
+            scales = self.memory[middle : middle + scale] if scale else None
+            places.append(Projection(self.memory[start : start + weight], scales))
+            start = end
+        return places[0], places[1], places[2]
+
+    def pack(self, index: int, matrices: Sequence[Quantized]) -> Expert:
+        place = self._place(index)
+        for projection, shape, matrix in zip(place, self._shapes, matrices, strict=True):
+            scale = native.pack_weight(
+                self._method.layout, *shape, matrix.codes, matrix.scale, projection.codes
+            )
+            if projection.scale is not None:
+                projection.scale[:] = scale
+        return place
+
+    def copy(self, index: int, packed: Expert) -> Expert:
+        """`packed` once more, unless that is its place already."""
+        place = self._place(index)
+        for new, old in zip(place, packed, strict=True):
+            if new.codes.ctypes.data == old.codes.ctypes.data:
+                continue
+            new.codes[:] = old.codes
+            if new.scale is not None:
+                new.scale[:] = old.scale
+        return place
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE
 
 
 def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> None:
@@ -138,9 +205,10 @@ def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> N
     for what, size in (("hidden size", hidden), ("intermediate size of a part", width)):
         step = max(rows, cols)
         if size % step:
+            able = methods_that_hold(hidden, intermediate, parts)
             raise UsageError(
                 f"{method.name} cannot hold {what} {size}: it must be a multiple of {step}",
-                "bf16 and mxfp4 need multiples of 32 only",
+                f"these methods can: {', '.join(able)}" if able else "all need multiples of 32",
             )
     raise UsageError(f"{method.name} cannot hold hidden {hidden}, intermediate {width}")
 
@@ -152,40 +220,15 @@ def _cut(matrices: Matrices, parts: int) -> list[Matrices]:
     return [(gate[cut], up[cut], np.ascontiguousarray(down[:, cut])) for cut in cuts]
 
 
-def _pack_expert(
-    method: Method, matrices: Matrices, parts: int
-) -> list[tuple[Projection, Projection, Projection]]:
-    done = []
-    for cut in _cut(matrices, parts):
-        gate, up, down = (_pack_matrix(method, matrix) for matrix in cut)
-        done.append((gate, up, down))
-    return done
-
-
-def _pack_matrix(method: Method, matrix: F32) -> Projection:
-    quantized = method.quantize(np.ascontiguousarray(matrix), method.layout)
-    rows, cols = matrix.shape
-    packed = native.aligned_bytes(method.layout.weight_size(rows, cols))
-    scale = native.pack_weight(method.layout, rows, cols, quantized.codes, quantized.scale, packed)
-    return Projection(packed, scale)
-
-
-def _copy(expert: tuple[Projection, ...]) -> tuple[Projection, Projection, Projection]:
-    def again(memory: Array) -> Array:
-        new = native.aligned_bytes(memory.nbytes)
-        new[:] = memory
-        return new
-
-    gate, up, down = (
-        Projection(again(p.codes), None if p.scale is None else again(p.scale)) for p in expert
-    )
-    return gate, up, down
-
-
-def _restored(method: Method, matrices: Matrices, parts: int) -> Matrices:
-    cuts = [
-        [method.quantize(np.ascontiguousarray(m), method.layout).values for m in cut]
+def _quantize(method: Method, matrices: Matrices, parts: int) -> list[list[Quantized]]:
+    """Gate, up and down of each part."""
+    return [
+        [method.quantize(np.ascontiguousarray(matrix), method.layout) for matrix in cut]
         for cut in _cut(matrices, parts)
     ]
-    gates, ups, downs = zip(*cuts, strict=True)
+
+
+def _joined(quantized: list[list[Quantized]]) -> Matrices:
+    """The values of whole matrices from those of all parts."""
+    gates, ups, downs = zip(*([m.values for m in part] for part in quantized), strict=True)
     return np.concatenate(gates), np.concatenate(ups), np.concatenate(downs, axis=1)

@@ -149,8 +149,25 @@ METHODS = {
 }
 
 
+ALIASES = {
+    "rawint4": "gint4-32",
+    "gint4": "gint4-32",
+    "gint4-g32": "gint4-32",
+    "gint4-g64": "gint4-64",
+    "gint4-g128": "gint4-128",
+    "gptq-int4": "gint4-128",
+    "fp8-block": "fp8",
+}
+
+
 def method_named(name: str) -> Method:
-    """A row of METHODS; UsageError for any other name."""
-    if name not in METHODS:
+    """A row of METHODS, by its name or another that it is known by; else UsageError."""
+    known = ALIASES.get(name.lower(), name.lower())
+    if known not in METHODS:
         raise UsageError(f"there is no method {name!r}", f"choose from: {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[known]
+
+
+def methods_that_hold(hidden: int, intermediate: int, parts: int) -> list[str]:
+    """Names of the methods that such a layer can be packed with."""
+    return [m.name for m in METHODS.values() if m.holds(hidden, intermediate, parts)]

@@ -34,8 +34,9 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
     """The experts' activation, from a model's config.json."""
     text = config.get("text_config", config)
     limit = text.get("swiglu_limit")
-    if text.get("model_type") == "gpt_oss":
-        return Activation("swiglu", 1.702, 1.0, float(limit or 7.0))
+    alpha = text.get("swiglu_alpha", 1.702 if text.get("model_type") == "gpt_oss" else None)
+    if alpha is not None:  # gpt-oss and those that took it over
+        return Activation("swiglu", float(alpha), 1.0, float(limit or 7.0))
     name = text.get("hidden_act") or text.get("hidden_activation") or "silu"
     if name not in _FUNCTIONS:
         raise CheckpointError(
@@ -43,6 +44,16 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
             f"they have: {', '.join(_FUNCTIONS)}",
         )
     return Activation(_FUNCTIONS[name], limit=float(limit) if limit else float("inf"))
+
+
+def experts_per_token(directory: Path) -> int:
+    """The model's top-k; 8 where config.json is missing or does not say."""
+    config = _config(directory)
+    text = config.get("text_config", config)
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
+        if isinstance(text.get(name), int) and text[name] > 0:
+            return int(text[name])
+    return 8
 
 
 def moe_layers(directory: Path) -> list[int]:
@@ -135,7 +146,9 @@ def _assemble(
         raise CheckpointError(
             f"layer {layer} of {directory}: {error}", "convert it again"
         ) from None
-    return Experts(method, made, activation, lambda e: _values(method, rows, e, width, hidden))
+    return Experts(
+        method, made, activation, range(experts), lambda e: _values(method, rows, e, width, hidden)
+    )
 
 
 def _method_of(directory: Path, nbytes: int, rows: int, cols: int) -> Method:
