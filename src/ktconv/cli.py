@@ -182,7 +182,9 @@ def quantize_cpu_command(
             _print_result(as_json, outlook_facts(outlook), lambda: _print_outlook(outlook))
             return
         _say_notes(outlook)
-        with _interruptible(f"run the same command again to continue in {output}"):
+        with _interruptible(
+            f"Finished layers are kept: run the same command again to continue in {output}."
+        ):
             observer = _observer(outlook)
             with observer:
                 report = quantize_cpu(request, observer, outlook)
@@ -249,11 +251,16 @@ def bench(
     isa: Annotated[
         str, typer.Option(help="auto, all, or levels: scalar, avx512, amx.", metavar="LIST")
     ] = "auto",
-    numa: Annotated[int, typer.Option(min=1, help="Parts of the weights.", metavar="N")] = 1,
+    numa: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Parts of the weights; 0: as many as this machine has nodes.", metavar="N"
+        ),
+    ] = 0,
     iters: Annotated[
         int | None, typer.Option(min=1, help="Iterations per row.", metavar="N")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.")] = 0.7,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and routing.")] = 0,
     stage: Annotated[
         BenchStage, typer.Option(help="forward: an MoE layer; pack: quantizing and packing.")
@@ -267,13 +274,16 @@ def bench(
         Path | None, typer.Option(help="Compare with a report of --format json.", metavar="FILE")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="How much slower than --compare is a regression.")
+        float, typer.Option(min=0.0, help="A row that is so much slower than then is a regression.")
     ] = 0.1,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Other implementations too, if they are installed.")
+    ] = False,
 ) -> None:
     """Measure the MoE kernels against this machine's own limits.
 
-    Every kernel is proven right before it is timed. Exit code 1: a kernel was wrong, or
-    --compare found a regression.
+    Every kernel is proven right before it is timed. Exit code 1: a kernel was wrong, or a row
+    became slower than in --compare.
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
@@ -298,8 +308,9 @@ def bench(
             plots=tuple(plot or ()),
             compare=compare,
             tolerance=tolerance,
+            peers=peers,
         )
-        with _interruptible("nothing was written"):
+        with _interruptible("Nothing was written."):
             if stage is BenchStage.pack:
                 print(command.run_packing(options, form.value, _say))
                 return
@@ -491,7 +502,7 @@ def _interruptible(way_out: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say(f"\nInterrupted. Finished layers are kept: {way_out}.")
+        _say(f"\nInterrupted. {way_out}")
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

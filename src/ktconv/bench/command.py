@@ -11,11 +11,12 @@ from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
 from ktconv.bench.routing import parse_routing
-from ktconv.bench.rows import Row
-from ktconv.bench.run import Report, Request, bench, prepare
+from ktconv.bench.run import Request, bench, prepare
 from ktconv.errors import UsageError
 from ktconv.moe import METHODS, Method, method_named
 from ktconv.units import parse_ranges
+
+# Rarely needed, and heavier than the rest: compare, plots and pack_stage are imported where used.
 
 Say = Callable[[str], None]
 
@@ -38,13 +39,14 @@ class Options:
     tokens: str = "1"
     threads: str = ""
     isas: str = "auto"
-    parts: int = 1
+    parts: int = 0  # 0: as many as this machine has NUMA nodes
     iterations: int | None = None
-    seconds: float = 0.7
+    seconds: float = 0.5
     seed: int = 0
     plots: tuple[Path, ...] = ()
     compare: Path | None = None
     tolerance: float = 0.1
+    peers: bool = False
 
 
 def run(options: Options, form: str, say: Say) -> tuple[str, int]:
@@ -64,24 +66,26 @@ def run(options: Options, form: str, say: Say) -> tuple[str, int]:
         from ktconv.bench.plots import plot
 
         plot(report, path)
-    if old is None:
-        return render(report, form), 0
-    return render(report, form), _compare(report, old, options.tolerance, say)
+    if old is not None:
+        from ktconv.bench.compare import compare
 
-
-def _compare(report: Report, old: list[Row], tolerance: float, say: Say) -> int:
-    from ktconv.bench.compare import compare, describe
-
-    ratios = compare(report.rows, old)
-    for line in describe(ratios, tolerance):
-        say(line)
-    return sum(ratio.regressed(tolerance) for ratio in ratios)
+        for note in compare(report, old, options.tolerance):
+            say(note)
+    return render(report, form), sum(bool(row.regressed) for row in report.rows)
 
 
 def run_packing(options: Options, form: str, say: Say) -> str:
     """What `--stage pack` prints."""
     from ktconv.bench.pack_stage import bench_packing, render_packing
 
+    unfit = {
+        "--model": options.model,
+        "--plot": options.plots,
+        "--compare": options.compare,
+        "--peers": options.peers,
+    }
+    for name in (name for name, given in unfit.items() if given):
+        raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
     names = [method.name for method in _methods(options.methods or "int4,int8")]
     rows = bench_packing(names, _shapes(options), _isas(options.isas), say)
     return render_packing(rows, form)
@@ -89,7 +93,7 @@ def run_packing(options: Options, form: str, say: Say) -> str:
 
 def _request(options: Options) -> Request:
     if options.model is not None:
-        if options.methods or options.shapes or options.experts or options.parts != 1:
+        if options.methods or options.shapes or options.experts or options.parts:
             raise UsageError(
                 "--model brings its own weights",
                 "leave --method, --shape, --experts and --numa out",
@@ -109,9 +113,11 @@ def _request(options: Options) -> Request:
         layer=options.layer,
         top_k=options.top_k,
         experts=options.experts,
-        parts=options.parts,
+        parts=options.parts or machine.numa_nodes(),
         effort=Effort(options.seconds, options.iterations),
         seed=options.seed,
+        skip=options.methods.strip() in ("", "all"),
+        peers=options.peers,
     )
 
 

@@ -1,68 +1,99 @@
-"""Ratios of a new report to an old one."""
+"""A new report against an old one, row by row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ktconv.bench.rows import Row
-from ktconv.bench.run import SCHEMA
+from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
+
+_DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """`ratio` is new over old time: above 1 is slower."""
+class Old:
+    """What is used of an old report."""
 
-    row: Row
-    old_us: float
-    ratio: float
-
-    def regressed(self, tolerance: float) -> bool:
-        return self.ratio > 1 + tolerance
+    path: Path
+    cpu: str
+    rows: list[Row]
 
 
-def read_report(path: Path) -> list[Row]:
-    """The rows of a JSON report. Raises UsageError if it is none."""
+def read_report(path: Path) -> Old:
+    """Raises UsageError if the file is no report of `--format json`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise UsageError(f"{path} is not JSON", "write it with --format json") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or "rows" not in content or "limits" not in content:
         raise UsageError(f"{path} is not a report of ktconv bench", "write it with --format json")
-    names = {field.name for field in fields(Row)}
+    if content.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{path} has schema {content.get('schema')}, this ktconv reads {SCHEMA}",
+            "measure again with this version",
+        )
     try:
-        return [Row(**{k: v for k, v in row.items() if k in names}) for row in content["rows"]]
-    except (KeyError, TypeError, AttributeError) as error:
+        machine = content.get("machine", {})
+        return Old(path, str(machine.get("cpu", "")), [_row(row) for row in content["rows"]])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} lacks what a report needs: {error}") from None
 
 
-def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Ratio]:
-    """Pairs of rows that measured the same thing. Raises UsageError if there are none."""
-    by_key: dict[tuple[Any, ...], Row] = {row.key: row for row in old}
-    found = [
-        Ratio(row, by_key[row.key].median_us, row.median_us / by_key[row.key].median_us)
-        for row in new
-        if row.key in by_key
-    ]
-    if not found:
+def _row(facts: dict[str, Any]) -> Row:
+    """Names that are not known are newer ones; those with a default may be missing."""
+    known = {field.name for field in fields(Row)}
+    needed = {field.name for field in fields(Row) if field.default is MISSING}
+    if missing := needed - facts.keys():
+        raise KeyError(min(missing))
+    row = Row(**{name: value for name, value in facts.items() if name in known})
+    if not all(isinstance(row.shape[name], int) for name in _DIMENSIONS):
+        raise ValueError("a shape without its sizes")
+    if not float(row.median_us) > 0:
+        raise ValueError("a median that is not above 0")
+    return row
+
+
+def compare(report: Report, old: Old, tolerance: float) -> list[str]:
+    """Gives the report's rows their ratios. Returns what people should know about it.
+
+    Raises UsageError if no row of the old report measured what this one did.
+    """
+    by_key = {row.key: row for row in old.rows}
+    unknown = [row for row in report.rows if row.key not in by_key]
+    if len(unknown) == len(report.rows):
         raise UsageError(
-            "no row of the old report measured what this run measured",
-            "give the same --method, --shape, --tokens, --threads and --routing as then",
+            f"no row of {old.path} measured what this run measured",
+            "give the same --method, --shape, --tokens, --threads, --isa and --routing as then",
         )
-    return found
-
-
-def describe(ratios: Sequence[Ratio], tolerance: float) -> list[str]:
-    """A line for each pair, regressions marked."""
-    return [
-        f"{r.row.shape['name']}  {r.row.method}  {r.row.isa}  {r.row.threads} threads  "
-        f"{r.row.tokens} tokens: {r.old_us:.0f} -> {r.row.median_us:.0f} us, "
-        f"x{r.ratio:.2f}{'  REGRESSION' if r.regressed(tolerance) else ''}"
-        for r in ratios
+    report.rows = [
+        _compared(row, by_key[row.key], tolerance) if row.key in by_key else row
+        for row in report.rows
     ]
+    return _notes(report, old, len(unknown), tolerance)
+
+
+def _compared(row: Row, old: Row, tolerance: float) -> Row:
+    ratio = row.median_us / old.median_us
+    return replace(
+        row, old_median_us=old.median_us, ratio=ratio, regressed=bool(ratio > 1 + tolerance)
+    )
+
+
+def _notes(report: Report, old: Old, unknown: int, tolerance: float) -> list[str]:
+    notes = []
+    if old.cpu != report.machine["cpu"]:
+        notes.append(f"note: {old.path} is from another machine ({old.cpu or 'not named'})")
+    if unknown:
+        notes.append(f"note: {unknown} rows are not in {old.path}")
+    slower = [row for row in report.rows if row.regressed]
+    compared = sum(row.ratio is not None for row in report.rows)
+    notes.append(f"{len(slower)} of {compared} rows are more than {tolerance:.0%} slower")
+    if disturbed := sum(row.disturbed for row in slower):
+        notes.append(f"note: {disturbed} of them were disturbed; measure again to be sure")
+    return notes

@@ -34,7 +34,7 @@ _TICKS = 2  # of /proc/stat: less is rounding
 class Effort:
     """How long a row is measured: `iterations` if given, else about `seconds`."""
 
-    seconds: float = 0.7
+    seconds: float = 0.5
     iterations: int | None = None
 
 

@@ -5,8 +5,6 @@ GB/s are of source bytes, one thread, more matrices than the caches hold.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 import time
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.presets import Shape
+from ktconv.bench.render import csv_text, markdown, table
 from ktconv.errors import UsageError
 from ktconv.formats.decode import f32_to_bf16
 
@@ -140,39 +139,32 @@ def _rate(work: Callable[[], object], nbytes: int) -> float:
     return nbytes / 1e9 / statistics.median(times)
 
 
+_HEADS = ("method", "source", "matrix", "isa", "pack GB/s", "compare GB/s", "memcpy GB/s", "share")
+_WORDS = (True, True, True, True, False, False, False, False)
+
+
 def render_packing(rows: Sequence[PackRow], form: str) -> str:
     """In one of render.FORMATS."""
     facts = [asdict(row) for row in rows]
     if form == "json":
-        return json.dumps(
-            {"schema": 1, "stage": "pack", "machine": fingerprint(), "rows": facts}, indent=1
-        )
+        report = {"schema": 1, "stage": "pack", "machine": fingerprint(), "rows": facts}
+        return json.dumps(report, indent=1)
     if form == "jsonl":
         return "\n".join(json.dumps(fact) for fact in facts)
     if form == "csv":
-        out = io.StringIO()
-        writer = csv.DictWriter(out, list(facts[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(facts)
-        return out.getvalue().rstrip("\n")
-    heads = ("method", "source", "matrix", "isa", "pack GB/s", "compare GB/s", "of memcpy")
-    lines = [heads] + [
-        (
-            row.method,
-            row.source,
-            f"{row.rows} x {row.cols}",
-            row.isa,
-            f"{row.pack_gb_s:.1f}",
-            f"{row.compare_gb_s:.1f}",
-            f"{row.share_of_memcpy:.0%}",
-        )
-        for row in rows
-    ]
-    if form == "markdown":
-        lines.insert(1, ("---", "---", "---", "---", "---:", "---:", "---:"))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        return csv_text(facts)
+    lines = [_HEADS, *map(_cells, rows)]
+    return markdown(lines, _WORDS) if form == "markdown" else table(lines, _WORDS)
+
+
+def _cells(row: PackRow) -> tuple[str, ...]:
+    return (
+        row.method,
+        row.source,
+        f"{row.rows} x {row.cols}",
+        row.isa,
+        f"{row.pack_gb_s:.1f}",
+        f"{row.compare_gb_s:.1f}",
+        f"{row.memcpy_gb_s:.1f}",
+        f"{row.share_of_memcpy:.0%}",
     )

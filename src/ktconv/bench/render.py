@@ -5,29 +5,48 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
 
 FORMATS = ("table", "markdown", "json", "jsonl", "csv")
 
-_HEADS = (
-    "shape",
-    "method",
-    "isa",
-    "threads",
-    "tokens",
-    "median us",
-    "p10-p90",
-    "tokens/s",
-    "GB/s",
-    "GOPS",
-    "of limit",
-    "tokens/expert",
-    "error",
-)
-_LEFT = 3  # columns that are words
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "shape": lambda row: str(row.shape["name"]),
+    "engine": lambda row: row.engine,
+    "method": lambda row: row.method,
+    "isa": lambda row: row.isa,
+    "threads": lambda row: str(row.threads),
+    "tokens": lambda row: str(row.tokens),
+    "experts": lambda row: f"{row.distinct_experts:.0f} x {row.tokens_per_expert:.1f}",
+    "median us": lambda row: f"{row.median_us:.0f}",
+    "p10-p90": lambda row: f"{row.p10_us:.0f}-{row.p90_us:.0f}",
+    "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
+    "GB/s": lambda row: f"{row.weight_gb_s:.1f}",
+    "GOPS": lambda row: f"{row.gops:.0f}",
+    "of limit": lambda row: f"{row.share_of_bound:.0%} {row.bound}",
+    "error": lambda row: f"{row.relative_error:.1e}",
+    "": lambda row: _marks(row),
+    "before us": lambda row: "-" if row.old_median_us is None else f"{row.old_median_us:.0f}",
+    "ratio": lambda row: _ratio(row),
+}
+_WORDS = {"shape", "engine", "method", "isa", ""}
+_LEGEND = {
+    "!": "! disturbed: other work on the machine, times or limits that vary widely",
+    "c": "c the weights are so few that they come from the cache, not from memory",
+}
+
+
+def _marks(row: Row) -> str:
+    return ("!" if row.disturbed else "") + ("c" if row.in_cache else "")
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return "new"
+    return f"{row.ratio:.2f}{' SLOWER' if row.regressed else ''}"
 
 
 def render(report: Report, form: str) -> str:
@@ -37,54 +56,55 @@ def render(report: Report, form: str) -> str:
     if form == "jsonl":
         return "\n".join(json.dumps(row.facts()) for row in report.rows)
     if form == "csv":
-        return _csv(report.rows)
-    cells = [_cells(row) for row in report.rows]
-    return _markdown(cells) if form == "markdown" else _table(cells)
+        return csv_text([_flat(row) for row in report.rows])
+    names = _wanted(report.rows)
+    lines = [names, *([_COLUMNS[name](row) for name in names] for row in report.rows)]
+    words = [name in _WORDS for name in names]
+    text = markdown(lines, words) if form == "markdown" else table(lines, words)
+    used = {mark for row in report.rows for mark in _marks(row)}
+    legend = [line for mark, line in _LEGEND.items() if mark in used]
+    return "\n".join([text, *([""] if legend else []), *legend])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    mark = " !" if row.disturbed else ""
-    return (
-        row.shape["name"],
-        row.method,
-        row.isa,
-        str(row.threads),
-        str(row.tokens),
-        f"{row.median_us:.0f}{mark}",
-        f"{row.p10_us:.0f}-{row.p90_us:.0f}",
-        f"{row.tokens_per_s:.0f}",
-        f"{row.weight_gb_s:.1f}",
-        f"{row.gops:.0f}",
-        f"{row.share_of_bound:.0%} {row.bound}",
-        f"{row.tokens_per_expert:.1f}",
-        f"{row.relative_error:.1e}",
+def _wanted(rows: Sequence[Row]) -> list[str]:
+    """Columns that say something in this report."""
+    useless = set()
+    if all(row.engine == "ktconv" for row in rows):
+        useless.add("engine")
+    if not any(map(_marks, rows)):
+        useless.add("")
+    if all(row.ratio is None for row in rows):
+        useless |= {"before us", "ratio"}
+    return [name for name in _COLUMNS if name not in useless]
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    facts = row.facts()
+    shape = facts.pop("shape")
+    return facts | {f"shape_{name}": value for name, value in shape.items()}
+
+
+def table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+    """Aligned columns; `words` says which are not numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if word else text.rjust(width)
+            for text, width, word in zip(line, widths, words, strict=True)
+        ).rstrip()
+        for line in lines
     )
 
 
-def _table(cells: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(_HEADS, *cells, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if i < _LEFT else text.rjust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (_HEADS, *cells)
-    ]
-    if any(" !" in line[5] for line in cells):
-        lines.append("! something else ran on the machine meanwhile, or times vary widely")
-    return "\n".join(lines)
+def markdown(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+    head, *rest = lines
+    rule = ["---" if word else "---:" for word in words]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rest))
 
 
-def _markdown(cells: Sequence[tuple[str, ...]]) -> str:
-    rule = ["---" if i < _LEFT else "---:" for i in range(len(_HEADS))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (_HEADS, rule, *cells))
-
-
-def _csv(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
     out = io.StringIO()
-    flat = [row.facts() | {f"shape_{k}": v for k, v in row.shape.items()} for row in rows]
-    names = [name for name in flat[0] if name != "shape"] if flat else []
-    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(rows)
     return out.getvalue().rstrip("\n")

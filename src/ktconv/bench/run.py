@@ -51,6 +51,7 @@ class Request:
     effort: Effort = field(default_factory=Effort)
     seed: int = 0
     skip: bool = False  # leave out methods that cannot hold a shape, instead of refusing
+    peers: bool = False  # other implementations too, where they are installed
 
 
 @dataclass
@@ -76,6 +77,8 @@ class Report:
 def prepare(request: Request) -> Request:
     """The request with what was left open decided. Raises UsageError for the impossible."""
     if request.model is not None:
+        if request.peers:
+            raise UsageError("peers cannot read converted models", "leave --model or --peers out")
         return request
     shapes = tuple(_sized(shape, request.experts) for shape in request.shapes)
     request = replace(request, shapes=shapes)
@@ -143,8 +146,8 @@ def bench(request: Request, say: Say) -> Report:
         stack.enter_context(_level_kept())
         meter = Meter()
         _measure_machine(request, meter, pools, say)
-        for make, shape in _layers(request, pools, say):
-            for row in _rows(request, make(), shape, pools, meter):
+        for rows in _all_rows(request, pools, meter, say):
+            for row in rows:
                 report.rows.append(row)
                 say(_progress(row))
         report.limits = list(meter.found.values())
@@ -156,6 +159,16 @@ def _progress(row: Row) -> str:
         f"  {row.isa}, {row.threads} threads, {row.tokens} tokens: {row.median_us:.0f} us, "
         f"{row.share_of_bound:.0%} of {row.bound}"
     )
+
+
+def _all_rows(
+    request: Request, pools: dict[int, Pool], meter: Meter, say: Say
+) -> Iterator[Iterator[Row]]:
+    for make, shape in _layers(request, pools, say):
+        yield _rows(request, make(), shape, pools, meter)
+    if request.peers:
+        for shape in request.shapes:
+            yield _peer_rows(request, shape, pools, meter, say)
 
 
 @contextmanager
@@ -242,6 +255,24 @@ def _rows(
             native.use_isa(isa)
             for pool in pools.values():
                 yield _row(subject, experts, batch, truth, pool, meter, request.effort)
+
+
+def _peer_rows(
+    request: Request, shape: Shape, pools: dict[int, Pool], meter: Meter, say: Say
+) -> Iterator[Row]:
+    from ktconv.bench.peer_rows import Setting, peer_rows
+
+    setting = Setting(
+        shape=shape,
+        methods=_methods_for(request, shape),
+        routing=request.routing.text,
+        tokens=request.tokens,
+        effort=request.effort,
+        seed=request.seed,
+        different=_different(shape),
+        cache_bytes=_CACHES * largest_cache(),
+    )
+    return peer_rows(setting, pools, meter, say, isa=request.isas[-1])
 
 
 def _subject(experts: Experts, shape: Shape, routing: str, tokens: int) -> Subject:
