@@ -279,7 +279,8 @@ size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, con
  * levels of float formats: up to where the kernel switches from one loop to another).
  * INT8, INT4 and GINT4 results are the same on every level.
  * scratch: 64-byte aligned. One forward per pool at a time.
- * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1. */
+ * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1, or of an expert whose pointers
+ * are NULL. */
 kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
                          const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
                          uint16_t *y, void *scratch, size_t scratch_size);

@@ -323,6 +323,19 @@ static kt_status forward_batch(run *r) {
 
 /* ---- Public entry points --------------------------------------------------- */
 
+/* Whether every expert that has tokens has weights. */
+static int experts_are_here(const run *r) {
+  for (int64_t part = 0; part < r->moe->parts; part++)
+    for (int64_t a = 0; a < r->route.active_count; a++) {
+      const kt_expert *e = r->moe->expert + part * r->moe->experts + r->route.active[a];
+      if (!e->gate || !e->up || !e->down) return 0;
+      if (r->moe->layout.scale_dtype != KT_SCALE_NONE &&
+          (!e->gate_scale || !e->up_scale || !e->down_scale))
+        return 0;
+    }
+  return 1;
+}
+
 static kt_status check_layer(const kt_moe *moe, const kt_pool *pool) {
   if (!moe || !pool || !moe->expert || moe->hidden < 1 || moe->intermediate < 1 ||
       moe->experts < 1 || moe->experts > INT32_MAX || moe->parts < 1)
@@ -381,7 +394,7 @@ kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64
     r.y = y + first * moe->hidden;
     kt_route_group(&r.route, (const uint8_t *)ids + first * top_k * id_size, id_size,
                    weights + first * top_k, r.tokens, top_k, moe->experts);
-    const kt_status ran = forward_batch(&r);
+    const kt_status ran = experts_are_here(&r) ? forward_batch(&r) : KT_ERR_EXPERT;
     if (ran != KT_OK) return ran;
   }
   return KT_OK;
