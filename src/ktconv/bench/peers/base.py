@@ -1,0 +1,82 @@
+"""What a peer is: another implementation of the same MoE layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.bench.measure import Batch
+from ktconv.bench.presets import Shape
+from ktconv.formats.decode import bf16_to_f32
+from ktconv.moe.experts import F32, Matrices, gated
+from ktconv.native import Activation
+
+Array = NDArray[Any]
+
+
+class PeerError(Exception):
+    """Why a peer cannot be measured here, in one sentence for people."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a peer is to build. Expert e has the matrices `source(origins[e])`, in memory of its
+    own: whoever shares memory between experts measures the cache."""
+
+    shape: Shape
+    origins: Sequence[int]
+    source: Callable[[int], Matrices]
+    threads: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A batch bound to a peer: one call per routing of the batch, and y after a call."""
+
+    calls: Sequence[Callable[[], None]]
+    result: Callable[[], F32]
+
+
+class Peer(Protocol):
+    """One implementation at one weight format. Used in a process of its own."""
+
+    def prepare(self, layer: Layer) -> None:
+        """Quantizes, packs, starts threads. Raises PeerError for what it cannot hold."""
+
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights, scales included."""
+
+    def values(self, origin: int) -> Matrices:
+        """What the quantized matrices of `source(origin)` stand for."""
+
+    def steps(self, batch: Batch) -> Steps: ...
+
+    def close(self) -> None: ...
+
+
+def reference(
+    activation: Activation, values: Callable[[int], Matrices], batch: Batch, tokens: Sequence[int]
+) -> F32:
+    """y of some tokens under the batch's first routing, in float32.
+
+    `values(e)` gives the matrices of expert e.
+    """
+    x = bf16_to_f32(batch.x[list(tokens)])
+    y = np.zeros_like(x)
+    for row, token in enumerate(tokens):
+        for expert, weight in zip(batch.ids[0][token], batch.weights[token], strict=True):
+            if expert >= 0:
+                gate, up, down = values(int(expert))
+                middle = gated(activation, gate @ x[row], up @ x[row])
+                y[row] += weight * (down @ middle)
+    return y
+
+
+def is_plain(activation: Activation) -> bool:
+    """SiLU(gate) * up and nothing else."""
+    return activation == Activation()

@@ -1,0 +1,149 @@
+"""kt-kernel: its MoE classes as its own wrapper uses them, through the task queue.
+
+It gets the same codes and scales as our kernels. Importing it switches flush-to-zero on in the
+process, so everything that quantizes comes first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ktconv import native
+from ktconv.bench.measure import Batch
+from ktconv.bench.peers.base import Array, Layer, PeerError, Steps, is_plain
+from ktconv.formats.decode import bf16_to_f32
+from ktconv.moe.experts import F32, Matrices
+from ktconv.moe.methods import method_named
+
+Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of the extension module: the settings it needs, and what sizes it can hold."""
+
+    class_name: str
+    settings: dict[str, Any]
+    step: int  # hidden and intermediate size must be multiples
+
+
+KINDS = {
+    "int4": Kind("AMXInt4_MOE", {}, 128),
+    "int8": Kind("AMXInt8_MOE", {}, 64),
+    "gint4-32": Kind("AMXInt4_KGroup_MOE", {"bits": 4, "group_size": 32, "zero_point": False}, 64),
+    "mxfp4": Kind("AMXFP4_KGroup_MOE", {"bits": 4, "group_size": 32, "zero_point": False}, 64),
+    "fp8": Kind("AMXFP8_MOE", {"bits": 8, "group_size": 128, "zero_point": False}, 128),
+    "fp8-channel": Kind(
+        "AMXFP8PerChannel_MOE", {"bits": 8, "per_channel": True, "zero_point": False}, 128
+    ),
+    "bf16": Kind("AMXBF16_MOE", {}, 32),
+}
+
+_CHUNK = 32  # it wants room for a multiple of so many tokens
+
+
+class KtKernel:
+    """`method` names a row of METHODS and of KINDS."""
+
+    def __init__(self, method: str) -> None:
+        self._method, self._kind = method_named(method), KINDS[method]
+        self._packed = method in ("int4", "int8")
+
+    def prepare(self, layer: Layer) -> None:
+        shape = layer.shape
+        if not is_plain(shape.activation):
+            raise PeerError("only plain SwiGLU is compared")
+        if shape.hidden % self._kind.step or shape.intermediate % self._kind.step:
+            raise PeerError(f"hidden and intermediate must be multiples of {self._kind.step}")
+        self._layer = layer
+        origins = sorted(set(layer.origins))
+        handed = {o: [self._hand_over(m) for m in layer.source(o)] for o in origins}
+        self._bytes = sum(_nbytes(matrix) for matrix in handed[origins[0]])
+        self._start([handed[origin] for origin in layer.origins])
+
+    def _hand_over(self, matrix: F32) -> Handed:
+        quantized = self._method.quantize(np.ascontiguousarray(matrix), self._method.layout)
+        codes, scale = quantized.codes, quantized.scale
+        if self._packed:
+            layout, (rows, cols) = self._method.layout, matrix.shape
+            packed = native.aligned_bytes(layout.weight_size(rows, cols))
+            return packed, native.pack_weight(layout, rows, cols, codes, scale, packed)
+        if self._method.name == "mxfp4" and scale is not None:
+            scale = scale.astype(np.uint16) << 7  # a power of two as bf16
+        return np.ascontiguousarray(codes), None if scale is None else np.ascontiguousarray(scale)
+
+    def _start(self, experts: list[list[Handed]]) -> None:
+        """It copies and repacks all weights; the arrays are free afterwards."""
+        extension = importlib.import_module("kt_kernel").kt_kernel_ext
+        made = getattr(extension.moe, self._kind.class_name, None)
+        if made is None:
+            raise PeerError(f"this build of kt-kernel has no {self._kind.class_name}")
+        pool = extension.WorkerPoolConfig()
+        pool.subpool_count, pool.subpool_numa_map = 1, [0]
+        pool.subpool_thread_count = [self._layer.threads]
+        self._queue = extension.CPUInfer(pool)
+        shape = self._layer.shape
+        self._on_gpu = np.zeros(shape.experts, np.bool_)
+        config = extension.moe.MOEConfig(
+            shape.experts, shape.top_k, shape.hidden, shape.intermediate, self._on_gpu.ctypes.data
+        )
+        config.layer_idx = 0
+        config.pool = self._queue.backend_
+        config.max_len = -(-self._layer.max_tokens // _CHUNK) * _CHUNK
+        config.load = self._packed
+        for name, value in self._kind.settings.items():
+            setattr(config.quant_config, name, value)
+        for which, projection in enumerate(("gate", "up", "down")):
+            matrices = [expert[which] for expert in experts]
+            setattr(config, f"{projection}_projs", [[m[0].ctypes.data for m in matrices]])
+            setattr(config, f"{projection}_scales", [[_address(m[1]) for m in matrices]])
+        self._moe = made(config)
+        order = np.arange(shape.experts, dtype=np.int64)
+        self._queue.submit(self._moe.load_weights_task(order.ctypes.data))
+        self._queue.sync()
+
+    def expert_bytes(self) -> int:
+        return self._bytes
+
+    def values(self, origin: int) -> Matrices:
+        gate, up, down = (
+            self._method.quantize(np.ascontiguousarray(m), self._method.layout).values
+            for m in self._layer.source(origin)
+        )
+        return gate, up, down
+
+    def steps(self, batch: Batch) -> Steps:
+        y = np.empty_like(batch.x)
+        tokens, top_k = batch.weights.shape
+        count = np.array([tokens], np.int32)
+        submit, sync, task = self._queue.submit, self._queue.sync, self._moe.forward_task
+
+        def step(ids: Array) -> Callable[[], None]:
+            arrays = (count, ids, batch.weights, batch.x, y)
+            number, *others = (array.ctypes.data for array in arrays)
+
+            def call() -> None:
+                submit(task(number, top_k, *others, False))
+                sync()
+
+            return call
+
+        self._alive = (count, batch, y)
+        return Steps([step(ids) for ids in batch.ids], lambda: bf16_to_f32(y))
+
+    def close(self) -> None:
+        del self._moe, self._queue
+
+
+def _nbytes(matrix: Handed) -> int:
+    codes, scale = matrix
+    return codes.nbytes + (0 if scale is None else scale.nbytes)
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else array.ctypes.data

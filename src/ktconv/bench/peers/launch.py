@@ -1,0 +1,56 @@
+"""A process of its own for every peer: thread pools and CPU modes must not disturb others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import ktconv
+from ktconv.bench.peers.base import PeerError
+from ktconv.bench.peers.request import Request, Result
+
+_ERROR_LINES = 3  # of a crashed peer's last words
+
+
+def measure(request: Request) -> Iterator[Result]:
+    """One result per number of tokens, as they are ready. Raises PeerError."""
+    paths = [str(Path(ktconv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ktconv.bench.peers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            env=environment,
+            text=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(request.to_json())
+            process.stdin.close()
+            done = 0
+            for line in process.stdout:
+                facts = json.loads(line)
+                if "problem" in facts:
+                    raise PeerError(facts["problem"])
+                done += 1
+                yield Result.from_facts(facts)
+            process.wait()
+            if done < len(request.tokens):
+                words.seek(0)
+                raise PeerError(_last_words(process.returncode, words.read()))
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _last_words(status: int, text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()][-_ERROR_LINES:]
+    return f"its process ended with status {status}: {' / '.join(lines) or 'it said nothing'}"

@@ -1,0 +1,59 @@
+"""What goes to a peer's process and what comes back, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from ktconv.bench.measure import Effort
+from ktconv.bench.presets import Shape
+from ktconv.native import Activation
+
+
+@dataclass(frozen=True)
+class Request:
+    """One peer, one layer, one number of threads. Weights, tokens and routings follow from the
+    seed, so that they are those of our own rows."""
+
+    peer: str
+    shape: Shape
+    routing: str  # as parse_routing reads it
+    tokens: tuple[int, ...]
+    threads: int
+    effort: Effort
+    seed: int = 0
+    different: int = 4  # experts with weights of their own; the others are copies of them
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        facts = json.loads(text)
+        activation = Activation(**facts["shape"].pop("activation"))
+        facts["shape"] = Shape(**facts["shape"], activation=activation)
+        facts["effort"] = Effort(**facts["effort"])
+        facts["tokens"] = tuple(facts["tokens"])
+        return cls(**facts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a peer took for one number of tokens."""
+
+    tokens: int
+    seconds: tuple[float, ...]  # of each iteration
+    pairs: float  # (token, expert) pairs per iteration, on average
+    distinct: float  # experts per iteration that had tokens, on average
+    expert_bytes: int
+    relative_error: float  # against float32 on the peer's own quantized weights
+    source_error: float  # against float32 on the weights before quantization
+    detail: str = ""  # how the peer stores the weights, where it has a name for it
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, object]) -> Result:
+        fields = {**facts, "seconds": tuple(facts["seconds"])}  # type: ignore[arg-type]
+        return cls(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""The peers by name, and which of them are installed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+
+from ktconv.bench.peers.base import Peer
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A row of PEERS. `methods` of ours read about as many bytes for the same kind of weights;
+    `unit` is the kind of product that it uses."""
+
+    name: str
+    package: str  # on PyPI
+    module: str
+    methods: tuple[str, ...]
+    unit: str
+    make: Callable[[], Peer]
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a peer can be measured here: `reason` is empty if it can."""
+
+    spec: Spec
+    version: str
+    reason: str
+
+
+def _kt_kernel(method: str) -> Peer:
+    from ktconv.bench.peers.kt_kernel import KtKernel
+
+    return KtKernel(method)
+
+
+def _ggml(kind: str) -> Peer:
+    from ktconv.bench.peers.ggml import GgmlPeer
+
+    return GgmlPeer(kind)
+
+
+def _torch() -> Peer:
+    from ktconv.bench.peers.torch_bf16 import TorchBf16
+
+    return TorchBf16()
+
+
+def _specs() -> Iterable[Spec]:
+    for name, unit in (
+        ("int4", "int8"),
+        ("int8", "int8"),
+        ("gint4-32", "int8"),
+        ("mxfp4", "bf16"),
+        ("fp8", "bf16"),
+        ("fp8-channel", "bf16"),
+        ("bf16", "bf16"),
+    ):
+        make = partial(_kt_kernel, name)
+        yield Spec(f"kt-kernel {name}", "kt-kernel", "kt_kernel", (name,), unit, make)
+    for name, unit, methods in (
+        ("q4_0", "int8", ("int4", "gint4-32")),
+        ("q4_k", "int8", ("int4", "gint4-32")),
+        ("q8_0", "int8", ("int8",)),
+        ("mxfp4", "int8", ("mxfp4",)),
+        ("bf16", "bf16", ("bf16",)),
+    ):
+        make = partial(_ggml, name)
+        yield Spec(f"ggml {name}", "llama-cpp-python", "llama_cpp", methods, unit, make)
+    yield Spec("torch bf16", "torch", "torch", ("bf16",), "bf16", _torch)
+
+
+PEERS = {spec.name: spec for spec in _specs()}
+
+
+def available() -> list[Availability]:
+    """All peers, without importing them."""
+    return [_look(spec) for spec in PEERS.values()]
+
+
+def _look(spec: Spec) -> Availability:
+    if find_spec(spec.module) is None:
+        return Availability(spec, "", f"{spec.package} is not installed")
+    if spec.module != "torch" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return Availability(spec, "", f"{spec.package} is measured on Linux on x86-64 only")
+    try:
+        return Availability(spec, metadata.version(spec.package), "")
+    except metadata.PackageNotFoundError:
+        return Availability(spec, "unknown", "")
