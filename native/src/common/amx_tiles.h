@@ -25,6 +25,8 @@ KT_INLINE void kt_amx_configure(int tokens) {
     config[48 + tile] = (uint8_t)rows[block[tile]];
     config[16 + 2 * tile] = config[48 + tile] ? KT_AMX_LINE : 0; /* bytes per row */
   }
+  /* GCC's intrinsic says that it reads 8 bytes of config: without this the rest may go missing. */
+  __asm__ volatile("" ::"m"(config));
   _tile_loadconfig(config);
 }
 
