@@ -19,6 +19,8 @@ def check_plot(path: Path) -> None:
     """Before hours are spent measuring: can this picture be drawn at all?"""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path} is no picture", "end it with .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -46,14 +48,14 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _series(report: Report) -> dict[str, list[Row]]:
-    """Rows that belong on one line, by what tells the lines apart."""
+    """Rows that belong on one line, by what tells the lines apart; fewest tokens first."""
     several = {
         name for name in ("isa", "threads") if len({getattr(row, name) for row in report.rows}) > 1
     }
     shapes = len({row.shape["name"] for row in report.rows}) > 1
     lines: dict[str, list[Row]] = {}
-    for row in report.rows:
-        label = row.method
+    for row in sorted(report.rows, key=lambda row: row.tokens):
+        label = row.method if row.engine == "ktconv" else f"{row.engine} {row.method}"
         label += f", {row.shape['name']}" if shapes else ""
         label += f", {row.isa}" if "isa" in several else ""
         label += f", {row.threads} threads" if "threads" in several else ""
@@ -61,38 +63,78 @@ def _series(report: Report) -> dict[str, list[Row]]:
     return lines
 
 
+def _draw(axes: Any, label: str, rows: list[Row], x: list[float], y: list[float]) -> None:
+    """A line with a marker per row, hollow where the row was disturbed."""
+    ours = rows[0].engine == "ktconv"
+    line, marker = ("-", "o") if ours else (":", "s")
+    (drawn,) = axes.plot(x, y, line, marker=marker, linewidth=1.2, label=label)
+    for row, u, v in zip(rows, x, y, strict=True):
+        if row.disturbed:
+            axes.plot([u], [v], marker, color=drawn.get_color(), markerfacecolor="white")
+
+
 def _sweep(axes: Any, report: Report) -> None:
     for label, rows in _series(report).items():
-        ordered = sorted(rows, key=lambda row: row.tokens)
-        x = [row.tokens for row in ordered]
-        axes.plot(x, [row.tokens_per_s for row in ordered], marker="o", label=label)
+        tokens = [float(row.tokens) for row in rows]
+        _draw(axes, label, rows, tokens, [row.tokens_per_s for row in rows])
     axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s of one layer")
+    measured = sorted({row.tokens for row in report.rows})
+    axes.set_xticks(measured, [str(tokens) for tokens in measured])
+    axes.set_xticks([], minor=True)
     _finish(axes, report)
 
 
 def _roofline(axes: Any, report: Report) -> None:
     for label, rows in _series(report).items():
         x = [row.gops / max(row.weight_gb_s, 1e-9) for row in rows]
-        axes.plot(x, [row.gops for row in rows], "o", label=label)
-    low, high = axes.get_xlim()
-    span = np.geomspace(max(low, 0.5), max(high, 1000.0), 200)
-    for limit in report.limits:
-        for unit, style in (("int8", "-"), ("bf16", "--")):
-            roof = np.minimum(span * limit.read_gb_s, limit.peak(unit))
-            name = f"{limit.isa} {unit}, {limit.threads} threads"
-            axes.plot(span, roof, style, color="0.5", linewidth=1)
-            axes.annotate(name, (span[-1], roof[-1]), ha="right", va="bottom", fontsize=8)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="operations per byte of weights",
-        ylabel="10^9 operations per second",
-    )
+        _draw(axes, label, rows, x, [row.gops for row in rows])
+        for index in {0, len(rows) - 1}:
+            count = rows[index].tokens
+            axes.annotate(
+                f"M={count}",
+                (x[index], rows[index].gops),
+                xytext=(0, -11),
+                textcoords="offset points",
+                fontsize=6,
+                ha="center",
+                color="0.4",
+            )
+    _roofs(axes, report)
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="operations per byte of weights", ylabel="10^9 operations per second")
     _finish(axes, report)
 
 
+def _roofs(axes: Any, report: Report) -> None:
+    """What memory and the units allow, as measured at best in this run."""
+    low, high = axes.get_xlim()
+    span = np.geomspace(max(low, 0.5), max(high, 1000.0), 400)
+    for limit in report.limits:
+        for unit, style in (("int8", "-"), ("bf16", "--")):
+            roof = np.minimum(span * limit.read_gb_s, limit.peak(unit))
+            name = f"{limit.isa} {unit}, {limit.threads} threads: {limit.peak(unit):.0f}"
+            axes.plot(span, roof, style, color="0.5", linewidth=1)
+            axes.annotate(name, (span[-1], roof[-1]), ha="right", va="bottom", fontsize=8)
+        name = f"memory, {limit.threads} threads: {limit.read_gb_s:.0f} GB/s"
+        axes.annotate(
+            name,
+            (span[0], span[0] * limit.read_gb_s),
+            xytext=(4, 14),
+            textcoords="offset points",
+            fontsize=8,
+        )
+
+
 def _finish(axes: Any, report: Report) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     shapes = ", ".join(dict.fromkeys(row.shape["name"] for row in report.rows))
-    axes.set_title(f"{shapes} on {report.machine['cpu']}", fontsize=10)
+    hollow = "; hollow: disturbed" if any(row.disturbed for row in report.rows) else ""
+    axes.set_title(f"{shapes} on {report.machine['cpu']}{hollow}", fontsize=10)
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left")

@@ -116,16 +116,14 @@ def _read_trace(path: Path) -> Ids:
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise UsageError(f"there is no trace file {path}")
+    if path.suffix not in (".safetensors", ".npz"):
+        raise UsageError(f"{path} is no trace", "give a .safetensors or .npz file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.numpy import load_file
 
             return dict(load_file(path))
         with np.load(path, allow_pickle=False) as loaded:
-            if not hasattr(loaded, "items"):
-                raise ValueError("one bare array")
             return {name: np.asarray(array) for name, array in loaded.items()}
-    except Exception as error:  # each library has its own for a damaged file
-        raise UsageError(
-            f"{path} cannot be read as a trace: {error}", "give a .safetensors or .npz file"
-        ) from None
+    except Exception:  # each library has its own for a damaged file
+        raise UsageError(f"{path} is damaged or no {path.suffix} file") from None

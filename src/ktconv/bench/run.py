@@ -29,6 +29,7 @@ SCHEMA = 1
 _DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
 _DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
 _WORKING_COPIES = 4  # of an expert as float32, while it is quantized
+_TOKEN_COPIES = 6  # of all tokens as bf16: x, y and what they are made from
 _SHARE_OF_MEMORY = 0.8
 _CACHES = 2  # a layer must be larger than so many last-level caches to come from memory
 
@@ -86,7 +87,7 @@ def prepare(request: Request) -> Request:
         check_trace(request.routing, shape.experts, shape.top_k)
         for method in _methods_for(request, shape):
             check_shape(method, shape.hidden, shape.intermediate, request.parts)
-            _check_memory(method, shape, request.parts)
+            _check_memory(method, shape, request.parts, max(request.tokens))
     return request
 
 
@@ -114,10 +115,11 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
     return shape.with_experts(experts)
 
 
-def _check_memory(method: Method, shape: Shape, parts: int) -> None:
+def _check_memory(method: Method, shape: Shape, parts: int, tokens: int) -> None:
     each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
     as_numbers = 3 * 4 * shape.hidden * shape.intermediate
     working = as_numbers * (_different(shape) + _WORKING_COPIES) + READ_BYTES
+    working += _TOKEN_COPIES * 2 * shape.hidden * tokens
     room = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
     if each * shape.experts > room:
         fitting = max(0, room // each)
