@@ -10,6 +10,8 @@
  * tile state that a process asks the kernel for, and with KT_AMX_EMULATOR_REPORT=FILE it
  * writes its counters there at exit. Others may take SIGILL over (Python's faulthandler does):
  * call kt_amx_emulator_install() again. What is no AMX instruction goes to the handler before.
+ * An exception of the CPU, #GP or #UD, ends the process by SIGSEGV, after a line on stderr that
+ * says why.
  *
  * Not emulated: palettes other than 1, and restarting a load that faulted in the middle
  * (start_row is read and cleared, but a fault is an ordinary SIGSEGV of the handler). */
@@ -69,16 +71,21 @@ typedef struct state {
 
 static state states[THREADS];
 
-static void die(const char *why) {
+/* The signal that the CPU's exception becomes, and the reason, which a CPU does not give. */
+static void die(int number, const char *why) {
   static const char prefix[] = "AMX emulator: ";
   ssize_t written = write(2, prefix, sizeof prefix - 1);
   written += write(2, why, strlen(why));
   written += write(2, "\n", 1);
   (void)written;
-  signal(SIGSEGV, SIG_DFL);
-  kill(getpid(), SIGSEGV);
-  _exit(139);
+  signal(number, SIG_DFL);
+  raise(number);
+  _exit(128 + number);
 }
+
+static void general_protection(const char *why) { die(SIGSEGV, why); } /* #GP */
+
+static void undefined_instruction(const char *why) { die(SIGSEGV, why); } /* #UD */
 
 static long raw_syscall(long number, const long a[6]) {
   register long r10 __asm__("r10") = a[3];
@@ -92,6 +99,32 @@ static long raw_syscall(long number, const long a[6]) {
   return result;
 }
 
+static void release(state *s) {
+  s->palette = s->start_row = 0;
+  memset(s->tiles, 0, sizeof s->tiles);
+}
+
+/* Of this process: after a fork the parent's threads have ended, as their tiles have. */
+static int has_ended(int thread) {
+  const long arguments[6] = {getpid(), thread, 0};
+  return raw_syscall(SYS_tgkill, arguments) == -ESRCH;
+}
+
+/* The state of a thread that is no more, in its first state. Entries never become free again,
+ * so that a search that ends at a free one has seen all that are in use. */
+static state *inherit_state(int thread) {
+  for (int i = 0; i < THREADS; i++) {
+    state *s = states + (thread + i) % THREADS;
+    int last = atomic_load(&s->thread);
+    if (has_ended(last) && atomic_compare_exchange_strong(&s->thread, &last, thread)) {
+      release(s);
+      return s;
+    }
+  }
+  die(SIGABRT, "more threads use tiles at once than it has room for");
+  return NULL;
+}
+
 static state *own_state(void) {
   static const long none[6];
   const int thread = (int)raw_syscall(SYS_gettid, none);
@@ -102,8 +135,7 @@ static state *own_state(void) {
         atomic_compare_exchange_strong(&s->thread, &expected, thread))
       return s;
   }
-  die("more threads used tiles than it has room for");
-  return NULL;
+  return inherit_state(thread);
 }
 
 /* ---- Decoding: VEX.128.pp.0F38.W0 opcode ModRM [SIB] [displacement] ---------- */
@@ -176,23 +208,18 @@ static int decode(instruction *in, const ucontext_t *context) {
 
 /* ---- Performing ----------------------------------------------------------------- */
 
-static void release(state *s) {
-  s->palette = s->start_row = 0;
-  memset(s->tiles, 0, sizeof s->tiles);
-}
-
 static void load_config(state *s, const uint8_t *from) {
   release(s);
   count(CONFIGS);
   if (from[0] == 0) return;
-  if (from[0] != 1) die("LDTILECFG: only palette 1 exists");
+  if (from[0] != 1) general_protection("LDTILECFG: only palette 1 exists");
   for (int i = 2; i < 16; i++)
-    if (from[i]) die("LDTILECFG: a reserved byte is not 0");
+    if (from[i]) general_protection("LDTILECFG: a reserved byte is not 0");
   for (int i = 0; i < 16; i++) {
     const int colsb = from[16 + 2 * i] | from[17 + 2 * i] << 8, rows = from[48 + i];
-    if (i >= TILES && (colsb || rows)) die("LDTILECFG: there are 8 tiles");
+    if (i >= TILES && (colsb || rows)) general_protection("LDTILECFG: there are 8 tiles");
     if (colsb > ROW_SIZE || rows > ROWS || !colsb != !rows)
-      die("LDTILECFG: a tile has up to 16 rows of up to 64 bytes, or neither");
+      general_protection("LDTILECFG: a tile has up to 16 rows of up to 64 bytes, or neither");
     if (i < TILES) s->tiles[i].colsb = colsb, s->tiles[i].rows = rows;
   }
   s->palette = 1;
@@ -211,13 +238,20 @@ static void store_config(const state *s, uint8_t *to) {
 }
 
 static tile *usable(state *s, int number) {
-  if (!s->palette) die("a tile instruction without LDTILECFG before it");
-  if (!s->tiles[number].rows) die("a tile that LDTILECFG did not configure");
+  if (!s->palette) undefined_instruction("a tile instruction without LDTILECFG before it");
+  if (!s->tiles[number].rows) undefined_instruction("a tile that LDTILECFG did not configure");
   return s->tiles + number;
 }
 
+/* A tile to be loaded or stored from start_row on. */
+static tile *usable_rows(state *s, int number) {
+  tile *t = usable(s, number);
+  if (s->start_row >= t->rows) undefined_instruction("start_row is behind the last row");
+  return t;
+}
+
 static void load_tile(state *s, const instruction *in) {
-  tile *t = usable(s, in->reg);
+  tile *t = usable_rows(s, in->reg);
   count(LOADS);
   if (s->start_row == 0) memset(t->data, 0, sizeof t->data);
   for (int row = s->start_row; row < t->rows; row++) {
@@ -228,7 +262,7 @@ static void load_tile(state *s, const instruction *in) {
 }
 
 static void store_tile(state *s, const instruction *in) {
-  const tile *t = usable(s, in->reg);
+  const tile *t = usable_rows(s, in->reg);
   count(STORES);
   for (int row = s->start_row; row < t->rows; row++)
     memcpy(in->address + row * in->stride, t->data[row], (size_t)t->colsb);
@@ -236,10 +270,10 @@ static void store_tile(state *s, const instruction *in) {
 }
 
 static void check_shapes(const tile *c, const tile *a, const tile *b) {
-  if (c == a || c == b || a == b) die("a product with the same tile twice");
-  if (a->colsb % 4 || b->colsb % 4 || c->colsb % 4) die("a product of odd rows");
+  if (c == a || c == b || a == b) undefined_instruction("a product with the same tile twice");
+  if (a->colsb % 4 || b->colsb % 4 || c->colsb % 4) undefined_instruction("a product of odd rows");
   if (c->rows != a->rows || c->colsb != b->colsb || a->colsb / 4 != b->rows)
-    die("a product of tiles that do not fit together");
+    undefined_instruction("a product of tiles that do not fit together");
 }
 
 /* What a product leaves outside of its rows and columns. */
@@ -252,17 +286,22 @@ static void clear_rest(tile *c) {
 
 static int byte_value(uint8_t byte, int is_signed) { return is_signed ? (int8_t)byte : byte; }
 
+/* Whole rows of 16 columns, so that compilers use vectors; columns that are not there are 0. */
 static void int8_product(tile *c, const tile *a, const tile *b, int a_signed, int b_signed) {
-  for (int m = 0; m < c->rows; m++)
-    for (int n = 0; n < c->colsb / 4; n++) {
-      uint32_t sum;
-      memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
-      for (int k = 0; k < a->colsb / 4; k++)
-        for (int i = 0; i < 4; i++)
-          sum += (uint32_t)(byte_value(a->data[m][4 * k + i], a_signed) *
-                            byte_value(b->data[k][4 * n + i], b_signed));
-      memcpy(c->data[m] + 4 * n, &sum, sizeof sum);
+  enum { COLUMNS = ROW_SIZE / 4 };
+  int32_t wide[ROW_SIZE][COLUMNS]; /* b, transposed within groups of 4 bytes */
+  for (int k = 0; k < a->colsb; k++)
+    for (int n = 0; n < COLUMNS; n++)
+      wide[k][n] = byte_value(b->data[k / 4][4 * n + k % 4], b_signed);
+  for (int m = 0; m < c->rows; m++) {
+    uint32_t sums[COLUMNS];
+    memcpy(sums, c->data[m], sizeof sums);
+    for (int k = 0; k < a->colsb; k++) {
+      const int32_t left = byte_value(a->data[m][k], a_signed);
+      for (int n = 0; n < COLUMNS; n++) sums[n] += (uint32_t)(left * wide[k][n]);
     }
+    memcpy(c->data[m], sums, sizeof sums);
+  }
   clear_rest(c);
 }
 
@@ -296,9 +335,10 @@ __attribute__((target("fma"))) static void bf16_product(tile *c, const tile *a, 
 }
 
 static void product(state *s, const instruction *in) {
-  if (in->vvvv >= TILES) die("a product of a tile that does not exist");
+  if (in->vvvv >= TILES) undefined_instruction("a product of a tile that does not exist");
   tile *c = usable(s, in->reg), *a = usable(s, in->rm), *b = usable(s, in->vvvv);
   check_shapes(c, a, b);
+  s->start_row = 0;
   if (in->opcode == 0x5c) {
     count(BF16_PRODUCTS);
     bf16_product(c, a, b);
@@ -319,6 +359,7 @@ static int perform_49(state *s, const instruction *in) {
     if (in->prefix != PREFIX_F2 || in->rm != 0) return 0;
     count(ZEROS);
     memset(usable(s, in->reg)->data, 0, sizeof s->tiles[0].data);
+    s->start_row = 0;
     return 1;
   }
   if (in->reg != 0 || in->prefix > PREFIX_66) return 0;
@@ -350,14 +391,24 @@ static int perform(state *s, const instruction *in) {
 
 static struct sigaction before;
 
+static int has_handler(void) {
+  return before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN; /* also of SA_SIGINFO */
+}
+
+/* With the default the instruction runs again and ends the process. So does a signal that comes
+ * while the handler before works: faulthandler prints, puts back what it found, which is us, and
+ * raises again. */
 static void pass_on(int number, siginfo_t *info, void *context) {
-  if (before.sa_flags & SA_SIGINFO && before.sa_sigaction) {
-    before.sa_sigaction(number, info, context);
-  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-    before.sa_handler(number);
-  } else {
-    signal(number, SIG_DFL); /* the instruction runs again and ends the process */
+  static atomic_flag passing = ATOMIC_FLAG_INIT;
+  if (!has_handler() || atomic_flag_test_and_set(&passing)) {
+    signal(number, SIG_DFL);
+    return;
   }
+  if (before.sa_flags & SA_SIGINFO)
+    before.sa_sigaction(number, info, context);
+  else
+    before.sa_handler(number);
+  atomic_flag_clear(&passing);
 }
 
 static void on_illegal(int number, siginfo_t *info, void *opaque) {
