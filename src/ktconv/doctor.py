@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,10 +49,12 @@ def _level() -> str:
     try:
         return native.isa()
     except UsageError as error:
-        return f"none: {error} (KTCONV_ISA={os.environ.get('KTCONV_ISA')})"
+        return f"none: {error}"
 
 
 def _amx(features: dict[str, bool]) -> str:
+    if not features["amx_tile"] and "amx" in native.isa_available():
+        return "this CPU has none, KTCONV_ASSUME claims it"
     if not features["amx_tile"]:
         return "this CPU has none"
     if not features["amx_permission"]:
