@@ -108,6 +108,7 @@ def _row(spec: Spec, setting: Setting, result: Result, before: Limits, after: Li
         parts=1,
         expert_bytes=result.expert_bytes,
         in_cache=result.expert_bytes * setting.shape.experts < setting.cache_bytes,
+        isa="own",
     )
     sample = Sample(result.seconds, result.pairs, result.distinct)
     return judge(subject, sample, before, after, result.relative_error, result.source_error)

@@ -49,9 +49,8 @@ def plot(report: Report, path: Path) -> None:
 
 def _series(report: Report) -> dict[str, list[Row]]:
     """Rows that belong on one line, by what tells the lines apart; fewest tokens first."""
-    several = {
-        name for name in ("isa", "threads") if len({getattr(row, name) for row in report.rows}) > 1
-    }
+    ours = [row for row in report.rows if row.engine == "ktconv"]
+    several = {name for name in ("isa", "threads") if len({getattr(row, name) for row in ours}) > 1}
     shapes = len({row.shape["name"] for row in report.rows}) > 1
     lines: dict[str, list[Row]] = {}
     for row in sorted(report.rows, key=lambda row: row.tokens):

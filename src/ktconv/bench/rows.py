@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Names that scripts rely on: add freely, rename never. docs/bench.md explains them."""
+    """Names that scripts rely on: add freely, rename never. docs/bench.schema.json explains them."""
 
     method: str
     shape: dict[str, Any]
@@ -82,6 +82,7 @@ class Subject:
     parts: int
     expert_bytes: int
     in_cache: bool
+    isa: str = ""  # that of the limits, if not told
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def judge(
         routing=subject.routing,
         tokens=subject.tokens,
         threads=limits.threads,
-        isa=limits.isa,
+        isa=subject.isa or limits.isa,
         median_us=median * 1e6,
         p10_us=p10 * 1e6,
         p90_us=p90 * 1e6,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from ktconv.pool import Pool
 from ktconv.units import format_size
 
 Say = Callable[[str], None]
+Layer = tuple[Callable[[], Experts], Shape]  # how to make it: there is memory for one at a time
 
 SCHEMA = 1
 _DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
@@ -142,13 +143,15 @@ def _different(shape: Shape) -> int:
 def bench(request: Request, say: Say) -> Report:
     """Measures. `say` hears what is being done, for people."""
     request = prepare(request)
+    opened = None if request.model is None else _opened(request, request.model, say)
     report = Report(fingerprint())
     with ExitStack() as stack:
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
         stack.enter_context(_level_kept())
         meter = Meter()
         _measure_machine(request, meter, pools, say)
-        for rows in _all_rows(request, pools, meter, say):
+        layers = _packed_layers(request, pools, say) if opened is None else [opened]
+        for rows in _all_rows(request, layers, pools, meter, say):
             for row in rows:
                 report.rows.append(row)
                 say(_progress(row))
@@ -164,9 +167,9 @@ def _progress(row: Row) -> str:
 
 
 def _all_rows(
-    request: Request, pools: dict[int, Pool], meter: Meter, say: Say
+    request: Request, layers: Iterable[Layer], pools: dict[int, Pool], meter: Meter, say: Say
 ) -> Iterator[Iterator[Row]]:
-    for make, shape in _layers(request, pools, say):
+    for make, shape in layers:
         yield _rows(request, make(), shape, pools, meter)
     if request.peers:
         for shape in request.shapes:
@@ -193,14 +196,7 @@ def _measure_machine(request: Request, meter: Meter, pools: dict[int, Pool], say
             )
 
 
-def _layers(
-    request: Request, pools: dict[int, Pool], say: Say
-) -> Iterator[tuple[Callable[[], Experts], Shape]]:
-    """How to make each layer: there is memory for one at a time."""
-    if request.model is not None:
-        experts, shape = _opened(request, request.model, say)
-        yield (lambda: experts), shape
-        return
+def _packed_layers(request: Request, pools: dict[int, Pool], say: Say) -> Iterator[Layer]:
     for shape in request.shapes:
         methods = _methods_for(request, shape)
         left_out = [method.name for method in request.methods if method not in methods]
@@ -227,7 +223,7 @@ def _packed(request: Request, method: Method, shape: Shape, pools: dict[int, Poo
     )
 
 
-def _opened(request: Request, model: Path, say: Say) -> tuple[Experts, Shape]:
+def _opened(request: Request, model: Path, say: Say) -> Layer:
     experts, name = open_experts(model, request.layer), model.resolve().name
     top_k = request.top_k or min(experts_per_token(model), experts.count)
     if top_k > experts.count:
@@ -240,7 +236,7 @@ def _opened(request: Request, model: Path, say: Say) -> tuple[Experts, Shape]:
     )
     check_trace(request.routing, shape.experts, shape.top_k)
     say(f"{name}: {experts.method.name}, {experts.count} experts, {experts.parts} part(s)")
-    return experts, shape
+    return (lambda: experts), shape
 
 
 def _rows(
