@@ -109,14 +109,15 @@ static int spin(kt_turn *turn, unsigned now) {
   return 0;
 }
 
-void kt_turn_wait(kt_turn *turn, unsigned now) {
-  if (spin(turn, now)) return;
+int kt_turn_wait(kt_turn *turn, unsigned now) {
+  if (spin(turn, now)) return 0;
   const int64_t start = nanoseconds();
   for (int64_t time = start; time < start + AWAKE_NS; time = nanoseconds()) {
     if (time >= start + SPIN_NS) sched_yield();
-    if (spin(turn, now)) return;
+    if (spin(turn, now)) return nanoseconds() >= start + AWAKE_NS;
   }
   wait_asleep(turn, now);
+  return 1;
 }
 
 void kt_turn_next(kt_turn *turn) {

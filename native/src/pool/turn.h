@@ -14,8 +14,9 @@ static inline unsigned kt_turn_now(kt_turn *turn) {
   return atomic_load_explicit(turn, memory_order_acquire) & ~1u;
 }
 
-/* Returns once the turn is no longer `now`. What happened before that is visible then. */
-void kt_turn_wait(kt_turn *turn, unsigned now);
+/* Returns once the turn is no longer `now`, 1 if that took longer than threads stay awake. What
+ * happened before the turn is visible then. */
+int kt_turn_wait(kt_turn *turn, unsigned now);
 
 /* Counts up, by one thread at a time, and wakes who sleeps. */
 void kt_turn_next(kt_turn *turn);
