@@ -56,8 +56,9 @@ KT_INLINE __m512i kt_int_broadcast(const uint8_t *x) {
       const __m512i w1 = (both) ? kt_int_biased(line1, int4, high) : w0;                           \
       _Pragma("GCC unroll 12") for (int t = 0; t < tokens; t++) {                                  \
         const __m512i four = kt_int_broadcast(base[t / 3] + t % 3 * stride + high * 64 + g * 4);   \
-        acc[t][half] = _mm512_dpbusd_epi32(acc[t][half], w0, four);                                \
-        if (both) acc[t][1] = _mm512_dpbusd_epi32(acc[t][1], w1, four);                            \
+        __m512i(*const to)[2] = high && split ? more : acc;                                        \
+        to[t][half] = _mm512_dpbusd_epi32(to[t][half], w0, four);                                  \
+        if (both) to[t][1] = _mm512_dpbusd_epi32(to[t][1], w1, four);                              \
       }                                                                                            \
     }                                                                                              \
   }
@@ -66,9 +67,12 @@ KT_INLINE __m512i kt_int_broadcast(const uint8_t *x) {
 KT_INLINE void kt_int_micro(const int int4, const int ascending, const int tokens, const uint8_t *w,
                             int64_t tiles, const uint8_t *x, int64_t stride, int32_t *sum) {
   const uint8_t *base[KT_INT_BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
-  __m512i acc[KT_INT_BLOCK][2];
+  /* Few tokens make few chains of sums: then high nibbles have sums of their own. */
+  const int split = int4 && tokens <= 4;
+  __m512i acc[KT_INT_BLOCK][2], more[KT_INT_BLOCK][2];
 #pragma GCC unroll 12
   for (int t = 0; t < tokens; t++) {
+    more[t][0] = more[t][1] = _mm512_setzero_si512();
     acc[t][0] = _mm512_loadu_si512(sum + t * KT_STRIP);
     acc[t][1] = _mm512_loadu_si512(sum + t * KT_STRIP + 16);
   }
@@ -88,8 +92,8 @@ KT_INLINE void kt_int_micro(const int int4, const int ascending, const int token
   }
 #pragma GCC unroll 12
   for (int t = 0; t < tokens; t++) {
-    _mm512_storeu_si512(sum + t * KT_STRIP, acc[t][0]);
-    _mm512_storeu_si512(sum + t * KT_STRIP + 16, acc[t][1]);
+    _mm512_storeu_si512(sum + t * KT_STRIP, _mm512_add_epi32(acc[t][0], more[t][0]));
+    _mm512_storeu_si512(sum + t * KT_STRIP + 16, _mm512_add_epi32(acc[t][1], more[t][1]));
   }
 }
 

@@ -7,7 +7,9 @@
 
 #include "gint4.h"
 
-enum { BLOCK = 12, K_BLOCK = 2048, TILE = 2 * KT_GINT4_HALF_TILE };
+/* With scales every 32 columns the sums leave registers often; 5 tokens leave room to overlap
+ * that with the next group (measured at 64 tokens: 5 tokens 340 GOPS, 6 290, 12 255). */
+enum { BLOCK = 5, K_BLOCK = 2048, TILE = 2 * KT_GINT4_HALF_TILE };
 
 /* Of some strips' columns from k on; scales and rows are those of the whole row. */
 typedef struct columns {
@@ -41,7 +43,7 @@ KT_INLINE __m512 load_scales(int32_t dtype, const void *scale, int64_t at) {
     const __m512i line1 = (both) ? _mm512_loadu_si512(at + KT_GINT4_HALF_TILE) : line0;            \
     _Pragma("GCC unroll 2") for (int high = 0; high < 2; high++) {                                 \
       const __m512i w0 = nibbles(line0, high), w1 = (both) ? nibbles(line1, high) : w0;            \
-      _Pragma("GCC unroll 12") for (int t = 0; t < tokens; t++) {                                  \
+      _Pragma("GCC unroll 5") for (int t = 0; t < tokens; t++) {                                   \
         const __m512i four = broadcast(base[t / 3] + t % 3 * stride + high * 16 + p * 4);          \
         acc[t][half] = _mm512_dpbusd_epi32(acc[t][half], w0, four);                                \
         if (both) acc[t][1] = _mm512_dpbusd_epi32(acc[t][1], w1, four);                            \
@@ -54,11 +56,11 @@ KT_INLINE __m512 load_scales(int32_t dtype, const void *scale, int64_t at) {
 KT_INLINE void micro(const int ascending, const int tokens, const uint8_t *w, const columns *c,
                      const void *scale, const uint8_t *x, const float *x_scale,
                      const int32_t *x_sum, int64_t stride, float *out) {
-  const uint8_t *base[BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
+  const uint8_t *base[(BLOCK + 2) / 3] = {x, x + 3 * stride};
   const int64_t floats = stride / (int64_t)sizeof(float);
   __m512i acc[BLOCK][2];
   for (int64_t g = 0; g < c->groups; g++) {
-#pragma GCC unroll 12
+#pragma GCC unroll 5
     for (int t = 0; t < tokens; t++) {
       const __m512i sum = _mm512_set1_epi32(x_sum[t * floats + g]);
       acc[t][0] = acc[t][1] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 3));
@@ -79,7 +81,7 @@ KT_INLINE void micro(const int ascending, const int tokens, const uint8_t *w, co
     }
     const __m512 scale0 = load_scales(c->scale_dtype, scale, g * KT_STRIP);
     const __m512 scale1 = load_scales(c->scale_dtype, scale, g * KT_STRIP + 16);
-#pragma GCC unroll 12
+#pragma GCC unroll 5
     for (int t = 0; t < tokens; t++) {
       const __m512 xs = _mm512_set1_ps(x_scale[t * floats + g]);
       float *const to = out + t * KT_STRIP;
@@ -102,13 +104,6 @@ KT_INLINE void micro_any(const int ascending, int64_t tokens, const uint8_t *w, 
     KT_CASE(3)
     KT_CASE(4)
     KT_CASE(5)
-    KT_CASE(6)
-    KT_CASE(7)
-    KT_CASE(8)
-    KT_CASE(9)
-    KT_CASE(10)
-    KT_CASE(11)
-    KT_CASE(12)
 #undef KT_CASE
   }
 }
