@@ -1,0 +1,209 @@
+"""MXFP4 and group INT4: scales per group of columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native.kernels.product import (
+    F32,
+    F64,
+    U8,
+    Array,
+    Layout,
+    Products,
+    Refused,
+    activations,
+    assert_batch_independent,
+    assert_near,
+    bf16_rounded,
+)
+
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.formats.kernels import gint4, groups, mxfp4
+
+KINDS = {
+    "mxfp4-ue8m0": ("mxfp4", 32, "ue8m0"),
+    "mxfp4-bf16": ("mxfp4", 32, "bf16"),
+    "gint4-32-bf16": ("gint4", 32, "bf16"),
+    "gint4-64-f32": ("gint4", 64, "f32"),
+    "gint4-128-bf16": ("gint4", 128, "bf16"),
+    "gint4-128-f32": ("gint4", 128, "f32"),
+}
+EXACT = [kind for kind in KINDS if kind.startswith("gint4")]
+SHAPES = [(32, 128), (160, 384), (96, 1152), (64, 2176), (32, 7168), (64, 7296)]
+TINY = 2.0**-126
+
+
+class Case:
+    """A packed matrix; `values` are the numbers that it stands for."""
+
+    def __init__(self, products: Products, kind: str, rows: int, cols: int, seed: int) -> None:
+        kernel, self.group, self.dtype = KINDS[kind]
+        self.kernel, self.products = kernel, products
+        self.layout = Layout.of(*KINDS[kind])
+        rng = np.random.default_rng([seed, rows, cols])
+        self.codes: U8 = rng.integers(0, 16, (rows, cols), np.uint8)
+        self.stored = self._scales(rng, (rows, cols // self.group))
+        self.packed = products.pack(
+            self.layout, rows, cols, groups.nibbles(self.codes), self.stored
+        )
+        units = mxfp4.VALUES[self.codes] if kernel == "mxfp4" else self.codes.astype(float) - 8
+        self.values: F64 = units * self.scale.astype(np.float64).repeat(self.group, axis=1)
+
+    def _scales(self, rng: np.random.Generator, shape: tuple[int, int]) -> Array:
+        if self.dtype == "ue8m0":
+            return rng.integers(110, 132, shape, np.uint8)
+        values = (rng.uniform(0.5, 2, shape) * 2.0 ** rng.integers(-12, 3, shape)).astype("f4")
+        return values if self.dtype == "f32" else f32_to_bf16(values)
+
+    @property
+    def scale(self) -> F32:
+        if self.dtype == "ue8m0":
+            return np.ldexp(np.float32(1), self.stored.astype(np.int32) - 127)
+        return self.stored if self.dtype == "f32" else bf16_to_f32(self.stored)
+
+    def rows_of(self, x: F32) -> U8:
+        return self.products.rows(self.layout, x)
+
+    def check(self, found: F32, x: F32) -> None:
+        """docs/formats.md 8.3: a bound; 8.4: bits."""
+        if self.kernel == "gint4":
+            assert np.array_equal(found.view(np.uint32), self.exact(x).view(np.uint32))
+            return
+        wide = bf16_rounded(x)
+        n = self.values.shape[1]
+        roundings = 32 + n // 32 + 2
+        flushed = 2 * n * TINY * max(1.0, float(np.abs(self.scale).max()))
+        bound = roundings * 2.0**-24 * (np.abs(wide) @ np.abs(self.values).T) + flushed
+        assert_near(found, wide @ self.values.T, bound)
+
+    def exact(self, x: F32) -> F32:
+        """gint4.h's definition: exact integers, scales multiplied first, one fused operation a
+        group. A float64 holds product and sum of 24-bit numbers nearly: rounding it to float32
+        is the fused operation, but for ties that these values do not meet."""
+        cols, count = x.shape[1], x.shape[1] // self.group
+        rows = self.rows_of(x)
+        codes = rows[:, :cols].view(np.int8).astype(np.float64)
+        start = -(-cols // 64) * 64
+        x_scale = rows[:, start : start + 4 * count].copy().view(np.float32)
+        total = np.zeros((len(x), len(self.codes)), np.float32)
+        for g in range(count):
+            cut = slice(g * self.group, (g + 1) * self.group)
+            sums = codes[:, cut] @ (self.codes[:, cut].astype(np.float64) - 8).T
+            scales = x_scale[:, g, None] * self.scale[None, :, g]
+            total = (sums * scales.astype(np.float64) + total).astype(np.float32)
+        return total
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_packing(products: Products, kind: str, rows: int, cols: int) -> None:
+    case = Case(products, kind, rows, cols, 1)
+    expected = (mxfp4 if case.kernel == "mxfp4" else gint4).pack(case.codes)
+    assert np.array_equal(case.packed.codes, expected)
+    assert case.packed.scale is not None
+    assert np.array_equal(case.packed.scale, groups.pack_scale(case.stored).view(np.uint8))
+
+
+def test_elements(products: Products) -> None:
+    """docs/formats.md 8.3 and 8.4."""
+    for kind, byte, shift in (("mxfp4-ue8m0", 2645, 0), ("gint4-32-bf16", 2646, 0)):
+        codes = np.zeros((64, 96), np.uint8)
+        codes[37, 70] = 15
+        layout = Layout.of(*KINDS[kind])
+        scale = np.zeros((64, 3), np.uint8 if "ue8m0" in kind else np.uint16)
+        packed = products.pack(layout, 64, 96, groups.nibbles(codes), scale).codes
+        assert np.flatnonzero(packed).tolist() == [byte], kind
+        assert packed[byte] == 15 << shift, kind
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_truth(products: Products, level: str, kind: str, rows: int, cols: int) -> None:
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, rows, cols, 2)
+    x = activations(13, cols, 3)
+    case.check(products.everything(case.packed, case.rows_of(x)), x)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32"])
+@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+def test_every_number_of_tokens(products: Products, level: str, kind: str, tokens: int) -> None:
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, 64, 256, tokens)
+    x = activations(tokens, 256, tokens)
+    case.check(products.everything(case.packed, case.rows_of(x)), x)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("rows", "cols"), [(160, 640), (64, 2176), (32, 7296)])
+def test_batch_independence(
+    products: Products, level: str, kind: str, rows: int, cols: int
+) -> None:
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, rows, cols, 4)
+    assert_batch_independent(products, case.packed, case.rows_of(activations(96, cols, 5)))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-64-f32"])
+@pytest.mark.parametrize("before", [1, 36, 63])
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_unaligned_codes(
+    products: Products, level: str, kind: str, tokens: int, before: int
+) -> None:
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, 96, 1152, 6)
+    x = case.rows_of(activations(tokens, 1152, 7))
+    moved = products.everything(case.packed.moved(before), x)
+    assert np.array_equal(moved, products.everything(case.packed, x))
+
+
+@pytest.mark.parametrize("tokens", [1, 14])
+def test_extreme_scales(products: Products, level: str, tokens: int) -> None:
+    """2^-127, the one scale that is a denormal, and the largest."""
+    kind = "mxfp4-ue8m0"
+    products.use(Layout.of(*KINDS[kind]), level)
+    codes = np.full((32, 64), 2, np.uint8)  # 1.0
+    scale = np.zeros((32, 2), np.uint8)
+    scale[1::2] = 254
+    packed = products.pack(Layout.of(*KINDS[kind]), 32, 64, groups.nibbles(codes), scale)
+    x = np.full((tokens, 64), 2.0**-5, np.float32)
+    found = products.everything(packed, products.rows(Layout.of(*KINDS[kind]), x))
+    assert (found[:, ::2] == 2.0**-126).all()
+    x[:] = 2.0**-8
+    found = products.everything(packed, products.rows(Layout.of(*KINDS[kind]), x))
+    assert (found[:, 1::2] == 2.0**125).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        ("mxfp4-ue8m0", 255),
+        ("mxfp4-bf16", 0x7F80),
+        ("gint4-32-bf16", 0xFFC0),
+        ("gint4-64-f32", np.nan),
+        ("gint4-64-f32", -np.inf),
+    ],
+)
+def test_scales_must_be_finite(products: Products, kind: str, bad: float) -> None:
+    _, group, dtype = KINDS[kind]
+    kinds = {"ue8m0": np.uint8, "bf16": np.uint16, "f32": np.float32}
+    scale = np.zeros((32, 128 // group), kinds[dtype])
+    scale[31, -1] = bad
+    with pytest.raises(Refused):
+        products.pack(Layout.of(*KINDS[kind]), 32, 128, np.zeros((32, 64), np.uint8), scale)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_shapes_that_do_not_fit(products: Products, kind: str) -> None:
+    group = KINDS[kind][1]
+    for rows, cols in ((16, 128), (32, group // 2), (33, 128), (32, 128 + group - 16), (0, 128)):
+        assert products.sizes(Layout.of(*KINDS[kind]), rows, cols) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("gint4", 48, "bf16"), ("gint4", 32, "ue8m0"), ("mxfp4", 64, "ue8m0"), ("mxfp4", 32, "f32")],
+)
+def test_layouts_that_do_not_exist(products: Products, layout: tuple[str, int, str]) -> None:
+    assert products.sizes(Layout.of(*layout), 32, 192) == (0, 0)
