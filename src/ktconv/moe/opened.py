@@ -130,6 +130,9 @@ def _assemble(
 
     def projection(proj: Any, expert: int, part: int) -> Projection:
         scale = get(proj, expert, part, "scale")
+        if scale.nbytes != 4 * (hidden if proj == "down" else width):
+            name = tensor_name(layer, proj, expert, part, "scale")
+            raise CheckpointError(f"{name} of {directory} has {scale.nbytes} bytes")
         aligned = scale if scale.ctypes.data % 4 == 0 else scale.copy()
         return Projection(get(proj, expert, part, "weight"), aligned)
 

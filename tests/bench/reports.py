@@ -1,0 +1,82 @@
+"""Rows and reports with made-up figures, and a checker of JSON against our schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ktconv.bench.limits import Limits
+from ktconv.bench.presets import Shape
+from ktconv.bench.rows import Row, Sample, Subject, judge
+from ktconv.bench.run import Report
+
+SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "docs/bench.schema.json").read_text(encoding="utf-8")
+)
+SHAPE = Shape("256,128,16,4", 256, 128, 16, 4)
+EXPERT_BYTES = 100_000
+LIMITS = Limits(threads=2, isa="avx512", read_gb_s=10.0, int8_gops=500.0, bf16_gflops=200.0)
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+}
+
+
+def subject(**changes: Any) -> Subject:
+    fields = {
+        "engine": "ktconv",
+        "method": "int4",
+        "unit": "int8",
+        "shape": SHAPE,
+        "routing": "balanced",
+        "tokens": 3,
+        "parts": 1,
+        "expert_bytes": EXPERT_BYTES,
+        "in_cache": False,
+    }
+    return Subject(**{**fields, **changes})
+
+
+def row(seconds: float = 1e-4, **changes: Any) -> Row:
+    sample = Sample((seconds,) * 5, pairs=12.0, distinct=8.0)
+    return judge(subject(**changes), sample, LIMITS, LIMITS, 0.01, 0.1)
+
+
+def report(*rows: Row) -> Report:
+    return Report({"cpu": "a CPU"}, [LIMITS], list(rows))
+
+
+def problems(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
+    """What is wrong with `value`, for the part of JSON Schema that ours uses."""
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return [f"{where} is {value!r}, not {kinds}"]
+    found = []
+    if "const" in schema and value != schema["const"]:
+        found.append(f"{where} is {value!r}")
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{where} is {value!r}")
+    if isinstance(value, dict):
+        found += [
+            f"{where} lacks {name}" for name in schema.get("required", ()) if name not in value
+        ]
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+        for name, item in value.items():
+            found += problems(item, known.get(name, others), f"{where}.{name}")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            found += problems(item, schema.get("items", {}), f"{where}[{index}]")
+    return found
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, TYPES[kind])

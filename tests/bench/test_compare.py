@@ -1,0 +1,95 @@
+"""Old reports: ratios, regressions, and files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.reports import report, row
+
+from ktconv.bench.compare import compare, read_report
+from ktconv.errors import UsageError
+
+
+def saved(path: Path, *rows: Any, **changes: Any) -> Path:
+    path.write_text(json.dumps({**report(*rows).facts(), **changes}))
+    return path
+
+
+def test_ratios_row_by_row(tmp_path: Path) -> None:
+    old = read_report(saved(tmp_path / "old", row(1e-4), row(2e-4, tokens=4), row(1e-4, tokens=9)))
+    new = report(row(1.05e-4), row(3e-4, tokens=4), row(1e-4, tokens=5))
+    notes = compare(new, old, tolerance=0.1)
+    assert [r.ratio for r in new.rows] == [pytest.approx(1.05), pytest.approx(1.5), None]
+    assert [r.regressed for r in new.rows] == [False, True, None]
+    assert [r.old_median_us for r in new.rows] == [pytest.approx(100), pytest.approx(200), None]
+    assert "note: 1 rows are not in" in notes[0]
+    assert notes[1] == "1 of 2 rows are more than 10% slower"
+
+
+@pytest.mark.parametrize(("tolerance", "regressed"), [(0.0, True), (0.49, True), (0.51, False)])
+def test_tolerance(tolerance: float, regressed: bool, tmp_path: Path) -> None:
+    new = report(row(1.5e-4))
+    compare(new, read_report(saved(tmp_path / "old", row(1e-4))), tolerance)
+    assert new.rows[0].regressed is regressed
+
+
+def test_another_machine_and_disturbed_rows_are_told(tmp_path: Path) -> None:
+    old = read_report(saved(tmp_path / "old", row(1e-4), machine={"cpu": "another"}))
+    new = report(row(2e-4))
+    assert not any("disturbed" in note for note in compare(new, old, 0.1))
+    object.__setattr__(new.rows[0], "disturbed", True)
+    notes = compare(new, old, 0.1)
+    assert "another machine (another)" in notes[0] and "disturbed" in notes[-1]
+
+
+def test_nothing_in_common(tmp_path: Path) -> None:
+    old = read_report(saved(tmp_path / "old", row(method="int8")))
+    with pytest.raises(UsageError, match="measured what this run measured"):
+        compare(report(row()), old, 0.1)
+
+
+def test_newer_names_and_older_reports(tmp_path: Path) -> None:
+    facts = row(1e-4).facts() | {"added_later": 1}
+    for name in ("source_error", "read_gb_s", "ratio", "old_median_us", "regressed", "engine"):
+        del facts[name]
+    old = read_report(saved(tmp_path / "old", rows=[facts]))
+    assert old.rows[0].key == row().key
+
+
+def _without(name: str) -> dict[str, Any]:
+    facts = row().facts()
+    del facts[name]
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a report"),
+        ("{}", "is not a report"),
+        ('{"schema": 1, "passed": true}', "is not a report"),
+        (json.dumps(report().facts() | {"schema": 2}), "schema 2, this ktconv reads 1"),
+        (json.dumps(report().facts() | {"rows": [1]}), "lacks what a report needs"),
+        (json.dumps(report().facts() | {"rows": [_without("median_us")]}), "median_us"),
+        (json.dumps(report().facts() | {"rows": [_without("shape")]}), "shape"),
+        (json.dumps(report().facts() | {"rows": [row().facts() | {"shape": {}}]}), "hidden"),
+        (json.dumps(report().facts() | {"rows": [row().facts() | {"median_us": 0}]}), "above 0"),
+        (json.dumps(report().facts() | {"machine": []}), "lacks what a report needs"),
+        (json.dumps(report().facts() | {"rows": 3}), "lacks what a report needs"),
+    ],
+)
+def test_files_that_are_no_reports(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_report(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere.json"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_report(path)

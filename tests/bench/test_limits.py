@@ -1,0 +1,65 @@
+"""Limits: they can be measured on every level; nothing here asserts how large they are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from bench.reports import LIMITS
+
+from ktconv import native
+from ktconv.bench.limits import Limits, Meter
+from ktconv.native import ffi, lib
+from ktconv.pool import Pool
+
+MIB = 1 << 20
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_meter_measures_on_every_level(isa: str, threads: int) -> None:
+    meter = Meter(4 * MIB)
+    with Pool(threads) as pool:
+        first, again = meter.measure(pool), meter.again(pool)
+    for limits in (first, again):
+        assert (limits.threads, limits.isa) == (threads, isa)
+        figures = (limits.read_gb_s, limits.int8_gops, limits.bf16_gflops)
+        assert all(math.isfinite(figure) and figure > 0 for figure in figures)
+    assert meter.found == {(isa, threads): first.best(again)}
+
+
+def test_best_and_drift() -> None:
+    other = Limits(2, "avx512", read_gb_s=5.0, int8_gops=600.0, bf16_gflops=200.0)
+    assert LIMITS.best(other) == Limits(2, "avx512", 10.0, 600.0, 200.0)
+    assert LIMITS.drift(other, "int8") == other.drift(LIMITS, "int8") == 2.0
+    assert LIMITS.peak("int8") == 500.0 and LIMITS.peak("bf16") == 200.0
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("mib", [1, 3, 7])
+def test_reading_in_any_number_of_streams(isa: str, streams: int, mib: int) -> None:
+    """Also more threads than pieces. That all bytes are read is native/test's to prove."""
+    memory = native.aligned_bytes(mib * MIB)
+    memory[:] = 1
+    with Pool(4) as pool:
+        native.limit_read(pool, memory, streams)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    memory = np.zeros(2 * MIB, np.uint8)
+    with Pool(1) as pool:
+        for size, streams in ((MIB + 1, 1), (0, 1), (MIB, 0), (MIB, 17), (MIB, -1)):
+            status = lib.kt_limit_read(pool.c, ffi.from_buffer(memory), size, streams)
+            assert status == lib.KT_ERR_ARGUMENT
+        assert lib.kt_limit_read(pool.c, ffi.NULL, MIB, 1) == lib.KT_ERR_ARGUMENT
+        assert lib.kt_limit_read(ffi.NULL, ffi.from_buffer(memory), MIB, 1) == lib.KT_ERR_ARGUMENT
+        for unit, rounds in ((-1, 1), (2, 1), (0, -1)):
+            assert lib.kt_limit_dot(pool.c, unit, rounds) == lib.KT_ERR_ARGUMENT
+        assert lib.kt_limit_dot(ffi.NULL, 0, 1) == lib.KT_ERR_ARGUMENT
+        assert lib.kt_limit_dot(pool.c, 0, 0) == lib.KT_OK
+
+
+def test_a_round_has_as_many_operations_everywhere() -> None:
+    """So the loops of all levels must divide it: 4 AMX products have the most."""
+    assert native.limit_ops() % (2 * 4 * 16 * 16 * 64) == 0

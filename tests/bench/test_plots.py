@@ -1,0 +1,46 @@
+"""Pictures: every kind of report can be drawn. How they look is for eyes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.reports import report, row
+
+from ktconv.bench.plots import check_plot, plot
+from ktconv.errors import ResourceError, UsageError
+
+pytest.importorskip("matplotlib")
+
+ROWS = [
+    row(1e-4, tokens=1),
+    replace(row(3e-4, tokens=64), disturbed=True),
+    row(1e-3, tokens=1, method="bf16", unit="bf16", isa="scalar"),
+    row(1e-3, tokens=1, engine="torch", isa="own"),
+]
+
+
+@pytest.mark.parametrize("name", ["roofline.png", "sweep.png", "anything.svg", "Sweep-2.pdf"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_reports_can_be_drawn(name: str, count: int, tmp_path: Path) -> None:
+    check_plot(tmp_path / name)
+    plot(report(*ROWS[:count]), tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_the_name_decides_which_picture(tmp_path: Path) -> None:
+    for name in ("sweep.svg", "roofline.svg"):
+        plot(report(*ROWS), tmp_path / name)
+    sweep, roofline = ((tmp_path / name).read_text() for name in ("sweep.svg", "roofline.svg"))
+    assert "tokens per step" in sweep and "tokens per step" not in roofline
+    assert "operations per byte" in roofline and "torch" in roofline
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
+    for name, words in (("plot", "no picture"), ("a.txt", "no picture"), ("no/a.png", "directory")):
+        with pytest.raises(UsageError, match=words):
+            check_plot(tmp_path / name)
+    (tmp_path / "full.png").mkdir()
+    with pytest.raises(ResourceError, match="cannot be written"):
+        plot(report(*ROWS), tmp_path / "full.png")

@@ -1,0 +1,194 @@
+"""The whole run as a library call, on layers of a few kilobytes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import amx
+import numpy as np
+import pytest
+from bench.reports import SCHEMA, problems
+from converting import convert
+
+from ktconv import native
+from ktconv.bench import run
+from ktconv.bench.measure import Effort
+from ktconv.bench.presets import PRESETS, parse_shape
+from ktconv.bench.routing import parse_routing
+from ktconv.bench.run import Request, bench, prepare
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.moe import METHODS, method_named
+
+pytestmark = pytest.mark.usefixtures("quick")
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+
+
+def request(
+    methods: Iterable[str] = ("int4",), shape: str = "128,256,5,2", **changes: Any
+) -> Request:
+    defaults = Request(
+        methods=tuple(map(method_named, methods)),
+        shapes=(parse_shape(shape),),
+        tokens=(1,),
+        threads=(1,),
+        isas=(native.isa(),),
+        effort=Effort(iterations=1),
+    )
+    return replace(defaults, **changes)
+
+
+def quiet(_: str) -> None:
+    """Nobody listens."""
+
+
+def test_rows_of_all_that_was_asked_for() -> None:
+    heard: list[str] = []
+    asked = request(METHODS, tokens=(1, 9), threads=(1, 2), isas=("scalar",))
+    report = bench(asked, heard.append)
+    found = [(row.method, row.tokens, row.threads, row.isa) for row in report.rows]
+    assert found == [
+        (method, tokens, threads, "scalar")
+        for method in METHODS
+        for tokens in (1, 9)
+        for threads in (1, 2)
+    ]
+    assert {(limit.isa, limit.threads) for limit in report.limits} == {("scalar", 1), ("scalar", 2)}
+    assert problems(json.loads(json.dumps(report.facts())), SCHEMA) == []
+    assert any("packing 5 experts" in line for line in heard)
+
+
+def test_every_level(isa: str, tiles: amx.Emulator | None) -> None:
+    before = native.isa()
+    report = bench(
+        request(["int8", "bf16", "fp8"], "128,128,3,2", isas=(isa,), tokens=(17,)), quiet
+    )
+    assert [row.isa for row in report.rows] == [isa] * 3
+    assert native.isa() == before
+    for row in report.rows:
+        assert 0 < row.relative_error <= METHODS[row.method].bound
+        assert row.source_error is not None and row.source_error >= 0.9 * row.relative_error
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_have_the_same_errors_nearly(parts: int) -> None:
+    report = bench(request(["mxfp4"], parts=parts, tokens=(5,), threads=(2,)), quiet)
+    assert [row.parts for row in report.rows] == [parts]
+    assert report.rows[0].relative_error < 0.01
+
+
+def test_activations_of_presets_are_used() -> None:
+    """gpt-oss with its limits, shrunk: the reference would differ if either side ignored them."""
+    shape = replace(PRESETS["gpt-oss-120b"], hidden=128, intermediate=128, experts=4)
+    report = bench(request(["bf16"], shapes=(shape,), tokens=(7,)), quiet)
+    assert report.rows[0].relative_error < 0.01
+
+
+@pytest.mark.parametrize("routing", ["balanced", "concentrated", "zipf:1.1"])
+def test_routings(routing: str) -> None:
+    report = bench(request(routing=parse_routing(routing), tokens=(16,)), quiet)
+    row = report.rows[0]
+    assert row.routing == routing
+    assert row.tokens_per_expert * row.distinct_experts == pytest.approx(32)
+    assert (row.distinct_experts == 2) == (routing == "concentrated")
+
+
+def test_a_trace_with_experts_that_live_elsewhere(tmp_path: Path) -> None:
+    np.savez(tmp_path / "trace.npz", ids=np.array([[0, -1], [4, 0], [-1, -1]]))
+    routing = parse_routing(f"trace:{tmp_path / 'trace.npz'}")
+    row = bench(request(routing=routing, tokens=(3,)), quiet).rows[0]
+    assert (row.distinct_experts, row.tokens_per_expert) == (2.0, 1.5)
+
+
+def test_layers_do_not_pile_up_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    packed = run._packed
+
+    def watched(*arguments: Any) -> Any:
+        gc.collect()
+        assert not alive
+        experts = packed(*arguments)
+        alive.add(experts)
+        return experts
+
+    monkeypatch.setattr(run, "_packed", watched)
+    assert len(bench(request(["int4", "int8", "bf16"]), quiet).rows) == 3
+
+
+def test_a_converted_model(tmp_path: Path) -> None:
+    for method, numa in (("int4", 2), ("int8", 1)):
+        convert(EXAMPLE, tmp_path / method, method=method, numa=numa)
+        asked = request([], shapes=(), model=tmp_path / method, tokens=(1, 6))
+        first, second = bench(asked, quiet).rows
+        assert (first.method, first.parts, first.shape["name"]) == (method, numa, method)
+        config = json.loads((EXAMPLE / "config.json").read_text())
+        assert first.shape["top_k"] == config["num_experts_per_tok"]
+        assert first.source_error is None and second.relative_error < 0.05
+        with pytest.raises(UsageError, match="has no experts of layer 77"):
+            bench(replace(asked, layer=77), quiet)
+        with pytest.raises(UsageError, match="--top-k 999 is more than"):
+            bench(replace(asked, top_k=999), quiet)
+
+
+def test_a_model_without_packed_experts(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no packed experts"):
+        bench(request([], shapes=(), model=tmp_path), quiet)
+
+
+# ---- what is refused --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "hint"),
+    [
+        ({"methods": ("int4",), "shape": "96,256,4,2"}, "int4 cannot hold hidden size 96", "bf16"),
+        ({"methods": ("int8",), "shape": "128,96,4,2"}, "intermediate size of a part 96", "bf16"),
+        ({"methods": ("fp8",), "shape": "128,192,4,2"}, "multiple of 128", "fp8-channel"),
+        ({"shape": "128,256,4,2", "parts": 3}, "cannot be cut into 3 parts", "divides"),
+        ({"methods": ("bf16",), "shape": "128,100,4,2"}, "multiple of 32", "multiples of 32"),
+        ({"shape": "128,256,8,4", "experts": 3}, "--experts 3 is less than the 4", "at least 4"),
+        ({"shape": "128,256,8,4", "experts": 9}, "--experts 9 is more than the 8", "leave it out"),
+    ],
+)
+def test_what_cannot_be_held(changes: dict[str, Any], words: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        prepare(request(**changes))
+    assert caught.value.hint and hint in caught.value.hint
+
+
+def test_fewer_experts() -> None:
+    asked = prepare(request(shape="128,256,100,2", experts=3))
+    assert asked.shapes[0].experts == 3
+    assert bench(asked, quiet).rows[0].shape["experts"] == 3
+
+
+def test_a_layer_that_does_not_fit_says_how_many_experts_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 20 << 30)
+    with pytest.raises(UsageError, match="384 experts of kimi-k2 in bf16 take") as caught:
+        prepare(request(["bf16"], "kimi-k2"))
+    assert caught.value.hint
+    fitting = int(caught.value.hint.split()[1])
+    assert fitting > 100
+    prepare(request(["bf16"], "kimi-k2", experts=fitting))
+    with pytest.raises(UsageError):
+        prepare(request(["bf16"], "kimi-k2", experts=fitting + 1))
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 1 << 30)
+    with pytest.raises(UsageError) as caught:
+        prepare(request(["bf16"], "kimi-k2"))
+    assert caught.value.hint == "no useful number would fit"
+
+
+def test_methods_may_be_skipped_but_not_all() -> None:
+    heard: list[str] = []
+    rows = bench(request(["int4", "bf16"], "96,256,4,2", skip=True), heard.append).rows
+    assert [row.method for row in rows] == ["bf16"]
+    assert "96,256,4,2 cannot be held by int4: left out" in heard
+    with pytest.raises(UsageError, match="int4 cannot hold"):
+        prepare(request(["int4"], "96,256,4,2", skip=True))
