@@ -164,7 +164,8 @@ typedef struct kt_pool kt_pool;
 
 /* cpus: NULL, or [threads] the logical CPU of each thread, -1 for any; one that does not exist
  * or is not for this process counts as -1. The caller itself is moved to cpus[0] only while it
- * works, and only if there are several nodes. nodes: NULL (all 0), or [threads] NUMA nodes
+ * works, and only if there are several nodes; on a busy machine it has short time slices
+ * meanwhile. nodes: NULL (all 0), or [threads] NUMA nodes
  * counted 0, 1, ... in ascending order, none left out.
  * KT_ERR_ARGUMENT: another order, a CPU beyond 8191, threads not 1..4096. KT_ERR_THREADS: no
  * memory, or the system does not allow so many threads. */

@@ -3,7 +3,8 @@
  *     cc -std=c11 -pthread -Inative/include native/test/pool_check.c native/src/pool/[a-z]*.c
  *
  * What the threads hand to one another lies in plain memory, so that -fsanitize=thread sees any
- * missing order. An argument leaves forks out, for emulators. With -U__linux__ the portable way of sleeping is checked on Linux. */
+ * missing order. With -U__linux__ the portable way of sleeping is checked on Linux. An argument
+ * leaves forks out, for emulators. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #else
