@@ -2,7 +2,7 @@
 # make test    set up, run all tests
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
-# make bench   speed of packing and of a whole conversion
+# make bench   speed of the kernels, of packing and of a whole conversion
 # make clean   remove everything that make made
 
 PYTHON ?= python3
@@ -41,7 +41,8 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.core
 	rm -rf build/bench
-	$(BIN)/python benchmarks/packing.py
+	$(BIN)/ktconv bench
+	$(BIN)/ktconv bench --stage pack
 	$(BIN)/python benchmarks/make_checkpoint.py build/bench/model --preset qwen3-30b --layers 1
 	$(BIN)/python benchmarks/convert.py build/bench/model --work build/bench/out
 

@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 
 from ktconv import native
+from ktconv.bench.fingerprint import largest_cache
 from ktconv.native import Pool
 
-READ_BYTES = 512 << 20  # far beyond any last-level cache's share of a few cores
+_CACHES, _LEAST_BYTES, _MOST_BYTES = 6, 192 << 20, 2 << 30
 _STREAMS = (1, 2, 4, 8, 16)
 _REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
 _DOT_SECONDS, _DOT_AGAIN_SECONDS = 0.02, 0.005
@@ -55,11 +56,17 @@ class Limits:
         return max(max(pair) / max(min(pair), 1e-9) for pair in pairs)
 
 
+def read_size() -> int:
+    """Bytes to read: several times what the caches hold."""
+    size = _CACHES * largest_cache() >> 20 << 20
+    return min(max(size, _LEAST_BYTES), _MOST_BYTES)
+
+
 class Meter:
     """Measures limits at the level in use; keeps the best of each (level, threads)."""
 
-    def __init__(self, read_bytes: int = READ_BYTES) -> None:
-        self._memory = native.aligned_bytes(read_bytes)
+    def __init__(self, read_bytes: int | None = None) -> None:
+        self._memory = native.aligned_bytes(read_bytes or read_size())
         self._memory.view(np.uint64)[:] = 0x9E3779B97F4A7C15
         self._streams: dict[int, int] = {}  # threads -> the number that was fastest
         self.found: dict[tuple[str, int], Limits] = {}

@@ -25,7 +25,7 @@ from ktconv.formats.decode import f32_to_bf16
 
 Array = NDArray[Any]
 
-SOURCES = ("BF16", "F16", "F32", "F8_E4M3")
+SOURCES = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
 _WORKING_SET = 128 << 20  # bytes of source per pass
 _SCALAR_SHARE = 8  # scalar code is so much slower that it gets an eighth of the work
 _REPEATS = 5
@@ -105,21 +105,29 @@ def _compare_all(method: str, work: Work, scratch: Array) -> None:
 
 def _stored(source: str, rows: int, cols: int) -> Array:
     """Ordinary weights as bytes of a safetensors dtype (FP8: random codes)."""
-    rng = np.random.default_rng(0)
-    if source == "F8_E4M3":
+    rng, dtype = np.random.default_rng(0), _dtype(source)
+    if dtype == "F8_E4M3":
         return rng.integers(0, 0x7F, rows * cols, np.uint8)
     values = rng.standard_normal(rows * cols, np.float32) * np.float32(0.02)
-    if source == "BF16":
+    if dtype == "BF16":
         return f32_to_bf16(values).view(np.uint8)
-    stored: Array = values.astype(np.float16) if source == "F16" else values
+    stored: Array = values.astype(np.float16) if dtype == "F16" else values
     return stored.view(np.uint8)
 
 
 def _matrix(buffer: Array, source: str, rows: int, cols: int) -> native.Matrix:
-    if source != "F8_E4M3":
-        return native.Matrix(buffer, source, rows, cols)
+    dtype = _dtype(source)
+    if source != dtype:
+        return native.Matrix(buffer, dtype, rows, cols, row_stride=1, col_stride=rows)
+    if dtype != "F8_E4M3":
+        return native.Matrix(buffer, dtype, rows, cols)
     grid = np.full((-(-rows // 128), -(-cols // 128)), 1e-3, np.float32)
-    return native.Matrix(buffer, source, rows, cols, block_scale=grid, block=(128, 128))
+    return native.Matrix(buffer, dtype, rows, cols, block_scale=grid, block=(128, 128))
+
+
+def _dtype(source: str) -> str:
+    """The safetensors dtype; the rest says how the matrix lies."""
+    return source.partition(" ")[0]
 
 
 def _copy_rate(nbytes: int) -> float:

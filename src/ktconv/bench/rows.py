@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Names that scripts rely on: add freely, rename never. docs/bench.schema.json explains them."""
+    """Names that scripts rely on: add freely, rename never. See docs/bench.schema.json."""
 
     method: str
     shape: dict[str, Any]

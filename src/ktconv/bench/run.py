@@ -11,7 +11,7 @@ from typing import Any
 
 from ktconv import machine, native
 from ktconv.bench.fingerprint import fingerprint, largest_cache
-from ktconv.bench.limits import READ_BYTES, Limits, Meter
+from ktconv.bench.limits import Limits, Meter, read_size
 from ktconv.bench.measure import Batch, Effort, Truth, check, make_batch, sample
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_trace, parse_routing
@@ -119,7 +119,7 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
 def _check_memory(method: Method, shape: Shape, parts: int, tokens: int) -> None:
     each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
     as_numbers = 3 * 4 * shape.hidden * shape.intermediate
-    working = as_numbers * (_different(shape) + _WORKING_COPIES) + READ_BYTES
+    working = as_numbers * (_different(shape) + _WORKING_COPIES) + read_size()
     working += _TOKEN_COPIES * 2 * shape.hidden * tokens
     room = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
     if each * shape.experts > room:
