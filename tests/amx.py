@@ -104,7 +104,8 @@ def build_library(source: Path, cache: Path, *flags: str) -> Path:
 def can_emulate() -> bool:
     features = native.cpu_features()
     x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
-    return x86_linux and features["avx512_bf16"] and not features["amx_tile"] and bool(compiler())
+    beside = features["avx512_bf16"] and features["avx512_vbmi"]  # as every CPU with AMX has
+    return x86_linux and beside and not features["amx_tile"] and bool(compiler())
 
 
 def load_emulator(cache: Path) -> Emulator | None:
@@ -114,17 +115,26 @@ def load_emulator(cache: Path) -> Emulator | None:
         return None
     emulator = Emulator(build_library(NATIVE / "test/amx_emulator.c", cache, "-O2"))
     with claimed():
-        level = "avx512" if native.isa_available()[-1] == "amx" else native.isa_available()[-1]
-        native.isa()
-    native.use_isa(level)
+        native.isa()  # the library reads the environment now, and only now
+    if not os.environ.get("KTCONV_ISA"):
+        native.use_isa("avx512")  # tests that do not ask for a level are faster without faults
     return emulator
+
+
+def program_levels() -> list[str]:
+    """The levels of programs that tests start: without what is claimed for this process."""
+    there = native.cpu_features()
+    return [level for level in native.isa_available() if level != "amx" or there["amx_tile"]]
 
 
 class claimed:
     """While open, libraries that look at the CPU for the first time see AMX."""
 
     def __enter__(self) -> None:
+        self.before = os.environ.get("KTCONV_ASSUME")
         os.environ["KTCONV_ASSUME"] = "amx"
 
     def __exit__(self, *_: object) -> None:
         del os.environ["KTCONV_ASSUME"]
+        if self.before is not None:
+            os.environ["KTCONV_ASSUME"] = self.before

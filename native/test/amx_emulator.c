@@ -10,8 +10,8 @@
  * tile state that a process asks the kernel for, and with KT_AMX_EMULATOR_REPORT=FILE it
  * writes its counters there at exit. Others may take SIGILL over (Python's faulthandler does):
  * call kt_amx_emulator_install() again. What is no AMX instruction goes to the handler before.
- * An exception of the CPU, #GP or #UD, ends the process by SIGSEGV, after a line on stderr that
- * says why.
+ * An exception ends the process by the signal that Linux makes of it, #GP by SIGSEGV and #UD by
+ * SIGILL, after a line on stderr that says why.
  *
  * Not emulated: palettes other than 1, and restarting a load that faulted in the middle
  * (start_row is read and cleared, but a fault is an ordinary SIGSEGV of the handler). */
@@ -85,7 +85,7 @@ static void die(int number, const char *why) {
 
 static void general_protection(const char *why) { die(SIGSEGV, why); } /* #GP */
 
-static void undefined_instruction(const char *why) { die(SIGSEGV, why); } /* #UD */
+static void undefined_instruction(const char *why) { die(SIGILL, why); } /* #UD */
 
 static long raw_syscall(long number, const long a[6]) {
   register long r10 __asm__("r10") = a[3];

@@ -200,6 +200,41 @@ def test_threads_have_tiles_of_their_own(one: ctypes.CDLL) -> None:
     assert all((results[number] == number).all() for number in (1, 2, 3))
 
 
+def test_threads_come_and_go(one: ctypes.CDLL) -> None:
+    """More of them, one after another, than the emulator has room for at once."""
+    shapes = config({3: (16, 64)})
+    stored = np.zeros((640, 64), np.uint8)
+
+    def use(number: int) -> None:
+        one.kt_test_store_config(pointer(stored[number]))  # of this thread: not configured
+        one.kt_test_load_config(pointer(shapes))
+
+    for number in range(len(stored)):
+        thread = threading.Thread(target=use, args=(number,))
+        thread.start()
+        thread.join()
+    assert not stored.any()
+
+
+def test_start_row(one: ctypes.CDLL) -> None:
+    """Where an interrupted load goes on; whatever ends afterwards begins with row 0 again."""
+    shapes = config({3: (16, 64)})
+    shapes[1] = 5
+    source = np.full((16, 64), 7, np.uint8)
+    target = np.full((16, 64), 0xEE, np.uint8)
+    one.kt_test_load_config(pointer(shapes))
+    one.kt_test_load(pointer(source), 64)
+    one.kt_test_store(pointer(target), 64)
+    assert not target[:5].any()
+    assert (target[5:] == 7).all()
+    for end in (one.kt_test_zero, lambda: one.kt_test_load(pointer(source), 64)):
+        one.kt_test_load_config(pointer(shapes))
+        end()
+        stored = np.zeros(64, np.uint8)
+        one.kt_test_store_config(pointer(stored))
+        assert stored[1] == 0
+
+
 def test_counters(one: ctypes.CDLL, emulator: amx.Emulator) -> None:
     emulator.reset()
     multiply(one, "ssd", *(np.zeros((16, 64), np.uint8) for _ in range(3)))
@@ -213,24 +248,44 @@ import ctypes, sys
 import numpy as np
 lib = ctypes.CDLL(sys.argv[1])
 config = np.zeros(64, np.uint8)
+memory = np.zeros(4096, np.uint8)
+PLACE = ctypes.c_void_p(memory.ctypes.data)
 exec(sys.argv[2])
 """
 CONFIGURED = "config[0] = 1; config[48:56] = 16; config[16:32:2] = 64; "
 LOAD = "lib.kt_test_load_config(ctypes.c_void_p(config.ctypes.data)); "
+PRODUCT = "lib.kt_test_product(0, PLACE, 64, PLACE, 64, PLACE, 64)"
 FAULTS = {
     "palette 2": ("config[0] = 2; " + LOAD, signal.SIGSEGV),
     "17 rows": (CONFIGURED + "config[48] = 17; " + LOAD, signal.SIGSEGV),
     "65 bytes": (CONFIGURED + "config[16] = 65; " + LOAD, signal.SIGSEGV),
     "rows without bytes": (CONFIGURED + "config[16] = 0; " + LOAD, signal.SIGSEGV),
     "reserved byte": (CONFIGURED + "config[2] = 1; " + LOAD, signal.SIGSEGV),
-    "no configuration": ("lib.kt_test_zero()", signal.SIGSEGV),
+    "no configuration": ("lib.kt_test_zero()", signal.SIGILL),
     "tile without rows": (
         CONFIGURED + "config[51] = config[22] = 0; " + LOAD + "lib.kt_test_zero()",
-        signal.SIGSEGV,
+        signal.SIGILL,
     ),
     "unmapped memory": (
         CONFIGURED + LOAD + "lib.kt_test_load(ctypes.c_void_p(16), ctypes.c_ssize_t(64))",
         signal.SIGSEGV,
+    ),
+    "start_row behind the tile": (
+        CONFIGURED + "config[1] = 16; " + LOAD + "lib.kt_test_load(PLACE, 64)",
+        signal.SIGILL,
+    ),
+    "a has other rows than c": (CONFIGURED + "config[49] = 15; " + LOAD + PRODUCT, signal.SIGILL),
+    "b has other columns than c": (
+        CONFIGURED + "config[20] = 60; " + LOAD + PRODUCT,
+        signal.SIGILL,
+    ),
+    "a has other columns than b has rows": (
+        CONFIGURED + "config[18] = 60; " + LOAD + PRODUCT,
+        signal.SIGILL,
+    ),
+    "a product of half a group": (
+        CONFIGURED + "config[16] = config[20] = 62; " + LOAD + PRODUCT,
+        signal.SIGILL,
     ),
     "no instruction": ("lib.kt_test_undefined()", signal.SIGILL),
 }
@@ -248,3 +303,23 @@ def test_faults_end_the_program(
         check=False,
     )
     assert done.returncode == -number, done.stderr
+
+
+TWICE = """
+import ctypes, faulthandler, sys
+emulator, lib = ctypes.CDLL(sys.argv[1]), ctypes.CDLL(sys.argv[2])
+faulthandler.enable()
+emulator.kt_amx_emulator_install()
+lib.kt_test_undefined()
+"""
+
+
+def test_handlers_that_raise_again(library: Path, emulator: amx.Emulator) -> None:
+    """faulthandler puts back the handler that it found, which is the emulator."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(emulator.path), str(library)],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGILL, done.stderr
+    assert done.stderr.count(b"Fatal Python error: Illegal instruction") == 1
