@@ -1,5 +1,6 @@
 # make demo    set up, convert the example checkpoint, show the result
 # make test    set up, run all tests
+# make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
@@ -16,7 +17,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test asan lint format bench clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -26,6 +27,24 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+asan: build/asan/check build/asan/moe_check
+	build/asan/check
+	build/asan/moe_check
+
+ASAN     := -std=c11 -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+EMULATOR := $(filter $(shell uname -m),x86_64)
+LIBRARY  := $(patsubst native/%.c,build/asan/%.o,$(filter native/src/%,$(C_SOURCES)))
+
+build/asan/%.o: native/%.c $(C_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(ASAN) -Inative/include -c $< -o $@
+
+build/asan/check: $(LIBRARY) build/asan/test/check.o
+	$(CC) $(ASAN) $^ -lm -pthread -o $@
+
+build/asan/moe_check: $(LIBRARY) build/asan/test/moe_check.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
+	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

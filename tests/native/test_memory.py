@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import shutil
 import subprocess
 import threading
@@ -114,35 +115,42 @@ def test_threads(isa: str) -> None:
                 assert_same("scale", found[1], scale)
 
 
-# check.c
+# check.c and moe_check.c
 
-FLAGS = ["-std=c11", "-g", "-O1", f"-I{ROOT / 'native/include'}"]
+FLAGS = ["-std=c11", "-g1", "-O1", f"-I{ROOT / 'native/include'}"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+TESTS = ROOT / "native/test"
 
 
-def build(compiler: list[str], folder: Path) -> Path:
-    """check.c and the library as one program; two compilers at a time."""
-    sources = [*sorted((ROOT / "native/src").rglob("*.c")), ROOT / "native/test/check.c"]
-    sources.sort(key=lambda source: "avx512" not in source.name)  # the slow ones first
+class Build:
+    """The library's objects, compiled once, and the programs linked with them."""
 
-    def compiled(source: Path) -> str:
-        target = folder / f"{'_'.join(source.relative_to(ROOT).parts)}.o"
-        command = [*compiler, *FLAGS, "-c", str(source), "-o", str(target)]
+    def __init__(self, compiler: list[str], folder: Path) -> None:
+        self._compiler, self._folder = compiler, folder
+        sources = sorted((ROOT / "native/src").rglob("*.c"))
+        sources.sort(key=lambda source: "avx512" not in source.name)  # the slow ones first
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self._library = list(pool.map(self._compiled, sources))
+
+    def _compiled(self, source: Path) -> str:
+        target = self._folder / f"{'_'.join(source.relative_to(ROOT).parts)}.o"
+        command = [*self._compiler, *FLAGS, "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True, capture_output=True)
         return str(target)
 
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, sources))
-    program = folder / "check"
-    subprocess.run([*compiler, *objects, "-lm", "-o", str(program)], check=True)
-    return program
+    def program(self, *sources: Path) -> str:
+        objects = [*self._library, *map(self._compiled, sources)]
+        program = self._folder / sources[0].stem
+        command = [*self._compiler, *objects, "-lm", "-pthread", "-o", str(program)]
+        subprocess.run(command, check=True)
+        return str(program)
 
 
 def run(command: list[str]) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "KTCONV_ISA"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KTCONV_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert " 0 failures" in done.stdout
+    assert "0 failures" in done.stdout
 
 
 def works(compiler: list[str], folder: Path) -> bool:
@@ -154,13 +162,26 @@ def works(compiler: list[str], folder: Path) -> bool:
     return built.returncode == 0 and subprocess.run([str(program)]).returncode == 0
 
 
-def test_check_c_under_sanitizers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    folder, compiler = tmp_path_factory.mktemp("sanitized"), ["cc", *SANITIZE]
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    compiler = ["cc", *SANITIZE]
-    if not works(compiler, tmp_path):
+    if not works(compiler, folder):
         pytest.skip("cc does not support -fsanitize=address,undefined here")
-    run([str(build(compiler, tmp_path))])
+    return Build(compiler, folder)
+
+
+def test_packing_under_sanitizers(sanitized: Build) -> None:
+    run([sanitized.program(TESTS / "check.c")])
+
+
+def test_layers_under_sanitizers(sanitized: Build) -> None:
+    """Where the CPU has no AMX, with the emulator in the program."""
+    sources = [TESTS / "moe_check.c"]
+    if platform.machine() == "x86_64" and platform.system() == "Linux":
+        sources.append(TESTS / "amx_emulator.c")
+    run([sanitized.program(*sources)])
 
 
 def test_check_c_on_aarch64(tmp_path: Path) -> None:
@@ -168,4 +189,6 @@ def test_check_c_on_aarch64(tmp_path: Path) -> None:
     for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program}")
-    run(["qemu-aarch64", str(build(["aarch64-linux-gnu-gcc", "-static", "-O2"], tmp_path))])
+    build = Build(["aarch64-linux-gnu-gcc", "-static", "-O2"], tmp_path)
+    run(["qemu-aarch64", build.program(TESTS / "check.c")])
+    run(["qemu-aarch64", build.program(TESTS / "moe_check.c")])
