@@ -32,7 +32,7 @@ asan: build/asan/check build/asan/moe_check
 	build/asan/check
 	build/asan/moe_check
 
-ASAN     := -std=c11 -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+ASAN     := -std=c11 -g1 -O0 -fsanitize=address,undefined -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
 LIBRARY  := $(patsubst native/%.c,build/asan/%.o,$(filter native/src/%,$(C_SOURCES)))
 

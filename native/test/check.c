@@ -1,6 +1,6 @@
 /* check.c - every entry point of the library on every level of this machine, without Python.
  *
- *   cc -std=c11 -g -O1 -fsanitize=address,undefined -Inative/include \
+ *   cc -std=c11 -g -O0 -fsanitize=address,undefined -Inative/include \
  *      $(find native/src -name '*.c') native/test/check.c -lm
  *
  * Sources and outputs lie against unreadable pages, behind their end or before their start,

@@ -1,6 +1,6 @@
 /* moe_check.c - whole MoE layers of every kernel on every level, without Python.
  *
- *   cc -std=c11 -g -O1 -fsanitize=address,undefined -Inative/include \
+ *   cc -std=c11 -g -O0 -fsanitize=address,undefined -Inative/include \
  *      $(find native/src -name '*.c') native/test/moe_check.c native/test/amx_emulator.c \
  *      -lm -pthread && ./a.out
  *

@@ -117,8 +117,8 @@ def test_threads(isa: str) -> None:
 
 # check.c and moe_check.c
 
-FLAGS = ["-std=c11", "-g1", "-O1", f"-I{ROOT / 'native/include'}"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-std=c11", "-g1", f"-I{ROOT / 'native/include'}"]
+SANITIZE = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TESTS = ROOT / "native/test"
 
 

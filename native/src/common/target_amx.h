@@ -11,7 +11,9 @@
 #pragma GCC target(                                                                                \
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi,amx-tile,amx-int8,"       \
     "amx-bf16,avx2,fma,bmi,bmi2")
+#if !defined(__SANITIZE_ADDRESS__) /* unrolled loops take minutes to instrument */
 #pragma GCC optimize("O3")
+#endif
 #endif
 
 #include <immintrin.h>

@@ -8,7 +8,9 @@
     apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,bmi,bmi2")
+#if !defined(__SANITIZE_ADDRESS__) /* unrolled loops take minutes to instrument */
 #pragma GCC optimize("O3")
+#endif
 #endif
 
 #include <immintrin.h>
