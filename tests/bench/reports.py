@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
-from ktconv.bench.rows import Row, Sample, Subject, judge
+from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
 from ktconv.bench.run import Report
 
 SCHEMA = json.loads(
@@ -45,7 +45,7 @@ def subject(**changes: Any) -> Subject:
 
 def row(seconds: float = 1e-4, **changes: Any) -> Row:
     sample = Sample((seconds,) * 5, pairs=12.0, distinct=8.0)
-    return judge(subject(**changes), sample, LIMITS, LIMITS, 0.01, 0.1)
+    return judge(subject(**changes), sample, LIMITS, LIMITS, Errors(0.01, 0.1, 0.001))
 
 
 def report(*rows: Row) -> Report:

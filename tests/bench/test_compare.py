@@ -53,7 +53,15 @@ def test_nothing_in_common(tmp_path: Path) -> None:
 
 def test_newer_names_and_older_reports(tmp_path: Path) -> None:
     facts = row(1e-4).facts() | {"added_later": 1}
-    for name in ("source_error", "read_gb_s", "ratio", "old_median_us", "regressed", "engine"):
+    for name in (
+        "source_error",
+        "kernel_error",
+        "read_gb_s",
+        "ratio",
+        "old_median_us",
+        "regressed",
+        "engine",
+    ):
         del facts[name]
     old = read_report(saved(tmp_path / "old", rows=[facts]))
     assert old.rows[0].key == row().key

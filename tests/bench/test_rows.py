@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 from bench.reports import EXPERT_BYTES, LIMITS, SCHEMA, SHAPE, problems, report, row, subject
 
-from ktconv.bench.rows import Sample, judge
+from ktconv.bench.rows import Errors, Sample, judge
 
 TIMES = tuple(1e-3 * (1 + 0.01 * i) for i in range(11))
+ERRORS = Errors(0.01)
 OPERATIONS = 6 * 256 * 128
 
 
 def test_rates() -> None:
-    row = judge(subject(tokens=3), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, 0.01, 0.2)
+    row = judge(
+        subject(tokens=3), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, Errors(0.01, 0.2, 0.001)
+    )
     median = 1.05e-3
     assert row.median_us == pytest.approx(1e6 * median)
     assert (row.p10_us, row.p90_us) == pytest.approx((1010, 1090))
@@ -23,18 +26,18 @@ def test_rates() -> None:
     assert row.weight_gb_s == pytest.approx(8 * EXPERT_BYTES / median / 1e9)
     assert row.gops == pytest.approx(12 * OPERATIONS / median / 1e9)
     assert (row.tokens_per_expert, row.distinct_experts) == (1.5, 8.0)
-    assert (row.relative_error, row.source_error) == (0.01, 0.2)
+    assert (row.relative_error, row.source_error, row.kernel_error) == (0.01, 0.2, 0.001)
     assert (row.threads, row.isa, row.engine) == (2, "avx512", "ktconv")
 
 
 def test_the_limit_that_takes_longer_binds() -> None:
-    few = judge(subject(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, 0.01)
+    few = judge(subject(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS)
     assert few.bound == "memory"
     assert few.share_of_bound == pytest.approx(8 * EXPERT_BYTES / 10e9 / 1.05e-3)
-    many = judge(subject(tokens=5000), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, 0.01)
+    many = judge(subject(tokens=5000), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
     assert many.bound == "compute"
     assert many.share_of_bound == pytest.approx(20000 * OPERATIONS / 500e9 / 1.05e-3)
-    floats = judge(subject(unit="bf16"), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, 0.01)
+    floats = judge(subject(unit="bf16"), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
     assert floats.peak_gops == 200.0
     assert floats.share_of_bound == pytest.approx(2.5 * many.share_of_bound)
 
@@ -42,7 +45,7 @@ def test_the_limit_that_takes_longer_binds() -> None:
 def test_the_better_of_the_limits_before_and_after_counts() -> None:
     slower = replace(LIMITS, read_gb_s=9.0, int8_gops=450.0)
     for before, after in ((LIMITS, slower), (slower, LIMITS)):
-        row = judge(subject(), Sample(TIMES, 12.0, 8.0), before, after, 0.01)
+        row = judge(subject(), Sample(TIMES, 12.0, 8.0), before, after, ERRORS)
         assert (row.read_gb_s, row.peak_gops) == (10.0, 500.0)
         assert not row.disturbed
 
@@ -60,12 +63,12 @@ def test_the_better_of_the_limits_before_and_after_counts() -> None:
     ids=["quiet", "spread", "others", "memory", "unit", "another unit"],
 )
 def test_what_disturbs(sample: Sample, after: object, disturbed: bool) -> None:
-    row = judge(subject(), sample, LIMITS, after, 0.01)  # type: ignore[arg-type]
+    row = judge(subject(), sample, LIMITS, after, ERRORS)  # type: ignore[arg-type]
     assert row.disturbed is disturbed
 
 
 def test_an_iteration_without_tokens_divides_by_nothing() -> None:
-    row = judge(subject(), Sample((1e-6,), 0.0, 0.0), LIMITS, LIMITS, 0.0)
+    row = judge(subject(), Sample((1e-6,), 0.0, 0.0), LIMITS, LIMITS, ERRORS)
     assert (row.weight_gb_s, row.gops, row.share_of_bound, row.tokens_per_expert) == (0, 0, 0, 0)
 
 

@@ -10,7 +10,7 @@ from ktconv.bench.limits import Limits, Meter
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers import PeerError, Request, Result, Spec, available, measure
 from ktconv.bench.presets import Shape
-from ktconv.bench.rows import Row, Sample, Subject, judge
+from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
 from ktconv.moe import Method, method_named
 from ktconv.pool import Pool
 
@@ -111,4 +111,5 @@ def _row(spec: Spec, setting: Setting, result: Result, before: Limits, after: Li
         isa="own",
     )
     sample = Sample(result.seconds, result.pairs, result.distinct)
-    return judge(subject, sample, before, after, result.relative_error, result.source_error)
+    errors = Errors(result.relative_error, result.source_error)
+    return judge(subject, sample, before, after, errors)

@@ -26,6 +26,15 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Errors:
+    """Of y, relative in the 2-norm, against float32 arithmetic."""
+
+    relative: float  # on the same packed weights
+    source: float | None = None  # on the weights before quantization, where they are known
+    kernel: float | None = None  # on the packed weights, activations rounded as the kernel does
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Names that scripts rely on: add freely, rename never. See docs/bench.schema.json."""
 
@@ -46,11 +55,12 @@ class Row:
     share_of_bound: float
     tokens_per_expert: float
     distinct_experts: float
-    relative_error: float  # against float32 arithmetic on the same packed weights
+    relative_error: float  # these three: see Errors
     disturbed: bool
     engine: str = "ktconv"
     parts: int = 1
-    source_error: float | None = None  # against float32 on the weights before quantization
+    source_error: float | None = None
+    kernel_error: float | None = None
     read_gb_s: float = 0.0  # the limits around this row
     peak_gops: float = 0.0
     in_cache: bool = False  # the layer is too small to come from memory: no wonder at 150 %
@@ -100,8 +110,7 @@ def judge(
     sample: Sample,
     before: Limits,
     after: Limits,
-    relative_error: float,
-    source_error: float | None = None,
+    errors: Errors,
 ) -> Row:
     """From times to a row, by the better of the limits measured before and after it."""
     limits, shape, unit = before.best(after), subject.shape, subject.unit
@@ -129,13 +138,14 @@ def judge(
         share_of_bound=least / median,
         tokens_per_expert=sample.pairs / max(sample.distinct, 1e-9),
         distinct_experts=sample.distinct,
-        relative_error=relative_error,
+        relative_error=errors.relative,
         disturbed=(
             p90 > _SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > _DRIFT
         ),
         engine=subject.engine,
         parts=subject.parts,
-        source_error=source_error,
+        source_error=errors.source,
+        kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,
         peak_gops=limits.peak(unit),
         in_cache=subject.in_cache,

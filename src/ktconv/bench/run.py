@@ -299,4 +299,4 @@ def _row(
     errors = check(experts, batch, truth, pool)
     before = meter.again(pool)
     measured = sample(experts, batch, pool, effort)
-    return judge(subject, measured, before, meter.again(pool), *errors)
+    return judge(subject, measured, before, meter.again(pool), errors)

@@ -17,15 +17,20 @@ _STEP = 7919  # numbers between the starts of two matrices, a prime
 class RandomWeights:
     """Gaussian matrices of standard deviation 1 / sqrt(columns), as bf16 can hold them.
 
-    Expert e's matrix p starts at another place of one block of numbers, so that experts
-    differ and nothing has to be kept.
+    Expert e's matrix p starts at another place of one repeated block of numbers, so that experts
+    differ and making one costs nothing: it is a view.
     """
 
     def __init__(self, seed: int, hidden: int, intermediate: int) -> None:
         self.hidden, self.intermediate = hidden, intermediate
         drawn = np.random.default_rng(seed).standard_normal(_BLOCK, np.float32)
         repeats = -(-hidden * intermediate // _BLOCK) + 1
-        self._numbers = np.tile(drawn, repeats)
+        self._numbers = {
+            cols: np.tile(bf16_to_f32(f32_to_bf16(drawn * np.float32(cols**-0.5))), repeats)
+            for cols in {hidden, intermediate}
+        }
+        for numbers in self._numbers.values():
+            numbers.flags.writeable = False
 
     def expert(self, index: int) -> Matrices:
         """gate [I, H], up [I, H], down [H, I] of one expert."""
@@ -37,5 +42,4 @@ class RandomWeights:
 
     def _matrix(self, number: int, rows: int, cols: int) -> NDArray[np.float32]:
         start = number * _STEP % _BLOCK
-        values = self._numbers[start : start + rows * cols] * np.float32(cols**-0.5)
-        return bf16_to_f32(f32_to_bf16(values)).reshape(rows, cols)
+        return self._numbers[cols][start : start + rows * cols].reshape(rows, cols)

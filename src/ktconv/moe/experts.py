@@ -67,10 +67,16 @@ class Experts:
         ids: Array,
         weights: F32,
         matrices: Callable[[int], Matrices] | None = None,
+        *,
+        rounded: bool = False,
     ) -> F32:
-        """The same in float32, on the weights' values or on other `matrices` of each origin."""
+        """The same in float32, on the weights' values or on other `matrices` of each origin.
+
+        `rounded`: with activations rounded where the kernels round them.
+        """
         inputs = bf16_to_f32(x)
         y = np.zeros_like(inputs)
+        inputs = self.method.activations(inputs) if rounded else inputs
         origins = np.where(ids >= 0, self.origins[ids], -1)
         for origin in np.unique(origins[ids >= 0]):
             token, slot = np.nonzero(origins == origin)
@@ -78,6 +84,9 @@ class Experts:
                 raise IndexError("an expert that is not here")
             gate, up, down = (matrices or self.values)(int(origin))
             middle = gated(self.activation, inputs[token] @ gate.T, inputs[token] @ up.T)
+            if rounded:
+                cuts = np.split(middle, self.parts, axis=1)
+                middle = np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
             np.add.at(y, token, weights[token, slot, None] * (middle @ down.T))
         return y
 
