@@ -82,6 +82,22 @@ def test_parts_have_the_same_errors_nearly(parts: int) -> None:
     assert report.rows[0].relative_error < 0.01
 
 
+@pytest.mark.parametrize(
+    ("parts", "nodes", "homes"),
+    [
+        (1, 1, [0]),
+        (1, 4, [0]),
+        (2, 2, [0, 1]),
+        (4, 2, [0, 0, 1, 1]),
+        (3, 2, [0, 0, 1]),
+        (2, 3, [0, 2]),
+        (2, 4, [0, 2]),
+    ],
+)
+def test_parts_lie_where_they_are_computed(parts: int, nodes: int, homes: list[int]) -> None:
+    assert [run.home(part, parts, nodes) for part in range(parts)] == homes
+
+
 def test_activations_of_presets_are_used() -> None:
     """gpt-oss with its limits, shrunk: the reference would differ if either side ignored them."""
     shape = replace(PRESETS["gpt-oss-120b"], hidden=128, intermediate=128, experts=4)

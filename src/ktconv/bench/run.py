@@ -219,8 +219,15 @@ def _packed(request: Request, method: Method, shape: Shape, pools: dict[int, Poo
         shape.intermediate,
         parts=request.parts,
         activation=shape.activation,
-        bind=lambda memory, part: most.bind(memory, part * most.nodes // request.parts),
+        bind=lambda memory, part: most.bind(memory, home(part, request.parts, most.nodes)),
     )
+
+
+def home(part: int, parts: int, nodes: int) -> int:
+    """The first of the nodes whose threads compute a part, as native/src/moe/forward.c deals them
+    out: nodes form as many teams as there are parts, if there are more nodes than parts."""
+    teams = min(parts, nodes)
+    return -(-(part * teams // parts) * nodes // teams)
 
 
 def _opened(request: Request, model: Path, say: Say) -> Layer:
