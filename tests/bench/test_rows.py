@@ -50,6 +50,12 @@ def test_the_better_of_the_limits_before_and_after_counts() -> None:
         assert not row.disturbed
 
 
+def test_arithmetic_is_held_against_the_best_of_the_run() -> None:
+    best = replace(LIMITS, read_gb_s=99.0, int8_gops=600.0)
+    row = judge(subject(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS, best)
+    assert (row.read_gb_s, row.peak_gops) == (10.0, 600.0)
+
+
 @pytest.mark.parametrize(
     ("sample", "after", "disturbed"),
     [

@@ -88,6 +88,10 @@ class Meter:
         rates = (_dot_rate(pool, unit, _AGAIN, _DOT_AGAIN_SECONDS) for unit in native.UNITS)
         return self._keep(pool, read, *rates)
 
+    def best(self, pool: Pool) -> Limits:
+        """Of the run so far, at the level in use."""
+        return self.found[native.isa(), pool.threads]
+
     def _keep(self, pool: Pool, read: float, int8: float, bf16: float) -> Limits:
         rate = self._memory.nbytes / read / 1e9
         limits = Limits(pool.threads, native.isa(), rate, int8, bf16)

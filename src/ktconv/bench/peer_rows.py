@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ktconv import machine, native
-from ktconv.bench.limits import Limits, Meter
+from ktconv.bench.limits import Meter
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers import PeerError, Request, Result, Spec, available, measure
 from ktconv.bench.presets import Shape
@@ -91,12 +91,13 @@ def _measured(
         results.extend(measure(request))
     except PeerError as error:
         say(f"{spec.name}: left out, {error}")
-    after = meter.again(pool)
+    around = before, meter.again(pool)
     for result in results:
-        yield _row(spec, setting, result, before, after)
+        subject, sample, errors = _outcome(spec, setting, result)
+        yield judge(subject, sample, *around, errors, meter.best(pool))
 
 
-def _row(spec: Spec, setting: Setting, result: Result, before: Limits, after: Limits) -> Row:
+def _outcome(spec: Spec, setting: Setting, result: Result) -> tuple[Subject, Sample, Errors]:
     engine, _, method = spec.name.partition(" ")
     subject = Subject(
         engine=engine,
@@ -111,5 +112,4 @@ def _row(spec: Spec, setting: Setting, result: Result, before: Limits, after: Li
         isa="own",
     )
     sample = Sample(result.seconds, result.pairs, result.distinct)
-    errors = Errors(result.relative_error, result.source_error)
-    return judge(subject, sample, before, after, errors)
+    return subject, sample, Errors(result.relative_error, result.source_error)

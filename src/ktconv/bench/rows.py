@@ -111,14 +111,18 @@ def judge(
     before: Limits,
     after: Limits,
     errors: Errors,
+    best: Limits | None = None,
 ) -> Row:
-    """From times to a row, by the better of the limits measured before and after it."""
+    """From times to a row. Memory is that of right before or after it, whichever was faster: it
+    drifts where others use it. Arithmetic is the `best` of the run: it does not, and a short
+    measurement may meet somebody else's work."""
     limits, shape, unit = before.best(after), subject.shape, subject.unit
+    peak = max(limits.peak(unit), best.peak(unit) if best else 0.0)
     p10, median, p90 = (float(np.percentile(sample.seconds, p)) for p in (10, 50, 90))
     weights = sample.distinct * subject.expert_bytes
     operations = sample.pairs * shape.operations
     memory = weights / (limits.read_gb_s * 1e9)
-    compute = operations / (limits.peak(unit) * 1e9)
+    compute = operations / (peak * 1e9)
     bound, least = ("memory", memory) if memory >= compute else ("compute", compute)
     return Row(
         method=subject.method,
@@ -147,6 +151,6 @@ def judge(
         source_error=errors.source,
         kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,
-        peak_gops=limits.peak(unit),
+        peak_gops=peak,
         in_cache=subject.in_cache,
     )

@@ -306,4 +306,5 @@ def _row(
     errors = check(experts, batch, truth, pool)
     before = meter.again(pool)
     measured = sample(experts, batch, pool, effort)
-    return judge(subject, measured, before, meter.again(pool), errors)
+    after = meter.again(pool)
+    return judge(subject, measured, before, after, errors, meter.best(pool))
