@@ -20,10 +20,9 @@ static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
 
 /* The byte of (row n, column k) and by how much its nibble is shifted. */
 static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
-  const int64_t c = k % KT_TILE_COLS;
-  *shift = c < 16 ? 0 : 4;
-  return kt_half_tile_start(cols, KT_GINT4_HALF_TILE, n, k) + c % 16 / 4 * KT_LINE +
-         n % KT_HALF_ROWS * 4 + c % 4;
+  *shift = (int)(n % KT_STRIP / KT_HALF_ROWS * 4);
+  return kt_bf16_tile_start(cols, KT_GINT4_TILE, n, k) + k % KT_TILE_COLS / 4 * KT_LINE +
+         n % KT_HALF_ROWS * 4 + k % 4;
 }
 
 static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,

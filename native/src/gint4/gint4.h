@@ -6,15 +6,15 @@
  * integer; groups are added in ascending order by one fused operation each, the product of
  * scales being rounded first: the same bits on every level.
  *
- * Codes are stored plus 8. A packed line is 16 rows x 8 columns of a tile of 32 columns: byte
- * c (0..3) of the word of a row holds column 4p + c in its low and column 16 + 4p + c in its
- * high nibble, p being the number of the line in its half tile. */
+ * Codes are stored plus 8. A packed line is 32 rows x 4 columns of a tile of 32 columns: byte
+ * c of word r has column 4p + c of row r in its low and of row r + 16 in its high nibble, p
+ * being the number of the line in its tile. */
 #ifndef KT_GINT4_H
 #define KT_GINT4_H
 
 #include "../common/bf16_gemm.h"
 
-enum { KT_GINT4_HALF_TILE = 256, KT_GINT4_BIAS = 8 };
+enum { KT_GINT4_TILE = 512, KT_GINT4_BIAS = 8 };
 
 kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx512;
 

@@ -107,9 +107,14 @@ def test_packing(products: Products, kind: str, rows: int, cols: int) -> None:
 
 def test_elements(products: Products) -> None:
     """docs/formats.md 8.3 and 8.4."""
-    for kind, byte, shift in (("mxfp4-ue8m0", 2645, 0), ("gint4-32-bf16", 2646, 0)):
+    elements = (
+        ("mxfp4-ue8m0", 37, 2645, 0),
+        ("gint4-32-bf16", 37, 2646, 0),
+        ("gint4-32-bf16", 53, 2646, 4),
+    )
+    for kind, row, byte, shift in elements:
         codes = np.zeros((64, 96), np.uint8)
-        codes[37, 70] = 15
+        codes[row, 70] = 15
         layout = Layout.of(*KINDS[kind])
         scale = np.zeros((64, 3), np.uint8 if "ue8m0" in kind else np.uint16)
         packed = products.pack(layout, 64, 96, groups.nibbles(codes), scale).codes
@@ -143,6 +148,16 @@ def test_batch_independence(
     products.use(Layout.of(*KINDS[kind]), level)
     case = Case(products, kind, rows, cols, 4)
     assert_batch_independent(products, case.packed, case.rows_of(activations(96, cols, 5)))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16"])
+@pytest.mark.parametrize("cols", [32, 96, 2080, 7200])
+def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: int) -> None:
+    """The fewest tokens take MXFP4's groups in pairs."""
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, 64, cols, 8)
+    x = activations(13, cols, 9)
+    case.check(assert_batch_independent(products, case.packed, case.rows_of(x)), x)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-64-f32"])

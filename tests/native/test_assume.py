@@ -1,0 +1,58 @@
+"""KTCONV_ASSUME: a level that the CPU does not report, for runs under an emulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import amx
+import pytest
+from converting import ktconv
+
+from ktconv import native
+
+LEVELS = list(native.ISA_NAMES.values())
+
+
+def cpu(**changes: str) -> dict[str, Any]:
+    done = ktconv("doctor", "--json", **changes)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["cpu"]
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_claims_and_never_lowers(level: str) -> None:
+    plain = cpu(KTCONV_ASSUME="", KTCONV_ISA="")
+    claimed = cpu(KTCONV_ASSUME=level, KTCONV_ISA="")
+    highest = max(LEVELS.index(level), LEVELS.index(plain["levels"][-1]))
+    assert claimed["levels"] == LEVELS[: highest + 1]
+    assert claimed["level_in_use"] == LEVELS[highest]
+    assert claimed["features"] == plain["features"], "what the CPU reports stays what it is"
+
+
+def test_a_claimed_level_can_be_lowered() -> None:
+    found = cpu(KTCONV_ASSUME="amx", KTCONV_ISA="scalar")
+    assert (found["levels"], found["level_in_use"]) == (LEVELS, "scalar")
+
+
+@pytest.mark.parametrize("word", ["mmx", "AMX", "amx "])
+def test_unknown_name(word: str) -> None:
+    """The words name the variable that is wrong, and only that one."""
+    found = cpu(KTCONV_ASSUME=word, KTCONV_ISA="scalar")["level_in_use"]
+    assert f"KTCONV_ASSUME={word}" in found
+    assert "KTCONV_ISA" not in found
+
+
+def test_doctor_says_that_amx_is_claimed(emulator: amx.Emulator) -> None:
+    assert "KTCONV_ASSUME" in cpu(KTCONV_ASSUME="amx")["amx"]
+    assert "KTCONV_ASSUME" not in cpu(KTCONV_ASSUME="")["amx"]
+
+
+def test_under_the_emulator(emulator: amx.Emulator, tmp_path: Path) -> None:
+    """Preloaded, it leaves a report, also of a program that executed no tiles."""
+    report = tmp_path / "report"
+    found = cpu(**emulator.environment(report))
+    assert found["levels"] == LEVELS
+    assert amx.read_report(report).products == 0
