@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import ktconv
@@ -32,8 +33,9 @@ def measure(request: Request) -> Iterator[Result]:
         )
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(request.to_json())
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it ended at once; its last words say why
+                process.stdin.write(request.to_json())
+                process.stdin.close()
             done = 0
             for line in process.stdout:
                 facts = json.loads(line)
