@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,12 @@ def can_emulate() -> bool:
     x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
     beside = features["avx512_bf16"] and features["avx512_vbmi"]  # as every CPU with AMX has
     return x86_linux and beside and not features["amx_tile"] and bool(compiler())
+
+
+def kept_directory(config: pytest.Config, name: str) -> Path:
+    """For what is compiled: kept from run to run in pytest's cache, unless that is turned off."""
+    cache = getattr(config, "cache", None)
+    return cache.mkdir(name) if cache else Path(tempfile.mkdtemp(prefix=name))
 
 
 def load_emulator(cache: Path) -> Emulator | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from amx import EMULATOR, Emulator, load_emulator
+from amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[EMULATOR] = load_emulator(config.cache.mkdir("ktconv-amx"))
+    config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ static const kt_gemm *gemm_of(const kt_layout *layout) { return kt_gemm_of(layou
 
 int32_t kt_test_max_tokens(void) { return KT_MAX_TOKENS; }
 int32_t kt_test_max_strips(void) { return KT_MAX_STRIPS; }
+int32_t kt_test_max_products(void) { return KT_MAX_PRODUCTS; }
 int64_t kt_test_panel_size(void) { return KT_PANEL_SIZE; }
 
 /* Bytes from one activation row to the next. */

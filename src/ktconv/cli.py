@@ -523,7 +523,7 @@ def _errors_shown() -> Iterator[None]:
         _say(f"Error: the system refused{where}: {_sentence(error.strerror or str(error))}")
         raise typer.Exit(3) from None
     except MemoryError:
-        _say("Error: this machine has too little memory for the conversion.")
+        _say("Error: this machine has too little memory for this.")
         _say("Hint: use fewer --threads.")
         raise typer.Exit(3) from None
     except KeyboardInterrupt:

@@ -452,7 +452,10 @@ class Layer:
                 raise ValueError(f"{self.layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
             _expect(f"{name} codes", matrix.codes, size)
             setattr(entry, name, ffi.from_buffer(matrix.codes))
-            if matrix.scale is not None:
+            if scale_size := self.layout.scale_size(rows, cols):
+                if matrix.scale is None:
+                    raise ValueError(f"{name} has no scales")
+                _expect(f"{name} scales", matrix.scale, scale_size)
                 setattr(entry, f"{name}_scale", ffi.from_buffer(matrix.scale))
             if matrix.bias is not None:
                 _expect(f"{name} bias", matrix.bias, 4 * rows)

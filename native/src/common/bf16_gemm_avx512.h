@@ -39,28 +39,24 @@ typedef enum kt_form {
   KT_FORM_BF16,   /* halves */
   KT_FORM_CACHED, /* the same, but read in woven order: better unless they come from DRAM */
   KT_FORM_PANEL,  /* woven */
-  KT_FORM_FP8,    /* woven, two lines in one */
-  KT_FORM_MXFP4   /* woven, four lines in one */
+  KT_FORM_FP8     /* woven, two lines in one */
 } kt_form;
 
 /* Tables that decoders need, in registers. */
 typedef struct kt_line_tables {
   __m512i high0, high64, low0, low64; /* FP8: bytes of bf16 for 7-bit magnitudes */
-  __m512i words;                      /* MXFP4: bf16 of 16 codes, twice */
 } kt_line_tables;
 
-#define KT_LINES_OF(form) ((form) == KT_FORM_FP8 ? 2 : (form) == KT_FORM_MXFP4 ? 4 : 1)
+#define KT_LINES_OF(form) ((form) == KT_FORM_FP8 ? 2 : 1)
 #define KT_IS_WOVEN(form) ((form) >= KT_FORM_PANEL)
 
 /* Whether a first block of tokens prefetches its weights: it does where its arithmetic takes
  * about as long as DRAM, which hardware prefetchers then serve too late. From DRAM, with and
  * without (GB/s, K = 2048, one Zen 4 core of 33 GB/s): BF16 6 tokens 25.7 and 28.7, 8 tokens
  * 23.1 and 20.2, 12 tokens 16.1 and 13.3; FP8 1 token 30.1 and 29.3, 4 tokens 21.3 and 19.3,
- * 12 tokens 9.1 and 7.0; MXFP4 1 token 19.9 and 18.4, 4 tokens 12.0 and 9.2. */
+ * 12 tokens 9.1 and 7.0. */
 #define KT_PREFETCHES(form, tokens)                                                                \
-  ((form) == KT_FORM_BF16  ? (tokens) >= 8                                                         \
-   : (form) == KT_FORM_FP8 ? (tokens) >= 3                                                         \
-                           : (form) == KT_FORM_MXFP4)
+  ((form) == KT_FORM_BF16 ? (tokens) >= 8 : (form) == KT_FORM_FP8 && (tokens) >= 3)
 
 /* A packed FP8 line: in each 16 bytes, 8 of the one and 8 of the other. */
 KT_INLINE void kt_fp8_lines(const kt_line_tables *t, __m512i v, __m512i *line0, __m512i *line1) {
@@ -72,25 +68,13 @@ KT_INLINE void kt_fp8_lines(const kt_line_tables *t, __m512i v, __m512i *line0, 
   *line1 = _mm512_unpackhi_epi8(low, signed_high);
 }
 
-/* A packed MXFP4 line: nibbles 0 and 1, or 2 and 3, of each 16-bit word. VPERMW looks at 5
- * bits of a word: the nibble and one bit that the table ignores. */
-KT_INLINE void kt_mxfp4_lines(const kt_line_tables *t, __m512i v, const int upper, __m512i *line0,
-                              __m512i *line1) {
-  const __m512i v0 = upper ? _mm512_srli_epi16(v, 8) : v;
-  const __m512i v1 = upper ? _mm512_srli_epi16(v, 12) : _mm512_srli_epi16(v, 4);
-  *line0 = _mm512_permutexvar_epi16(v0, t->words);
-  *line1 = _mm512_permutexvar_epi16(v1, t->words);
-}
-
 /* Columns 2q and 2q+1 of both half tiles, q counted from `at`. */
 KT_INLINE void kt_both_lines(const kt_form form, const kt_line_tables *t, const uint8_t *at,
                              const int q, __m512i *line0, __m512i *line1) {
-  const int lines = KT_LINES_OF(form);
-  const __m512i v = _mm512_loadu_si512(at + (KT_IS_WOVEN(form) ? 2 * q / lines : q) * KT_LINE);
+  const int line = KT_IS_WOVEN(form) ? 2 * q / KT_LINES_OF(form) : q;
+  const __m512i v = _mm512_loadu_si512(at + line * KT_LINE);
   if (form == KT_FORM_FP8) {
     kt_fp8_lines(t, v, line0, line1);
-  } else if (form == KT_FORM_MXFP4) {
-    kt_mxfp4_lines(t, v, q % 2, line0, line1);
   } else {
     *line0 = v;
     *line1 = _mm512_loadu_si512(

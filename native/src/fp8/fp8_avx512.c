@@ -23,8 +23,9 @@ static kt_line_tables make_tables(void) {
 
 /* The panel holds the decoded lines of a K block and, behind them, the scales of a call: room
  * for as many columns as gemm.c lets pass. */
+enum { SCALED_STRIPS = 4 };
 _Static_assert(KT_BF16_K_BLOCK * KT_STRIP * 2 +
-                       KT_MAX_STRIPS * KT_STRIP * 4 * (KT_PANEL_SIZE / 8 / KT_FP8_BLOCK) <=
+                       SCALED_STRIPS * KT_STRIP * 4 * (KT_PANEL_SIZE / 8 / KT_FP8_BLOCK) <=
                    KT_PANEL_SIZE,
                "scales of a call lie in the panel");
 
@@ -46,15 +47,29 @@ static void scale_rows(const float *scale, int64_t tokens, float *out) {
   }
 }
 
+/* Scales per block of 128 x 128. */
+static void scaled_product(const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+                           int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
+                           float *out, uint8_t *panel) {
+  float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
+  for (int64_t first = 0; first < strips; first += SCALED_STRIPS) {
+    const int64_t left = strips - first, count = left < SCALED_STRIPS ? left : SCALED_STRIPS;
+    spread_scales(w, strip + first, count, scales);
+    kt_bf16_product(KT_FORM_FP8, tables, w, strip + first, count, KT_FP8_BLOCK, scales, x, stride,
+                    tokens, out + first * tokens * KT_STRIP, panel);
+  }
+}
+
 void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   const kt_line_tables tables = make_tables();
-  const int blocks = w->layout.group != 0;
-  float *const scales = (float *)(void *)(panel + KT_STRIP * KT_BF16_K_BLOCK * 2);
-  if (blocks) spread_scales(w, strip, strips, scales);
-  kt_bf16_product(KT_FORM_FP8, &tables, w, strip, strips, blocks ? KT_FP8_BLOCK : w->cols,
-                  blocks ? scales : NULL, x, stride, tokens, out, panel);
-  for (int64_t s = 0; !blocks && s < strips; s++)
+  if (w->layout.group) {
+    scaled_product(&tables, w, strip, strips, x, stride, tokens, out, panel);
+    return;
+  }
+  kt_bf16_product(KT_FORM_FP8, &tables, w, strip, strips, w->cols, NULL, x, stride, tokens, out,
+                  panel);
+  for (int64_t s = 0; s < strips; s++)
     scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
                out + s * tokens * KT_STRIP);
 }

@@ -11,8 +11,9 @@
 
 enum {
   KT_STRIP = 32,                 /* rows of a strip */
-  KT_MAX_STRIPS = 4,             /* strips of one product call */
+  KT_MAX_STRIPS = 16,            /* strips of one product call */
   KT_MAX_TOKENS = 96,            /* activation rows of one product call */
+  KT_MAX_PRODUCTS = 4 * 96,      /* strips * activation rows of one product call */
   KT_PANEL_SIZE = 32 * 4096 * 2, /* bytes of scratch of one product call */
   KT_LEVELS = KT_ISA_AMX + 1
 };
@@ -33,10 +34,10 @@ typedef enum kt_rows_kind {
 } kt_rows_kind;
 
 /* out[s][t][r] = sum over k of w[32 * (strip + s) + r][k] * x[t][k], scales applied, for
- * s < strips <= KT_MAX_STRIPS, t < tokens <= KT_MAX_TOKENS, r < 32: binary32, 64-byte
- * aligned, s-major with t rows of 32. x: rows of the format's kind, 64-byte aligned, stride a
- * multiple of 64. panel: KT_PANEL_SIZE bytes, 64-byte aligned, the thread's own. out may hold
- * unfinished sums during the call.
+ * s < strips <= KT_MAX_STRIPS, t < tokens <= KT_MAX_TOKENS, strips * tokens <=
+ * KT_MAX_PRODUCTS, r < 32: binary32, 64-byte aligned, s-major with t rows of 32. x: rows of the
+ * format's kind, 64-byte aligned, stride a multiple of 64. panel: KT_PANEL_SIZE bytes, 64-byte
+ * aligned, the thread's own. out may hold unfinished sums during the call.
  *
  * The value of an element depends on its row of w and its row of x alone: not on
  * strips, tokens or the position among them. So results do not depend on the batch. */

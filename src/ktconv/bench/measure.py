@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -23,7 +23,7 @@ from ktconv.native import Pool
 
 Array = NDArray[Any]
 
-_WARM_UP = 2
+WARM_UP = 2
 _LEAST_ITERATIONS, _PATIENCE = 5, 10  # the latter: times --seconds before giving up on more
 _MOST_ROUTINGS, _KEPT_IDS = 512, 1 << 21  # drawn before timing starts
 _CHECKED_TOKENS = 3
@@ -56,7 +56,7 @@ def make_batch(
     weights /= weights.sum(axis=1, keepdims=True)
     count = max(1, min(_MOST_ROUTINGS, _KEPT_IDS // (tokens * top_k)))
     if effort.iterations:
-        count = min(count, _WARM_UP + effort.iterations)
+        count = min(count, WARM_UP + effort.iterations)
     return Batch(x, weights, list(islice(ids, count)))
 
 
@@ -90,18 +90,18 @@ class Truth:
 def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Errors:
     """Raises VerificationError if the kernel is wrong: then it is not timed."""
     y = bf16_to_f32(experts.forward(batch.x, batch.ids[0], batch.weights, pool)[truth.tokens])
-    error = _relative(y, truth.rounded)
+    error = relative_error(y, truth.rounded)
     if not error <= KERNEL_BOUND:
         raise VerificationError(
             f"the {experts.method.name} kernel is wrong: relative error {error:.2g} against "
             f"float32, at most {KERNEL_BOUND:g} is right",
             "please report this with the output of ktconv doctor",
         )
-    source = None if truth.source is None else _relative(y, truth.source)
-    return Errors(_relative(y, truth.packed), source, error)
+    source = None if truth.source is None else relative_error(y, truth.source)
+    return Errors(relative_error(y, truth.packed), source, error)
 
 
-def _relative(got: Array, expected: Array) -> float:
+def relative_error(got: Array, expected: Array) -> float:
     return float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
 
 
@@ -111,28 +111,45 @@ def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample
     tokens, top_k = batch.weights.shape
     scratch = experts.layer.scratch(tokens, top_k, pool)
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
-    for call in calls[:_WARM_UP] if effort.iterations is None else calls[:1]:
+    for call in calls[:WARM_UP] if effort.iterations is None else calls[:1]:
         call()
+    others = _Others()
+    times = timed(calls, effort)
+    taken = others.share()
+    pairs, distinct = routed(batch, len(times))
+    return Sample(times, pairs, distinct, taken)
+
+
+def timed(calls: Sequence[Callable[[], None]], effort: Effort) -> tuple[float, ...]:
+    """Seconds of each iteration; call i of n is the one with the batch's ids i."""
     times: list[float] = []
-    others, start = _Others(), time.perf_counter()
-    while not _enough(times, time.perf_counter() - start, effort):
-        call = calls[(len(times) + _WARM_UP) % len(calls)]
+    start = time.perf_counter()
+    while not _enough(len(times), time.perf_counter() - start, effort):
+        call = calls[_turn(len(times), len(calls))]
         before = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - before) / 1e9)
-    taken = others.share()
-    used = [batch.ids[(i + _WARM_UP) % len(calls)] for i in range(min(len(times), len(calls)))]
+    return tuple(times)
+
+
+def routed(batch: Batch, iterations: int) -> tuple[float, float]:
+    """Means over the iterations of `timed`: pairs of token and expert, distinct experts."""
+    used = [batch.ids[_turn(i, len(batch.ids))] for i in range(min(iterations, len(batch.ids)))]
     pairs = float(np.mean([np.count_nonzero(ids >= 0) for ids in used]))
     distinct = float(np.mean([len(np.unique(ids[ids >= 0])) for ids in used]))
-    return Sample(tuple(times), pairs, distinct, taken)
+    return pairs, distinct
 
 
-def _enough(times: list[float], elapsed: float, effort: Effort) -> bool:
+def _turn(iteration: int, routings: int) -> int:
+    return (iteration + WARM_UP) % routings
+
+
+def _enough(count: int, elapsed: float, effort: Effort) -> bool:
     if effort.iterations:
-        return len(times) >= effort.iterations
-    if elapsed < effort.seconds or not times:
+        return count >= effort.iterations
+    if elapsed < effort.seconds or not count:
         return False
-    return len(times) >= _LEAST_ITERATIONS or elapsed >= _PATIENCE * effort.seconds
+    return count >= _LEAST_ITERATIONS or elapsed >= _PATIENCE * effort.seconds
 
 
 class _Others:

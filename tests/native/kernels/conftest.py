@@ -15,7 +15,7 @@ def products(pytestconfig: pytest.Config) -> Products:
     compiler = Products.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    library = compile_products(compiler, pytestconfig.cache.mkdir("ktconv-products"))
+    library = compile_products(compiler, amx.kept_directory(pytestconfig, "ktconv-products"))
     emulated = pytestconfig.stash[amx.EMULATOR] is not None
     with amx.claimed() if emulated else contextlib.nullcontext():
         return Products(library)

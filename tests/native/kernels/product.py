@@ -162,6 +162,7 @@ class Products:
         self._lib.kt_isa_active()  # the levels are read once: now
         self.max_tokens = int(self._lib.kt_test_max_tokens())
         self.max_strips = int(self._lib.kt_test_max_strips())
+        self.max_products = int(self._lib.kt_test_max_products())
         self._panel = guarded_copy(np.full(self._lib.kt_test_panel_size(), 0xA5, np.uint8))
 
     @staticmethod
@@ -243,7 +244,8 @@ class Products:
         parts: list[F32] = []
         strip = 0
         while strip < w.strips:
-            strips = min(1 + strip % self.max_strips, w.strips - strip)
+            most = min(self.max_strips, self.max_products // len(x))
+            strips = min(1 + strip % most, w.strips - strip)
             parts.append(self.product(w, x, strip, strips))
             strip += strips
         return np.concatenate(parts, axis=1)
