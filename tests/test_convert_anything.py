@@ -34,7 +34,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ktconv import tasks
+from ktconv import matrix_reader
 from ktconv.checkpoint import PROJECTIONS
 
 Floats = NDArray[np.float32]
@@ -200,12 +200,12 @@ def test_anything(case: dict[str, Any]) -> None:
         options = {key: case[key] for key in ("method", "numa", "layout", "experts_only")}
         if case["max_shard_size"]:
             options["max_shard_size"] = largest(experts) * case["max_shard_size"]
-        before = tasks.CHUNK_BYTES, tasks.STRIDED_CHUNK_BYTES
-        tasks.CHUNK_BYTES = tasks.STRIDED_CHUNK_BYTES = case["chunk"]
+        before = matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES
+        matrix_reader.CHUNK_BYTES = matrix_reader.STRIDED_CHUNK_BYTES = case["chunk"]
         try:
             convert(model, root / "out", **options, threads=case["threads"], verify=case["verify"])
         finally:
-            tasks.CHUNK_BYTES, tasks.STRIDED_CHUNK_BYTES = before
+            matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES = before
         others = (
             {} if case["experts_only"] else {new: raw(tensor) for new, tensor in OTHERS.values()}
         )

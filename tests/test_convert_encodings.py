@@ -26,7 +26,7 @@ from families import (
 )
 from numpy.typing import NDArray
 
-from ktconv import tasks
+from ktconv import matrix_reader, tasks
 from ktconv.formats.decode import round_to_bf16
 
 SOURCE = "model.layers.0.mlp.experts"
@@ -225,8 +225,8 @@ def test_fused_orientations(hidden: int, inner: int, transposed: bool, tmp_path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one row block, so that tiny matrices have several."""
-    monkeypatch.setattr(tasks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(tasks, "STRIDED_CHUNK_BYTES", 1)
+    monkeypatch.setattr(matrix_reader, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(matrix_reader, "STRIDED_CHUNK_BYTES", 1)
     monkeypatch.setattr(tasks, "COPY_BYTES", 100)
 
 
@@ -274,7 +274,7 @@ def test_more_columns_than_a_block(
 
 def test_layers_of_different_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An MTP layer may be stored otherwise than the decoder; buffers must fit both."""
-    monkeypatch.setattr(tasks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(matrix_reader, "CHUNK_BYTES", 1)
     weights = {0: random_weights(256, 512, 2, seed=1), 1: random_weights(256, 512, 2, seed=2)}
     tensors = numbered("model.layers.0.mlp.experts", weights[0])
     tensors |= fused("mtp.layers.0.mlp.experts", weights[1], transposed=True)

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint, read_header
-from ktconv.errors import CheckpointError
-from ktconv.formats import (
-    FORMATS,
-    KINDS,
-    PROJECTIONS,
-    Format,
-    Kind,
-    Projection,
-    TensorId,
-    packed_shape,
-    parse_kt_path,
-    parse_tensor_name,
-    tensor_name,
-)
+from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
+from ktconv.packed import Geometry, PackedWeights, name_of, open_packed
 from ktconv.units import format_ranges
 from ktconv.writer.finish import INDEX, MANIFEST, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, parse_record
-
-_LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
 
 def inspect_path(path: str) -> dict[str, Any]:
@@ -37,7 +21,7 @@ def inspect_path(path: str) -> dict[str, Any]:
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
-        found = _packed_tensors(directory)
+        found = open_packed(directory)
         if found.tensors or read_manifest(directory) is not None:
             return _converted(directory, found)
     return _source(open_checkpoint(path))
@@ -97,73 +81,12 @@ def _unfinished(directory: Path) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Packed:
-    """The packed expert tensors of a directory, and files that cannot be what they claim."""
-
-    tensors: dict[TensorId, int] = field(default_factory=dict)  # tensor -> bytes
-    damaged: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Of one layer, as the sizes of most of its tensors say."""
-
-    experts: int
-    parts: int
-    hidden: int
-    intermediate: int
-    format: Format | None  # None: no known format has such sizes
-
-    def nbytes(self, proj: Projection, kind: Kind) -> int | None:
-        if self.format is None:
-            return None
-        rows, cols = packed_shape(proj, self.hidden, self.intermediate, self.parts)
-        if kind == "scale":
-            return self.format.scale_nbytes(rows)
-        return self.format.weight_nbytes(rows, cols)
-
-
-def _packed_tensors(directory: Path) -> Packed:
-    """Everything in shards, or in layer folders where there is no shard."""
-    found = Packed()
-    shards = sorted(directory.glob("*.safetensors"))
-    for shard in shards:
-        try:
-            tensors = read_header(shard).tensors
-        except CheckpointError:
-            found.damaged.add(shard.name)
-            continue
-        for tensor in tensors:
-            if (name := parse_tensor_name(tensor.name)) is not None:
-                found.tensors[name] = tensor.nbytes
-    if not shards:
-        _add_folders(directory, found)
-    return found
-
-
-def _add_folders(directory: Path, found: Packed) -> None:
-    for folder in directory.iterdir():
-        if not _LAYER_FOLDER.fullmatch(folder.name):
-            continue
-        for path in folder.glob("_numa_*/*.kt"):
-            name = path.relative_to(directory).as_posix()
-            if (file := parse_kt_path(name)) is None:
-                continue
-            found.tensors[file.tensor] = path.stat().st_size
-            if path.stat().st_size != file.nbytes:
-                found.damaged.add(name)
-
-
-def _converted(directory: Path, found: Packed) -> dict[str, Any]:
-    packed, manifest = found.tensors, read_manifest(directory)
-    by_layer: dict[int, dict[TensorId, int]] = defaultdict(dict)
-    for key, size in packed.items():
-        by_layer[key.layer][key] = size
-    layers = {index: _geometry(tensors) for index, tensors in sorted(by_layer.items())}
+def _converted(directory: Path, found: PackedWeights) -> dict[str, Any]:
+    packed = {tensor: place.nbytes for tensor, place in found.tensors.items()}
+    manifest, layers = read_manifest(directory), found.layers
     missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
     odd = [key for key, size in packed.items() if _is_odd(key, size, layers[key.layer])]
-    damaged = sorted(found.damaged | set(_damaged(directory, manifest)))
+    damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
     formats = sorted({layer.format.name for layer in layers.values() if layer.format})
     return {
         "schema": 1,
@@ -179,35 +102,12 @@ def _converted(directory: Path, found: Packed) -> dict[str, Any]:
         "intermediate_size": sorted({layer.intermediate for layer in layers.values()}),
         "expert_bytes": sum(packed.values()),
         "missing_tensors": len(missing),
-        "first_missing": _name(missing[0]) if missing else None,
+        "first_missing": name_of(missing[0]) if missing else None,
         "wrong_sizes": len(odd),
-        "first_wrong_size": _name(odd[0]) if odd else None,
+        "first_wrong_size": name_of(odd[0]) if odd else None,
         "damaged_files": damaged,
         "complete": bool(formats) and not (missing or odd or damaged),
     }
-
-
-def _name(key: TensorId) -> str:
-    return tensor_name(key.layer, key.proj, key.expert, key.part, key.kind)
-
-
-def _geometry(tensors: Mapping[TensorId, int]) -> Geometry:
-    def usual(proj: Projection, kind: Kind) -> int:
-        sizes = Counter(
-            size for key, size in tensors.items() if (key.proj, key.kind) == (proj, kind)
-        )
-        return sizes.most_common(1)[0][0] if sizes else 0
-
-    rows, cols = usual("gate", "scale") // 4, usual("down", "scale") // 4
-    weight = usual("gate", "weight")
-    parts = max(key.part for key in tensors) + 1
-    known = [
-        fmt
-        for fmt in FORMATS.values()
-        if fmt.check(cols, rows * parts, parts) is None and fmt.weight_nbytes(rows, cols) == weight
-    ]
-    experts = max(key.expert for key in tensors) + 1
-    return Geometry(experts, parts, cols, rows * parts, known[0] if known else None)
 
 
 def _expected(
@@ -215,15 +115,9 @@ def _expected(
 ) -> Iterator[TensorId]:
     """What should be there: by manifest or index if there is one, and no gaps in any case."""
     listed = {name for name in map(parse_tensor_name, _listed(directory, manifest)) if name}
-    yield from sorted(listed, key=_name)
+    yield from sorted(listed, key=name_of)
     for index, layer in layers.items():
-        for expert in range(layer.experts):
-            for part in range(layer.parts):
-                for proj in PROJECTIONS:
-                    for kind in KINDS:
-                        key = TensorId(index, proj, expert, part, kind)
-                        if key not in listed:
-                            yield key
+        yield from (key for key in layer.tensors(index) if key not in listed)
 
 
 def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:

@@ -251,6 +251,61 @@ def quantize_pack(
         np.copyto(scale, floats)
 
 
+@dataclass(slots=True)
+class Audit:
+    """What `audit` found in some rows: sums over all elements, and maxima of each row."""
+
+    squared_source: float
+    squared_error: float
+    squared_value: float
+    zeros: int
+    invalid: int  # codes outside the format's range
+    row_error: Array  # float32 [rows]: largest |source - dequantized|
+    row_amax: Array  # float32 [rows]: largest |source|
+
+
+def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, scale: Array) -> Audit:
+    """Compares rows from `first` on of a packed matrix [rows, cols] with their source.
+
+    `packed` (uint8) and `scale` (float32 [rows]) are those of the whole matrix. Shares no code
+    with quantize and pack.
+    """
+    _expect("packed", packed, packed_size(format, rows, source.cols))
+    _expect("scale", scale, 4 * rows)
+    error, amax = np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
+    sums = ffi.new("kt_audit *")
+    status = lib.kt_audit_run(
+        FORMATS[format],
+        source.c,
+        rows,
+        first,
+        _bytes(packed),
+        ffi.cast("float *", ffi.from_buffer(_aligned_floats(scale))),
+        ffi.cast("float *", ffi.from_buffer(error)),
+        ffi.cast("float *", ffi.from_buffer(amax)),
+        sums,
+    )
+    _check(status)
+    return Audit(
+        sums.squared_source,
+        sums.squared_error,
+        sums.squared_value,
+        sums.zeros,
+        sums.invalid,
+        error,
+        amax,
+    )
+
+
+def audit_codes(format: str, packed: Array, rows: int, cols: int) -> Array:
+    """`unpack` by the audit's own path."""
+    _expect("packed", packed, packed_size(format, rows, cols))
+    codes = np.empty((rows, cols), np.int8)
+    target = ffi.cast("int8_t *", ffi.from_buffer(codes))
+    _check(lib.kt_audit_codes(FORMATS[format], _bytes(packed), rows, cols, target))
+    return codes
+
+
 def measure(
     format: str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
 ) -> ErrorSums:

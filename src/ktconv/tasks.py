@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,51 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv import native
-from ktconv.checkpoint import (
-    BlockScale,
-    ExpertMatrix,
-    MoELayer,
-    Projection,
-    TensorRef,
-    load_block_scale,
-    scale_span,
-)
+from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, Format, packed_shape, tensor_name
+from ktconv.matrix_reader import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
 from ktconv.pipeline import Span
 from ktconv.plan import Options, matrix_source_bytes
-from ktconv.source import BOUNCE_BYTES, Runs, SourceReader
+from ktconv.source import BOUNCE_BYTES, SourceReader
 from ktconv.writer.staging import Staging
 
-CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
-STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
-ROWS_STEP = 128  # chunks are whole row blocks of every format
 COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
-ITEM_SIZE = {dtype: size for dtype, (_, size) in native.DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows `start`..`stop` of a matrix, all of one part for gate and up."""
-
-    start: int
-    stop: int
-
-
-def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[Chunk]:
-    """Cuts a matrix into chunks that fit the buffers; parts of `part_rows` rows stay apart."""
-    rows = chunk_rows(matrix)
-    for part in range(0, matrix.rows, part_rows):
-        for start in range(part, part + part_rows, rows):
-            yield Chunk(start, min(start + rows, part + part_rows))
-
-
-def chunk_rows(matrix: ExpertMatrix) -> int:
-    """Rows per chunk: as many whole row blocks as the target holds, at least one."""
-    target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
-    row_bytes = matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
-    return max(1, target // (row_bytes * ROWS_STEP)) * ROWS_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +115,20 @@ class QuantizeTask:
         rows, _ = self._packed_shape()
         parts = [Part(rows) for _ in range(self.options.numa)]
         remaining = self.source_bytes
-        with self.reader.open(self.matrix.tensor.file) as fd:
-            grid = self._load_scales()
+        source = self._source()
+        with source.open() as fd:
+            grid = source.load_scales()
             part_rows = self.matrix.rows if self.proj == "down" else rows
             for chunk in chunks(self.matrix, part_rows):
-                count = self._read(fd, chunk, buffers)
+                count = source.read(fd, chunk, buffers.source, buffers.bounce)
                 self._convert(chunk, grid, parts, staging, buffers)
                 remaining -= count
                 advance(count)
         advance(remaining)  # block scales
         return self._finish(parts, staging)
+
+    def _source(self) -> MatrixReader:
+        return MatrixReader(self.reader, self.matrix, self.options.compat)
 
     def _packed_shape(self) -> tuple[int, int]:
         layer = self.layer
@@ -169,63 +139,10 @@ class QuantizeTask:
     def _name(self, part: int, kind: Any) -> str:
         return tensor_name(self.layer.index, self.proj, self.expert, part, kind)
 
-    def _load_scales(self) -> npt.NDArray[np.float32] | None:
-        scale = self.matrix.scale
-        if scale is None:
-            return None
-        rows, cols = self.matrix.rows, self.matrix.cols
-        offset, nbytes = scale_span(scale, rows, cols)
-        data = bytearray(nbytes)
-        with self.reader.open(scale.tensor.file) as fd:
-            self.reader.read(fd, scale.tensor, memoryview(data), offset)
-        return load_block_scale(scale, rows, cols, data)
-
-    def _read(self, fd: int, chunk: Chunk, buffers: Buffers) -> int:
-        """The chunk's elements, densely packed in its own orientation; bytes read."""
-        matrix, size = self.matrix, ITEM_SIZE[self.matrix.tensor.dtype]
-        rows = chunk.stop - chunk.start
-        target = buffers.source.data[: rows * matrix.cols * size]
-        if matrix.col_stride == 1:
-            runs, run_length, stride = rows, matrix.cols, matrix.row_stride
-        else:
-            runs, run_length, stride = matrix.cols, rows, matrix.col_stride
-        start = (matrix.start + chunk.start * matrix.row_stride) * size
-        where = Runs(start, run_length * size, stride * size, runs)
-        self.reader.read_runs(fd, matrix.tensor, target, where, buffers.bounce.data)
-        return len(target)
-
-    def _view(
-        self,
-        chunk: Chunk,
-        grid: npt.NDArray[np.float32] | None,
-        part: int,
-        buffers: Buffers,
-    ) -> native.Matrix:
-        """The share of `part` in the chunk that lies in the source buffer."""
-        matrix, (_, cols) = self.matrix, self._packed_shape()
-        first_col = part * cols if self.proj == "down" else 0
-        rows = chunk.stop - chunk.start
-        dense = matrix.col_stride == 1
-        row_stride, col_stride = (matrix.cols, 1) if dense else (1, rows)
-        scale = matrix.scale
-        return native.Matrix(
-            buffers.source,
-            matrix.tensor.dtype,
-            rows,
-            cols,
-            start=first_col * col_stride,
-            row_stride=row_stride,
-            col_stride=col_stride,
-            block_scale=grid,
-            block=(scale.block_rows, scale.block_cols) if scale else (1, 1),
-            origin=_origin(scale, chunk.start, first_col),
-            round_to_bf16=self.options.compat,
-        )
-
     def _convert(
         self,
         chunk: Chunk,
-        grid: npt.NDArray[np.float32] | None,
+        grid: Grid | None,
         parts: Sequence[Part],
         staging: Staging,
         buffers: Buffers,
@@ -233,7 +150,9 @@ class QuantizeTask:
         rows, cols = self._packed_shape()
         touched = range(len(parts)) if self.proj == "down" else [chunk.start // rows]
         for index in touched:
-            view, part = self._view(chunk, grid, index, buffers), parts[index]
+            first_col = index * cols if self.proj == "down" else 0
+            view = self._source().view(chunk, grid, buffers.source, first_col, cols)
+            part = parts[index]
             packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
             scale = part.scale[part.rows_done : part.rows_done + view.rows]
             try:
@@ -314,16 +233,6 @@ class QuantizeTask:
             }
             records[name] = {"sha256": hashlib.sha256(scale.data).hexdigest()}
         return records
-
-
-def _origin(scale: BlockScale | None, row: int, col: int) -> tuple[int, int]:
-    """Where element (row, col) of a matrix lies in its grid of block scales, in elements.
-
-    `load_block_scale` starts the grid at the block of element (0, 0).
-    """
-    if scale is None:
-        return 0, 0
-    return scale.row_origin % scale.block_rows + row, scale.col_origin % scale.block_cols + col
 
 
 def _rounded(value: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import TensorId, parse_tensor_name, tensor_name
+from ktconv.formats import KINDS, PROJECTIONS, TensorId
 from ktconv.moe.experts import Experts, Matrices
 from ktconv.moe.methods import METHODS, Method
 from ktconv.native import Activation, Projection
+from ktconv.packed import PackedWeights, map_file, open_packed
 
 Array = NDArray[Any]
 
@@ -57,17 +56,20 @@ def experts_per_token(directory: Path) -> int:
 
 
 def moe_layers(directory: Path) -> list[int]:
-    """Layers whose packed experts lie in the shards of `directory`."""
-    return sorted({tensor.layer for tensor in _map_layer(directory, None)})
+    """Layers whose packed experts lie in `directory`."""
+    return list(open_packed(directory).layers)
 
 
 def open_experts(directory: Path, layer: int | None = None) -> Experts:
-    """One layer's experts (the first that has some, if not told), from safetensors shards.
+    """One layer's experts (the first that has some, if not told), of shards or layer folders.
 
     Method, sizes and number of parts follow from the tensors' sizes. Raises CheckpointError if
     tensors are missing or contradict each other, UsageError if there is no such layer.
     """
-    layers = moe_layers(directory)
+    packed = open_packed(directory)
+    layers = list(packed.layers)
+    if packed.damaged:
+        raise CheckpointError(next(iter(packed.damaged.values())), "convert it again")
     if not layers:
         raise CheckpointError(
             f"{directory} holds no packed experts", "give an OUTPUT of ktconv quantize-cpu"
@@ -75,8 +77,7 @@ def open_experts(directory: Path, layer: int | None = None) -> Experts:
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    tensors = _map_layer(directory, wanted)
-    return _assemble(directory, wanted, tensors, activation_of(_config(directory)))
+    return packed_experts(packed, wanted, activation_of(_config(directory)))
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -91,84 +92,64 @@ def _config(directory: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _map_layer(directory: Path, layer: int | None) -> dict[TensorId, Array]:
-    """Views of the packed tensors, uint8; of all layers if not told which."""
-    found: dict[TensorId, Array] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        header = read_header(path)
-        names = {
-            tensor: ref
-            for ref in header.tensors
-            if (tensor := parse_tensor_name(ref.name)) is not None
-            and (layer is None or tensor.layer == layer)
-        }
-        if not names:
-            continue
-        with path.open("rb") as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-        for tensor, ref in names.items():
-            found[tensor] = memory[ref.offset : ref.offset + ref.nbytes]
-    return found
-
-
-def _assemble(
-    directory: Path, layer: int, tensors: dict[TensorId, Array], activation: Activation
-) -> Experts:
-    experts = 1 + max(tensor.expert for tensor in tensors)
-    parts = 1 + max(tensor.part for tensor in tensors)
-
-    def get(proj: Any, expert: int, part: int, kind: Any) -> Array:
-        memory = tensors.get(TensorId(layer, proj, expert, part, kind))
-        if memory is None:
-            name = tensor_name(layer, proj, expert, part, kind)
-            raise CheckpointError(f"{directory} lacks {name}", "convert it again")
-        return memory
-
-    width = get("gate", 0, 0, "scale").nbytes // 4
-    hidden = get("down", 0, 0, "scale").nbytes // 4
-    method = _method_of(directory, get("gate", 0, 0, "weight").nbytes, width, hidden)
+def packed_experts(packed: PackedWeights, layer: int, activation: Activation) -> Experts:
+    """One layer of packed weights that are open already."""
+    geometry = packed.geometry(layer)
+    assert geometry.format is not None  # what geometry() sees to
+    method = METHODS[geometry.format.key]
+    shapes = [geometry.shape(proj) for proj in PROJECTIONS]
+    mapped = _Mapped(packed)
 
     def projection(proj: Any, expert: int, part: int) -> Projection:
-        scale = get(proj, expert, part, "scale")
-        if scale.nbytes != 4 * (hidden if proj == "down" else width):
-            name = tensor_name(layer, proj, expert, part, "scale")
-            raise CheckpointError(f"{name} of {directory} has {scale.nbytes} bytes")
-        aligned = scale if scale.ctypes.data % 4 == 0 else scale.copy()
-        return Projection(get(proj, expert, part, "weight"), aligned)
+        weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
+        return Projection(weight, scale if scale.ctypes.data % 4 == 0 else scale.copy())
 
     rows: list[list[tuple[Projection, Projection, Projection] | None]] = [
         [
             (projection("gate", e, p), projection("up", e, p), projection("down", e, p))
-            for e in range(experts)
+            for e in range(geometry.experts)
         ]
-        for p in range(parts)
+        for p in range(geometry.parts)
     ]
     try:
-        made = native.Layer(method.layout, activation, hidden, width * parts, rows)
+        made = native.Layer(method.layout, activation, geometry.hidden, geometry.intermediate, rows)
     except ValueError as error:
         raise CheckpointError(
-            f"layer {layer} of {directory}: {error}", "convert it again"
+            f"layer {layer} of {packed.directory}: {error}", "convert it again"
         ) from None
     return Experts(
-        method, made, activation, range(experts), lambda e: _values(method, rows, e, width, hidden)
+        method,
+        made,
+        activation,
+        range(geometry.experts),
+        lambda e: _values(method, rows, e, shapes),
     )
 
 
-def _method_of(directory: Path, nbytes: int, rows: int, cols: int) -> Method:
-    for name in ("int4", "int8"):
-        if METHODS[name].layout.weight_size(rows, cols) == nbytes:
-            return METHODS[name]
-    raise CheckpointError(f"{directory} holds weights of a format that the kernels do not know")
+class _Mapped:
+    """Tensors, each file mapped once."""
+
+    def __init__(self, packed: PackedWeights) -> None:
+        self._packed = packed
+        self._files: dict[Path, Array] = {}
+
+    def get(self, tensor: TensorId) -> Array:
+        place = self._packed.place(tensor)
+        if place.file not in self._files:
+            self._files[place.file] = map_file(place.file)
+        return self._files[place.file][place.offset : place.offset + place.nbytes]
 
 
-def _values(method: Method, rows: list[Any], expert: int, width: int, hidden: int) -> Matrices:
-    shapes = ((width, hidden), (width, hidden), (hidden, width))
+def _values(
+    method: Method, rows: list[Any], expert: int, shapes: list[tuple[int, int]]
+) -> Matrices:
+    """What the packed weights stand for, unpacked by a path of its own."""
     step = np.float32(16 if method.name == "int4" else 1)
     parts = []
     for row in rows:
         matrices = []
         for matrix, shape in zip(row[expert], shapes, strict=True):
-            codes = native.unpack(method.name, np.ascontiguousarray(matrix.codes), *shape)
+            codes = native.audit_codes(method.name, np.ascontiguousarray(matrix.codes), *shape)
             matrices.append(codes * (matrix.scale.view(np.float32) * step)[:, None])
         parts.append(matrices)
     gates, ups, downs = zip(*parts, strict=True)

@@ -1,0 +1,36 @@
+/* audit.h - proof of packed weights from their specification alone.
+ *
+ * Nothing here is shared with what packs: places follow from the byte formula of
+ * docs/formats.md, source values from the definition of their number formats. One loop, one
+ * file per level: the compiler makes of it what the level allows, and since sums have lanes
+ * of their own the results have the same bits everywhere. */
+#ifndef KT_AUDIT_H
+#define KT_AUDIT_H
+
+#include "ktconv.h"
+
+enum {
+  KT_AUDIT_ROWS = 16, /* rows of half a tile */
+  KT_AUDIT_COLS = 64, /* columns that its 1024 bytes hold, once (INT8) or twice (INT4) */
+  KT_AUDIT_HALF = KT_AUDIT_ROWS * KT_AUDIT_COLS
+};
+
+/* One pass over rows `first` .. first + m->rows of a packed matrix [rows, m->cols]. */
+typedef struct kt_audit_job {
+  int32_t int4;
+  const kt_matrix *source;
+  int64_t rows, first;
+  const uint8_t *packed;
+  const float *scale;
+  float *row_error, *row_amax;
+  float f8[256]; /* the values of E4M3, filled by the pass */
+} kt_audit_job;
+
+typedef void kt_audit_fn(kt_audit_job *job, kt_audit *audit);
+kt_audit_fn kt_audit_scalar, kt_audit_avx512;
+
+typedef void kt_audit_codes_fn(int int4, const uint8_t *packed, int64_t rows, int64_t cols,
+                               int8_t *codes);
+kt_audit_codes_fn kt_audit_codes_scalar;
+
+#endif

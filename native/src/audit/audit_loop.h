@@ -1,0 +1,271 @@
+/* audit_loop.h - the pass, included by one file per level. See audit.h. */
+#ifndef KT_AUDIT_LOOP_H
+#define KT_AUDIT_LOOP_H
+
+#include "audit.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+/* ---- Where half a tile begins: section 1 of docs/formats.md ---------------- */
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Byte of element (row, col), both multiples of 16 rows and of a tile's columns. */
+static int64_t half_tile_at(int int4, int64_t rows, int64_t cols, int64_t row, int64_t col) {
+  const int64_t row_block = int4 ? 128 : 64, col_block = 3584;
+  const int64_t nb = row / row_block * row_block, ns = least(row_block, rows - nb);
+  const int64_t kb = col / col_block * col_block, ks = least(col_block, cols - kb);
+  const int64_t strip = (row - nb) / 32 * 32, half = (row - nb) % 32 / 16;
+  const int64_t elements = nb * cols + kb * ns + strip * ks + (col - kb) * 32;
+  return (int4 ? elements / 2 : elements) + half * KT_AUDIT_HALF;
+}
+
+/* Group g of 64 bytes holds columns 4g .. 4g + 3 of the 16 rows, one row after the other. */
+static void bytes_by_row(const uint8_t *half, uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
+  for (int g = 0; g < KT_AUDIT_COLS / 4; g++)
+    for (int r = 0; r < KT_AUDIT_ROWS; r++) memcpy(&bytes[r][4 * g], half + 64 * g + 4 * r, 4);
+}
+
+/* Low (0) or high (1) nibbles as numbers -8..7. */
+static void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], int high,
+                    int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
+  for (int r = 0; r < KT_AUDIT_ROWS; r++)
+    for (int c = 0; c < KT_AUDIT_COLS; c++) {
+      const int nibble = (bytes[r][c] >> (high ? 4 : 0)) & 15;
+      codes[r][c] = (int8_t)((nibble ^ 8) - 8);
+    }
+}
+
+/* ---- Source values ---------------------------------------------------------- */
+
+static float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* binary16: 1 sign, 5 exponent (bias 15), 10 mantissa bits; denormals become normal. */
+static float f16_value(uint16_t bits) {
+  const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  const float denormal = (float)(int32_t)magnitude * 0x1p-24f;
+  uint32_t small;
+  memcpy(&small, &denormal, sizeof small);
+  const uint32_t special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  return from_bits(sign | (magnitude >= 0x7c00u ? special : magnitude >= 0x0400u ? normal : small));
+}
+
+/* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. */
+static float f8_value(int bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const float size = exponent ? (float)(8 + mantissa) * from_bits((uint32_t)(exponent + 117) << 23)
+                              : (float)mantissa * 0x1p-9f;
+  return bits & 0x80 ? -size : size;
+}
+
+static float to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+static float scale_at(const kt_matrix *m, int64_t row, int64_t col) {
+  const int64_t y = (m->row_origin + row) / m->block_rows;
+  return m->block_scale[y * m->scale_stride + (m->col_origin + col) / m->block_cols];
+}
+
+/* Columns of a row up to where the next block of scales begins, at most `cols`. */
+static int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
+  return least(cols, m->block_cols - (m->col_origin + col) % m->block_cols);
+}
+
+/* The stored bytes of 64 columns of a row, side by side. */
+static void stored_bytes(const kt_matrix *m, int64_t row, int64_t col, int size, uint8_t *out) {
+  const uint8_t *from =
+      (const uint8_t *)m->data + size * (row * m->row_stride + col * m->col_stride);
+  if (m->col_stride == 1)
+    memcpy(out, from, (size_t)(size * KT_AUDIT_COLS));
+  else
+    for (int c = 0; c < KT_AUDIT_COLS; c++, from += size * m->col_stride)
+      memcpy(out + c * size, from, (size_t)size);
+}
+
+/* The same, widened: one loop per number format, so that compilers make vectors of them. */
+static void stored_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
+  const kt_matrix *const m = job->source;
+  uint8_t byte[KT_AUDIT_COLS];
+  uint16_t half[KT_AUDIT_COLS];
+  if (m->dtype == KT_F32) {
+    stored_bytes(m, row, col, 4, (uint8_t *)out);
+  } else if (m->dtype == KT_F8_E4M3) {
+    stored_bytes(m, row, col, 1, byte);
+    for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = job->f8[byte[c]];
+  } else {
+    stored_bytes(m, row, col, 2, (uint8_t *)half);
+    if (m->dtype == KT_F16)
+      for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f16_value(half[c]);
+    else
+      for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = from_bits((uint32_t)half[c] << 16);
+  }
+}
+
+/* What the packed weights of 64 columns of a row should stand for. */
+static void source_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
+  const kt_matrix *const m = job->source;
+  stored_values(job, row, col, out);
+  if (m->block_scale)
+    for (int64_t c = 0, run; c < KT_AUDIT_COLS; c += run) {
+      const float scale = scale_at(m, row, col + c);
+      run = block_run(m, col + c, KT_AUDIT_COLS - c);
+      for (int64_t i = c; i < c + run; i++) out[i] *= scale;
+    }
+  if (m->round_to_bf16)
+    for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = to_bf16(out[c]);
+}
+
+/* ---- Comparing --------------------------------------------------------------- */
+
+/* What is known of a row so far, in lanes that are added up at its end: then neither the
+ * order of sums nor their bits depend on how wide the machine's vectors are. */
+typedef struct row_state {
+  double source[LANES], error[LANES], value[LANES]; /* squares */
+  float most_error[LANES], most_source[LANES];
+  int32_t zeros[LANES], invalid[LANES];
+} row_state;
+
+static float larger(float a, float b) { return a > b ? a : b; }
+
+/* Of one lane: 4 of 64 columns. */
+static float square_sum(const float *x) {
+  return x[0] * x[0] + x[LANES] * x[LANES] +
+         (x[2 * LANES] * x[2 * LANES] + x[3 * LANES] * x[3 * LANES]);
+}
+
+static float most_of(const float *x) {
+  return larger(larger(fabsf(x[0]), fabsf(x[LANES])),
+                larger(fabsf(x[2 * LANES]), fabsf(x[3 * LANES])));
+}
+
+static uint8_t zeros_of(const int8_t *code) {
+  return (uint8_t)((code[0] == 0) + (code[LANES] == 0) + (code[2 * LANES] == 0) +
+                   (code[3 * LANES] == 0));
+}
+
+static uint8_t is_beyond(int8_t code, int8_t level) { return code > level || code < -level; }
+
+static uint8_t invalid_of(const int8_t *code, int8_t level) {
+  return (uint8_t)(is_beyond(code[0], level) + is_beyond(code[LANES], level) +
+                   is_beyond(code[2 * LANES], level) + is_beyond(code[3 * LANES], level));
+}
+
+/* Adds 64 columns. `step` is the distance of two levels. */
+static void compare_run(const float *w, const int8_t *codes, float step, int8_t level,
+                        row_state *row) {
+  float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
+  for (int c = 0; c < KT_AUDIT_COLS; c++) {
+    v[c] = (float)codes[c] * step;
+    e[c] = w[c] - v[c];
+  }
+  for (int i = 0; i < LANES; i++) row->source[i] += (double)square_sum(w + i);
+  for (int i = 0; i < LANES; i++) row->error[i] += (double)square_sum(e + i);
+  for (int i = 0; i < LANES; i++) row->value[i] += (double)square_sum(v + i);
+  for (int i = 0; i < LANES; i++) row->most_source[i] = larger(most_of(w + i), row->most_source[i]);
+  for (int i = 0; i < LANES; i++) row->most_error[i] = larger(most_of(e + i), row->most_error[i]);
+  for (int i = 0; i < LANES; i++) row->zeros[i] += zeros_of(codes + i);
+  for (int i = 0; i < LANES; i++) row->invalid[i] += invalid_of(codes + i, level);
+}
+
+static void compare_plane(const kt_audit_job *job, int64_t row, int64_t col,
+                          int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS], row_state *state) {
+  for (int r = 0; r < KT_AUDIT_ROWS; r++) {
+    float source[KT_AUDIT_COLS];
+    const float scale = job->scale[job->first + row + r];
+    source_values(job, row + r, col, source);
+    compare_run(source, codes[r], job->int4 ? 16.0f * scale : scale, job->int4 ? 7 : 127,
+                state + r);
+  }
+}
+
+/* Half a tile of the packed matrix against its source. */
+static void compare_half_tile(const kt_audit_job *job, int64_t row, int64_t col, row_state *state) {
+  uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols, job->first + row, col);
+  bytes_by_row(job->packed + at, bytes);
+  if (!job->int4) {
+    memcpy(codes, bytes, sizeof codes);
+    compare_plane(job, row, col, codes, state);
+    return;
+  }
+  nibbles(bytes, 0, codes);
+  compare_plane(job, row, col, codes, state);
+  nibbles(bytes, 1, codes);
+  compare_plane(job, row, col + KT_AUDIT_COLS, codes, state);
+}
+
+/* The sums of a row once more, where binary32 squares overflow or vanish. */
+static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
+  const float scale = job->scale[job->first + row];
+  const double step = job->int4 ? 16.0 * (double)scale : (double)scale;
+  const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
+  const int64_t half_row = row % KT_AUDIT_ROWS;
+  memset(state->source, 0, sizeof state->source + sizeof state->error + sizeof state->value);
+  for (int64_t c = 0; c < job->source->cols; c++) {
+    const int64_t in_tile = c % tile_cols, plane_col = in_tile % KT_AUDIT_COLS;
+    const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols,
+                                    job->first + row - half_row, c - in_tile);
+    const uint8_t byte = job->packed[at + plane_col / 4 * 64 + half_row * 4 + plane_col % 4];
+    const int nibble = byte >> (in_tile < KT_AUDIT_COLS ? 0 : 4) & 15;
+    const int code = job->int4 ? (nibble ^ 8) - 8 : (int8_t)byte;
+    float run[KT_AUDIT_COLS];
+    source_values(job, row, c - plane_col, run);
+    const double w = (double)run[plane_col], v = (double)code * step;
+    state->source[0] += w * w;
+    state->error[0] += (w - v) * (w - v);
+    state->value[0] += v * v;
+  }
+}
+
+static double total(const double *lane) {
+  double sum = 0;
+  for (int i = 0; i < LANES; i++) sum += lane[i];
+  return sum;
+}
+
+static float largest(const float *lane) {
+  float most = 0;
+  for (int i = 0; i < LANES; i++) most = larger(lane[i], most);
+  return most;
+}
+
+static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, kt_audit *audit) {
+  const float amax = largest(state->most_source);
+  if (amax < 0x1p-40f || amax > 0x1p40f) sum_extreme_row(job, row, state);
+  job->row_amax[row] = amax;
+  job->row_error[row] = largest(state->most_error);
+  audit->squared_source += total(state->source);
+  audit->squared_error += total(state->error);
+  audit->squared_value += total(state->value);
+  for (int i = 0; i < LANES; i++) {
+    audit->zeros += state->zeros[i];
+    audit->invalid += state->invalid[i];
+  }
+}
+
+static void audit_all(kt_audit_job *job, kt_audit *audit) {
+  for (int bits = 0; bits < 256; bits++) job->f8[bits] = f8_value(bits);
+  const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
+  for (int64_t row = 0; row < job->source->rows; row += KT_AUDIT_ROWS) {
+    row_state state[KT_AUDIT_ROWS];
+    memset(state, 0, sizeof state);
+    for (int64_t col = 0; col < job->source->cols; col += tile_cols)
+      compare_half_tile(job, row, col, state);
+    for (int r = 0; r < KT_AUDIT_ROWS; r++) finish_row(job, row + r, state + r, audit);
+  }
+}
+
+#endif
