@@ -320,6 +320,95 @@ def bench(
             raise typer.Exit(1)
 
 
+class Level(str, Enum):
+    """Names of `verify.LEVELS`; a test keeps the two equal."""
+
+    structure = "structure"
+    weights = "weights"
+    layers = "layers"
+    model = "model"
+
+
+@app.command()
+def verify(
+    output: Annotated[Path, typer.Argument(help="What quantize-cpu, or another converter, wrote.")],
+    other: Annotated[
+        Path | None, typer.Argument(help="Another conversion to compare OUTPUT with.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="The checkpoint that was converted: a directory or hub id.", metavar="MODEL"
+        ),
+    ] = None,
+    level: Annotated[
+        Level | None,
+        typer.Option(help="How far to go; default: layers, or structure without --source."),
+    ] = None,
+    sample: Annotated[
+        float, typer.Option(help="Share of experts and layers to read, more than 0, at most 1.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample and of random inputs.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="Tokens per layer of level layers.", metavar="N")
+    ] = 16,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to read instead of the one that ships.", metavar="FILE"),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Windows of 512 tokens of level model.", metavar="N")
+    ] = 40,
+    max_ppl_increase: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Accepted growth of perplexity; 0.02 is 2 %.", metavar="F"),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Accepted mean KL divergence, in nats.", metavar="F"),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a self-contained HTML report.", metavar="FILE.html")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that a conversion is complete, uncorrupted and as good as its format allows.
+
+    Levels, each with the ones before: structure (every tensor, checksum and copy), weights
+    (every element against the source), layers (the kernels' results), model (perplexity). With
+    two conversions: whether they are equal, or where they differ. Exit code 1: something does
+    not hold.
+
+    Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
+    """
+    with _errors_shown():
+        from ktconv.verify import command
+
+        options = command.Options(
+            output=output,
+            other=other,
+            source=source,
+            level=level.value if level else None,
+            sample=sample,
+            seed=seed,
+            threads=threads or None,
+            tokens=tokens,
+            text=text,
+            windows=windows,
+            max_ppl_increase=max_ppl_increase,
+            max_kl=max_kl,
+            report=report,
+        )
+        with _interruptible("Nothing was written."):
+            facts, lines, passed = command.run(options, _progression, _say)
+        _print_result(as_json, facts, lambda: print("\n".join(lines)))
+        if not passed:
+            raise typer.Exit(1)
+
+
 # ---- results ----
 
 
@@ -485,9 +574,13 @@ def _say_notes(outlook: Outlook) -> None:
 
 
 def _observer(outlook: Outlook) -> Any:
+    return _progression({unit.key: unit.source_bytes for unit in outlook.plan.units})
+
+
+def _progression(sizes: dict[str, int]) -> Any:
+    """Progress over units of these sizes, as the terminal allows."""
     from ktconv.progress import BarObserver, LineObserver
 
-    sizes = {unit.key: unit.source_bytes for unit in outlook.plan.units}
     return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, _say)
 
 

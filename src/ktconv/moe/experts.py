@@ -76,19 +76,26 @@ class Experts:
         """
         inputs = bf16_to_f32(x)
         y = np.zeros_like(inputs)
-        inputs = self.method.activations(inputs) if rounded else inputs
         origins = np.where(ids >= 0, self.origins[ids], -1)
         for origin in np.unique(origins[ids >= 0]):
             token, slot = np.nonzero(origins == origin)
             if origin < 0:
                 raise IndexError("an expert that is not here")
-            gate, up, down = (matrices or self.values)(int(origin))
-            middle = gated(self.activation, inputs[token] @ gate.T, inputs[token] @ up.T)
-            if rounded:
-                cuts = np.split(middle, self.parts, axis=1)
-                middle = np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
-            np.add.at(y, token, weights[token, slot, None] * (middle @ down.T))
+            result = self.output((matrices or self.values)(int(origin)), inputs[token], rounded)
+            np.add.at(y, token, weights[token, slot, None] * result)
         return y
+
+    def output(self, matrices: Matrices, x: F32, rounded: bool = False) -> F32:
+        """One expert's output [M, H] in float32. `rounded`: activations as kernels round them;
+        rows of x that are so already stay as they are."""
+        gate, up, down = matrices
+        inputs = self.method.activations(x) if rounded else x
+        middle = gated(self.activation, inputs @ gate.T, inputs @ up.T)
+        if rounded:
+            cuts = np.split(middle, self.parts, axis=1)
+            middle = np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
+        result: F32 = middle @ down.T
+        return result
 
 
 def gated(activation: Activation, gate: F32, up: F32) -> F32:

@@ -1,0 +1,290 @@
+"""How far a converted model's answers are from its source's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ktconv import machine
+from ktconv.checkpoint import read_header
+from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.model.replace import ReplacedExperts, find_experts
+from ktconv.units import format_size
+
+# Beside the weights: while a layer's experts are stacked, they are there twice.
+_LOADING = 1.1
+# Positions whose distributions are float64 at a time: with a vocabulary of 200,000, 50 MB each.
+_ROWS = 32
+
+LayerInput = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A source model against its conversion on the same text.
+
+    Perplexities are exp of the mean loss. `kl` is of the distributions of the next token, from
+    the source's to the converted one's, in nats: mean, and the value that 99% of the positions
+    stay within. `top1_agreement` is the share of positions at which both would say the same
+    token, `tokens` the number of positions.
+    """
+
+    perplexity_source: float
+    perplexity_converted: float
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    tokens: int
+
+
+# ---- loading ---------------------------------------------------------------------------
+
+
+def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
+
+    Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
+    that is free; CheckpointError where transformers cannot load the checkpoint, or could only
+    by making weights up.
+    """
+    directory = Path(source)
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}")
+    wanted = _dtype(dtype)
+    check_memory(directory, wanted)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _no_progress():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=wanted, local_files_only=True, output_loading_info=True
+            )
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"transformers cannot load {directory}: {first}") from error
+    model, report = loaded
+    _check_complete(directory, report)
+    return model.eval(), tokenizer
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """ "auto" as it is, names as PyTorch's dtypes."""
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(f"{dtype!r} is no dtype for a model", "choose bfloat16, float32 or auto")
+    return found
+
+
+def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
+    """ResourceError unless the checkpoint's weights fit into free memory as `dtype`."""
+    shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{directory} holds no safetensors files")
+    needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
+    free = machine.available_memory()
+    if needed > free:
+        raise ResourceError(
+            f"loading {directory} needs about {format_size(needed)} of memory, and "
+            f"{format_size(free)} are free",
+            "use a machine with more memory; a conversion itself does not load the model",
+        )
+
+
+def _bytes_of(shard: Path, dtype: str | torch.dtype) -> int:
+    tensors = read_header(shard).tensors
+    if isinstance(dtype, str):
+        return sum(tensor.nbytes for tensor in tensors)
+    return sum(dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
+
+
+@contextmanager
+def _no_progress() -> Iterator[None]:
+    """transformers draws no bars meanwhile."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_complete(directory: Path, report: Mapping[str, Any]) -> None:
+    """transformers invents weights that it does not find, and only warns."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            name = sorted(map(str, report[kind]))[0]
+            raise CheckpointError(
+                f"{directory} lacks {name}, or has it in another shape ({len(report[kind])} "
+                "tensors in all)",
+                "check that config.json and the weights belong together",
+            )
+
+
+# ---- text ------------------------------------------------------------------------------
+
+
+def sample_text() -> str:
+    """The text to evaluate on where none is given: a few pages of prose and code."""
+    return resources.files("ktconv.model").joinpath("sample.txt").read_text(encoding="utf-8")
+
+
+def windows(tokenizer: Any, text: str, length: int, limit: int | None = None) -> list[Tensor]:
+    """The first `limit` runs of `length` tokens of `text`: int64 [1, length] each.
+
+    They follow each other without gap or overlap, and without special tokens; what is left at
+    the end is not used. A text of fewer tokens is one window. Raises UsageError for a text of
+    less than two tokens or numbers that cannot be.
+    """
+    if length < 2 or (limit is not None and limit < 1):
+        raise UsageError(f"windows of {length} tokens, at most {limit}, cannot be evaluated")
+    # Else tokenizers warn of texts longer than the model's context, which windows cut.
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(tokens) < 2:
+        raise UsageError("the text has less than two tokens", "give a longer text")
+    length = min(length, len(tokens))
+    count = min(len(tokens) // length, limit or len(tokens))
+    ids = torch.tensor(tokens[: count * length], dtype=torch.int64)
+    return list(ids.reshape(count, 1, length))
+
+
+# ---- comparing -------------------------------------------------------------------------
+
+
+def perplexity_and_divergence(
+    model: Any, replaced: ReplacedExperts, texts: Sequence[Tensor]
+) -> Divergence:
+    """Source and converted model on the same windows [1, T], each window once with both.
+
+    `model` is on packed experts, and `replaced` kept its own. What is in memory at a time is the
+    logits of two windows, whatever the number of windows. Raises UsageError without windows or
+    without kept experts.
+    """
+    if not texts:
+        raise UsageError("there is no text to compare on", "give at least one window")
+    found = []
+    for ids in texts:
+        with replaced.originals():
+            source = _logits(model, ids)
+        found.append(_compare(source, _logits(model, ids), ids))
+    losses, other_losses, kl, agree = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Divergence(
+        math.exp(losses.mean()),
+        math.exp(other_losses.mean()),
+        float(kl.mean()),
+        float(np.quantile(kl.numpy(), 0.99)),
+        float(agree.mean()),
+        len(kl),
+    )
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """[T - 1, V]: of each token of a window but the first, from those before it."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[0, :-1]
+
+
+def _compare(source: Tensor, converted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """Per position, float64: loss of both, KL(source || converted), and 1 where both agree."""
+    rows = []
+    for start in range(0, len(source), _ROWS):
+        cut = slice(start, start + _ROWS)
+        targets = ids[0, 1:][cut, None]
+        p, q = (torch.log_softmax(part[cut].double(), dim=1) for part in (source, converted))
+        # What the source rules out adds nothing, though 0 * inf would be NaN.
+        kl = torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(dim=1)
+        agree = (p.argmax(dim=1) == q.argmax(dim=1)).double()
+        losses = (-part.gather(1, targets)[:, 0] for part in (p, q))
+        rows.append((*losses, kl, agree))
+    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+
+
+def greedy_side_by_side(
+    model: Any, replaced: ReplacedExperts, tokenizer: Any, prompt: str, new_tokens: int
+) -> tuple[str, str]:
+    """What the source and the converted model add to `prompt`, always the likeliest token.
+
+    Raises UsageError for a prompt without tokens or if the model's own experts were not kept.
+    """
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+    if not ids.numel() or new_tokens < 1:
+        raise UsageError("a prompt and a positive number of new tokens are needed")
+    with replaced.originals():
+        source = _continued(model, tokenizer, ids, new_tokens)
+    return source, _continued(model, tokenizer, ids, new_tokens)
+
+
+def _continued(model: Any, tokenizer: Any, ids: Tensor, new_tokens: int) -> str:
+    pad = tokenizer.pad_token_id
+    written = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+    )
+    return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+# ---- what layers are given -------------------------------------------------------------
+
+
+def capture_layer_inputs(
+    model: Any, tokenizer: Any, text: str, tokens: int
+) -> dict[int, LayerInput]:
+    """What the experts of each MoE layer are called with on the first `tokens` tokens of `text`.
+
+    Layer -> hidden states float32 [M, H], ids int64 [M, K] and weights float32 [M, K], of the
+    model as it is: its own experts or packed ones. Raises UsageError for experts that are not
+    called with ids and weights (Llama 4).
+    """
+    found: dict[int, LayerInput] = {}
+
+    def keeper(layer: int, module: nn.Module) -> Any:
+        signature = inspect.signature(module.forward)
+
+        def keep(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found[layer] = _as_input(layer, signature.bind(*args, **named).args)
+
+        return keep
+
+    ids = windows(tokenizer, text, tokens, 1)[0]
+    with ExitStack() as stack, torch.inference_mode():
+        for layer, site in find_experts(model).items():
+            hook = site.module.register_forward_pre_hook(
+                keeper(layer, site.module), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _as_input(layer: int, arguments: tuple[Any, ...]) -> LayerInput:
+    """Copies, as NumPy arrays, of what an experts module got."""
+    if len(arguments) != 3:
+        raise UsageError(f"the experts of layer {layer} are not called with ids and weights")
+    hidden, ids, weights = arguments
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return (
+        rows.to(torch.float32, copy=True).numpy(),
+        ids.reshape(len(rows), -1).to(torch.int64, copy=True).numpy(),
+        weights.reshape(len(rows), -1).to(torch.float32, copy=True).numpy(),
+    )

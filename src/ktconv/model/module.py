@@ -1,0 +1,84 @@
+"""An experts module of transformers whose work our C kernels do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ktconv.errors import UsageError
+from ktconv.moe import Experts
+from ktconv.pool import Pool
+
+
+class PackedExperts(nn.Module):
+    """Stands where a model had its fused experts; it has no parameters of its own.
+
+    Without a pool it uses the process's own, so that it works in a child process too.
+    """
+
+    def __init__(self, experts: Experts, pool: Pool | None = None) -> None:
+        super().__init__()
+        self.experts, self.pool = experts, pool
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Like transformers' experts: [..., H] -> [..., H], in the dtype and shape of the input.
+
+        top_k_index and top_k_weights are [M, K], or any shape with M * K elements, M the number
+        of tokens. Experts below 0 or from the number of experts on are skipped. Raises UsageError
+        where an input needs a gradient or is not on the CPU.
+        """
+        _check_usable(hidden_states, top_k_weights)
+        rows = hidden_states.reshape(-1, self.experts.hidden)
+        if not rows.numel() or not top_k_index.numel():
+            return torch.zeros_like(hidden_states)
+        ids = top_k_index.reshape(len(rows), -1).to(torch.int64)
+        ids = torch.where((ids < 0) | (ids >= self.experts.count), -1, ids)
+        weights = top_k_weights.reshape(len(rows), -1)
+        return self._run(rows, ids, weights).to(hidden_states.dtype).reshape(hidden_states.shape)
+
+    def _run(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """bf16 [M, H]; NumPy has no bf16, so both sides see its bits."""
+        x = rows.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy()
+        y = self.experts.forward(
+            x.view(np.uint16),
+            ids.contiguous().numpy(),
+            weights.detach().to(torch.float32).contiguous().numpy(),
+            self.pool or Pool.shared(),
+        )
+        return torch.from_numpy(y.view(np.int16)).view(torch.bfloat16)
+
+    def extra_repr(self) -> str:
+        e = self.experts
+        return f"{e.count} experts of {e.method.name}, hidden {e.hidden}, inner {e.intermediate}"
+
+
+class SortedExperts(PackedExperts):
+    """For Llama 4, whose block gives each expert all tokens, already times their weights.
+
+    Tokens that an expert is not chosen for come as zeros and are skipped: no bias is involved,
+    so what an expert makes of zeros is zero.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor
+    ) -> Tensor:
+        """[E * M, H] -> [E * M, H]; the rows of expert e are those from e * M on."""
+        rows = hidden_states.reshape(-1, self.experts.hidden)
+        owners = torch.arange(self.experts.count).repeat_interleave(len(rows) // self.experts.count)
+        ids = torch.where(rows.detach().any(dim=1), owners, -1)
+        return super().forward(rows, ids, torch.ones(len(rows)))
+
+
+def _check_usable(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise UsageError(
+                f"packed experts run on the CPU, but their input is on {tensor.device}",
+                "keep the model on the CPU",
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise UsageError(
+                "packed experts have no gradients, but their input needs one",
+                "call the model under torch.no_grad() or torch.inference_mode()",
+            )

@@ -1,0 +1,10 @@
+"""Proof that a converted checkpoint holds what its source says, level by level.
+
+result = verify(Request(output=Path("qwen3-int4"), source="Qwen/Qwen3-30B-A3B"))
+result.passed, result.failures, result.facts
+"""
+
+from ktconv.verify.findings import Failure
+from ktconv.verify.run import LEVELS, Prepared, Request, Result, Thresholds, prepare, verify
+
+__all__ = ["LEVELS", "Failure", "Prepared", "Request", "Result", "Thresholds", "prepare", "verify"]

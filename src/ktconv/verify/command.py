@@ -1,0 +1,185 @@
+"""`ktconv verify`: options in; facts, lines for people and the verdict out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import UsageError
+from ktconv.units import format_size
+from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
+from ktconv.writer.files import translated
+
+SHOWN = 10  # failures on the terminal; --json and --report have more
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    output: Path
+    other: Path | None = None
+    source: str | None = None
+    level: str | None = None
+    sample: float = 1.0
+    seed: int = 0
+    threads: int | None = None
+    tokens: int = 16
+    text: Path | None = None
+    windows: int = 40
+    max_ppl_increase: float | None = None
+    max_kl: float | None = None
+    report: Path | None = None
+
+
+Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
+Outcome = tuple[dict[str, Any], list[str], bool]
+
+
+def run(options: Options, progression: Progression, say: Callable[[str], None]) -> Outcome:
+    """Raises KtconvError where the verification cannot be run."""
+    _check_report(options.report)
+    if options.other is not None:
+        return _compare(options, options.other, progression)
+    return _verify(options, progression, say)
+
+
+def _verify(options: Options, progression: Progression, say: Callable[[str], None]) -> Outcome:
+    request = Request(
+        output=options.output,
+        source=options.source,
+        level=options.level,
+        sample=options.sample,
+        seed=options.seed,
+        threads=options.threads,
+        tokens=options.tokens,
+        text=options.text,
+        windows=options.windows,
+        thresholds=Thresholds(options.max_ppl_increase, options.max_kl),
+    )
+    ready = prepare(request)
+    with progression(ready.sizes) as observer:
+        result = verify(request, observer, ready, say)
+    if options.report is not None:
+        from ktconv.verify.report import render_report
+
+        with translated("write", options.report):
+            options.report.write_text(render_report(result.facts), encoding="utf-8")
+    return dict(result.facts), list(lines_of(result)), result.passed
+
+
+def _compare(options: Options, other: Path, progression: Progression) -> Outcome:
+    from ktconv.verify.compare import compare, comparison_sizes
+
+    for name in ("source", "level", "text", "report", "max_ppl_increase", "max_kl"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no meaning where two conversions are compared",
+                "leave it out, or verify each against its --source",
+            )
+    with progression(comparison_sizes(options.output, other)) as observer:
+        found = compare(
+            options.output,
+            other,
+            sample=options.sample,
+            seed=options.seed,
+            threads=options.threads,
+            observer=observer,
+        )
+    return found.as_dict(), list(found.lines()), found.equal
+
+
+def _check_report(path: Path | None) -> None:
+    """Before an hour of work: can the report be written?"""
+    if path is None:
+        return
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--report {path} is no HTML file", "end it with .html")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--report {path} cannot be written", "its directory must exist")
+
+
+# ---- for people ----
+
+
+def lines_of(result: Result) -> Iterator[str]:
+    """The verdict, the worst offenders first, then a line or two per level."""
+    facts = result.facts
+    yield from _failures(result)
+    yield from _structure(facts["structure"])
+    if facts["weights"]:
+        yield from _weights(facts["weights"], facts["sample"])
+    if facts["layers"]:
+        yield from _layers(facts["layers"])
+    if facts["model"]:
+        yield from _model(facts["model"])
+    for note in facts["notes"]:
+        yield f"note: {note}"
+    verdict = "holds" if result.passed else f"FAILS: {facts['failure_count']} failure(s)"
+    yield f"{facts['output']} {verdict} (level {facts['level']}, {facts['seconds']:.1f} s)"
+
+
+def _failures(result: Result) -> Iterator[str]:
+    for failure in result.failures[:SHOWN]:
+        yield f"{failure.level}, {failure.check}: {failure.message}"
+    more = result.facts["failure_count"] - min(SHOWN, len(result.failures))
+    if more:
+        yield f"... and {more} more failure(s): --json or --report lists them"
+
+
+def _mark(about: Mapping[str, Any]) -> str:
+    return "ok" if about["passed"] else "FAILED"
+
+
+def _structure(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"structure  {_mark(about)}: {about['tensors_found']} of {about['tensors_expected']} "
+        f"tensors in {about['files']} files, {about['checksums']} checksums, "
+        f"{about['copied_tensors']} copies, {format_size(about['bytes_checked'])} read"
+    )
+
+
+def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
+    part = "" if sample >= 1 else f" (a sample of {sample:g})"
+    yield (
+        f"weights    {_mark(about)}: {about['matrices']} matrices{part}, relative RMS error "
+        f"{about['relative_rms_error']:.4f}, cosine {about['cosine']:.6f}, at most "
+        f"{about['max_error_steps']:.4f} steps off ({about['bound_steps']:.4f} allowed), "
+        f"{100 * about['zero_share']:.1f} % zeros"
+    )
+    if about["worst"]:
+        worst = about["worst"][0]
+        yield (
+            f"           worst: layer {worst['layer']}, expert {worst['expert']}, "
+            f"{worst['projection']}: {worst['relative_rms_error']:.4f}"
+        )
+
+
+def _layers(about: Mapping[str, Any]) -> Iterator[str]:
+    rows = about["layers"]
+    kernel = max(max(row["kernel_error"].values()) for row in rows)
+    worst = max(rows, key=lambda row: row["quantization_error"])
+    yield (
+        f"layers     {_mark(about)}: {len(rows)} layers on {', '.join(about['isas'])}, "
+        f"{about['tokens']} tokens of {about['states_are']}: kernels within {kernel:.2g} of "
+        f"float32 ({about['kernel_bound']:g} allowed)"
+    )
+    yield (
+        f"           output off by {worst['quantization_error']:.4f} from the source's at most "
+        f"(layer {worst['layer']}; worst expert {worst['worst_expert']['expert']}: "
+        f"{worst['worst_expert']['error']:.4f})"
+    )
+
+
+def _model(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"model      {_mark(about)}: perplexity {about['perplexity_source']:.3f} -> "
+        f"{about['perplexity_converted']:.3f} ({100 * about['perplexity_increase']:+.2f} %), "
+        f"KL mean {about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, the same next token at "
+        f"{100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of {about['text']}"
+    )
+    yield f"           source writes    {about['generation']['source']!r}"
+    yield f"           converted writes {about['generation']['converted']!r}"

@@ -1,0 +1,69 @@
+"""What verification found wrong: collected from all threads, cut where it repeats itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LISTED_PER_CHECK = 50  # of one kind: a swapped layer has thousands
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One thing that does not hold. `message` is a whole sentence; the rest locates it."""
+
+    level: str
+    check: str
+    message: str
+    file: str | None = None
+    tensor: str | None = None
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
+    part: int | None = None
+    row: int | None = None
+    column: int | None = None
+    source_value: float | None = None
+    value: float | None = None
+    steps: float | None = None  # of quantization, between the two
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class Findings:
+    """Failures by level and check; may be added to from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listed: list[Failure] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self.notes: list[str] = []
+
+    def add(self, failure: Failure) -> None:
+        with self._lock:
+            key = (failure.level, failure.check)
+            self._counts[key] += 1
+            if self._counts[key] <= LISTED_PER_CHECK:
+                self._listed.append(failure)
+
+    def fail(self, level: str, check: str, message: str, **where: Any) -> None:
+        """`add` with the fields of Failure."""
+        self.add(Failure(level, check, message, **where))
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self.notes.append(text)
+
+    def count(self, level: str | None = None) -> int:
+        return sum(n for (of, _), n in self._counts.items() if level in (None, of))
+
+    @property
+    def listed(self) -> list[Failure]:
+        """Worst first within a check, checks in the order in which they were met."""
+        order = list(self._counts)
+        return sorted(
+            self._listed, key=lambda f: (order.index((f.level, f.check)), -(f.steps or 0))
+        )

@@ -1,0 +1,95 @@
+"""Level 4: the model itself, with its own experts and with ours, reading the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from ktconv.errors import UsageError
+from ktconv.verify.findings import Findings
+from ktconv.verify.subject import Subject
+
+LEVEL = "model"
+WINDOW = 512  # tokens
+PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
+# Relative increase of perplexity and mean KL divergence in nats. Small trained models lie at
+# 0.01 and 0.01 (INT4), 0.001 and 0.001 (INT8); larger ones lie lower.
+DEFAULTS = {"int4": (0.05, 0.05), "int8": (0.01, 0.01)}
+
+
+def check_model(
+    subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Perplexities, divergence and a generation; facts for the report.
+
+    Raises UsageError without transformers, ResourceError where the model does not fit.
+    """
+    from ktconv.model import (
+        greedy_side_by_side,
+        load_model,
+        perplexity_and_divergence,
+        replace_experts,
+        windows,
+    )
+
+    assert subject.checkpoint is not None
+    text, name = read_text(request)
+    say("loading the source model")
+    model, tokenizer = load_model(subject.checkpoint.path)
+    length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
+    runs = windows(tokenizer, text, length, request.windows)
+    with replace_experts(model, subject.directory, threads=request.threads, keep=True) as replaced:
+        say(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
+        found = perplexity_and_divergence(model, replaced, runs)
+        say(f"writing {NEW_TOKENS} tokens with both")
+        prompt = text[:PROMPT_CHARACTERS]
+        source, converted = greedy_side_by_side(model, replaced, tokenizer, prompt, NEW_TOKENS)
+    limits = thresholds(subject.options.method, request.thresholds)
+    facts = asdict(found) | {
+        "text": name,
+        "windows": len(runs),
+        "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
+        "thresholds": limits,
+        "generation": {"prompt": prompt, "source": source, "converted": converted},
+    }
+    _judge(facts, limits, findings)
+    return facts
+
+
+def read_text(request: Any) -> tuple[str, str]:
+    """The text to read, and how to call it."""
+    from ktconv.model import sample_text
+
+    if request.text is None:
+        return sample_text(), "the sample of ktconv"
+    try:
+        return request.text.read_text(encoding="utf-8"), request.text.name
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {request.text} cannot be read: {error}") from error
+
+
+def thresholds(method: str, wanted: Any) -> dict[str, float]:
+    """What is accepted: as asked for, else the method's defaults."""
+    increase, divergence = DEFAULTS[method]
+    return {
+        "max_ppl_increase": increase
+        if wanted.max_ppl_increase is None
+        else wanted.max_ppl_increase,
+        "max_kl": divergence if wanted.max_kl is None else wanted.max_kl,
+    }
+
+
+def _judge(facts: dict[str, Any], limits: dict[str, float], findings: Findings) -> None:
+    measures = (
+        ("perplexity", "perplexity_increase", "max_ppl_increase", "the perplexity grows by"),
+        ("divergence", "kl_mean", "max_kl", "the mean KL divergence is"),
+    )
+    for check, measure, limit, words in measures:
+        if not facts[measure] <= limits[limit]:
+            findings.fail(
+                LEVEL,
+                check,
+                f"{words} {facts[measure]:.4g}, more than the {limits[limit]:.4g} allowed.",
+                value=facts[measure],
+            )

@@ -1,0 +1,442 @@
+"""Pictures of the report as inline SVG: errors over layers, errors of every expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ktconv.verify.report_html import escape, figure
+from ktconv.verify.report_style import SHADES
+
+_HUGE = 1e30  # what is larger is drawn like an infinity: no axis could hold it
+_TINY = 1e-30
+_LOG_FROM = 20.0  # a range this many times its start is drawn in powers of ten,
+_LOG_SHADES_FROM = 4.0  # colours earlier: one bad expert must not make all others alike
+
+DEFINITIONS = """<svg class="defs" aria-hidden="true"><defs>
+<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">
+<rect class="hatch-bg" width="6" height="6"></rect>
+<path class="hatch-line" d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"></path></pattern>
+<pattern id="cross" width="6" height="6" patternUnits="userSpaceOnUse">
+<rect class="cross-bg" width="6" height="6"></rect>
+<path class="cross-line" d="M0 0L6 6M0 6L6 0"></path></pattern></defs></svg>
+"""
+
+
+def drawable(value: float | None) -> bool:
+    return value is not None and abs(value) < _HUGE
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Where values lie between low and high; both are powers of ten if the scale is one."""
+
+    low: float
+    high: float
+    log: bool
+
+    @staticmethod
+    def around(
+        values: Iterable[float | None], *, narrow: float = 0.0, log_from: float = _LOG_FROM
+    ) -> Scale:
+        """The scale of what can be drawn; never narrower than this share of the largest value."""
+        given = [value for value in values if value is not None and drawable(value)]
+        low, high = min(given, default=0.0), max(given, default=1.0)
+        positive = [value for value in given if value > _TINY]
+        if low >= 0 and positive and high > log_from * min(positive):
+            return Scale(math.log10(min(positive)), math.log10(high), True)
+        lacking = max(narrow * max(abs(low), abs(high)) - (high - low), 0.0)
+        if high - low + lacking <= _TINY:
+            lacking = 1.0 if high == 0 else abs(high) * 0.1
+        start = low - lacking / 2
+        return Scale(0.0 if low >= 0 > start else start, high + lacking / 2, False)
+
+    def padded(self, share: float) -> Scale:
+        room = (self.high - self.low) * share
+        low = self.low - room
+        return Scale(
+            0.0 if not self.log and self.low >= 0 > low else low, self.high + room, self.log
+        )
+
+    def share(self, value: float) -> float:
+        """0 at the start, 1 at the end; what lies outside is at the nearer end."""
+        place = math.log10(max(value, _TINY)) if self.log else value
+        return min(max((place - self.low) / (self.high - self.low), 0.0), 1.0)
+
+    def value(self, share: float) -> float:
+        place = self.low + (self.high - self.low) * share
+        return float(10.0**place) if self.log else place
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Round values inside."""
+        if not self.log:
+            return _round_steps(self.low, self.high, about)
+        first, last = math.floor(self.low), math.ceil(self.high)
+        stride = max(1, math.ceil((last - first) / (2 * about)))
+        factors = (1,) if last - first > 3 else (1, 2, 5)
+        ticks = [
+            float(f"{factor}e{power}")
+            for power in range(first, last + 1, stride)
+            for factor in factors
+        ]
+        return [tick for tick in ticks if self.low - 1e-9 <= math.log10(tick) <= self.high + 1e-9]
+
+
+def _round_steps(low: float, high: float, about: int) -> list[float]:
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+# --- errors over layers -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line; values are by layer, None where nothing was measured."""
+
+    name: str
+    values: Sequence[float | None]
+    band: Sequence[tuple[float, float] | None] = ()
+    band_name: str = ""
+
+
+_WIDTH, _HEIGHT = 1120, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 86, 18, 16, 46
+_DASHES = ("", "7 4", "2 4", "9 3 2 3", "12 4", "4 2")
+
+
+def _points(values: Sequence[float]) -> list[str]:
+    return [f"{value:.1f}".removesuffix(".0") for value in values]
+
+
+def _marker(style: int, x: float, y: float, size: float) -> str:
+    """The path of a circle, square, triangle or diamond: lines differ without their colours."""
+    s = size
+    u, v = _points([x, y])
+    return (
+        f"M{u} {v}m-{s} 0a{s} {s} 0 1 0 {2 * s} 0a{s} {s} 0 1 0 -{2 * s} 0z",
+        f"M{u} {v}m-{s} -{s}h{2 * s}v{2 * s}h-{2 * s}z",
+        f"M{u} {v}m0 -{s * 1.3:g}l{s * 1.2:g} {s * 2.2:g}h-{s * 2.4:g}z",
+        f"M{u} {v}m0 -{s * 1.4:g}l{s * 1.4:g} {s * 1.4:g}l-{s * 1.4:g} {s * 1.4:g}"
+        f"l-{s * 1.4:g} -{s * 1.4:g}z",
+    )[style % 4]
+
+
+class _Plane:
+    """The area of a line chart: layers to the right, errors upward."""
+
+    def __init__(self, layers: Sequence[float], series: Sequence[Series]) -> None:
+        bounds = [end for one in series for pair in one.band if pair for end in pair]
+        values = [value for one in series for value in one.values]
+        self.scale = Scale.around([*values, *bounds], narrow=0.1).padded(0.07)
+        self.layers = layers
+        self.first, last = min(layers), max(layers)
+        self.span = last - self.first
+        self.slot = (_WIDTH - _LEFT - _RIGHT) / (self.span + 1 if self.span < 1000 else 1000)
+
+    def x(self, layer: float) -> float:
+        inner = _WIDTH - _LEFT - _RIGHT - self.slot
+        return (
+            _LEFT + self.slot / 2 + inner * ((layer - self.first) / self.span if self.span else 0)
+        )
+
+    def zero_off(self, value: float | None) -> bool:
+        """A zero that a scale in powers of ten has no place for."""
+        return self.scale.log and value == 0
+
+    def y(self, value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - self.scale.share(value))
+
+
+def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[Series]) -> str:
+    """The lines over the layers: labels (as in the result) and places on the axis, in step."""
+    plane = _Plane(layers, series)
+    parts = [_axes(plane, labels), _unmeasured(plane, labels, series)]
+    parts += [_band(plane, one) for one in series if one.band]
+    parts += [_line(plane, index, one) for index, one in enumerate(series)]
+    parts += [_dots(plane, index, one, labels) for index, one in enumerate(series)]
+    names = escape(", ".join(one.name for one in series))
+    return (
+        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="min-width:900px" '
+        f'role="img" aria-label="{names} by layer">\n{"".join(parts)}</svg></div>\n'
+        f"{_legend(plane, series, parts[1])}"
+    )
+
+
+def _axes(plane: _Plane, labels: Sequence[str]) -> str:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    parts = []
+    for tick in plane.scale.ticks():
+        (y,) = _points([plane.y(tick)])
+        parts.append(
+            f'<path class="grid" d="M{_LEFT} {y}H{right}"></path>'
+            f'<text x="{_LEFT - 10}" y="{y}" dy=".35em" text-anchor="end">{figure(tick)}</text>\n'
+        )
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"></path>\n')
+    ahead = -math.inf
+    for layer, label in zip(plane.layers, labels, strict=True):
+        x = plane.x(layer)
+        if x < ahead:
+            continue
+        ahead = x + max(30, 9 * len(label))
+        u = _points([x])[0]
+        parts.append(
+            f'<path class="axis" d="M{u} {bottom}v5"></path>'
+            f'<text x="{u}" y="{bottom + 19}" text-anchor="middle">{escape(label[:12])}</text>\n'
+        )
+    middle = (_TOP + bottom) / 2
+    unit = "relative error (0.1 = 10 %)" + (", log scale" if plane.scale.log else "")
+    parts.append(
+        f'<text class="title" x="{(_LEFT + right) / 2:g}" y="{_HEIGHT - 6}" text-anchor="middle">'
+        f'layer</text><text class="title" transform="translate(14 {middle:g}) rotate(-90)" '
+        f'text-anchor="middle">{unit}</text>\n'
+    )
+    return "".join(parts)
+
+
+def _unmeasured(plane: _Plane, labels: Sequence[str], series: Sequence[Series]) -> str:
+    """A hatched column where no line has a value."""
+    parts = []
+    for index, label in enumerate(labels):
+        if any(one.values[index] is not None for one in series):
+            continue
+        x, width = _points([plane.x(plane.layers[index]) - plane.slot / 2, plane.slot])
+        parts.append(
+            f'<rect class="m" x="{x}" y="{_TOP}" width="{width}" '
+            f'height="{_HEIGHT - _TOP - _BOTTOM}">'
+            f"<title>layer {escape(label)}: not measured</title></rect>\n"
+        )
+    return "".join(parts)
+
+
+def _runs(plane: _Plane, values: Sequence[float | None]) -> list[list[tuple[float, float]]]:
+    """The corners of a line; what cannot be drawn interrupts it."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for layer, value in zip(plane.layers, values, strict=True):
+        if value is not None and drawable(value) and not plane.zero_off(value):
+            runs[-1].append((plane.x(layer), plane.y(value)))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _path(run: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(" ".join(_points(corner)) for corner in run)
+
+
+def _band(plane: _Plane, one: Series) -> str:
+    pairs = [None if pair and plane.zero_off(pair[1]) else pair for pair in one.band]
+    tops = _runs(plane, [pair[1] if pair else None for pair in pairs])
+    bottoms = _runs(plane, [(pair[0] or _TINY) if pair else None for pair in pairs])
+    return "".join(
+        f'<path class="band" d="{_path(top + bottom[::-1])}z"></path>\n'
+        for top, bottom in zip(tops, bottoms, strict=True)
+    )
+
+
+def _line(plane: _Plane, index: int, one: Series) -> str:
+    dash = _DASHES[index % len(_DASHES)]
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return "".join(
+        f'<path class="line s{index % 6}"{dashes} d="{_path(run)}"></path>\n'
+        for run in _runs(plane, one.values)
+        if len(run) > 1
+    )
+
+
+def _dots(plane: _Plane, index: int, one: Series, labels: Sequence[str]) -> str:
+    """A marker per value; where the axis has no place for it, a mark at its end.
+
+    A cross at the upper end is no finite number, a hollow marker at the lower end is 0.
+    """
+    size = 4.0 if len(plane.layers) <= 24 else 2.6
+    parts = []
+    for layer, label, value in zip(plane.layers, labels, one.values, strict=True):
+        if value is None:
+            continue
+        title = f"<title>layer {escape(label)}, {escape(one.name)}: {figure(value)}</title>"
+        if drawable(value):
+            d = _marker(index, plane.x(layer), plane.y(value), size)
+            kind = "hollow" if plane.zero_off(value) else "dot"
+            parts.append(f'<path class="{kind} s{index % 6}" d="{d}">{title}</path>\n')
+        else:
+            (x,) = _points([plane.x(layer)])
+            d = f"M{x} {_TOP}m-5 -5l10 10m0 -10l-10 10"
+            parts.append(f'<path class="off" d="{d}">{title}</path>\n')
+    return "".join(parts)
+
+
+def _swatch(body: str, width: int = 34) -> str:
+    return f'<svg width="{width}" height="14" aria-hidden="true">{body}</svg>'
+
+
+def _legend(plane: _Plane, series: Sequence[Series], unmeasured: str) -> str:
+    parts = []
+    for index, one in enumerate(series):
+        dash = _DASHES[index % len(_DASHES)]
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        drawn = (
+            f'<path class="line s{index % 6}"{dashes} d="M1 7H33"></path>'
+            f'<path class="dot s{index % 6}" d="{_marker(index, 17, 7, 4)}"></path>'
+        )
+        parts.append(f"<li>{_swatch(drawn)}{escape(one.name)}</li>\n")
+        if any(one.band):
+            area = '<rect class="band" y="1" width="34" height="12"></rect>'
+            parts.append(f"<li>{_swatch(area)}{escape(one.band_name)}</li>\n")
+    if any(value is not None and not drawable(value) for one in series for value in one.values):
+        cross = '<path class="off" d="M5 2l10 10m0 -10l-10 10"></path>'
+        parts.append(f"<li>{_swatch(cross, 20)}not a finite number</li>\n")
+    if any(plane.zero_off(value) for one in series for value in one.values):
+        hollow = f'<path class="hollow s5" d="{_marker(0, 10, 7, 4)}"></path>'
+        parts.append(f"<li>{_swatch(hollow, 20)}exactly 0, below the axis</li>\n")
+    if unmeasured:
+        hatch = '<rect class="m" width="20" height="14"></rect>'
+        parts.append(f"<li>{_swatch(hatch, 20)}not measured</li>\n")
+    return f'<ul class="legend">\n{"".join(parts)}</ul>\n'
+
+
+# --- errors of every expert -------------------------------------------------------------
+
+
+def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
+    """A cell per layer and expert, and the legend of its colours."""
+    columns = max(map(len, rows), default=0)
+    if not columns:
+        return ""
+    left, bottom, width = 58, 44, _WIDTH - 58 - 8
+    cell = min(width / columns, 46.0)
+    height = min(max(440 / len(rows), 7.0), 26.0)
+    sampled = (value for row in rows for value in row if value)
+    scale = Scale.around(sampled, log_from=_LOG_SHADES_FROM)
+    gap = 2.0 if cell >= 12 else 0.6 if cell >= 6 else -0.4  # tiny cells overlap: no seams
+    parts = []
+    for index, (label, row) in enumerate(zip(labels, rows, strict=True)):
+        cells = "".join(
+            f'<rect x="{expert * cell:.2f}" width="{cell - gap:.2f}" '
+            f'height="{height - (2 if height >= 12 else 1):.4g}" class="{_shade_of(value, scale)}">'
+            f"<title>layer {escape(label)}, expert {expert}: {_words(value)}</title></rect>\n"
+            for expert, value in enumerate(row)
+        )
+        parts.append(f'<g transform="translate({left} {4 + index * height:g})">{cells}</g>\n')
+    base = 4 + len(rows) * height
+    parts.append(_layer_names(labels, height, left - 9))
+    parts.append(_expert_names(columns, cell, gap, left, base))
+    parts.append(_ring(rows, cell, gap, height, left))
+    total = max(left + columns * cell + 8, 620)
+    widths = f"max-width:{total:g}px;min-width:{min(total, 900):g}px"
+    view = f"0 0 {total:g} {base + bottom:g}"
+    return (
+        f'<div class="wide"><svg class="heat" viewBox="{view}" style="{widths}" '
+        'role="img" aria-label="relative RMS error of every expert by layer">\n'
+        f"{''.join(parts)}</svg></div>\n{_heat_legend(rows, scale)}"
+    )
+
+
+def _words(value: float | None) -> str:
+    return "not sampled" if value is None else figure(value)
+
+
+def _shade_of(value: float | None, scale: Scale) -> str:
+    if value is None:
+        return "m"
+    if not drawable(value):
+        return "x"
+    return f"c{min(int(scale.share(value) * SHADES), SHADES - 1)}" if value else "z"
+
+
+def _layer_names(labels: Sequence[str], height: float, right: float) -> str:
+    every = math.ceil(15 / height)
+    every = next((step for step in (1, 2, 5, 10, 20, 50) if step >= every), every)
+    parts = [
+        f'<text x="{right:g}" y="{4 + (index + 0.5) * height - 1:g}" dy=".35em" '
+        f'text-anchor="end">{escape(label[:6])}</text>\n'
+        for index, label in enumerate(labels)
+        if (int(label) if label.isdecimal() and len(label) < 9 else index) % every == 0
+    ]
+    middle = 4 + len(labels) * height / 2
+    parts.append(
+        f'<text class="title" transform="translate(12 {middle:g}) rotate(-90)" '
+        'text-anchor="middle">layer</text>\n'
+    )
+    return "".join(parts)
+
+
+def _expert_names(columns: int, cell: float, gap: float, left: float, base: float) -> str:
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 40) if step * cell >= 30)
+    parts = [
+        f'<text x="{left + expert * cell + (cell - gap) / 2:.1f}" y="{base + 15:g}" '
+        f'text-anchor="middle">{expert}</text>\n'
+        for expert in range(0, columns, every)
+    ]
+    parts.append(
+        f'<text class="title" x="{left + columns * cell / 2:.1f}" y="{base + 36:g}" '
+        'text-anchor="middle">expert</text>\n'
+    )
+    return "".join(parts)
+
+
+def _highest(rows: Sequence[Sequence[float | None]]) -> tuple[float, int, int] | None:
+    cells = (
+        (value, -index, -expert)
+        for index, row in enumerate(rows)
+        for expert, value in enumerate(row)
+        if value and drawable(value)
+    )
+    found = max(cells, default=None)
+    return (found[0], -found[1], -found[2]) if found else None
+
+
+def _ring(
+    rows: Sequence[Sequence[float | None]], cell: float, gap: float, height: float, left: float
+) -> str:
+    """A frame around the highest value: in a large map one cell is hard to find."""
+    highest = _highest(rows)
+    if highest is None:
+        return ""
+    _, index, expert = highest
+    place = (
+        f'x="{left + expert * cell - 3:.1f}" y="{4 + index * height - 3:g}" '
+        f'width="{cell - gap + 6:.1f}" height="{height + 4.5:g}" rx="2"'
+    )
+    return f'<rect class="halo" {place}></rect><rect class="ring" {place}></rect>\n'
+
+
+def _ramp(scale: Scale) -> str:
+    """The colours from low to high, with the values at the ends and in the middle."""
+    wide = 18 * SHADES
+    bar = "".join(
+        f'<rect class="c{step}" x="{step * 18}" width="18.5" height="12"></rect>'
+        for step in range(SHADES)
+    )
+    names = "".join(
+        f'<text x="{share * wide:g}" y="27" text-anchor="{anchor}">'
+        f"{figure(float(f'{scale.value(share):.3g}'))}</text>"
+        for share, anchor in ((0, "start"), (0.5, "middle"), (1, "end"))
+    )
+    return f'<svg class="heat" width="{wide}" height="31" role="img">{bar}{names}</svg>'
+
+
+def _heat_legend(rows: Sequence[Sequence[float | None]], scale: Scale) -> str:
+    flat = [value for row in rows for value in row]
+    parts = []
+    if _highest(rows):
+        parts.append(f"<li>{_ramp(scale)}{'log scale' if scale.log else ''}</li>\n")
+        ring = '<rect class="ring" x="2" y="1" width="16" height="12" rx="2"></rect>'
+        parts.append(f"<li>{_swatch(ring, 20)}highest</li>\n")
+    kinds = (
+        ("z", "exactly 0", any(value == 0 for value in flat)),
+        ("m", "not sampled", any(value is None for value in flat)),
+        ("x", "not a finite number", any(v is not None and not drawable(v) for v in flat)),
+    )
+    parts += [
+        "<li>"
+        + _swatch(f'<rect class="{kind}" width="20" height="14"></rect>', 20)
+        + f"{name}</li>\n"
+        for kind, name, found in kinds
+        if found
+    ]
+    return f'<ul class="legend">\n{"".join(parts)}</ul>\n'

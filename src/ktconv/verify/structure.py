@@ -1,0 +1,286 @@
+"""Level 1: every tensor that should be there is there, once, and described rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktconv.checkpoint import source_identity
+from ktconv.formats import TensorId, is_backward, parse_tensor_name
+from ktconv.packed import Place, name_of
+from ktconv.plan import Plan
+from ktconv.verify.findings import Findings
+from ktconv.verify.subject import Subject
+from ktconv.writer.finish import INDEX, MANIFEST
+from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact, parse_record
+from ktconv.writer.shards import Tensor
+
+LEVEL = "structure"
+
+
+def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
+    """Headers, names, shapes, index, manifest and sidecar files; reads no weight."""
+    check = _Structure(subject, findings)
+    check.files()
+    check.manifest()
+    expected = check.tensors()
+    check.index()
+    check.sidecars()
+    packed = subject.packed
+    return {
+        "tensors_expected": expected,
+        "tensors_found": len(packed.tensors) + len(packed.others),
+        "files": len({place.file for place in packed.tensors.values()} | {*packed.headers}),
+    }
+
+
+class _Structure:
+    def __init__(self, subject: Subject, findings: Findings) -> None:
+        self._subject, self._findings = subject, findings
+        self._packed, self._directory = subject.packed, subject.directory
+
+    def _fail(self, check: str, message: str, **where: Any) -> None:
+        self._findings.fail(LEVEL, check, message, **where)
+
+    # ---- files ----
+
+    def files(self) -> None:
+        for name, why in self._packed.damaged.items():
+            self._fail("damaged file", f"{why}.", file=name)
+        for tensor, first, second in self._packed.doubles:
+            self._fail(
+                "double tensor",
+                f"{tensor} is in {first} and again in {second}.",
+                file=second,
+                tensor=tensor,
+            )
+        if (self._directory / STATE_DIRECTORY / "run.json").exists():
+            self._fail("unfinished", f"{self._directory} is not finished: run quantize-cpu again.")
+
+    def manifest(self) -> None:
+        """Files as the manifest records them, and a source that is still the same."""
+        manifest = self._subject.manifest
+        if manifest is None:
+            if (self._directory / MANIFEST).exists():
+                self._fail("manifest", f"{MANIFEST} is damaged.", file=MANIFEST)
+            else:
+                self._findings.note(
+                    f"{self._directory} has no {MANIFEST}: it was made by another tool, so there "
+                    "are no checksums, and how it was made follows from its tensors"
+                )
+            return
+        for key, unit in manifest["units"].items():
+            if unit is None:
+                self._fail("manifest", f"{MANIFEST} has a damaged record of {key}.", file=MANIFEST)
+                continue
+            for record in unit["files"]:
+                if not file_is_intact(self._directory, record):
+                    self._fail(
+                        "changed file",
+                        f"{record['name']} is missing, or not as large or not with the header "
+                        "that the manifest records.",
+                        file=record["name"],
+                    )
+        self._source_identity(manifest)
+
+    def _source_identity(self, manifest: Mapping[str, Any]) -> None:
+        if self._subject.checkpoint is None:
+            return
+        before = manifest.get("source", {}).get("files", {})
+        now = {file["name"]: file for file in source_identity(self._subject.checkpoint)}
+        for name in sorted(before.keys() | now.keys()):
+            old, new = dict(before.get(name, {})), dict(now.get(name, {}))
+            times = old.pop("mtime_ns", None), new.pop("mtime_ns", None)
+            if old != new:
+                self._fail(
+                    "changed source",
+                    f"{name} of the source is not the file that was converted.",
+                    file=name,
+                )
+            elif times[0] != times[1]:
+                self._findings.note(f"{name} of the source has another time than when converted")
+
+    # ---- tensors ----
+
+    def tensors(self) -> int:
+        """How many tensors should be there."""
+        if self._subject.plan is not None:
+            return self._tensors_of_plan(self._subject.plan)
+        self._odd_sizes()
+        manifest = self._subject.manifest
+        if manifest is not None:
+            units = [unit for unit in manifest["units"].values() if unit is not None]
+            return self._names({name for unit in units for name in unit["tensors"]})
+        return self._names(
+            {
+                name_of(tensor)
+                for layer, geometry in self._packed.layers.items()
+                for tensor in geometry.tensors(layer)
+            },
+            others_too=False,
+        )
+
+    def _tensors_of_plan(self, plan: Plan) -> int:
+        missing, expected = [], set()
+        for unit in plan.units:
+            for tensor in unit.tensors():
+                expected.add(tensor.name)
+                if not self._check_tensor(tensor):
+                    missing.append(tensor.name)
+        self._missing(missing)
+        self._unexpected(expected)
+        return len(expected)
+
+    def _check_tensor(self, tensor: Tensor) -> bool:
+        """Whether it is there; says so if it is not as planned."""
+        key = parse_tensor_name(tensor.name)
+        if key is None:
+            ref = self._packed.others.get(tensor.name)
+            place = Place(ref.file, ref.offset, ref.nbytes, ref.dtype, ref.shape) if ref else None
+        else:
+            place = self._packed.tensors.get(key)
+        if place is None:
+            return False
+        if not self._as_planned(place, tensor, packed=key is not None):
+            found = f"{place.dtype or 'bytes'} {list(place.shape) or place.nbytes}"
+            self._fail(
+                "wrong shape",
+                f"{tensor.name} in {place.file.name} is {found}, not {tensor.dtype} "
+                f"{list(tensor.shape)}.",
+                file=place.file.name,
+                tensor=tensor.name,
+                **_where(key),
+            )
+        return True
+
+    def _as_planned(self, place: Place, tensor: Tensor, *, packed: bool) -> bool:
+        if not place.dtype or (packed and not self._subject.ours):  # others may spell I8 U8
+            return place.nbytes == tensor.nbytes
+        return (place.dtype, tuple(place.shape)) == (tensor.dtype, tuple(tensor.shape))
+
+    def _names(self, expected: set[str], *, others_too: bool = True) -> int:
+        found = {name_of(tensor) for tensor in self._packed.tensors}
+        if others_too:
+            found |= self._packed.others.keys()
+        self._missing(sorted(expected - found))
+        self._unexpected(expected, others_too=others_too)
+        return len(expected)
+
+    def _missing(self, names: list[str]) -> None:
+        for name in names:
+            self._fail(
+                "missing tensor",
+                f"{name} is missing.",
+                tensor=name,
+                **_where(parse_tensor_name(name)),
+            )
+
+    def _unexpected(self, expected: set[str], *, others_too: bool = True) -> None:
+        for tensor, place in self._packed.tensors.items():
+            if name_of(tensor) not in expected and not self._is_extra(tensor):
+                self._fail(
+                    "unexpected tensor",
+                    f"{name_of(tensor)} in {place.file.name} should not be there.",
+                    file=place.file.name,
+                    tensor=name_of(tensor),
+                    **_where(tensor),
+                )
+        others = self._packed.others.items() if others_too else ()
+        extra = [(name, ref) for name, ref in others if name not in expected]
+        if extra and not self._subject.ours:
+            self._findings.note(f"{len(extra)} other tensors have no counterpart in the source")
+            return
+        for name, ref in extra:
+            self._fail(
+                "unexpected tensor",
+                f"{name} in {ref.file.name} should not be there.",
+                file=ref.file.name,
+                tensor=name,
+            )
+
+    def _is_extra(self, tensor: TensorId) -> bool:
+        """Backward matrices, which ktconv does not write but the reference converter can."""
+        return is_backward(tensor.proj) and not self._subject.ours
+
+    def _odd_sizes(self) -> None:
+        for tensor, place in self._packed.tensors.items():
+            if is_backward(tensor.proj):
+                continue
+            geometry = self._packed.layers[tensor.layer]
+            expected = geometry.nbytes(tensor.proj, tensor.kind)  # type: ignore[arg-type]
+            if expected is not None and expected != place.nbytes:
+                self._fail(
+                    "wrong shape",
+                    f"{name_of(tensor)} in {place.file.name} has {place.nbytes} bytes, not "
+                    f"{expected}.",
+                    file=place.file.name,
+                    tensor=name_of(tensor),
+                    **_where(tensor),
+                )
+
+    # ---- index and sidecars ----
+
+    def index(self) -> None:
+        if self._packed.layout != "safetensors":
+            return
+        path = self._directory / INDEX
+        try:
+            content = parse_record(path.read_bytes())
+        except OSError:
+            self._absent(INDEX, "an index")
+            return
+        weight_map = content.get("weight_map") if content else None
+        if content is None or not isinstance(weight_map, dict):
+            self._fail("index", f"{INDEX} is damaged.", file=INDEX)
+            return
+        self._weight_map(weight_map)
+        self._total_size(content)
+
+    def _weight_map(self, weight_map: Mapping[str, Any]) -> None:
+        found = {name_of(tensor): place.file.name for tensor, place in self._packed.tensors.items()}
+        found |= {name: ref.file.name for name, ref in self._packed.others.items()}
+        for name in sorted(found.keys() | weight_map.keys()):
+            said, true = weight_map.get(name), found.get(name)
+            if said == true:
+                continue
+            told = "does not name it" if said is None else f"says {said}"
+            truth = "is nowhere" if true is None else f"is in {true}"
+            self._fail("index", f"{name} {truth}, but {INDEX} {told}.", file=INDEX, tensor=name)
+
+    def _total_size(self, content: Mapping[str, Any]) -> None:
+        metadata = content.get("metadata")
+        said = metadata.get("total_size") if isinstance(metadata, dict) else None
+        true = sum(place.nbytes for place in self._packed.tensors.values())
+        true += sum(ref.nbytes for ref in self._packed.others.values())
+        if said == true:
+            return
+        if self._subject.ours:
+            self._fail("index", f"{INDEX} says total_size {said}, not {true}.", file=INDEX)
+        else:
+            self._findings.note(f"{INDEX} says total_size {said}, not {true}")
+
+    def sidecars(self) -> None:
+        """Configuration and tokenizer, where the source has them."""
+        plan = self._subject.plan
+        names = [str(path) for path in plan.sidecars] if plan else ["config.json"]
+        for name in names:
+            if not (self._directory / name).is_file():
+                self._absent(name, f"{name}, which models need")
+
+    def _absent(self, name: str, what: str) -> None:
+        if self._subject.ours:
+            self._fail("missing file", f"{self._directory} has no {name}.", file=name)
+        else:
+            self._findings.note(f"{self._directory} has no {what}")
+
+
+def _where(tensor: TensorId | None) -> dict[str, Any]:
+    """The fields of a failure that tell which tensor it is about."""
+    if tensor is None:
+        return {}
+    return {
+        "layer": tensor.layer,
+        "expert": tensor.expert,
+        "projection": tensor.proj,
+        "part": tensor.part,
+    }
