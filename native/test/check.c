@@ -235,6 +235,28 @@ typedef struct result {
   kt_error error;
 } result;
 
+/* The audit, between guard pages of its own: it must agree with pack and measure. */
+static void audit(const inputs *in, const kt_matrix *m, const result *r) {
+  const size_t rows = (size_t)in->rows, elements = (size_t)(in->rows * in->cols);
+  guarded error = guarded_new(4 * rows, in->where, 4), amax = guarded_new(4 * rows, in->where, 4);
+  guarded codes = guarded_new(elements, in->where, 1);
+  kt_audit found;
+  expect_status("audit",
+                kt_audit_run(in->format, m, in->rows, 0, r->packed.data,
+                             (const float *)r->scale.data, (float *)error.data, (float *)amax.data,
+                             &found),
+                KT_OK);
+  expect_status(
+      "audit_codes",
+      kt_audit_codes(in->format, r->packed.data, in->rows, in->cols, (int8_t *)codes.data), KT_OK);
+  expect_bytes("codes of the audit", codes.data, r->codes.data, elements);
+  if (found.invalid || found.zeros != r->error.zeros)
+    fail("audit finds %" PRId64 " invalid codes and %" PRId64 " zeros", found.invalid, found.zeros);
+  guarded_end(&error, "row_error");
+  guarded_end(&amax, "row_amax");
+  guarded_end(&codes, "codes of the audit");
+}
+
 /* Every output of one level for one matrix; they must agree among themselves. */
 static result run_level(const inputs *in, const kt_matrix *m) {
   const int format = in->format;
@@ -269,6 +291,7 @@ static result run_level(const inputs *in, const kt_matrix *m) {
   expect_status("measure",
                 kt_measure(format, m, r.packed.data, scale, scratch, r.scratch.size, &r.error),
                 KT_OK);
+  audit(in, m, &r);
   expect_bytes("pack(quantize)", r.repacked.data, r.packed.data, size);
   expect_bytes("scales of quantize", r.codes_scale.data, r.scale.data, 4 * rows);
   expect_bytes("unpack(packed)", r.unpacked.data, r.codes.data, elements);

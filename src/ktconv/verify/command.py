@@ -178,8 +178,9 @@ def _model(about: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"model      {_mark(about)}: perplexity {about['perplexity_source']:.3f} -> "
         f"{about['perplexity_converted']:.3f} ({100 * about['perplexity_increase']:+.2f} %), "
-        f"KL mean {about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, the same next token at "
-        f"{100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of {about['text']}"
+        f"KL mean {about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, the same next "
+        f"token at {100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of "
+        f"{about['text']}"
     )
     yield f"           source writes    {about['generation']['source']!r}"
     yield f"           converted writes {about['generation']['converted']!r}"

@@ -354,8 +354,8 @@ class _Part:
         source = native.decode(view)[rows - first].astype(np.float64)
         codes = native.audit_codes(self.fmt.key, self.weight, self.rows, self.cols)[rows]
         step = (self.scale[rows] * np.float32(self.fmt.scale_units)).astype(np.float64)
-        value = codes * step[:, None]
         with np.errstate(all="ignore"):
+            value = codes * step[:, None]
             off = np.abs(source - value)
             steps = np.where(step[:, None] > 0, off / step[:, None], off)
         columns = np.nan_to_num(steps, nan=np.inf).argmax(axis=1)

@@ -1,0 +1,191 @@
+"""Levels layers and model on the example model, and what is done where they cannot be run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from converting import convert
+from families import (
+    FAMILIES,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+    write_family,
+)
+
+from ktconv import native
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.verify import LEVELS, Request, Thresholds, layers, verify
+
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+needs_torch = pytest.mark.skipif(
+    not (find_spec("torch") and find_spec("transformers")), reason="transformers is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(method: str) -> Path:
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp("levels") / method
+            convert(EXAMPLE, made[method], method=method, numa=2)
+        return made[method]
+
+    return get
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if only the base dependencies were installed."""
+    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_layers_without_transformers(
+    method: str, example: Callable[[str], Path], no_transformers: None
+) -> None:
+    result = verify(Request(example(method), str(EXAMPLE), "layers", tokens=9))
+    assert result.passed
+    about = result.facts["layers"]
+    assert about["states"] == "random"
+    assert any("torch is not installed" in note for note in result.facts["notes"])
+    assert about["isas"] == native.isa_available()
+    for row in about["layers"]:
+        assert set(row["kernel_error"]) == set(about["isas"])
+        assert all(0 < error < 0.005 for error in row["kernel_error"].values())
+        low, high = (0.02, 0.3) if method == "int4" else (0.002, 0.03)
+        assert low < row["quantization_error"] < high
+        assert row["worst_expert"]["error"] >= row["weights_error"] * 0.5
+        assert row["router_agreement"] is None
+    assert native.isa() == native.isa_available()[-1] or native.isa() in native.isa_available()
+
+
+@needs_torch
+def test_layers_with_captured_states(example: Callable[[str], Path]) -> None:
+    about = verify(Request(example("int8"), str(EXAMPLE), "layers")).facts["layers"]
+    assert about["states"] == "captured"
+    assert all(row["router_agreement"] > 0.95 for row in about["layers"])
+
+
+@needs_torch
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "olmoe"])
+def test_layers_of_families(name: str, tmp_path: Path, no_transformers: None) -> None:
+    """Every family's router and shared expert, from the files alone."""
+    write_family(name, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "out", method="int8")
+    result = verify(Request(tmp_path / "out", str(tmp_path / "model"), "layers", tokens=6))
+    assert result.passed, result.failures
+    rows = result.facts["layers"]["layers"]
+    shared = name in ("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe") or "next" in name
+    if shared:
+        assert all(row["quantization_error_with_shared"] is not None for row in rows)
+
+
+def test_a_wrong_kernel_fails(
+    example: Callable[[str], Path], no_transformers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = layers.Experts.forward
+
+    def wrong(self: layers.Experts, *inputs: Any) -> Any:
+        y = right(self, *inputs)
+        y[:, 5] ^= np.uint16(0x8000)
+        return y
+
+    monkeypatch.setattr(layers.Experts, "forward", wrong)
+    result = verify(Request(example("int8"), str(EXAMPLE), "layers"))
+    assert not result.passed
+    assert {(failure.level, failure.check) for failure in result.failures} == {("layers", "kernel")}
+
+
+def test_layers_are_not_run_on_a_broken_structure(
+    example: Callable[[str], Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(example("int4"), output)
+    min(output.glob("*.safetensors")).unlink()
+    result = verify(Request(output, str(EXAMPLE), "model"))
+    assert not result.passed and result.facts["layers"] is None and result.facts["model"] is None
+    assert any("were not run" in note for note in result.facts["notes"])
+
+
+def test_no_router(tmp_path: Path, no_transformers: None) -> None:
+    """Experts alone: level layers cannot be run, and says which tensor it wants."""
+    weights = random_weights(128, 128, 2)
+    config = simple_config(
+        hidden_size=128, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1
+    )
+    write_checkpoint(tmp_path / "model", numbered("model.layers.0.mlp.experts", weights), config)
+    convert(tmp_path / "model", tmp_path / "out", method="int8")
+    with pytest.raises(CheckpointError, match=r"has no router: none of .*mlp\.gate\.weight"):
+        verify(Request(tmp_path / "out", str(tmp_path / "model"), "layers"))
+
+
+# ---- model -----------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_model(method: str, example: Callable[[str], Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((EXAMPLE.parent / "eval.txt").read_text()[:6000])
+    request = Request(example(method), str(EXAMPLE), "model", text=text, windows=4)
+    result = verify(request)
+    about = result.facts["model"]
+    assert result.passed and about["text"] == "text.txt"
+    assert about["perplexity_source"] < 60
+    assert abs(about["perplexity_increase"]) < (0.03 if method == "int4" else 0.006)
+    assert 0 < about["kl_mean"] < about["kl_p99"]
+    assert 0.85 < about["top1_agreement"] <= 1
+    assert about["generation"]["source"] and about["generation"]["converted"]
+    json.dumps(result.facts)
+
+
+@needs_torch
+def test_thresholds(example: Callable[[str], Path]) -> None:
+    strict = Thresholds(max_ppl_increase=0.0, max_kl=0.0)
+    result = verify(Request(example("int4"), str(EXAMPLE), "model", windows=1, thresholds=strict))
+    assert not result.passed
+    assert "divergence" in {failure.check for failure in result.failures}
+    assert result.facts["model"]["thresholds"] == {"max_ppl_increase": 0.0, "max_kl": 0.0}
+    assert not result.facts["model"]["passed"] and result.facts["layers"]["passed"]
+
+
+# ---- requests that cannot be --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_levels_need_a_source(level: str, example: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match="compares with the source"):
+        verify(Request(example("int8"), level=level))
+
+
+@pytest.mark.parametrize("sample", [0.0, -0.1, 1.01, float("nan")])
+def test_sample_must_be_a_share(sample: float, example: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match="is no share"):
+        verify(Request(example("int8"), sample=sample))
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no packed experts"):
+        verify(Request(tmp_path))
+    with pytest.raises(UsageError, match="is no directory"):
+        verify(Request(tmp_path / "missing"))
+    with pytest.raises(UsageError, match="holds no packed experts"):
+        verify(Request(EXAMPLE))
+
+
+def test_unusable_source(example: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError):
+        verify(Request(example("int8"), str(tmp_path / "model")))
