@@ -161,17 +161,19 @@ typedef struct kt_audit {
   double squared_source; /* sums over the rows compared: w^2, */
   double squared_error;  /* (w - v)^2 with v the dequantized weight, */
   double squared_value;  /* v^2; so w * v is (w^2 + v^2 - (w - v)^2) / 2 */
+  double max_steps;      /* largest |w - v| in steps of its row, of rows with a scale > 0 */
   int64_t zeros;         /* codes that are 0 */
   int64_t invalid;       /* codes outside -127..127 or -7..7 */
 } kt_audit;
 
 /* Compares rows first .. first + source->rows (multiples of 32) of the packed matrix
- * [rows, source->cols] with scales [rows] to their source. row_error, row_amax
- * [source->rows]: the largest |w - v| and |w| of each row, NaNs left out; a NaN or Inf
- * makes the sums NaN or Inf. Same bits on every level. */
+ * [rows, source->cols] with scales [rows] to their source. Of each row, [source->rows]:
+ * row_error the largest |w - v|, row_amax the largest |w|, row_scale the scale that the
+ * format's rule makes of the latter. A NaN or Inf makes the sums NaN or Inf. Same bits on
+ * every level. */
 kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_t first,
                        const uint8_t *packed, const float *scale, float *row_error, float *row_amax,
-                       kt_audit *audit);
+                       float *row_scale, kt_audit *audit);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(int format, const uint8_t *packed, int64_t rows, int64_t cols,

@@ -239,12 +239,13 @@ typedef struct result {
 static void audit(const inputs *in, const kt_matrix *m, const result *r) {
   const size_t rows = (size_t)in->rows, elements = (size_t)(in->rows * in->cols);
   guarded error = guarded_new(4 * rows, in->where, 4), amax = guarded_new(4 * rows, in->where, 4);
+  guarded rule = guarded_new(4 * rows, in->where, 4);
   guarded codes = guarded_new(elements, in->where, 1);
   kt_audit found;
   expect_status("audit",
                 kt_audit_run(in->format, m, in->rows, 0, r->packed.data,
                              (const float *)r->scale.data, (float *)error.data, (float *)amax.data,
-                             &found),
+                             (float *)rule.data, &found),
                 KT_OK);
   expect_status(
       "audit_codes",
@@ -252,8 +253,10 @@ static void audit(const inputs *in, const kt_matrix *m, const result *r) {
   expect_bytes("codes of the audit", codes.data, r->codes.data, elements);
   if (found.invalid || found.zeros != r->error.zeros)
     fail("audit finds %" PRId64 " invalid codes and %" PRId64 " zeros", found.invalid, found.zeros);
+  expect_bytes("scales by the audit's rule", rule.data, r->scale.data, 4 * rows);
   guarded_end(&error, "row_error");
   guarded_end(&amax, "row_amax");
+  guarded_end(&rule, "row_scale");
   guarded_end(&codes, "codes of the audit");
 }
 

@@ -258,10 +258,12 @@ class Audit:
     squared_source: float
     squared_error: float
     squared_value: float
+    max_steps: float
     zeros: int
     invalid: int  # codes outside the format's range
     row_error: Array  # float32 [rows]: largest |source - dequantized|
     row_amax: Array  # float32 [rows]: largest |source|
+    row_scale: Array  # float32 [rows]: what the rule makes of that
 
 
 def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, scale: Array) -> Audit:
@@ -272,7 +274,7 @@ def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, sca
     """
     _expect("packed", packed, packed_size(format, rows, source.cols))
     _expect("scale", scale, 4 * rows)
-    error, amax = np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
+    error, amax, rule = (np.empty(source.rows, np.float32) for _ in range(3))
     sums = ffi.new("kt_audit *")
     status = lib.kt_audit_run(
         FORMATS[format],
@@ -283,6 +285,7 @@ def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, sca
         ffi.cast("float *", ffi.from_buffer(_aligned_floats(scale))),
         ffi.cast("float *", ffi.from_buffer(error)),
         ffi.cast("float *", ffi.from_buffer(amax)),
+        ffi.cast("float *", ffi.from_buffer(rule)),
         sums,
     )
     _check(status)
@@ -290,10 +293,12 @@ def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, sca
         sums.squared_source,
         sums.squared_error,
         sums.squared_value,
+        sums.max_steps,
         sums.zeros,
         sums.invalid,
         error,
         amax,
+        rule,
     )
 
 

@@ -7,7 +7,6 @@ does not depend on the size of matrix, layer or model.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,15 @@ import numpy.typing as npt
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.errors import CheckpointError, VerificationError
-from ktconv.formats import FORMATS, Format, packed_shape, tensor_name
+from ktconv.formats import FORMATS, Format, TensorId, packed_shape, tensor_name
 from ktconv.matrix_reader import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
 from ktconv.pipeline import Span
 from ktconv.plan import Options, matrix_source_bytes
+from ktconv.proof import Packed, PartProof, Problem
 from ktconv.source import BOUNCE_BYTES, SourceReader
 from ktconv.writer.staging import Staging
 
 COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
-BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +72,12 @@ class Buffers:
 
 
 class Part:
-    """One part of a matrix while its chunks arrive: checksum, scales, errors."""
+    """One part of a matrix while its chunks arrive: checksum, scales, proof."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, proof: PartProof) -> None:
         self.digest = hashlib.sha256()
         self.scale = np.empty(rows, np.float32)
-        self.errors = native.ErrorSums()
+        self.proof = proof
         self.rows_done = 0
         self.bytes_done = 0
 
@@ -112,8 +111,8 @@ class QuantizeTask:
     def run(
         self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
     ) -> dict[str, Any]:
-        rows, _ = self._packed_shape()
-        parts = [Part(rows) for _ in range(self.options.numa)]
+        rows, cols = self._packed_shape()
+        parts = [Part(rows, self._proof(part, rows, cols)) for part in range(self.options.numa)]
         remaining = self.source_bytes
         source = self._source()
         with source.open() as fd:
@@ -165,36 +164,14 @@ class QuantizeTask:
                 written = buffers.readback[: packed.nbytes]
                 staging.read(name, written.data, part.bytes_done)
                 packed = written
-            self._account(part, index, view, packed, scale, buffers)
+            part.digest.update(packed.data)
+            part.proof.compare(view, part.rows_done, Packed(packed, scale, view.rows))
+            part.rows_done += view.rows
+            part.bytes_done += packed.nbytes
 
-    def _account(
-        self,
-        part: Part,
-        index: int,
-        view: native.Matrix,
-        packed: npt.NDArray[np.uint8],
-        scale: npt.NDArray[np.float32],
-        buffers: Buffers,
-    ) -> None:
-        """Unpack again, compare with the source, and add to checksum and errors."""
-        part.digest.update(packed.data)
-        found = native.measure(self.options.method, view, packed, scale, buffers.scratch)
-        self._check_errors(found, index, part.rows_done)
-        part.errors = part.errors.add(found)
-        part.rows_done += view.rows
-        part.bytes_done += packed.nbytes
-
-    def _check_errors(self, found: native.ErrorSums, part: int, first_row: int) -> None:
-        allowed = FORMATS[self.options.method].max_error_steps + BINARY32_SLACK
-        sound = found.max_steps <= allowed and math.isfinite(found.squared_error)
-        if sound and not found.invalid:
-            return
-        row = first_row + max(found.worst_row, 0)
-        raise VerificationError(
-            f"{self._name(part, 'weight')} does not hold its source: unpacked again, row {row} is "
-            f"{found.max_steps:.4g} steps off and {found.invalid} codes are invalid",
-            "suspect the disk or memory of this machine; run the same command again",
-        )
+    def _proof(self, part: int, rows: int, cols: int) -> PartProof:
+        weight = TensorId(self.layer.index, self.proj, self.expert, part, "weight")
+        return PartProof(FORMATS[self.options.method], weight, rows, cols, _disproved)
 
     def _nonfinite(
         self, chunk: Chunk, part: int, cols: int, error: native.NonFiniteError
@@ -225,14 +202,23 @@ class QuantizeTask:
                 staging.read(name, written.data, 0)
                 if not np.array_equal(written, scale):
                     raise _changed_on_disk(name)
+            errors = part.proof.judge().as_dict()
             records[self._name(index, "weight")] = {
                 "sha256": part.digest.hexdigest(),
-                "relative_rms_error": _rounded(part.errors.relative_rms),
-                "max_error_steps": _rounded(part.errors.max_steps),
-                "zero_share": _rounded(part.errors.zero_share),
+                "relative_rms_error": _rounded(errors["relative_rms_error"]),
+                "max_error_steps": _rounded(errors["max_error_steps"]),
+                "zero_share": _rounded(errors["zero_share"]),
             }
             records[name] = {"sha256": hashlib.sha256(scale.data).hexdigest()}
         return records
+
+
+def _disproved(problem: Problem) -> None:
+    """What was packed a moment ago does not hold its source."""
+    raise VerificationError(
+        problem.message,
+        "suspect the disk or memory of this machine; run the same command again",
+    )
 
 
 def _rounded(value: float) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS
+from ktconv.formats import FORMATS, int4, int8
 from ktconv.formats.kt_layout import pack_codes, unpack_codes
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -32,11 +32,17 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
         off = np.abs(values - got)
     assert_same("row_error", found.row_error, off.max(axis=1))
     assert_same("row_amax", found.row_amax, np.abs(values).max(axis=1))
+    rule = (int4 if source.format == "int4" else int8).scale_of(np.abs(values).max(axis=1))
+    assert_same("row_scale", found.row_scale, rule)
     exact = values.astype(np.float64), got.astype(np.float64)
     sums = (exact[0] ** 2).sum(), ((exact[0] - exact[1]) ** 2).sum(), (exact[1] ** 2).sum()
     mine = found.squared_source, found.squared_error, found.squared_value
     for one, other in zip(mine, sums, strict=True):
         assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * sums[0])
+    step = scale.astype(np.float64) * source.fmt.scale_units
+    with np.errstate(all="ignore"):
+        steps = np.where(step > 0, off.max(axis=1) / step, 0)
+    assert found.max_steps == steps.max()
     codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
     assert found.zeros == int((codes == 0).sum())
     assert found.invalid == int((np.abs(codes.astype(int)) > source.fmt.max_level).sum())

@@ -24,7 +24,7 @@ from families import (
     write_safetensors,
 )
 
-from ktconv.errors import UsageError
+from ktconv.errors import ResourceError, UsageError
 from ktconv.formats import (
     FORMATS,
     PROJECTIONS,
@@ -94,7 +94,7 @@ def said(found: Comparison, *phrases: str) -> None:
 
 def different(found: Comparison) -> dict[str, int]:
     """Matrices that differ, by projection."""
-    counts = {proj: 0 for proj in PROJECTIONS}
+    counts = dict.fromkeys(PROJECTIONS, 0)
     for layer in found.layers:
         for proj, count in layer["different"].items():
             counts[proj] += count
@@ -109,6 +109,14 @@ def change(directory: Path, tensor: TensorId, byte: int, mask: int) -> None:
         value = file.read(1)[0]
         file.seek(place.offset + byte)
         file.write(bytes([value ^ mask]))
+
+
+def write_scales(directory: Path, tensor: TensorId, *scales: float) -> None:
+    """Replaces the first scales of a matrix on the disk."""
+    place = open_packed(directory).place(tensor)
+    with place.file.open("r+b") as file:
+        file.seek(place.offset)
+        file.write(np.array(scales, "<f4").tobytes())
 
 
 def values(packed: PackedWeights, layer: int, expert: int, proj: Projection) -> Any:
@@ -245,10 +253,22 @@ def test_numa_counts_do_not_excuse_more(made: Make, copied: Make) -> None:
     found = check(made(), b, "different")
     assert not found.expected and (found.worst[0]["layer"], found.worst[0]["expert"]) == (1, 3)
     said(found, "does not explain")
+
+
+def test_numa_counts_do_not_excuse_gate(made: Make, copied: Make) -> None:
+    b = copied(numa=2)
     change(b, TensorId(1, "gate", 0, 0, "weight"), 0, 1)
     found = check(made(), b, "different")
     assert not found.expected and different(found)["gate"] == 1
     assert "expected" not in " ".join(found.differences)
+
+
+def test_numa_counts_do_not_excuse_a_missing_layer(made: Make, copied: Make) -> None:
+    b = copied(numa=2, layout="layers")
+    shutil.rmtree(b / "_layer_0")
+    found = check(made(), b, "different")
+    assert not found.expected
+    said(found, "This is expected", "Only in A: layer 0.")
 
 
 def test_methods(made: Make) -> None:
@@ -258,6 +278,9 @@ def test_methods(made: Make) -> None:
     assert all(0.05 < one["relative_rms_difference"] < 0.3 for one in found.worst)
     said(found, "A is INT4 and B is INT8")
     assert_measured(found, a, b)
+    back = check(b, a, "different")  # steps are those of the coarser
+    for here, there in zip(found.layers, back.layers, strict=True):
+        assert here["max_difference_steps"] == there["max_difference_steps"] < 0.6
 
 
 def test_different_source(made: Make, tmp_path: Path) -> None:
@@ -279,7 +302,10 @@ def test_different_source(made: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["int4", "int8"])
 @pytest.mark.parametrize("proj", PROJECTIONS)
-def test_flipped_bit_of_a_weight(method: str, proj: Projection, made: Make, copied: Make) -> None:
+def test_flipped_bit_of_a_weight(
+    method: str, proj: Projection, made: Make, copied: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.verify.compare.CHUNK_ELEMENTS", 3 * INNER)
     options = {"method": method, "numa": 2, "layout": "layers"}
     a, b, fmt = made(method=method, numa=2), copied(**options), FORMATS[method]
     row, column = 37, 100  # in the second part
@@ -316,9 +342,7 @@ def test_flipped_bit_of_a_scale(proj: Projection, made: Make, copied: Make) -> N
 
 def test_scale_that_is_no_number(made: Make, copied: Make) -> None:
     b = copied()
-    with open_packed(b).place(TensorId(0, "up", 1, 0, "scale")).file.open("r+b") as file:
-        file.seek(open_packed(b).place(TensorId(0, "up", 1, 0, "scale")).offset)
-        file.write(np.array([np.nan, np.inf], "<f4").tobytes())
+    write_scales(b, TensorId(0, "up", 1, 0, "scale"), np.nan, np.inf)
     found = check(made(), b, "different")
     worst = found.worst[0]
     assert worst["relative_rms_difference"] is None and worst["value_b"] is None
@@ -326,6 +350,33 @@ def test_scale_that_is_no_number(made: Make, copied: Make) -> None:
     assert worst["differing_elements"] == 2 * HIDDEN
     said(found, "not finite")
     check(b, b, "equal bytes")
+    change(b, TensorId(0, "gate", 0, 0, "weight"), 0, 1)
+    found = check(made(), b, "different")
+    assert [one["projection"] for one in found.worst] == ["up", "gate"]
+
+
+def test_same_nonsense_is_the_same(made: Make, copied: Make, tmp_path: Path) -> None:
+    """Rows that are no number on both sides are equal, and no difference to the rest."""
+    a = copied()
+    write_scales(a, TensorId(0, "up", 1, 0, "scale"), np.nan)
+    b = Path(shutil.copytree(a, tmp_path / "b"))
+    change(b, TensorId(0, "up", 1, 0, "scale"), 4 * 9, 1)
+    found = check(a, b, "different")
+    assert (found.worst[0]["row"], different(found)["up"]) == (9, 1)
+
+
+def test_zero_matrix(made: Make, tmp_path: Path) -> None:
+    """What is all zero in A has no relative difference to A."""
+
+    def clear(tensors: dict[str, Raw]) -> None:
+        name = tensor_name(0, "gate", 0, 0, "scale")
+        tensors[name] = tensors[name]._replace(data=bytes(len(tensors[name].data)))
+
+    a = rewrite(made(), tmp_path / "a", clear)
+    for pair in ((a, made()), (made(), a)):
+        worst = check(*pair, "different").worst[0]
+        assert worst["relative_rms_difference"] == pytest.approx(1)
+        assert worst["cosine"] == 0
 
 
 def test_swapped_experts(made: Make, tmp_path: Path) -> None:
@@ -419,6 +470,16 @@ def test_truncated_file_of_a_folder(made: Make, copied: Make) -> None:
     said(found, "has 5 bytes", "Layer 0, expert 1, gate cannot be compared: B has 5 bytes of blk")
 
 
+def test_dangling_link(made: Make, copied: Make) -> None:
+    """What cannot be read at all is an error in words."""
+    b = copied(layout="layers")
+    file = open_packed(b).place(TensorId(0, "gate", 1, 0, "weight")).file
+    file.unlink()
+    file.symlink_to(b / "nowhere")
+    with pytest.raises(ResourceError, match="cannot read"):
+        compare(made(), b)
+
+
 def test_twice_the_same_tensor(made: Make, copied: Make) -> None:
     b = copied()
     shutil.copy(sorted(b.glob("*.safetensors"))[0], b / "zz.safetensors")
@@ -463,7 +524,25 @@ def test_unknown_format(made: Make, tmp_path: Path) -> None:
     check(made(), b, "different")
 
 
-def test_other_tensors(made: Make, tmp_path: Path) -> None:
+def test_other_methods_of_the_same_sizes(made: Make, copied: Make) -> None:
+    """MOE_INT4 orders its bytes in another way, so INT4 must not be read out of them."""
+    b = copied(layout="layers")
+    for path in list(b.glob("_layer_*/*/*.kt")):
+        path.rename(path.with_name(f"MOE_{path.name}"))
+    change(b, TensorId(0, "gate", 0, 0, "weight"), 0, 1)
+    said(check(made(), b, "different"), "Layer 0, expert 0, gate: the bytes differ.")
+
+
+def test_unfinished(made: Make, copied: Make) -> None:
+    b = copied()
+    (b / ".ktconv").mkdir()
+    (b / ".ktconv" / "run.json").write_text("{}")
+    said(check(made(), b, "equal bytes"), "B is not finished")
+
+
+def test_other_tensors(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconv.verify.compare.CHUNK_BYTES", 300)
+
     def edit(tensors: dict[str, Raw]) -> None:
         data = bytearray(tensors["embed_tokens.weight"].data)
         data[1001] ^= 1
@@ -533,6 +612,7 @@ def test_sample(made: Make) -> None:
     others = [experts_read(compare(*pair, sample=0.5, seed=seed)) for seed in range(2, 8)]
     assert any(other != experts_read(first) for other in others)
     assert compare(*pair, sample=1e-9).matrices == 3 * LAYERS
+    assert compare(*pair, sample=1e-9).other_tensors == 0
     found = check(made(), made(), "equal bytes", sample=0.25)
     said(found, "equal bytes (of a sample of 25 %)")
 

@@ -14,22 +14,23 @@ static kt_status check_packed(int format, int64_t rows, int64_t cols) {
 
 kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_t first,
                        const uint8_t *packed, const float *scale, float *row_error, float *row_amax,
-                       kt_audit *audit) {
-  if (!packed || !scale || !row_error || !row_amax || !audit) return KT_ERR_ARGUMENT;
+                       float *row_scale, kt_audit *audit) {
+  if (!packed || !scale || !row_error || !row_amax || !row_scale || !audit) return KT_ERR_ARGUMENT;
   kt_status status = kt_matrix_check(source);
   if (!status) status = check_packed(format, rows, source->cols);
   if (status) return status;
   if (source->rows % 32 || first % 32 || first < 0 || first > rows - source->rows)
     return KT_ERR_SHAPE;
   *audit = (kt_audit){0};
-  kt_audit_job job = {.int4 = format == KT_INT4,
-                      .source = source,
-                      .rows = rows,
-                      .first = first,
-                      .packed = packed,
-                      .scale = scale,
-                      .row_error = row_error,
-                      .row_amax = row_amax};
+  const kt_audit_job job = {.int4 = format == KT_INT4,
+                            .source = source,
+                            .rows = rows,
+                            .first = first,
+                            .packed = packed,
+                            .scale = scale,
+                            .row_error = row_error,
+                            .row_amax = row_amax,
+                            .row_scale = row_scale};
   kt_audit_fn *run = kt_audit_scalar;
 #if KT_X86
   if (kt_isa_dispatch() >= KT_ISA_AVX512) run = kt_audit_avx512;

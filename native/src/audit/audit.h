@@ -22,11 +22,10 @@ typedef struct kt_audit_job {
   int64_t rows, first;
   const uint8_t *packed;
   const float *scale;
-  float *row_error, *row_amax;
-  float f8[256]; /* the values of E4M3, filled by the pass */
+  float *row_error, *row_amax, *row_scale;
 } kt_audit_job;
 
-typedef void kt_audit_fn(kt_audit_job *job, kt_audit *audit);
+typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);
 kt_audit_fn kt_audit_scalar, kt_audit_avx512;
 
 typedef void kt_audit_codes_fn(int int4, const uint8_t *packed, int64_t rows, int64_t cols,

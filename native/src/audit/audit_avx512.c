@@ -6,7 +6,7 @@
 
 #include "audit_loop.h"
 
-void kt_audit_avx512(kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
+void kt_audit_avx512(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 
 #if defined(__clang__)
 #pragma clang attribute pop

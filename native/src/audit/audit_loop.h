@@ -7,14 +7,17 @@
 #include <math.h>
 #include <string.h>
 
+/* Loops become vectors of the level only in functions that have its target. */
+#define INLINE static inline __attribute__((always_inline))
+
 enum { LANES = 16 };
 
-/* ---- Where half a tile begins: section 1 of docs/formats.md ---------------- */
+/* ---- Where half a tile begins: SPEC 4.2 of docs/formats.md ---------------- */
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Byte of element (row, col), both multiples of 16 rows and of a tile's columns. */
-static int64_t half_tile_at(int int4, int64_t rows, int64_t cols, int64_t row, int64_t col) {
+INLINE int64_t half_tile_at(int int4, int64_t rows, int64_t cols, int64_t row, int64_t col) {
   const int64_t row_block = int4 ? 128 : 64, col_block = 3584;
   const int64_t nb = row / row_block * row_block, ns = least(row_block, rows - nb);
   const int64_t kb = col / col_block * col_block, ks = least(col_block, cols - kb);
@@ -24,13 +27,13 @@ static int64_t half_tile_at(int int4, int64_t rows, int64_t cols, int64_t row, i
 }
 
 /* Group g of 64 bytes holds columns 4g .. 4g + 3 of the 16 rows, one row after the other. */
-static void bytes_by_row(const uint8_t *half, uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
+INLINE void bytes_by_row(const uint8_t *half, uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
   for (int g = 0; g < KT_AUDIT_COLS / 4; g++)
     for (int r = 0; r < KT_AUDIT_ROWS; r++) memcpy(&bytes[r][4 * g], half + 64 * g + 4 * r, 4);
 }
 
 /* Low (0) or high (1) nibbles as numbers -8..7. */
-static void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], int high,
+INLINE void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], int high,
                     int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
   for (int r = 0; r < KT_AUDIT_ROWS; r++)
     for (int c = 0; c < KT_AUDIT_COLS; c++) {
@@ -41,50 +44,60 @@ static void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], int high,
 
 /* ---- Source values ---------------------------------------------------------- */
 
-static float from_bits(uint32_t bits) {
+INLINE float from_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
+INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/* a where `first`, else b; without a branch, which would keep loops from becoming vectors. */
+INLINE uint32_t choose(int first, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - (uint32_t)first;
+  return (a & mask) | (b & ~mask);
+}
+
 /* binary16: 1 sign, 5 exponent (bias 15), 10 mantissa bits; denormals become normal. */
-static float f16_value(uint16_t bits) {
-  const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  const float denormal = (float)(int32_t)magnitude * 0x1p-24f;
-  uint32_t small;
-  memcpy(&small, &denormal, sizeof small);
-  const uint32_t special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+INLINE float f16_value(uint16_t half) {
+  const uint32_t bits = half, sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);
-  return from_bits(sign | (magnitude >= 0x7c00u ? special : magnitude >= 0x0400u ? normal : small));
+  const uint32_t special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  const uint32_t finite = choose(magnitude < 0x0400u, denormal, normal);
+  return from_bits(sign | choose(magnitude < 0x7c00u, finite, special));
 }
 
 /* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. */
-static float f8_value(int bits) {
-  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if (exponent == 15 && mantissa == 7) return NAN;
-  const float size = exponent ? (float)(8 + mantissa) * from_bits((uint32_t)(exponent + 117) << 23)
-                              : (float)mantissa * 0x1p-9f;
-  return bits & 0x80 ? -size : size;
+INLINE float f8_value(uint8_t byte) {
+  const uint32_t bits = byte, sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);
+  const uint32_t finite = choose(magnitude < 8u, denormal, normal);
+  return from_bits(sign | choose(magnitude < 0x7fu, finite, 0x7fc00000u));
 }
 
-static float to_bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
+INLINE float to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
   return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-static float scale_at(const kt_matrix *m, int64_t row, int64_t col) {
+INLINE float scale_at(const kt_matrix *m, int64_t row, int64_t col) {
   const int64_t y = (m->row_origin + row) / m->block_rows;
   return m->block_scale[y * m->scale_stride + (m->col_origin + col) / m->block_cols];
 }
 
 /* Columns of a row up to where the next block of scales begins, at most `cols`. */
-static int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
+INLINE int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
   return least(cols, m->block_cols - (m->col_origin + col) % m->block_cols);
 }
 
 /* The stored bytes of 64 columns of a row, side by side. */
-static void stored_bytes(const kt_matrix *m, int64_t row, int64_t col, int size, uint8_t *out) {
+INLINE void stored_bytes(const kt_matrix *m, int64_t row, int64_t col, int size, uint8_t *out) {
   const uint8_t *from =
       (const uint8_t *)m->data + size * (row * m->row_stride + col * m->col_stride);
   if (m->col_stride == 1)
@@ -95,7 +108,7 @@ static void stored_bytes(const kt_matrix *m, int64_t row, int64_t col, int size,
 }
 
 /* The same, widened: one loop per number format, so that compilers make vectors of them. */
-static void stored_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
+INLINE void stored_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
   const kt_matrix *const m = job->source;
   uint8_t byte[KT_AUDIT_COLS];
   uint16_t half[KT_AUDIT_COLS];
@@ -103,7 +116,7 @@ static void stored_values(const kt_audit_job *job, int64_t row, int64_t col, flo
     stored_bytes(m, row, col, 4, (uint8_t *)out);
   } else if (m->dtype == KT_F8_E4M3) {
     stored_bytes(m, row, col, 1, byte);
-    for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = job->f8[byte[c]];
+    for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f8_value(byte[c]);
   } else {
     stored_bytes(m, row, col, 2, (uint8_t *)half);
     if (m->dtype == KT_F16)
@@ -114,7 +127,7 @@ static void stored_values(const kt_audit_job *job, int64_t row, int64_t col, flo
 }
 
 /* What the packed weights of 64 columns of a row should stand for. */
-static void source_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
+INLINE void source_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
   const kt_matrix *const m = job->source;
   stored_values(job, row, col, out);
   if (m->block_scale)
@@ -137,33 +150,33 @@ typedef struct row_state {
   int32_t zeros[LANES], invalid[LANES];
 } row_state;
 
-static float larger(float a, float b) { return a > b ? a : b; }
+INLINE float larger(float a, float b) { return a > b ? a : b; }
 
 /* Of one lane: 4 of 64 columns. */
-static float square_sum(const float *x) {
+INLINE float square_sum(const float *x) {
   return x[0] * x[0] + x[LANES] * x[LANES] +
          (x[2 * LANES] * x[2 * LANES] + x[3 * LANES] * x[3 * LANES]);
 }
 
-static float most_of(const float *x) {
+INLINE float most_of(const float *x) {
   return larger(larger(fabsf(x[0]), fabsf(x[LANES])),
                 larger(fabsf(x[2 * LANES]), fabsf(x[3 * LANES])));
 }
 
-static uint8_t zeros_of(const int8_t *code) {
+INLINE uint8_t zeros_of(const int8_t *code) {
   return (uint8_t)((code[0] == 0) + (code[LANES] == 0) + (code[2 * LANES] == 0) +
                    (code[3 * LANES] == 0));
 }
 
-static uint8_t is_beyond(int8_t code, int8_t level) { return code > level || code < -level; }
+INLINE uint8_t is_beyond(int8_t code, int8_t level) { return code > level || code < -level; }
 
-static uint8_t invalid_of(const int8_t *code, int8_t level) {
+INLINE uint8_t invalid_of(const int8_t *code, int8_t level) {
   return (uint8_t)(is_beyond(code[0], level) + is_beyond(code[LANES], level) +
                    is_beyond(code[2 * LANES], level) + is_beyond(code[3 * LANES], level));
 }
 
 /* Adds 64 columns. `step` is the distance of two levels. */
-static void compare_run(const float *w, const int8_t *codes, float step, int8_t level,
+INLINE void compare_run(const float *w, const int8_t *codes, float step, int8_t level,
                         row_state *row) {
   float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
   for (int c = 0; c < KT_AUDIT_COLS; c++) {
@@ -179,7 +192,7 @@ static void compare_run(const float *w, const int8_t *codes, float step, int8_t 
   for (int i = 0; i < LANES; i++) row->invalid[i] += invalid_of(codes + i, level);
 }
 
-static void compare_plane(const kt_audit_job *job, int64_t row, int64_t col,
+INLINE void compare_plane(const kt_audit_job *job, int64_t row, int64_t col,
                           int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS], row_state *state) {
   for (int r = 0; r < KT_AUDIT_ROWS; r++) {
     float source[KT_AUDIT_COLS];
@@ -191,7 +204,7 @@ static void compare_plane(const kt_audit_job *job, int64_t row, int64_t col,
 }
 
 /* Half a tile of the packed matrix against its source. */
-static void compare_half_tile(const kt_audit_job *job, int64_t row, int64_t col, row_state *state) {
+INLINE void compare_half_tile(const kt_audit_job *job, int64_t row, int64_t col, row_state *state) {
   uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols, job->first + row, col);
@@ -210,7 +223,7 @@ static void compare_half_tile(const kt_audit_job *job, int64_t row, int64_t col,
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
 static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
   const float scale = job->scale[job->first + row];
-  const double step = job->int4 ? 16.0 * (double)scale : (double)scale;
+  const float step = job->int4 ? 16.0f * scale : scale;
   const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
   const int64_t half_row = row % KT_AUDIT_ROWS;
   memset(state->source, 0, sizeof state->source + sizeof state->error + sizeof state->value);
@@ -223,7 +236,7 @@ static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *sta
     const int code = job->int4 ? (nibble ^ 8) - 8 : (int8_t)byte;
     float run[KT_AUDIT_COLS];
     source_values(job, row, c - plane_col, run);
-    const double w = (double)run[plane_col], v = (double)code * step;
+    const double w = (double)run[plane_col], v = (double)((float)code * step);
     state->source[0] += w * w;
     state->error[0] += (w - v) * (w - v);
     state->value[0] += v * v;
@@ -242,11 +255,23 @@ static float largest(const float *lane) {
   return most;
 }
 
+/* The scale of a row: SPEC 3.2. Denormals on the way become 0. */
+static float scale_by_rule(int int4, float amax) {
+  const float tiny = 0x1p-126f, reciprocal = from_bits(0x3c010204u); /* fl32(1 / 127) */
+  const float kept = amax < tiny ? 0.0f : amax;
+  const float scale = int4 ? (float)((double)amax / 112.0) : kept * reciprocal;
+  return scale < tiny ? 0.0f : scale;
+}
+
 static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, kt_audit *audit) {
   const float amax = largest(state->most_source);
   if (amax < 0x1p-40f || amax > 0x1p40f) sum_extreme_row(job, row, state);
   job->row_amax[row] = amax;
+  job->row_scale[row] = scale_by_rule(job->int4, amax);
   job->row_error[row] = largest(state->most_error);
+  const double scale = (double)job->scale[job->first + row];
+  const double steps = (double)job->row_error[row] / (job->int4 ? 16.0 * scale : scale);
+  if (scale > 0 && steps > audit->max_steps) audit->max_steps = steps;
   audit->squared_source += total(state->source);
   audit->squared_error += total(state->error);
   audit->squared_value += total(state->value);
@@ -256,8 +281,7 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   }
 }
 
-static void audit_all(kt_audit_job *job, kt_audit *audit) {
-  for (int bits = 0; bits < 256; bits++) job->f8[bits] = f8_value(bits);
+static void audit_all(const kt_audit_job *job, kt_audit *audit) {
   const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
   for (int64_t row = 0; row < job->source->rows; row += KT_AUDIT_ROWS) {
     row_state state[KT_AUDIT_ROWS];

@@ -1,7 +1,7 @@
 /* The audit for any CPU, and unpacking by it. */
 #include "audit_loop.h"
 
-void kt_audit_scalar(kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
+void kt_audit_scalar(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 
 void kt_audit_codes_scalar(int int4, const uint8_t *packed, int64_t rows, int64_t cols,
                            int8_t *codes) {

@@ -15,12 +15,6 @@ from .table import Format
 _ROUNDINGS: dict[str, ModuleType] = {"int4": int4, "int8": int8}
 
 
-def scale_of(fmt: Format, amax: F32) -> F32:
-    """The scale [N] that the rule makes of the largest magnitude of each row [N] (SPEC 3.2)."""
-    scale: F32 = _ROUNDINGS[fmt.key].scale_of(amax)
-    return scale
-
-
 def quantize(fmt: Format, matrix: F32) -> tuple[NDArray[np.int8], F32]:
     """Codes int8 [N, K] and scales float32 [N] of a finite float32 [N, K] matrix (SPEC 3)."""
     codes: NDArray[np.int8]

@@ -80,7 +80,9 @@ def _compare(options: Options, other: Path, progression: Progression) -> Outcome
                 f"--{name.replace('_', '-')} has no meaning where two conversions are compared",
                 "leave it out, or verify each against its --source",
             )
-    with progression(comparison_sizes(options.output, other)) as observer:
+    with progression(
+        comparison_sizes(options.output, other, sample=options.sample, seed=options.seed)
+    ) as observer:
         found = compare(
             options.output,
             other,

@@ -45,7 +45,7 @@ WORST_KEPT = 20  # matrices
 SAID = 50  # sentences of one kind
 NAMED = 8  # places in one sentence
 WORST_SAID = 5  # matrices in the summary
-CHUNK_ELEMENTS = 1 << 18  # of a matrix, at a time in float64
+CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
 CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
 OTHER = "other"  # unit of progress of the non-expert tensors
 

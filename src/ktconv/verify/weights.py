@@ -6,7 +6,6 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +26,14 @@ from ktconv.formats import (
     Projection,
     TensorId,
     packed_shape,
-    tensor_name,
 )
-from ktconv.formats.reference import scale_of
-from ktconv.matrix_reader import Chunk, MatrixReader, chunks
+from ktconv.matrix_reader import MatrixReader, chunks
 from ktconv.packed import Place, name_of
 from ktconv.plan import matrix_source_bytes
+from ktconv.proof import Packed, PartProof, Problem, Sums
 from ktconv.source import SourceReader
-from ktconv.tasks import BINARY32_SLACK, Buffers, BufferSizes
-from ktconv.verify.findings import Failure, Findings
+from ktconv.tasks import Buffers, BufferSizes
+from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
 from ktconv.writer.files import io_error, read_exactly
 
@@ -45,39 +43,6 @@ F32 = NDArray[np.float32]
 LEVEL = "weights"
 COPY_BYTES = 4 << 20
 WORST_KEPT = 20
-NAMED_PER_MATRIX = 3  # elements outside the bound that are named, of one part's matrix
-
-
-@dataclass(slots=True)
-class Sums:
-    """Errors of any number of elements."""
-
-    squared_source: float = 0.0
-    squared_error: float = 0.0
-    squared_value: float = 0.0
-    max_steps: float = 0.0
-    zeros: int = 0
-    elements: int = 0
-
-    def add(self, other: Sums) -> None:
-        self.squared_source += other.squared_source
-        self.squared_error += other.squared_error
-        self.squared_value += other.squared_value
-        self.max_steps = max(self.max_steps, other.max_steps)
-        self.zeros += other.zeros
-        self.elements += other.elements
-
-    def as_dict(self) -> dict[str, float]:
-        source, value = self.squared_source, self.squared_value
-        product = (source + value - self.squared_error) / 2
-        length = math.sqrt(source) * math.sqrt(value)
-        both_zero = 1.0 if source == value == 0 else 0.0
-        return {
-            "relative_rms_error": math.sqrt(self.squared_error / source) if source else 0.0,
-            "cosine": min(1.0, product / length) if length else both_zero,
-            "max_error_steps": self.max_steps,
-            "zero_share": self.zeros / self.elements if self.elements else 0.0,
-        }
 
 
 @dataclass(slots=True)
@@ -211,31 +176,29 @@ class MatrixItem:
                 for part in touched:
                     first_col = part.index * part.cols if self.proj == "down" else 0
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
-                    part.compare(view, chunk, chunk.start % rows)
+                    part.compare(view, chunk.start % rows)
         total = Sums()
         for part in parts:
-            total.add(part.judge())
+            total.add(part.proof.judge())
         return total
 
 
 class _Part:
-    """One part's packed matrix: its bytes, and what comparing them found."""
+    """One part's packed matrix: its bytes, and the proof that they hold their source."""
 
     def __init__(self, item: MatrixItem, index: int) -> None:
         self.item, self.index = item, index
-        context = item.context
-        self.fmt: Format = FORMATS[context.subject.options.method]
-        self._findings = context.findings
-        geometry = context.subject.packed.layers[item.layer]
+        subject = item.context.subject
+        geometry = subject.packed.layers[item.layer]
         self.rows, self.cols = packed_shape(
-            item.proj, geometry.hidden, geometry.intermediate, context.subject.options.numa
+            item.proj, geometry.hidden, geometry.intermediate, subject.options.numa
         )
+        self.fmt: Format = FORMATS[subject.options.method]
         self.weight: U8 | None = None
         self.scale: F32 | None = None
-        self.error = np.zeros(self.rows, np.float32)
-        self.amax = np.zeros(self.rows, np.float32)
-        self.sums = Sums()
         self.nbytes = 0
+        weight = self.tensor("weight")
+        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail)
 
     @property
     def complete(self) -> bool:
@@ -243,17 +206,6 @@ class _Part:
 
     def tensor(self, kind: Any) -> TensorId:
         return TensorId(self.item.layer, self.item.proj, self.item.expert, self.index, kind)
-
-    def _where(self) -> dict[str, Any]:
-        weight = self.tensor("weight")
-        place = self.item.context.subject.packed.tensors[weight]
-        return {
-            "file": place.file.name,
-            "layer": weight.layer,
-            "expert": weight.expert,
-            "projection": weight.proj,
-            "part": self.index,
-        }
 
     def load(self) -> int:
         """Reads both tensors; how many checksums were compared."""
@@ -272,155 +224,29 @@ class _Part:
         self.nbytes += nbytes
         return data, check_sum(context, name_of(tensor), place, data)
 
-    def compare(self, view: native.Matrix, chunk: Chunk, first: int) -> None:
+    def compare(self, view: native.Matrix, first: int) -> None:
         """Rows from `first` on of this part, which `view` has the source of."""
         assert self.weight is not None and self.scale is not None
-        found = native.audit(self.fmt.key, view, self.rows, first, self.weight, self.scale)
-        here = slice(first, first + view.rows)
-        self.error[here], self.amax[here] = found.row_error, found.row_amax
-        self.sums.add(
-            Sums(
-                found.squared_source,
-                found.squared_error,
-                found.squared_value,
-                0.0,
-                found.zeros,
-                view.rows * view.cols,
-            )
+        self.proof.compare(view, first, Packed(self.weight, self.scale, self.rows, first))
+
+    def _fail(self, problem: Problem) -> None:
+        context, weight = self.item.context, self.tensor("weight")
+        context.findings.fail(
+            LEVEL,
+            problem.check,
+            problem.message,
+            file=context.subject.packed.tensors[weight].file.name,
+            tensor=problem.tensor,
+            layer=weight.layer,
+            expert=weight.expert,
+            projection=weight.proj,
+            part=self.index,
+            row=problem.row,
+            column=problem.column,
+            source_value=problem.source_value,
+            value=problem.value,
+            steps=problem.steps,
         )
-        if found.invalid:
-            self._invalid(first, first + view.rows)
-        if not math.isfinite(found.squared_source):
-            self._not_finite(view, chunk)
-        outside = self._outside(here)
-        if outside.any():
-            self._name_elements(view, first + np.flatnonzero(outside), first)
-
-    def judge(self) -> Sums:
-        """Checks of whole rows, after all were compared."""
-        assert self.scale is not None
-        name = tensor_name(*_key(self.tensor("scale")))
-        odd = ~np.isfinite(self.scale) | (self.scale < 0) | _denormal(self.scale)
-        if odd.any():
-            row = int(np.flatnonzero(odd)[0])
-            self._fail(
-                "scale",
-                f"{name} holds {self.scale[row]} at row {row}: scales are finite, not negative "
-                "and not denormal.",
-                tensor=name,
-                row=row,
-                value=float(self.scale[row]),
-            )
-        self._scales_by_rule(name, odd)
-        with np.errstate(all="ignore"):
-            step = self.scale * np.float32(self.fmt.scale_units)
-            steps = np.where((step > 0) & ~odd, self.error / step, 0)
-        self.sums.max_steps = float(np.nan_to_num(steps, posinf=0).max(initial=0.0))
-        return self.sums
-
-    def _scales_by_rule(self, name: str, odd: NDArray[np.bool_]) -> None:
-        """Every scale follows from the largest weight of its row."""
-        assert self.scale is not None
-        with np.errstate(all="ignore"):
-            rule = scale_of(self.fmt, self.amax)
-        wrong = np.flatnonzero((rule != self.scale) & ~odd & np.isfinite(rule))
-        if not len(wrong):
-            return
-        row = int(wrong[0])
-        self._fail(
-            "scale",
-            f"{name} holds {float(self.scale[row]):.9g} at row {row}, but its largest weight "
-            f"{float(self.amax[row]):.9g} makes {float(rule[row]):.9g} "
-            f"({len(wrong)} of {self.rows} rows differ).",
-            tensor=name,
-            row=row,
-            source_value=float(rule[row]),
-            value=float(self.scale[row]),
-        )
-
-    def _outside(self, rows: slice) -> NDArray[np.bool_]:
-        """Rows with an element farther off than rounding allows."""
-        assert self.scale is not None
-        scale = self.scale[rows].astype(np.float64)
-        allowed = (self.fmt.max_error_steps + BINARY32_SLACK) * self.fmt.scale_units * scale
-        allowed = np.maximum(allowed, np.finfo(np.float32).tiny)
-        allowed = np.where(scale == 0, self.fmt.smallest_amax, allowed)
-        outside: NDArray[np.bool_] = ~(self.error[rows] <= allowed) | ~np.isfinite(self.error[rows])
-        return outside
-
-    def _name_elements(self, view: native.Matrix, rows: NDArray[np.int64], first: int) -> None:
-        """The worst elements of the rows that lie outside."""
-        assert self.weight is not None and self.scale is not None
-        source = native.decode(view)[rows - first].astype(np.float64)
-        codes = native.audit_codes(self.fmt.key, self.weight, self.rows, self.cols)[rows]
-        step = (self.scale[rows] * np.float32(self.fmt.scale_units)).astype(np.float64)
-        with np.errstate(all="ignore"):
-            value = codes * step[:, None]
-            off = np.abs(source - value)
-            steps = np.where(step[:, None] > 0, off / step[:, None], off)
-        columns = np.nan_to_num(steps, nan=np.inf).argmax(axis=1)
-        at = [steps[i, column] for i, column in enumerate(columns)]
-        order = np.argsort(np.nan_to_num(at, nan=np.inf))[::-1][:NAMED_PER_MATRIX]
-        for i in order:
-            self._element(int(rows[i]), int(columns[i]), source[i], value[i], steps[i], len(rows))
-
-    def _element(
-        self, row: int, column: int, source: Any, value: Any, steps: Any, rows: int
-    ) -> None:
-        weight = name_of(self.tensor("weight"))
-        whole_row, whole_column = self._whole(row, column)
-        expected, got, off = float(source[column]), float(value[column]), float(steps[column])
-        self._fail(
-            "element",
-            f"{weight}: layer {self.item.layer}, expert {self.item.expert}, {self.item.proj} "
-            f"[{whole_row}, {whole_column}] is {expected:.9g} in the source, but {got:.9g} here, "
-            f"{off:.4g} steps off where {self.fmt.max_error_steps:.4g} are allowed "
-            f"({rows} of the rows compared with it have such elements).",
-            tensor=weight,
-            row=whole_row,
-            column=whole_column,
-            source_value=expected,
-            value=got,
-            steps=off,
-        )
-
-    def _whole(self, row: int, column: int) -> tuple[int, int]:
-        """Where an element of this part lies in the whole matrix."""
-        if self.item.proj == "down":
-            return row, self.index * self.cols + column
-        return self.index * self.rows + row, column
-
-    def _invalid(self, start: int, stop: int) -> None:
-        assert self.weight is not None
-        codes = native.audit_codes(self.fmt.key, self.weight, self.rows, self.cols)[start:stop]
-        beyond = np.abs(codes.astype(np.int16)) > self.fmt.max_level
-        row, column = (int(i) for i in np.argwhere(beyond)[0])
-        weight = name_of(self.tensor("weight"))
-        whole = self._whole(start + row, column)
-        self._fail(
-            "level",
-            f"{weight} holds level {codes[row, column]} at [{whole[0]}, {whole[1]}] of the matrix: "
-            f"levels are -{self.fmt.max_level} to {self.fmt.max_level} "
-            f"({int(beyond.sum())} codes are beyond).",
-            tensor=weight,
-            row=whole[0],
-            column=whole[1],
-            value=float(codes[row, column]),
-        )
-
-    def _not_finite(self, view: native.Matrix, chunk: Chunk) -> None:
-        values = native.decode(view)
-        bad = np.argwhere(~np.isfinite(values))
-        at = bad[0] if len(bad) else (0, 0)
-        self._fail(
-            "source",
-            f"the source of {name_of(self.tensor('weight'))} holds {values[at[0], at[1]]} at "
-            f"row {chunk.start + int(at[0])}, column {int(at[1])} of its part.",
-            tensor=name_of(self.tensor("weight")),
-        )
-
-    def _fail(self, check: str, message: str, **where: Any) -> None:
-        self._findings.add(Failure(LEVEL, check, message, **(self._where() | where)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,12 +415,3 @@ def _read(fd: int, path: Any, target: U8, offset: int) -> None:
         raise CheckpointError(f"{path} became shorter while it was read") from None
     except OSError as error:
         raise io_error("read", path, error) from error
-
-
-def _key(tensor: TensorId) -> tuple[int, Any, int, int, Any]:
-    return tensor.layer, tensor.proj, tensor.expert, tensor.part, tensor.kind
-
-
-def _denormal(values: F32) -> NDArray[np.bool_]:
-    tiny: NDArray[np.bool_] = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
-    return tiny

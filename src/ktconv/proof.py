@@ -1,0 +1,268 @@
+"""Proof that one part's packed matrix holds its source: element by element, scale by scale.
+
+Unpacking is the audit's (native/src/audit), which shares no code with the packer. Used while
+a layer is written (quantize-cpu) and on what lies on the disk (verify).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.formats import Format, TensorId, tensor_name
+from ktconv.formats.split import is_down
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+
+BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
+NAMED_PER_CALL = 3  # elements outside the bound that are named
+
+
+@dataclass(slots=True)
+class Sums:
+    """Errors of any number of elements."""
+
+    squared_source: float = 0.0
+    squared_error: float = 0.0
+    squared_value: float = 0.0
+    max_steps: float = 0.0
+    zeros: int = 0
+    elements: int = 0
+
+    def add(self, other: Sums) -> None:
+        self.squared_source += other.squared_source
+        self.squared_error += other.squared_error
+        self.squared_value += other.squared_value
+        self.max_steps = max(self.max_steps, other.max_steps)
+        self.zeros += other.zeros
+        self.elements += other.elements
+
+    def as_dict(self) -> dict[str, float]:
+        source, value = self.squared_source, self.squared_value
+        product = (source + value - self.squared_error) / 2
+        length = math.sqrt(source) * math.sqrt(value)
+        both_zero = 1.0 if source == value == 0 else 0.0
+        return {
+            "relative_rms_error": math.sqrt(self.squared_error / source) if source else 0.0,
+            "cosine": min(1.0, product / length) if length else both_zero,
+            "max_error_steps": self.max_steps,
+            "zero_share": self.zeros / self.elements if self.elements else 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not hold. row and column are those of the whole matrix."""
+
+    check: str  # element, level, scale or source
+    message: str
+    tensor: str
+    row: int | None = None
+    column: int | None = None
+    source_value: float | None = None
+    value: float | None = None
+    steps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Packed rows: a matrix [rows, cols] of which those from `first` on are meant."""
+
+    weight: U8
+    scale: F32  # [rows]
+    rows: int
+    first: int = 0
+
+
+class PartProof:
+    """The proof of one part's matrix, which `weight` names; its rows may come in pieces."""
+
+    def __init__(
+        self,
+        fmt: Format,
+        weight: TensorId,
+        rows: int,
+        cols: int,
+        report: Callable[[Problem], None],
+    ) -> None:
+        self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
+        self._report = report
+        self._scale = np.zeros(rows, np.float32)
+        self._error = np.zeros(rows, np.float32)
+        self._amax = np.zeros(rows, np.float32)
+        self._rule = np.zeros(rows, np.float32)
+        self._sums = Sums()
+
+    @property
+    def _weight_name(self) -> str:
+        key = self._id
+        return tensor_name(key.layer, key.proj, key.expert, key.part, "weight")
+
+    @property
+    def _scale_name(self) -> str:
+        key = self._id
+        return tensor_name(key.layer, key.proj, key.expert, key.part, "scale")
+
+    def _whole(self, row: int, column: int) -> tuple[int, int]:
+        """Where an element of this part lies in the whole matrix."""
+        if is_down(self._id.proj):
+            return row, self._id.part * self._cols + column
+        return self._id.part * self._rows + row, column
+
+    # ---- elements ----
+
+    def compare(self, source: native.Matrix, start: int, packed: Packed) -> None:
+        """Rows from `start` on of this part, whose source is `source`."""
+        found = native.audit(
+            self._fmt.key, source, packed.rows, packed.first, packed.weight, packed.scale
+        )
+        here = slice(start, start + source.rows)
+        self._error[here], self._amax[here] = found.row_error, found.row_amax
+        self._rule[here] = found.row_scale
+        self._scale[here] = packed.scale[packed.first : packed.first + source.rows]
+        self._add(found, source)
+        if found.invalid:
+            self._name_level(start, source.rows, packed)
+        if not math.isfinite(found.squared_source):
+            self._name_source(source, start)
+        outside = self._outside(here)
+        if outside.any():
+            self._name_elements(source, start, np.flatnonzero(outside), packed)
+
+    def _add(self, found: native.Audit, source: native.Matrix) -> None:
+        self._sums.add(
+            Sums(
+                found.squared_source,
+                found.squared_error,
+                found.squared_value,
+                found.max_steps,
+                found.zeros,
+                source.rows * source.cols,
+            )
+        )
+
+    def _outside(self, rows: slice) -> NDArray[np.bool_]:
+        """Rows with an element farther off than rounding allows."""
+        fmt, scale = self._fmt, self._scale[rows].astype(np.float64)
+        allowed = (fmt.max_error_steps + BINARY32_SLACK) * fmt.scale_units * scale
+        allowed = np.maximum(allowed, np.finfo(np.float32).tiny)
+        allowed = np.where(scale == 0, fmt.smallest_amax, allowed)
+        outside: NDArray[np.bool_] = ~(self._error[rows] <= allowed)
+        return outside | ~np.isfinite(self._error[rows])
+
+    def _codes(self, packed: Packed, count: int) -> NDArray[np.int8]:
+        codes: NDArray[np.int8] = native.audit_codes(
+            self._fmt.key, packed.weight, packed.rows, self._cols
+        )
+        return codes[packed.first : packed.first + count]
+
+    def _name_elements(
+        self, matrix: native.Matrix, start: int, rows: NDArray[np.int64], packed: Packed
+    ) -> None:
+        """The worst elements of the rows that lie outside."""
+        source = native.decode(matrix)[rows].astype(np.float64)
+        step = self._scale[start + rows].astype(np.float64) * self._fmt.scale_units
+        with np.errstate(all="ignore"):
+            value = self._codes(packed, matrix.rows)[rows] * step[:, None]
+            off = np.abs(source - value)
+            steps = np.nan_to_num(np.where(step[:, None] > 0, off / step[:, None], off), nan=np.inf)
+        columns = steps.argmax(axis=1)
+        worst = steps[np.arange(len(rows)), columns]
+        for i in np.argsort(worst)[::-1][:NAMED_PER_CALL]:
+            column = int(columns[i])
+            row, whole = self._whole(int(start + rows[i]), column)
+            self._element(row, whole, source[i, column], value[i, column], float(worst[i]))
+
+    def _element(self, row: int, column: int, source: Any, value: Any, steps: float) -> None:
+        key = self._id
+        self._report(
+            Problem(
+                "element",
+                f"{self._weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
+                f"[{row}, {column}] is {float(source):.9g} in the source, but "
+                f"{float(value):.9g} here, {steps:.4g} steps off where "
+                f"{self._fmt.max_error_steps:.4g} are allowed.",
+                self._weight_name,
+                row,
+                column,
+                float(source),
+                float(value),
+                steps,
+            )
+        )
+
+    def _name_level(self, start: int, count: int, packed: Packed) -> None:
+        codes = self._codes(packed, count)
+        beyond = np.abs(codes.astype(np.int16)) > self._fmt.max_level
+        row, column = (int(i) for i in np.argwhere(beyond)[0])
+        at = self._whole(start + row, column)
+        self._report(
+            Problem(
+                "level",
+                f"{self._weight_name} holds level {codes[row, column]} at [{at[0]}, {at[1]}] of "
+                f"its matrix: levels are -{self._fmt.max_level} to {self._fmt.max_level} "
+                f"({int(beyond.sum())} codes are beyond).",
+                self._weight_name,
+                *at,
+                value=float(codes[row, column]),
+            )
+        )
+
+    def _name_source(self, matrix: native.Matrix, start: int) -> None:
+        values = native.decode(matrix)
+        row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+        at = self._whole(start + row, column)
+        self._report(
+            Problem(
+                "source",
+                f"the source of {self._weight_name} holds {values[row, column]} at "
+                f"[{at[0]}, {at[1]}].",
+                self._weight_name,
+                *at,
+            )
+        )
+
+    # ---- scales ----
+
+    def judge(self) -> Sums:
+        """What whole rows tell, after all were compared."""
+        odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
+        if odd.any():
+            row = int(np.flatnonzero(odd)[0])
+            self._scale_problem(
+                row,
+                f"holds {self._scale[row]} at row {row}: scales are finite, not negative and "
+                "not denormal.",
+            )
+        self._scales_by_rule(odd)
+        return self._sums
+
+    def _scales_by_rule(self, odd: NDArray[np.bool_]) -> None:
+        """Every scale follows from the largest weight of its row."""
+        rule = self._rule
+        wrong = np.flatnonzero((rule != self._scale) & ~odd & np.isfinite(rule))
+        if len(wrong):
+            row = int(wrong[0])
+            self._scale_problem(
+                row,
+                f"holds {float(self._scale[row]):.9g} at row {row}, but the largest weight "
+                f"{float(self._amax[row]):.9g} makes {float(rule[row]):.9g} "
+                f"({len(wrong)} of {self._rows} rows differ).",
+                float(rule[row]),
+            )
+
+    def _scale_problem(self, row: int, words: str, expected: float | None = None) -> None:
+        name, value = self._scale_name, float(self._scale[row])
+        self._report(Problem("scale", f"{name} {words}", name, row, None, expected, value))
+
+
+def _denormal(values: F32) -> NDArray[np.bool_]:
+    tiny: NDArray[np.bool_] = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
+    return tiny
