@@ -23,7 +23,8 @@ from families import (
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.verify import LEVELS, Request, Thresholds, layers, verify
+from ktconv.verify import LEVELS, Request, Thresholds, layers, prepare, verify
+from ktconv.verify import model as model_level
 
 EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
@@ -69,6 +70,17 @@ def test_layers_without_transformers(
         assert row["worst_expert"]["error"] >= row["weights_error"] * 0.5
         assert row["router_agreement"] is None
     assert native.isa() == native.isa_available()[-1] or native.isa() in native.isa_available()
+
+
+def test_model_without_transformers(
+    example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before anything is read, with the way out."""
+    monkeypatch.setattr(model_level, "find_spec", lambda name: None)
+    pytest.importorskip("torch")
+    with pytest.raises(UsageError, match="needs transformers") as caught:
+        prepare(Request(example("int8"), str(EXAMPLE), "model"))
+    assert "ktconv[model]" in str(caught.value.hint)
 
 
 @needs_torch

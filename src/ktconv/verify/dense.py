@@ -28,6 +28,10 @@ class SourceTensors:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._others = {tensor.name: tensor for tensor in checkpoint.other_tensors}
 
+    def has(self, name: str) -> bool:
+        """Whether a non-expert tensor of that name is there."""
+        return name in self._others
+
     def first(self, names: Iterable[str]) -> F32 | None:
         """The first of these tensors that exists."""
         for name in names:

@@ -52,6 +52,21 @@ class Inputs:
     router_agreement: float | None = None  # of our router with the model's own, where known
 
 
+def refuse_impossible(subject: Subject) -> None:
+    """Before anything is read: KtconvError if a layer has no router that ktconv knows."""
+    assert subject.checkpoint is not None
+    tensors = SourceTensors(subject.checkpoint)
+    activation_of(subject.checkpoint.config)
+    for layer in subject.checkpoint.layers:
+        router_of(subject.checkpoint.config, layer.index)
+        names = router_tensors(layer.source).weight
+        if not any(map(tensors.has, names)):
+            raise CheckpointError(
+                f"layer {layer.index} has no router: none of {', '.join(names)} is there",
+                "run --level weights",
+            )
+
+
 def check_layers(
     subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -203,11 +218,7 @@ class _Layers:
     def _route(self, layer: MoELayer, x: F32) -> tuple[I64, F32]:
         names = router_tensors(layer.source)
         weight = self._source.first(names.weight)
-        if weight is None:
-            raise CheckpointError(
-                f"layer {layer.index} has no router: none of {', '.join(names.weight)} is there",
-                "run --level weights",
-            )
+        assert weight is not None  # refuse_impossible() looked
         return route(
             router_of(self._config, layer.index),
             x,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from ktconv.errors import UsageError
@@ -16,6 +17,21 @@ PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
 # Relative increase of perplexity and mean KL divergence in nats. Small trained models lie at
 # 0.01 and 0.01 (INT4), 0.001 and 0.001 (INT8); larger ones lie lower.
 DEFAULTS = {"int4": (0.05, 0.05), "int8": (0.01, 0.01)}
+
+
+def refuse_impossible(subject: Subject, request: Any) -> None:
+    """Before anything is read: UsageError for the text or without transformers, ResourceError
+    for a model that does not fit into memory."""
+    from ktconv.model import check_memory
+
+    assert subject.checkpoint is not None
+    if find_spec("transformers") is None:
+        raise UsageError(
+            "--level model needs transformers, which is not installed",
+            "install it with: pip install 'ktconv[model]', or run --level layers",
+        )
+    read_text(request)
+    check_memory(subject.checkpoint.path, "auto")
 
 
 def check_model(

@@ -85,6 +85,7 @@ def prepare(request: Request) -> Prepared:
     if not 0 < request.sample <= 1:
         raise UsageError(f"--sample {request.sample} is no share", "give more than 0, at most 1")
     subject = open_subject(request.output, request.source)
+    _refuse_impossible(level, subject, request)
     findings = Findings()
     structure = check_structure(subject, findings)
     reader = None
@@ -94,6 +95,18 @@ def prepare(request: Request) -> Prepared:
     context = Context(subject, findings, subject.checksums(), reader, compare)
     items = items_of(context, request.sample, request.seed)
     return Prepared(request, level, subject, findings, items, structure)
+
+
+def _refuse_impossible(level: str, subject: Subject, request: Request) -> None:
+    """What cannot be run is told now, not after an hour of reading."""
+    if level in ("layers", "model"):
+        from ktconv.verify import layers
+
+        layers.refuse_impossible(subject)
+    if level == "model":
+        from ktconv.verify import model
+
+        model.refuse_impossible(subject, request)
 
 
 def _level(request: Request) -> str:

@@ -1,0 +1,124 @@
+"""`ktconv verify` as users type it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from converting import convert, ktconv
+
+from ktconv.cli import Level
+from ktconv.verify import LEVELS
+
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+Convert = Callable[..., Path]
+
+
+def test_levels_of_the_command() -> None:
+    assert tuple(level.value for level in Level) == LEVELS
+
+
+def test_sound(model: Path, converted: Convert, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    done = ktconv(
+        "verify", converted(), "--source", model, "--level", "weights", "--report", report
+    )
+    assert done.returncode == 0, done.stderr
+    assert "structure  ok" in done.stdout and "weights    ok" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith(f"{converted()} holds")
+    assert "ETA" in done.stderr
+    page = report.read_text(encoding="utf-8")
+    assert page.lstrip().lower().startswith("<!doctype html") and str(converted()) in page
+
+
+def test_json(model: Path, converted: Convert) -> None:
+    done = ktconv("verify", converted(), "--source", model, "--level", "weights", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["schema"] == 1 and facts["passed"] is True and facts["level"] == "weights"
+    assert {"failures", "weights", "layers", "model"} <= facts.keys()
+    assert facts["weights"]["passed"] and facts["layers"] is None
+
+
+def test_failure(model: Path, damaged: Convert) -> None:
+    output = damaged()
+    shard = min(output.glob("*.safetensors"))
+    with shard.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    done = ktconv("verify", output)
+    assert done.returncode == 1
+    assert done.stdout.startswith("structure, checksum: ")
+    assert "FAILS" in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    facts = json.loads(ktconv("verify", output, "--json").stdout)
+    assert facts["passed"] is False and facts["failure_count"] == len(facts["failures"]) == 1
+
+
+def test_two_conversions(converted: Convert, damaged: Convert) -> None:
+    done = ktconv("verify", converted("int4", 2), converted("int4", 2, "layers"))
+    assert done.returncode == 0 and "equal bytes" in done.stdout
+    done = ktconv("verify", converted("int4", 2), converted("int4", 1), "--json")
+    assert done.returncode == 1
+    facts = json.loads(done.stdout)
+    assert facts["kind"] == "comparison" and facts["verdict"] == "different"
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        (["--level", "weights"], "compares with the source"),
+        (["--level", "everything"], "Invalid value"),
+        (["--sample", "0"], "is no share"),
+        (["--sample", "2"], "is no share"),
+        (["--report", "report.txt"], "is no HTML file"),
+        (["--report", "no/such/place/report.html"], "cannot be written"),
+        (["--source", "no/such/model"], "no/such/model"),
+        (["--tokens", "0"], "Invalid value"),
+        (["--max-kl", "-1"], "Invalid value"),
+    ],
+)
+def test_bad_usage(words: list[str], phrase: str, converted: Convert) -> None:
+    done = ktconv("verify", converted(), *words)
+    assert done.returncode == 2, done.stdout
+    assert phrase in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--source", "--report", "--text", "--level", "--max-kl"])
+def test_options_without_meaning_for_two(option: str, converted: Convert) -> None:
+    values = {"--report": "report.html", "--level": "weights", "--max-kl": "1"}
+    value = values.get(option, "README.md")
+    done = ktconv("verify", converted(), converted("int8"), option, value)
+    assert done.returncode == 2 and f"{option} has no meaning" in done.stderr
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    """Told before anything is read."""
+    pytest.importorskip("transformers")
+    output = tmp_path / "out"
+    convert(EXAMPLE, output, method="int8")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    for text in (tmp_path / "missing.txt", tmp_path / "binary.txt"):
+        done = ktconv("verify", output, "--source", EXAMPLE, "--level", "model", "--text", text)
+        assert done.returncode == 2 and f"--text {text} cannot be read" in done.stderr
+        assert "ETA" not in done.stderr
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        done = ktconv("verify", path)
+        assert done.returncode == 2 and "quantize-cpu" in done.stderr
+
+
+def test_unfinished_conversion(damaged: Convert) -> None:
+    output = damaged()
+    (output / ".ktconv").mkdir()
+    (output / ".ktconv/run.json").write_text("{}")
+    shutil.copy(output / "ktconv.json", output / ".ktconv/run.json")
+    done = ktconv("verify", output)
+    assert done.returncode == 1 and "is not finished" in done.stdout
