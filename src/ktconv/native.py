@@ -38,41 +38,6 @@ class NonFiniteError(CheckpointError):
         self.row, self.col = row, col
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorSums:
-    """What kt_measure found; sums so that parts of a tensor can be added."""
-
-    squared_error: float = 0.0
-    squared_source: float = 0.0
-    max_steps: float = 0.0
-    zeros: int = 0
-    invalid: int = 0
-    worst_row: int = -1
-    elements: int = 0
-
-    def add(self, other: ErrorSums) -> ErrorSums:
-        """The sums of both; `other` holds the rows that follow `self`'s."""
-        worst = self if self.max_steps >= other.max_steps else other
-        return ErrorSums(
-            self.squared_error + other.squared_error,
-            self.squared_source + other.squared_source,
-            worst.max_steps,
-            self.zeros + other.zeros,
-            self.invalid + other.invalid,
-            worst.worst_row,
-            self.elements + other.elements,
-        )
-
-    @property
-    def relative_rms(self) -> float:
-        """Root of squared error over squared source; 0 for an all-zero source."""
-        return math.sqrt(self.squared_error / self.squared_source) if self.squared_source else 0.0
-
-    @property
-    def zero_share(self) -> float:
-        return self.zeros / self.elements if self.elements else 0.0
-
-
 def isa() -> str:
     """The level in use. Raises UsageError when KTCONV_ISA cannot be used."""
     level = lib.kt_isa_active()
@@ -260,7 +225,7 @@ class Audit:
     squared_value: float
     max_steps: float
     zeros: int
-    invalid: int  # codes outside the format's range
+    invalid: int  # codes outside the format's range, or not 0 under scale 0
     row_error: Array  # float32 [rows]: largest |source - dequantized|
     row_amax: Array  # float32 [rows]: largest |source|
     row_scale: Array  # float32 [rows]: what the rule makes of that
@@ -309,36 +274,6 @@ def audit_codes(format: str, packed: Array, rows: int, cols: int) -> Array:
     target = ffi.cast("int8_t *", ffi.from_buffer(codes))
     _check(lib.kt_audit_codes(FORMATS[format], _bytes(packed), rows, cols, target))
     return codes
-
-
-def measure(
-    format: str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
-) -> ErrorSums:
-    """Unpacks, dequantizes and compares with the source."""
-    _expect("packed", packed, packed_size(format, matrix.rows, matrix.cols))
-    _expect("scale", scale, 4 * matrix.rows)
-    scratch = new_scratch(matrix.cols) if scratch is None else scratch
-    floats = _aligned_floats(scale)
-    error = ffi.new("kt_error *")
-    status = lib.kt_measure(
-        FORMATS[format],
-        matrix.c,
-        _bytes(packed),
-        ffi.cast("float *", ffi.from_buffer(floats)),
-        ffi.from_buffer(scratch, require_writable=True),
-        scratch.nbytes,
-        error,
-    )
-    _check(status)
-    return ErrorSums(
-        error.sum_squared_error,
-        error.sum_squared_source,
-        error.max_steps,
-        error.zeros,
-        error.invalid,
-        error.worst_row,
-        matrix.rows * matrix.cols,
-    )
 
 
 # ---- MoE forward ----

@@ -91,9 +91,10 @@ class PartProof:
         rows: int,
         cols: int,
         report: Callable[[Problem], None],
+        inherited: bool = False,  # the scales were chosen for wider parts (ktconv reshard)
     ) -> None:
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
-        self._report = report
+        self._report, self._inherited = report, inherited
         self._scale = np.zeros(rows, np.float32)
         self._error = np.zeros(rows, np.float32)
         self._amax = np.zeros(rows, np.float32)
@@ -200,15 +201,17 @@ class PartProof:
 
     def _name_level(self, start: int, count: int, packed: Packed) -> None:
         codes = self._codes(packed, count)
+        scale = packed.scale[packed.first : packed.first + count]
         beyond = np.abs(codes.astype(np.int16)) > self._fmt.max_level
+        beyond |= (codes != 0) & (scale == 0)[:, None]
         row, column = (int(i) for i in np.argwhere(beyond)[0])
         at = self._whole(start + row, column)
         self._report(
             Problem(
                 "level",
                 f"{self._weight_name} holds level {codes[row, column]} at [{at[0]}, {at[1]}] of "
-                f"its matrix: levels are -{self._fmt.max_level} to {self._fmt.max_level} "
-                f"({int(beyond.sum())} codes are beyond).",
+                f"its matrix: levels are -{self._fmt.max_level} to {self._fmt.max_level}, and 0 "
+                f"where the scale is 0 ({int(beyond.sum())} codes are beyond).",
                 self._weight_name,
                 *at,
                 value=float(codes[row, column]),
@@ -247,7 +250,8 @@ class PartProof:
     def _scales_by_rule(self, odd: NDArray[np.bool_]) -> None:
         """Every scale follows from the largest weight of its row."""
         rule = self._rule
-        wrong = np.flatnonzero((rule != self._scale) & ~odd & np.isfinite(rule))
+        differs = rule > self._scale if self._inherited else rule != self._scale
+        wrong = np.flatnonzero(differs & ~odd & np.isfinite(rule))
         if len(wrong):
             row = int(wrong[0])
             self._scale_problem(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconv.errors import UsageError
 from ktconv.units import format_size
-from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
+from ktconv.verify.run import Progression, Request, Result, Thresholds, prepare, verify
 from ktconv.writer.files import translated
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
@@ -35,7 +34,6 @@ class Options:
     report: Path | None = None
 
 
-Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
 Outcome = tuple[dict[str, Any], list[str], bool]
 
 
@@ -61,8 +59,7 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
         thresholds=Thresholds(options.max_ppl_increase, options.max_kl),
     )
     ready = prepare(request)
-    with progression(ready.sizes) as observer:
-        result = verify(request, observer, ready, say)
+    result = verify(request, progression, ready, say)
     if options.report is not None:
         from ktconv.verify.report import render_report
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -16,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import machine, native
-from ktconv.checkpoint import MoELayer
+from ktconv.checkpoint import PROJECTIONS, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model import route, router_of, router_tensors, shared_expert_tensors
 from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.moe.experts import gated
 from ktconv.moe.opened import activation_of, packed_experts
+from ktconv.plan import matrix_source_bytes
 from ktconv.pool import Pool
 from ktconv.units import format_size
 from ktconv.verify.dense import SourceTensors
@@ -68,17 +70,29 @@ def refuse_impossible(subject: Subject) -> None:
 
 
 def check_layers(
-    subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
+    subject: Subject,
+    request: Any,
+    findings: Findings,
+    progression: Callable[[dict[str, int]], AbstractContextManager[Any]],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Runs the layers; facts for the report."""
     assert subject.checkpoint is not None
     captured = _captured(subject, request, findings, say)
     check = _Layers(subject, request, findings, captured)
-    layers = _sampled(subject, request)
     rows = []
-    for count, layer in enumerate(layers, start=1):
-        say(f"layer {layer.index}: kernels against float32 ({count} of {len(layers)})")
-        rows.append(check.layer(layer))
+    sizes = {_unit(layer): _bytes_of(layer) for layer in _sampled(subject, request)}
+    say("kernels against float32")
+    with progression(sizes) as observer:
+        if observer:
+            observer.begin(list(sizes))
+        for layer in _sampled(subject, request):
+            if observer:
+                observer.unit_started(_unit(layer))
+            rows.append(check.layer(layer))
+            if observer:
+                observer.advanced(sizes[_unit(layer)])
+                observer.unit_finished(_unit(layer))
     return {
         "states": "captured" if captured else "random",
         "states_are": _STATES["captured" if captured else "random"],
@@ -87,6 +101,14 @@ def check_layers(
         "kernel_bound": KERNEL_BOUND,
         "layers": rows,
     }
+
+
+def _unit(layer: MoELayer) -> str:
+    return f"layer-{layer.index:05d}"
+
+
+def _bytes_of(layer: MoELayer) -> int:
+    return sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS) * len(layer.experts)
 
 
 def _sampled(subject: Subject, request: Any) -> list[MoELayer]:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,14 @@ from ktconv.verify.weights import Context, Done, Item, Totals, buffer_sizes, ite
 if TYPE_CHECKING:
     from ktconv.pipeline import Observer
 
+Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
+
 LEVELS = ("structure", "weights", "layers", "model")
+
+
+def silent(sizes: dict[str, int]) -> AbstractContextManager[Any]:
+    """A progression that tells nobody."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +132,20 @@ def _level(request: Request) -> str:
 
 def verify(
     request: Request,
-    observer: Observer | None = None,
+    progression: Progression = silent,
     prepared: Prepared | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Runs all levels up to the wanted one. `say` is told which begins.
+    """Runs all levels up to the wanted one. `say` is told which begins; `progression` makes an
+    observer from sizes of units, first for what is read, then for the layers that are computed.
 
     Raises KtconvError where something cannot be run at all; what does not hold is a failure of
     the result.
     """
     started = time.monotonic()
     ready = prepared or prepare(request)
-    totals = _read_everything(ready, observer)
+    with progression(ready.sizes) as observer:
+        totals = _read_everything(ready, observer)
     reached = LEVELS.index(ready.level)
     structure = dict(ready.structure) | {
         "bytes_checked": totals.bytes_checked,
@@ -153,7 +163,7 @@ def verify(
     if reached >= 2 and _can_compute(ready):
         from ktconv.verify.layers import check_layers
 
-        levels["layers"] = check_layers(ready.subject, request, ready.findings, say)
+        levels["layers"] = check_layers(ready.subject, request, ready.findings, progression, say)
     if reached >= 3 and _can_compute(ready):
         from ktconv.verify.model import check_model
 

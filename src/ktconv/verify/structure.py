@@ -84,9 +84,9 @@ class _Structure:
         self._source_identity(manifest)
 
     def _source_identity(self, manifest: Mapping[str, Any]) -> None:
-        if self._subject.checkpoint is None:
-            return
         before = manifest.get("source", {}).get("files", {})
+        if self._subject.checkpoint is None or not before:  # merged from another tool's folders
+            return
         now = {file["name"]: file for file in source_identity(self._subject.checkpoint)}
         for name in sorted(before.keys() | now.keys()):
             old, new = dict(before.get(name, {})), dict(now.get(name, {}))
@@ -199,8 +199,10 @@ class _Structure:
             )
 
     def _is_extra(self, tensor: TensorId) -> bool:
-        """Backward matrices, which ktconv does not write but the reference converter can."""
-        return is_backward(tensor.proj) and not self._subject.ours
+        """Backward matrices: the reference converter can write them, and merge keeps them."""
+        manifest = self._subject.manifest or {}
+        kept = "merged_from" in manifest or "resharded_from" in manifest
+        return is_backward(tensor.proj) and (kept or not self._subject.ours)
 
     def _odd_sizes(self) -> None:
         for tensor, place in self._packed.tensors.items():

@@ -198,7 +198,8 @@ class _Part:
         self.scale: F32 | None = None
         self.nbytes = 0
         weight = self.tensor("weight")
-        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail)
+        inherited = "resharded_from" in (subject.manifest or {}) and item.proj == "down"
+        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail, inherited)
 
     @property
     def complete(self) -> bool:
