@@ -305,7 +305,7 @@ def test_different_source(made: Make, tmp_path: Path) -> None:
 def test_flipped_bit_of_a_weight(
     method: str, proj: Projection, made: Make, copied: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.verify.compare.CHUNK_ELEMENTS", 3 * INNER)
+    monkeypatch.setattr("ktconv.verify.compare.pairs.CHUNK_ELEMENTS", 3 * INNER)
     options = {"method": method, "numa": 2, "layout": "layers"}
     a, b, fmt = made(method=method, numa=2), copied(**options), FORMATS[method]
     row, column = 37, 100  # in the second part
@@ -541,7 +541,7 @@ def test_unfinished(made: Make, copied: Make) -> None:
 
 
 def test_other_tensors(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconv.verify.compare.CHUNK_BYTES", 300)
+    monkeypatch.setattr("ktconv.verify.compare.pairs.CHUNK_BYTES", 300)
 
     def edit(tensors: dict[str, Raw]) -> None:
         data = bytearray(tensors["embed_tokens.weight"].data)

@@ -322,6 +322,14 @@ def test_level_of_minus_128(model: Path, damaged: Convert) -> None:
     assert found(check(output, model), "weights", "level")[0]["value"] == -128.0
 
 
+def test_codes_under_a_zero_scale(model: Path, damaged: Convert) -> None:
+    output = forget_manifest(damaged("int8"))
+    overwrite(place_of(output, "blk.0.ffn_up_exps.1.numa.0.scale"), bytes(4), 4 * 9)
+    failure = found(check(output, model), "weights", "level")[0]
+    assert failure["row"] == 9 and failure["value"] != 0
+    assert "0 where the scale is 0" in failure["message"]
+
+
 def test_swapped_experts(model: Path, damaged: Convert) -> None:
     output = forget_manifest(damaged())
     for proj in ("gate", "up", "down"):

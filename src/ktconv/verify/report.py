@@ -422,8 +422,9 @@ def _layers(section: Mapping[str, Any]) -> str:
         for isa in isas
     ]
     words = (
-        "Quantization: what rounding the weights changes in a layer's output. "
-        "Kernel: how far the kernel is from exact arithmetic on the same packed weights."
+        "Quantization: how far a layer's output is from float32 arithmetic on the source's "
+        "weights. Kernel: from float32 arithmetic on the same packed weights, activations "
+        "rounded alike."
     )
     body += _chart("Outputs by layer", words, rows, series)
     lead = "Whole layers run on hidden states, converted against source."

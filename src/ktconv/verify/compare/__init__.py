@@ -1,0 +1,58 @@
+"""Two conversions of the same model against each other, whoever made them and however they lie.
+
+    found = compare(Path("ours"), Path("theirs"))
+    found.verdict        # "equal bytes", "equal weights" or "different"
+
+Needs no manifest and no source: headers tell what is there, the bytes tell the rest. Unpacking
+is the audit's (native/src/audit). A worker holds one matrix of both sides at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktconv import machine
+from ktconv.errors import UsageError
+from ktconv.verify.compare.comparison import Comparison
+from ktconv.verify.compare.pairs import compare_all
+from ktconv.verify.compare.planning import make_plan
+from ktconv.verify.compare.tally import Tally
+
+if TYPE_CHECKING:
+    from ktconv.pipeline import Observer
+
+__all__ = ["Comparison", "compare", "comparison_sizes"]
+
+
+def compare(
+    a: Path,
+    b: Path,
+    *,
+    sample: float = 1.0,
+    seed: int = 0,
+    threads: int | None = None,
+    observer: Observer | None = None,
+) -> Comparison:
+    """Compares the packed weights of two directories: shards or layer folders.
+
+    Names and sizes are compared completely; of the bytes, those of a `sample` of the experts of
+    each layer (at least one) and of the other tensors. Whatever is wrong with a file that can be
+    read is a difference. Raises UsageError for a directory without packed weights.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads} is not a positive number")
+    plan = make_plan(a, b, sample, seed)
+    tally = Tally(plan)
+    for done in compare_all(plan.tasks, threads or machine.usable_cpus(), observer):
+        tally.add(done)
+    return tally.result()
+
+
+def comparison_sizes(a: Path, b: Path, *, sample: float = 1.0, seed: int = 0) -> dict[str, int]:
+    """Bytes that `compare` will read of both sides, by the units it tells its observer."""
+    sizes: Counter[str] = Counter()
+    for task in make_plan(a, b, sample, seed).tasks:
+        sizes[task.unit] += task.nbytes
+    return dict(sizes)

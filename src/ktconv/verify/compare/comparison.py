@@ -1,0 +1,84 @@
+"""The result of comparing two conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ktconv.verify.compare.words import (
+    NAMED,
+    counted,
+    more_words,
+    words_about,
+    words_of_matrix,
+)
+
+Verdict = Literal["equal bytes", "equal weights", "different"]
+
+SCHEMA = 1
+WORST_SAID = 5  # matrices in the summary
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What comparing found. `differences` and `notes` are whole sentences about A and B."""
+
+    a: Mapping[str, Any]  # path, layout, method, numa, layers
+    b: Mapping[str, Any]
+    verdict: Verdict
+    expected: bool  # different, but no more than the options of both conversions explain
+    sample: float
+    seed: int
+    matrices: int  # compared
+    elements: int
+    other_tensors: int
+    layers: Sequence[Mapping[str, Any]]
+    worst: Sequence[Mapping[str, Any]]
+    only_in_a: Sequence[Mapping[str, Any]]
+    only_in_b: Sequence[Mapping[str, Any]]
+    differences: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same weights, as far as they were compared."""
+        return self.verdict != "different"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON. A number that is not finite is null."""
+        return {
+            "schema": SCHEMA,
+            "kind": "comparison",
+            "a": self.a["path"],
+            "b": self.b["path"],
+            "verdict": self.verdict,
+            "passed": self.equal,
+            "expected": self.expected,
+            "sample": self.sample,
+            "seed": self.seed,
+            "conversions": {"a": dict(self.a), "b": dict(self.b)},
+            "matrices": self.matrices,
+            "elements": self.elements,
+            "other_tensors": self.other_tensors,
+            "layers": [dict(layer) for layer in self.layers],
+            "worst": [dict(matrix) for matrix in self.worst],
+            "only_in_a": [dict(place) for place in self.only_in_a],
+            "only_in_b": [dict(place) for place in self.only_in_b],
+            "differences": list(self.differences),
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> list[str]:
+        """A short summary for people: the verdict, what differs, the worst matrices, notes."""
+        share = f" (of a sample of {100 * self.sample:.4g} %)" if self.sample < 1 else ""
+        return [
+            f"{self.verdict}{share}: {counted(self.matrices, 'expert matrix')} and "
+            f"{counted(self.other_tensors, 'other tensor')} compared",
+            f"A: {words_about(self.a)}",
+            f"B: {words_about(self.b)}",
+            *self.differences[:NAMED],
+            *more_words(len(self.differences) - NAMED, "difference"),
+            *(words_of_matrix(matrix) for matrix in self.worst[:WORST_SAID]),
+            *self.notes,
+        ]

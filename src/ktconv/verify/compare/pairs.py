@@ -1,0 +1,243 @@
+"""Reading and comparing, in worker threads: one matrix or tensor of both at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.checkpoint import TensorRef
+from ktconv.formats import Matrix
+from ktconv.packed import Place
+from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
+from ktconv.verify.compare.words import finite
+from ktconv.verify.weights import read_place
+
+if TYPE_CHECKING:
+    from ktconv.pipeline import Observer
+
+CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
+CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
+OTHER = "other"  # unit of progress of the non-expert tensors
+
+
+@dataclass(slots=True)
+class Sums:
+    """Differences of any number of elements."""
+
+    squared_a: float = 0.0
+    squared_b: float = 0.0
+    product: float = 0.0
+    squared_difference: float = 0.0
+    max_steps: float = 0.0  # of the coarser step of both; NaN if a difference is not finite
+    differing: int = 0
+
+    def add(self, other: Sums) -> None:
+        self.squared_a += other.squared_a
+        self.squared_b += other.squared_b
+        self.product += other.product
+        self.squared_difference += other.squared_difference
+        self.max_steps = float(np.maximum(self.max_steps, other.max_steps))
+        self.differing += other.differing
+
+    def as_dict(self) -> dict[str, Any]:
+        """Relative to A, or to B where A is all zero. None: not finite."""
+        whole = self.squared_a or self.squared_b
+        relative = math.sqrt(self.squared_difference / whole) if whole else 0.0
+        length = math.sqrt(self.squared_a) * math.sqrt(self.squared_b)
+        cosine = min(self.product / length, 1.0) if length else 1.0 - bool(whole)
+        return {
+            "relative_rms_difference": finite(relative),
+            "cosine": finite(cosine),
+            "max_difference_steps": finite(self.max_steps),
+            "differing_elements": self.differing,
+        }
+
+
+_UNKNOWN = Sums(*(math.nan,) * 5)  # of what could only be compared as bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first element that differs, row by row of the whole matrix."""
+
+    row: int
+    column: int
+    a: float
+    b: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What comparing a matrix or a tensor found."""
+
+    task: Task
+    same_bytes: bool
+    equal: bool
+    sums: Sums | None = None  # None: equal
+    first: _First | None = None  # None: equal, or only bytes could be compared
+    digests: tuple[bytes, bytes] | None = None  # of what A and B have, where they differ
+    offset: int = 0  # of the first byte that differs, of a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixTask:
+    """One projection of one expert, all parts, of both sides."""
+
+    layer: int
+    expert: int
+    proj: Matrix
+    a: Side
+    b: Side
+
+    @property
+    def unit(self) -> str:
+        return f"layer-{self.layer:05d}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    @property
+    def elements(self) -> int:
+        rows, cols = part_shape(self.a.geometry, self.proj)
+        return rows * cols * self.a.geometry.parts
+
+    def run(self) -> Done:
+        a, b = self.a.load(), self.b.load()
+        if a.keys() == b.keys() and all(np.array_equal(a[piece], b[piece]) for piece in a):
+            return Done(self, same_bytes=True, equal=True)
+        if self.a.fault or self.b.fault:
+            return Done(self, False, False, _UNKNOWN, None, (_digest(a), _digest(b)))
+        values = self.a.joined(a), self.b.joined(b)
+        if values[0].same_as(values[1]):
+            return Done(self, same_bytes=False, equal=True)
+        sums, first = _measure(*values)
+        if first is None:
+            return Done(self, same_bytes=False, equal=True)
+        return Done(self, False, False, sums, first, (_digest(a), _digest(b)))
+
+
+def _digest(data: Mapping[Piece, U8]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in sorted(data):
+        digest.update(f"{piece} {data[piece].nbytes}".encode())
+        digest.update(data[piece].data)
+    return digest.digest()
+
+
+def _measure(a: Values, b: Values) -> tuple[Sums, _First | None]:
+    """Some rows at a time, so that float64 copies stay small."""
+    rows, cols = a.codes.shape
+    height = max(1, CHUNK_ELEMENTS // cols)
+    total, first = Sums(), None
+    with np.errstate(all="ignore"):
+        for start in range(0, rows, height):
+            here = slice(start, start + height)
+            left, right = a.values(here), b.values(here)
+            unequal = (left != right) & ~(np.isnan(left) & np.isnan(right))
+            if first is None and unequal.any():
+                row, column = divmod(int(unequal.argmax()), cols)
+                at = float(left[row, column]), float(right[row, column])
+                first = _First(start + row, column, *at)
+            total.add(sums_of(left, right, unequal, np.maximum(a.steps(here), b.steps(here))))
+    return total, first
+
+
+def sums_of(left: F32, right: F32, unequal: NDArray[np.bool_], step: F32) -> Sums:
+    a, b = left.astype(np.float64), right.astype(np.float64)
+    difference = np.zeros_like(a)
+    np.subtract(a, b, out=difference, where=unequal)
+    steps = np.divide(np.abs(difference), step, out=np.zeros_like(a), where=unequal)
+    return Sums(
+        _product(a, a),
+        _product(b, b),
+        _product(a, b),
+        _product(difference, difference),
+        float(steps.max(initial=0.0)),
+        int(unequal.sum()),
+    )
+
+
+def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """The sum of products in a fixed order; BLAS would divide it among threads."""
+    return float(np.einsum("ij,ij->", a, b))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTask:
+    """One non-expert tensor of both sides, of the same type."""
+
+    a: TensorRef
+    b: TensorRef
+
+    @property
+    def unit(self) -> str:
+        return OTHER
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def run(self) -> Done:
+        for offset in range(0, self.a.nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, self.a.nbytes - offset)
+            a, b = (
+                read_place(Place(tensor.file, tensor.offset + offset, size))
+                for tensor in (self.a, self.b)
+            )
+            if not np.array_equal(a, b):
+                return Done(self, False, False, offset=offset + int((a != b).argmax()))
+        return Done(self, same_bytes=True, equal=True)
+
+
+Task = MatrixTask | TensorTask
+
+
+def compare_all(tasks: Sequence[Task], threads: int, observer: Observer | None) -> Iterator[Done]:
+    """Everything in order; no more than two pairs per worker are under way. An error ends it."""
+    progress, waiting = _Progress(tasks, observer), deque[Future[Done]]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for task in tasks:
+                progress.start(task)
+                waiting.append(pool.submit(task.run))
+                if len(waiting) >= 2 * threads:
+                    yield progress.finish(waiting.popleft().result())
+            while waiting:
+                yield progress.finish(waiting.popleft().result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Progress:
+    """Tells an observer about units, whose tasks come one after the other; from one thread."""
+
+    def __init__(self, tasks: Sequence[Task], observer: Observer | None) -> None:
+        self._observer = observer
+        self._left = Counter(task.unit for task in tasks)
+        self._started: set[str] = set()
+        if observer:
+            observer.begin(list(self._left))
+
+    def start(self, task: Task) -> None:
+        if self._observer and task.unit not in self._started:
+            self._started.add(task.unit)
+            self._observer.unit_started(task.unit)
+
+    def finish(self, done: Done) -> Done:
+        unit = done.task.unit
+        self._left[unit] -= 1
+        if self._observer:
+            self._observer.advanced(done.task.nbytes)
+            if not self._left[unit]:
+                self._observer.unit_finished(unit)
+        return done

@@ -1,0 +1,160 @@
+"""The two conversions as their headers tell, and the values of one matrix of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.errors import UsageError
+from ktconv.formats import Kind, Matrix, TensorId, packed_shape
+from ktconv.packed import Geometry, PackedWeights, Place, name_of, open_packed
+from ktconv.verify.weights import read_place
+from ktconv.writer.files import translated
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+Expert = tuple[int, Matrix]  # expert, projection
+Piece = tuple[int, Kind]  # part, weight or scale
+
+SAID = 50  # sentences of one kind
+# Matrices whose rows are cut: each part has scales of its own, so other parts, other weights.
+CUT_ROWS: frozenset[Matrix] = frozenset(("down", "gate_bwd", "up_bwd"))
+ORDER: Sequence[Matrix] = ("gate", "up", "down", "gate_bwd", "up_bwd", "down_bwd")
+
+
+class Input:
+    """An opened directory, its packed tensors by layer and matrix."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        with translated("read", directory):
+            if not directory.is_dir():
+                raise UsageError(f"{directory} is no directory", "give outputs of quantize-cpu")
+            self.packed: PackedWeights = open_packed(directory)
+        if not self.packed.tensors and not self.packed.damaged:
+            raise UsageError(f"{directory} holds no packed experts", "give outputs of quantize-cpu")
+        self.layers: dict[int, dict[Expert, dict[Piece, Place]]] = {}
+        for tensor, place in self.packed.tensors.items():
+            matrices = self.layers.setdefault(tensor.layer, {})
+            pieces = matrices.setdefault((tensor.expert, tensor.proj), {})
+            pieces[tensor.part, tensor.kind] = place
+
+    def about(self) -> dict[str, Any]:
+        """What it is; None for what is not the same in all layers."""
+        layers = self.packed.layers.values()
+        methods = {layer.format.key if layer.format else None for layer in layers}
+        parts = {layer.parts for layer in layers}
+        return {
+            "path": str(self.packed.directory),
+            "layout": self.packed.layout,
+            "method": methods.pop() if len(methods) == 1 else None,
+            "numa": parts.pop() if len(parts) == 1 else None,
+            "layers": sorted(self.layers),
+        }
+
+    def flaws(self) -> Iterator[str]:
+        """What is wrong with its files, and keeps it from being equal to anything."""
+        for file, why in sorted(self.packed.damaged.items()):
+            yield f"{self.name} has the damaged file {file}: {why.rstrip('.')}."
+        for tensor, first, second in self.packed.doubles:
+            yield (
+                f"{self.name} has {tensor} in {first} and again in {second}: which one is used "
+                "depends on the reader."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One matrix as one directory has it: all its parts."""
+
+    pieces: Mapping[Piece, Place]
+    proj: Matrix
+    geometry: Geometry
+    fault: str | None  # why it cannot be dequantized
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.pieces.values())
+
+    def load(self) -> dict[Piece, U8]:
+        return {piece: read_place(self.pieces[piece]) for piece in sorted(self.pieces)}
+
+    def joined(self, data: Mapping[Piece, U8]) -> Values:
+        """Codes and steps of the whole matrix."""
+        fmt, parts = self.geometry.format, range(self.geometry.parts)
+        assert fmt is not None and self.fault is None
+        rows, cols = part_shape(self.geometry, self.proj)
+        codes = [native.audit_codes(fmt.key, data[part, "weight"], rows, cols) for part in parts]
+        scales = [data[part, "scale"].view("<f4").astype(np.float32) for part in parts]
+        axis = 1 if self.proj in CUT_ROWS else 0
+        stacked = np.stack(scales, 1) if axis else np.concatenate(scales)[:, None]
+        with np.errstate(all="ignore"):
+            step = stacked * np.float32(fmt.scale_units)
+        return Values(np.concatenate(codes, axis) if len(codes) > 1 else codes[0], step)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A matrix as codes [rows, cols] and steps [rows, n], one for cols / n columns each."""
+
+    codes: NDArray[np.int8]
+    step: F32
+
+    def values(self, rows: slice) -> F32:
+        """fl32(code * step) of some rows."""
+        codes = self.codes[rows].astype(np.float32)
+        shaped = codes.reshape(len(codes), self.step.shape[1], -1)
+        shaped *= self.step[rows][:, :, None]
+        return codes
+
+    def steps(self, rows: slice) -> F32:
+        """The step of every element of some rows."""
+        width = self.codes.shape[1] // self.step.shape[1]
+        found: F32 = np.abs(np.repeat(self.step[rows], width, axis=1))
+        return found
+
+    def same_as(self, other: Values) -> bool:
+        """Surely the same values; if not, they may still be."""
+        return np.array_equal(self.step, other.step) and np.array_equal(self.codes, other.codes)
+
+
+def part_shape(geometry: Geometry, proj: Matrix) -> tuple[int, int]:
+    return packed_shape(proj, geometry.hidden, geometry.intermediate, geometry.parts)
+
+
+def side_of(here: Input, layer: int, expert: int, proj: Matrix) -> Side:
+    pieces, geometry = here.layers[layer][expert, proj], here.packed.layers[layer]
+    fault = None
+    if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
+        fault = f"{here.name} is of no format that ktconv knows"
+    else:
+        fault = _fault(here.name, TensorId(layer, proj, expert, 0, "weight"), pieces, geometry)
+    return Side(pieces, proj, geometry, fault)
+
+
+def _fault(
+    name: str, about: TensorId, pieces: Mapping[Piece, Place], geometry: Geometry
+) -> str | None:
+    """Which tensor of a matrix is missing or not as large as it must be."""
+    fmt = geometry.format
+    assert fmt is not None
+    rows, cols = part_shape(geometry, about.proj)
+    sizes: dict[Kind, int] = {
+        "weight": fmt.weight_nbytes(rows, cols),
+        "scale": fmt.scale_nbytes(rows),
+    }
+    for part in range(geometry.parts):
+        for kind, size in sizes.items():
+            tensor = name_of(TensorId(about.layer, about.proj, about.expert, part, kind))
+            place = pieces.get((part, kind))
+            if place is None:
+                return f"{name} lacks {tensor}"
+            if place.nbytes != size:
+                return f"{name} has {place.nbytes} bytes of {tensor}, not {size}"
+    return None

@@ -1,0 +1,222 @@
+"""From pairs to a verdict: per layer, worst first, with the likely cause."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktconv.formats import Matrix
+from ktconv.packed import Geometry
+from ktconv.units import format_ranges
+from ktconv.verify.compare.comparison import Comparison
+from ktconv.verify.compare.pairs import Done, MatrixTask, Sums, TensorTask
+from ktconv.verify.compare.planning import Plan
+from ktconv.verify.compare.sides import CUT_ROWS, ORDER, SAID
+from ktconv.verify.compare.words import at_most, counted, finite, step_words
+
+WORST_KEPT = 20  # matrices
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What was found in one layer."""
+
+    matrices: int = 0
+    equal_bytes: int = 0
+    different: Counter[Matrix] = field(default_factory=Counter)
+    sums: Sums = field(default_factory=Sums)  # of the matrices that differ
+    experts: dict[int, Sums] = field(default_factory=dict)
+
+    def add(self, done: Done, task: MatrixTask) -> None:
+        self.matrices += 1
+        self.equal_bytes += done.same_bytes
+        self.different[task.proj] += not done.equal
+        self.experts.setdefault(task.expert, Sums())
+        if done.sums is not None:
+            self.sums.add(done.sums)
+            self.experts[task.expert].add(done.sums)
+
+    def as_dict(self, layer: int) -> dict[str, Any]:
+        """Numbers are over the matrices that differ: those that are equal are not unpacked."""
+        different = self.different.total()
+        return {
+            "layer": layer,
+            "matrices": self.matrices,
+            "equal_bytes": self.equal_bytes,
+            "equal_weights": self.matrices - different,
+            "different": {proj: self.different[proj] for proj in ORDER if proj in self.different},
+            **self.sums.as_dict(),
+            "experts": [
+                {"expert": expert, "relative_rms_difference": _relative(sums)}
+                for expert, sums in sorted(self.experts.items())
+            ],
+        }
+
+
+def _relative(sums: Sums) -> float | None:
+    found: float | None = sums.as_dict()["relative_rms_difference"]
+    return found
+
+
+class Tally:
+    """Collects what the workers found; from one thread, in the order of the plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._layers: dict[int, _Layer] = {}
+        self._worst: list[Done] = []
+        self.sums_of = Sums()
+        self._tensors: list[str] = []
+        self._digests: tuple[dict[bytes, MatrixTask], dict[bytes, MatrixTask]] = ({}, {})
+        self._elements = self._others = 0
+        self._equal_bytes = True
+
+    def add(self, done: Done) -> None:
+        self._equal_bytes = self._equal_bytes and done.same_bytes
+        if isinstance(done.task, TensorTask):
+            self._others += 1
+            if not done.equal:
+                self._tensors.append(f"{done.task.a.name} differs from its byte {done.offset} on.")
+            return
+        self._elements += done.task.elements
+        self._layers.setdefault(done.task.layer, _Layer()).add(done, done.task)
+        if not done.equal:
+            self._different(done, done.task)
+
+    def _different(self, done: Done, task: MatrixTask) -> None:
+        self._worst.append(done)
+        if len(self._worst) > 10 * WORST_KEPT:
+            self._keep_worst()
+        assert done.sums is not None and done.digests is not None
+        self.sums_of.add(done.sums)
+        for known, digest in zip(self._digests, done.digests, strict=True):
+            known.setdefault(digest, task)
+
+    def _keep_worst(self) -> None:
+        self._worst.sort(key=_badness, reverse=True)  # stable: the first of equals stays first
+        del self._worst[WORST_KEPT:]
+
+    def result(self) -> Comparison:
+        plan = self._plan
+        self._keep_worst()
+        matrices = self._matrices()
+        cause, explained = _cause(plan, self._layers, self.sums_of)
+        explained = explained and not (plan.differences or self._tensors)
+        moved = at_most(SAID, list(_moved(*self._digests)), "moved expert")
+        tensors = at_most(SAID, self._tensors, "non-expert tensor")
+        differences = [*plan.differences, *matrices, *cause, *moved, *tensors]
+        same = self._equal_bytes and plan.same_tensors
+        return Comparison(
+            a=plan.a.about(),
+            b=plan.b.about(),
+            verdict="different" if differences else "equal bytes" if same else "equal weights",
+            expected=explained,
+            sample=plan.sample,
+            seed=plan.seed,
+            matrices=sum(layer.matrices for layer in self._layers.values()),
+            elements=self._elements,
+            other_tensors=self._others,
+            layers=[self._layers[layer].as_dict(layer) for layer in sorted(self._layers)],
+            worst=[_worst_dict(done) for done in self._worst],
+            only_in_a=plan.only[0],
+            only_in_b=plan.only[1],
+            differences=differences,
+            notes=plan.notes,
+        )
+
+    def _matrices(self) -> list[str]:
+        """The one sentence about all matrices that differ."""
+        different = _by_projection(self._layers.values())
+        if not different:
+            return []
+        total = sum(layer.matrices for layer in self._layers.values())
+        among = ", ".join(f"{different[proj]} {proj}" for proj in ORDER if proj in different)
+        where = format_ranges([n for n, one in self._layers.items() if one.different.total()])
+        return [
+            f"{different.total()} of {counted(total, 'expert matrix')} differ ({among}), in layers "
+            f"{where}."
+        ]
+
+
+def _by_projection(layers: Iterable[_Layer]) -> Counter[Matrix]:
+    found: Counter[Matrix] = Counter()
+    for layer in layers:
+        found.update(layer.different)
+    return +found
+
+
+def _badness(done: Done) -> float:
+    """The relative RMS difference; what has none is worst."""
+    relative = _relative(done.sums) if done.sums else None
+    return math.inf if relative is None else relative
+
+
+def _worst_dict(done: Done) -> dict[str, Any]:
+    assert isinstance(done.task, MatrixTask) and done.sums is not None
+    about = {"layer": done.task.layer, "expert": done.task.expert, "projection": done.task.proj}
+    if done.first is None:
+        return about | dict.fromkeys(done.sums.as_dict())
+    return {
+        **about,
+        **done.sums.as_dict(),
+        "elements": done.task.elements,
+        "row": done.first.row,
+        "column": done.first.column,
+        "value_a": finite(done.first.a),
+        "value_b": finite(done.first.b),
+    }
+
+
+def _cause(plan: Plan, layers: Mapping[int, _Layer], sums: Sums) -> tuple[list[str], bool]:
+    """What options explain matrices that differ, in words, and whether they explain all."""
+    differing = {number: layer for number, layer in layers.items() if layer.different.total()}
+    pairs = [(plan.a.packed.layers[n], plan.b.packed.layers[n]) for n in differing]
+    reason = _reason(pairs, _by_projection(differing.values()).keys())
+    if reason is None:
+        return [], False
+    if sums.max_steps <= max(_bound(here) + _bound(there) for here, there in pairs):
+        most = (
+            f"no value differs by more than two roundings can, at most {step_words(sums.max_steps)}"
+        )
+        return [f"This is expected: {reason}; {most}."], True
+    return [f"{reason}, but that does not explain {step_words(sums.max_steps)}."], False
+
+
+def _reason(pairs: Sequence[tuple[Geometry, Geometry]], different: Set[Matrix]) -> str | None:
+    """Which option makes all these layers differ, if it can make these projections differ."""
+    known = [(here.format, there.format) for here, there in pairs]
+    if not known or any(None in formats for formats in known):
+        return None
+    if all(here is not there for here, there in known):
+        names = [fmt.name if fmt else "" for fmt in known[0]]
+        return f"A is {names[0]} and B is {names[1]}, which round every weight differently"
+    if all(here.parts != there.parts for here, there in pairs) and different <= CUT_ROWS:
+        here, there = pairs[0]
+        return (
+            f"A has {counted(here.parts, 'NUMA part')} and B has {there.parts}, and each part has "
+            "scales of its own for its columns of down, while gate and up are cut between rows"
+        )
+    return None
+
+
+def _bound(geometry: Geometry) -> float:
+    """Farthest that rounding takes a value from its source, in steps."""
+    return geometry.format.max_error_steps if geometry.format else 0.0
+
+
+def _moved(a: Mapping[bytes, MatrixTask], b: Mapping[bytes, MatrixTask]) -> Iterator[str]:
+    """Matrices of A that lie somewhere else in B."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for digest in a.keys() & b.keys():
+        here, there = a[digest], b[digest]
+        places = (
+            f"expert {here.expert} of layer {here.layer} in A",
+            f"expert {there.expert} of layer {there.layer} in B",
+        )
+        same = here.proj == there.proj
+        found[places].append(here.proj if same else f"{here.proj} as {there.proj}")
+    for (first, second), names in sorted(found.items()):
+        yield f"The {', '.join(sorted(names))} of {first} is that of {second}."
