@@ -1,4 +1,4 @@
-"""Pictures of the report as inline SVG: errors over layers, errors of every expert."""
+"""Pictures of the report as inline SVG: errors over layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ktconv.verify.report_html import escape, figure
-from ktconv.verify.report_style import SHADES
+from ktconv.verify.report.html import escape, figure
 
 _HUGE = 1e30  # what is larger is drawn like an infinity: no axis could hold it
 _TINY = 1e-30
 _LOG_FROM = 20.0  # a range this many times its start is drawn in powers of ten,
-_LOG_SHADES_FROM = 4.0  # colours earlier: one bad expert must not make all others alike
 
 DEFINITIONS = """<svg class="defs" aria-hidden="true"><defs>
 <pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">
@@ -104,7 +102,7 @@ class Series:
     band_name: str = ""
 
 
-_WIDTH, _HEIGHT = 1120, 300
+WIDTH, _HEIGHT = 1120, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 18, 16, 46
 _DASHES = ("", "7 4", "2 4", "9 3 2 3", "12 4", "4 2")
 
@@ -136,10 +134,10 @@ class _Plane:
         self.layers = layers
         self.first, last = min(layers), max(layers)
         self.span = last - self.first
-        self.slot = (_WIDTH - _LEFT - _RIGHT) / (self.span + 1 if self.span < 1000 else 1000)
+        self.slot = (WIDTH - _LEFT - _RIGHT) / (self.span + 1 if self.span < 1000 else 1000)
 
     def x(self, layer: float) -> float:
-        inner = _WIDTH - _LEFT - _RIGHT - self.slot
+        inner = WIDTH - _LEFT - _RIGHT - self.slot
         return (
             _LEFT + self.slot / 2 + inner * ((layer - self.first) / self.span if self.span else 0)
         )
@@ -161,14 +159,14 @@ def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[
     parts += [_dots(plane, index, one, labels) for index, one in enumerate(series)]
     names = escape(", ".join(one.name for one in series))
     return (
-        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="min-width:900px" '
+        f'<div class="wide"><svg viewBox="0 0 {WIDTH} {_HEIGHT}" style="min-width:900px" '
         f'role="img" aria-label="{names} by layer">\n{"".join(parts)}</svg></div>\n'
         f"{_legend(plane, series, parts[1])}"
     )
 
 
 def _axes(plane: _Plane, labels: Sequence[str]) -> str:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    right, bottom = WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = []
     for tick in plane.scale.ticks():
         (y,) = _points([plane.y(tick)])
@@ -270,7 +268,7 @@ def _dots(plane: _Plane, index: int, one: Series, labels: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def _swatch(body: str, width: int = 34) -> str:
+def swatch(body: str, width: int = 34) -> str:
     return f'<svg width="{width}" height="14" aria-hidden="true">{body}</svg>'
 
 
@@ -283,160 +281,17 @@ def _legend(plane: _Plane, series: Sequence[Series], unmeasured: str) -> str:
             f'<path class="line s{index % 6}"{dashes} d="M1 7H33"></path>'
             f'<path class="dot s{index % 6}" d="{_marker(index, 17, 7, 4)}"></path>'
         )
-        parts.append(f"<li>{_swatch(drawn)}{escape(one.name)}</li>\n")
+        parts.append(f"<li>{swatch(drawn)}{escape(one.name)}</li>\n")
         if any(one.band):
             area = '<rect class="band" y="1" width="34" height="12"></rect>'
-            parts.append(f"<li>{_swatch(area)}{escape(one.band_name)}</li>\n")
+            parts.append(f"<li>{swatch(area)}{escape(one.band_name)}</li>\n")
     if any(value is not None and not drawable(value) for one in series for value in one.values):
         cross = '<path class="off" d="M5 2l10 10m0 -10l-10 10"></path>'
-        parts.append(f"<li>{_swatch(cross, 20)}not a finite number</li>\n")
+        parts.append(f"<li>{swatch(cross, 20)}not a finite number</li>\n")
     if any(plane.zero_off(value) for one in series for value in one.values):
         hollow = f'<path class="hollow s5" d="{_marker(0, 10, 7, 4)}"></path>'
-        parts.append(f"<li>{_swatch(hollow, 20)}exactly 0, below the axis</li>\n")
+        parts.append(f"<li>{swatch(hollow, 20)}exactly 0, below the axis</li>\n")
     if unmeasured:
         hatch = '<rect class="m" width="20" height="14"></rect>'
-        parts.append(f"<li>{_swatch(hatch, 20)}not measured</li>\n")
-    return f'<ul class="legend">\n{"".join(parts)}</ul>\n'
-
-
-# --- errors of every expert -------------------------------------------------------------
-
-
-def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
-    """A cell per layer and expert, and the legend of its colours."""
-    columns = max(map(len, rows), default=0)
-    if not columns:
-        return ""
-    left, bottom, width = 58, 44, _WIDTH - 58 - 8
-    cell = min(width / columns, 46.0)
-    height = min(max(440 / len(rows), 7.0), 26.0)
-    sampled = (value for row in rows for value in row if value)
-    scale = Scale.around(sampled, log_from=_LOG_SHADES_FROM)
-    gap = 2.0 if cell >= 12 else 0.6 if cell >= 6 else -0.4  # tiny cells overlap: no seams
-    parts = []
-    for index, (label, row) in enumerate(zip(labels, rows, strict=True)):
-        cells = "".join(
-            f'<rect x="{expert * cell:.2f}" width="{cell - gap:.2f}" '
-            f'height="{height - (2 if height >= 12 else 1):.4g}" class="{_shade_of(value, scale)}">'
-            f"<title>layer {escape(label)}, expert {expert}: {_words(value)}</title></rect>\n"
-            for expert, value in enumerate(row)
-        )
-        parts.append(f'<g transform="translate({left} {4 + index * height:g})">{cells}</g>\n')
-    base = 4 + len(rows) * height
-    parts.append(_layer_names(labels, height, left - 9))
-    parts.append(_expert_names(columns, cell, gap, left, base))
-    parts.append(_ring(rows, cell, gap, height, left))
-    total = max(left + columns * cell + 8, 620)
-    widths = f"max-width:{total:g}px;min-width:{min(total, 900):g}px"
-    view = f"0 0 {total:g} {base + bottom:g}"
-    return (
-        f'<div class="wide"><svg class="heat" viewBox="{view}" style="{widths}" '
-        'role="img" aria-label="relative RMS error of every expert by layer">\n'
-        f"{''.join(parts)}</svg></div>\n{_heat_legend(rows, scale)}"
-    )
-
-
-def _words(value: float | None) -> str:
-    return "not sampled" if value is None else figure(value)
-
-
-def _shade_of(value: float | None, scale: Scale) -> str:
-    if value is None:
-        return "m"
-    if not drawable(value):
-        return "x"
-    return f"c{min(int(scale.share(value) * SHADES), SHADES - 1)}" if value else "z"
-
-
-def _layer_names(labels: Sequence[str], height: float, right: float) -> str:
-    every = math.ceil(15 / height)
-    every = next((step for step in (1, 2, 5, 10, 20, 50) if step >= every), every)
-    parts = [
-        f'<text x="{right:g}" y="{4 + (index + 0.5) * height - 1:g}" dy=".35em" '
-        f'text-anchor="end">{escape(label[:6])}</text>\n'
-        for index, label in enumerate(labels)
-        if (int(label) if label.isdecimal() and len(label) < 9 else index) % every == 0
-    ]
-    middle = 4 + len(labels) * height / 2
-    parts.append(
-        f'<text class="title" transform="translate(12 {middle:g}) rotate(-90)" '
-        'text-anchor="middle">layer</text>\n'
-    )
-    return "".join(parts)
-
-
-def _expert_names(columns: int, cell: float, gap: float, left: float, base: float) -> str:
-    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 40) if step * cell >= 30)
-    parts = [
-        f'<text x="{left + expert * cell + (cell - gap) / 2:.1f}" y="{base + 15:g}" '
-        f'text-anchor="middle">{expert}</text>\n'
-        for expert in range(0, columns, every)
-    ]
-    parts.append(
-        f'<text class="title" x="{left + columns * cell / 2:.1f}" y="{base + 36:g}" '
-        'text-anchor="middle">expert</text>\n'
-    )
-    return "".join(parts)
-
-
-def _highest(rows: Sequence[Sequence[float | None]]) -> tuple[float, int, int] | None:
-    cells = (
-        (value, -index, -expert)
-        for index, row in enumerate(rows)
-        for expert, value in enumerate(row)
-        if value and drawable(value)
-    )
-    found = max(cells, default=None)
-    return (found[0], -found[1], -found[2]) if found else None
-
-
-def _ring(
-    rows: Sequence[Sequence[float | None]], cell: float, gap: float, height: float, left: float
-) -> str:
-    """A frame around the highest value: in a large map one cell is hard to find."""
-    highest = _highest(rows)
-    if highest is None:
-        return ""
-    _, index, expert = highest
-    place = (
-        f'x="{left + expert * cell - 3:.1f}" y="{4 + index * height - 3:g}" '
-        f'width="{cell - gap + 6:.1f}" height="{height + 4.5:g}" rx="2"'
-    )
-    return f'<rect class="halo" {place}></rect><rect class="ring" {place}></rect>\n'
-
-
-def _ramp(scale: Scale) -> str:
-    """The colours from low to high, with the values at the ends and in the middle."""
-    wide = 18 * SHADES
-    bar = "".join(
-        f'<rect class="c{step}" x="{step * 18}" width="18.5" height="12"></rect>'
-        for step in range(SHADES)
-    )
-    names = "".join(
-        f'<text x="{share * wide:g}" y="27" text-anchor="{anchor}">'
-        f"{figure(float(f'{scale.value(share):.3g}'))}</text>"
-        for share, anchor in ((0, "start"), (0.5, "middle"), (1, "end"))
-    )
-    return f'<svg class="heat" width="{wide}" height="31" role="img">{bar}{names}</svg>'
-
-
-def _heat_legend(rows: Sequence[Sequence[float | None]], scale: Scale) -> str:
-    flat = [value for row in rows for value in row]
-    parts = []
-    if _highest(rows):
-        parts.append(f"<li>{_ramp(scale)}{'log scale' if scale.log else ''}</li>\n")
-        ring = '<rect class="ring" x="2" y="1" width="16" height="12" rx="2"></rect>'
-        parts.append(f"<li>{_swatch(ring, 20)}highest</li>\n")
-    kinds = (
-        ("z", "exactly 0", any(value == 0 for value in flat)),
-        ("m", "not sampled", any(value is None for value in flat)),
-        ("x", "not a finite number", any(v is not None and not drawable(v) for v in flat)),
-    )
-    parts += [
-        "<li>"
-        + _swatch(f'<rect class="{kind}" width="20" height="14"></rect>', 20)
-        + f"{name}</li>\n"
-        for kind, name, found in kinds
-        if found
-    ]
+        parts.append(f"<li>{swatch(hatch, 20)}not measured</li>\n")
     return f'<ul class="legend">\n{"".join(parts)}</ul>\n'

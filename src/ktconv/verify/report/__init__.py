@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ktconv.units import format_size
-from ktconv.verify.report_charts import DEFINITIONS, Series, drawable, heat_map, line_chart
-from ktconv.verify.report_html import (
+from ktconv.verify.report.charts import DEFINITIONS, Series, drawable, line_chart
+from ktconv.verify.report.heat import heat_map
+from ktconv.verify.report.html import (
     Column,
     escape,
     facts,
@@ -33,7 +34,7 @@ from ktconv.verify.report_html import (
     table,
     tiles,
 )
-from ktconv.verify.report_style import SCRIPT, STYLE
+from ktconv.verify.report.style import SCRIPT, STYLE
 
 _LEVELS = {
     "structure": "files, names, shapes, checksums",
