@@ -61,7 +61,7 @@ typedef struct kt_cpu {
   int32_t amx_permission; /* the kernel grants tile state to this process */
 } kt_cpu;
 
-void kt_cpu_detect(kt_cpu *cpu);
+void kt_cpu_detect(kt_cpu *cpu); /* NULL is fine */
 
 /* The highest level this machine has, whatever KTCONV_ISA says. KTCONV_ASSUME=amx (or
  * avx512; read once) claims a level that the CPU does not report, for runs under an
@@ -121,24 +121,10 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  * quantize       numbers: codes int8 [rows, cols] row-major, scale [rows]
  * pack, unpack   places: codes <-> packed bytes of kt_packed_size()
  * quantize_pack  both in one pass over the source; equal to the two in sequence
- * measure        reads packed bytes back by a path of its own and compares them
- *                with the source
  *
  * `bad` may be NULL. `scratch` has kt_scratch_size(cols) bytes, one per thread. */
 
 typedef enum kt_format { KT_INT8 = 0, KT_INT4 = 1 } kt_format;
-
-typedef struct kt_error {
-  double sum_squared_error;  /* sum of (w - dequantized)^2 */
-  double sum_squared_source; /* sum of w^2 */
-  double max_steps;          /* largest |w - dequantized| in steps of its row */
-  int64_t zeros;             /* codes that are 0 */
-  int64_t worst_row;         /* where max_steps was found; -1 if all is exact */
-  int64_t invalid;           /* codes outside the range above; scales that are negative,
-                                denormal, NaN or Inf; nonzero codes under scale 0, and zero
-                                scales over rows that need one. Unless this is 0 the sums
-                                mean nothing */
-} kt_error;
 
 /* Bytes of the packed codes; 0 if the format cannot hold that shape. */
 size_t kt_packed_size(int format, int64_t rows, int64_t cols);
@@ -149,8 +135,6 @@ kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, u
 kt_status kt_unpack(int format, const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes);
 kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed, float *scale,
                            void *scratch, size_t scratch_size, kt_position *bad);
-kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
-                     void *scratch, size_t scratch_size, kt_error *error);
 
 /* ---- Audit ------------------------------------------------------------------ *
  *
@@ -163,7 +147,7 @@ typedef struct kt_audit {
   double squared_value;  /* v^2; so w * v is (w^2 + v^2 - (w - v)^2) / 2 */
   double max_steps;      /* largest |w - v| in steps of its row, of rows with a scale > 0 */
   int64_t zeros;         /* codes that are 0 */
-  int64_t invalid;       /* codes outside -127..127 or -7..7 */
+  int64_t invalid;       /* codes outside -127..127 or -7..7, and codes not 0 under scale 0 */
 } kt_audit;
 
 /* Compares rows first .. first + source->rows (multiples of 32) of the packed matrix
@@ -198,8 +182,8 @@ typedef struct kt_pool kt_pool;
  * memory, or the system does not allow so many threads. */
 kt_status kt_pool_create(int32_t threads, const int32_t *cpus, const int32_t *nodes,
                          kt_pool **pool);
-void kt_pool_destroy(kt_pool *pool); /* no call may be in progress; NULL is fine */
-int32_t kt_pool_threads(const kt_pool *pool);
+void kt_pool_destroy(kt_pool *pool);          /* no call may be in progress; NULL is fine */
+int32_t kt_pool_threads(const kt_pool *pool); /* of NULL: 0, as are its nodes */
 int32_t kt_pool_nodes(const kt_pool *pool);
 
 /* Runs a job that does nothing, `times` times: the cost of a job. KT_ERR_THREADS in a child
@@ -222,7 +206,7 @@ kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node);
  *   KT_KERNEL_GINT4        codes -8..7; scale per 32, 64 or 128 columns of a row (group),
  *                          bf16 or float
  * All want rows % 32 == 0; INT8 and FP8 cols % 64, INT4 cols % 128, BF16 and MXFP4
- * cols % 32, and all cols % group == 0. */
+ * cols % 32, and all cols % group == 0; none holds more than KT_MAX_COLS columns. */
 typedef enum kt_kernel {
   KT_KERNEL_INT8 = 0,
   KT_KERNEL_INT4 = 1,
@@ -231,6 +215,8 @@ typedef enum kt_kernel {
   KT_KERNEL_MXFP4 = 4,
   KT_KERNEL_GINT4 = 5
 } kt_kernel;
+
+enum { KT_MAX_COLS = 32768 };
 
 typedef enum kt_scale_dtype {
   KT_SCALE_NONE = 0,
@@ -258,6 +244,7 @@ size_t kt_weight_scale_size(const kt_layout *layout, int64_t rows, int64_t cols)
  *               [rows, cols / 32]
  *   GINT4       uint8 [rows, cols / 2], even columns in the low nibbles, each nibble
  *               code + 8; uint16 or float [rows, cols / group]
+ * INT8 and INT4 codes must be in their ranges, -127..127 and -7..7; this is not checked.
  * KT_ERR_NONFINITE for a scale, or an FP8 code, that is NaN or Inf. */
 kt_status kt_weight_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
                          const void *scale, void *packed, void *packed_scale);
@@ -270,7 +257,7 @@ typedef enum kt_gate_function {
   KT_GELU_TANH = 2 /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
 } kt_gate_function;
 
-/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function.
+/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function. limit >= 0.
  * SiLU models: {KT_SWIGLU, 1, 0, INFINITY}; gpt-oss: {KT_SWIGLU, 1.702, 1, 7};
  * DeepSeek-V4 and others with a limit: {KT_SWIGLU, 1, 0, limit}. */
 typedef struct kt_activation {
@@ -280,7 +267,8 @@ typedef struct kt_activation {
 
 /* One expert of one part. Bias pointers may be NULL. With w = intermediate / parts:
  * gate and up [w, hidden], down [hidden, w], bias of gate and up [w], of down [hidden]
- * (the down bias of part 0 is used, those of other parts must be NULL). */
+ * (the down bias of part 0 is used, those of other parts must be NULL). Codes need no
+ * alignment, scales and biases that of their type. */
 typedef struct kt_expert {
   const void *gate, *up, *down;
   const void *gate_scale, *up_scale, *down_scale;
@@ -295,20 +283,24 @@ typedef struct kt_moe {
 } kt_moe;
 
 /* Bytes of scratch of kt_moe_forward for up to `tokens` tokens; it does not grow beyond
- * those of 2048 tokens. 0 if an argument is impossible. */
+ * those of 2048 tokens, and is the same for 0 and 1. 0 if an argument is impossible. */
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool);
 
 /* y[t] = sum over k of weights[t][k] * expert[ids[t][k]](x[t])
  *   x, y     bf16 [tokens, hidden]       ids      int32 or int64 [tokens, top_k]
  *   weights  float [tokens, top_k]        id_size  4 or 8
+ * tokens: any number; of none there is nothing to compute, and no array is looked at. top_k: below
+ * 2^20; an expert that a token names twice counts twice.
  * An id of -1 is skipped: that expert lives elsewhere. Experts without tokens cost nothing.
  * Sums run over experts in ascending order, then over parts; results have the same bits for
  * any number of threads, any placement, and whatever other tokens are in the batch (for AMX
  * levels of float formats: up to where the kernel switches from one loop to another).
  * INT8, INT4 and GINT4 results are the same on every level.
- * scratch: 64-byte aligned. One forward per pool at a time.
+ * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
+ * pool (they are done one after the other) and one layer.
  * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1, or of an expert whose pointers
- * are NULL. */
+ * are NULL. KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a limit that is
+ * negative or NaN, a down bias of another part than 0. */
 kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
                          const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
                          uint16_t *y, void *scratch, size_t scratch_size);

@@ -37,6 +37,7 @@ static int32_t bit(uint32_t word, int index) { return (int32_t)((word >> index) 
 
 void kt_cpu_detect(kt_cpu *cpu) {
   uint32_t a, b, c, d;
+  if (!cpu) return;
   memset(cpu, 0, sizeof *cpu);
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return; /* OSXSAVE */
   const uint64_t xcr0 = read_xcr0();
@@ -58,7 +59,9 @@ void kt_cpu_detect(kt_cpu *cpu) {
 
 #else
 
-void kt_cpu_detect(kt_cpu *cpu) { memset(cpu, 0, sizeof *cpu); }
+void kt_cpu_detect(kt_cpu *cpu) {
+  if (cpu) memset(cpu, 0, sizeof *cpu);
+}
 
 #endif
 

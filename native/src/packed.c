@@ -80,21 +80,3 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
   kt_float_mode_leave(mode);
   return status;
 }
-
-kt_status kt_measure(int format, const kt_matrix *matrix, const uint8_t *packed, const float *scale,
-                     void *scratch, size_t scratch_size, kt_error *error) {
-  const kt_packer *packer = find_packer(format);
-  const kt_status status = check_matrix(packer, matrix, scratch, scratch_size);
-  if (status) return status;
-  if (!packed || !scale || !error) return KT_ERR_ARGUMENT;
-  *error = (kt_error){.worst_row = -1};
-  int level = kt_isa_dispatch();
-  while (level > KT_ISA_SCALAR && !packer->measure[level]) level--;
-  const uint64_t mode = kt_float_mode_enter();
-  if (packer->measure[level])
-    packer->measure[level](matrix, packed, scale, scratch, error);
-  else
-    kt_measure_rows(packer, matrix, 0, matrix->rows, packed, scale, scratch, error);
-  kt_float_mode_leave(mode);
-  return KT_OK;
-}

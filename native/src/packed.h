@@ -9,36 +9,28 @@ enum { KT_ISA_COUNT = KT_ISA_AMX + 1 };
 
 typedef struct kt_packer kt_packer;
 
-/* All arguments were checked. quantize_pack returns KT_OK, or KT_ERR_NONFINITE without a
- * position; measure adds to an error that was cleared. */
+/* All arguments were checked. KT_OK, or KT_ERR_NONFINITE without a position. */
 typedef kt_status kt_quantize_pack_fn(const kt_matrix *matrix, uint8_t *packed, float *scale,
                                       float *scratch);
-typedef void kt_measure_fn(const kt_matrix *matrix, const uint8_t *packed, const float *scale,
-                           float *scratch, kt_error *error);
 
 /* The rules of a format for one row are its scalar truth, the cells what a level does
  * better for a whole matrix. A level without a cell uses the one below; below all of them
  * are the loops over rows of packed_rows.c. */
 struct kt_packer {
   int64_t rows_step, cols_step, codes_per_byte;
-  int lowest;                                       /* codes are lowest..-lowest */
-  float step;                                       /* from one code to the next, in scales */
   float (*scale)(float amax);                       /* of a row, from its largest magnitude */
   void (*round_again)(int8_t *codes, int64_t cols); /* second rounding, NULL if there is none */
   void (*pack_row)(const int8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed);
   void (*unpack_row)(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n, int8_t *codes);
   kt_quantize_pack_fn *quantize_pack[KT_ISA_COUNT];
-  kt_measure_fn *measure[KT_ISA_COUNT];
 };
 
 extern const kt_packer kt_int8_packer, kt_int4_packer;
 
-/* Whole matrices, one row at a time; kt_measure_rows takes `count` rows from `row` on. */
+/* Whole matrices, one row at a time. */
 kt_status kt_quantize_rows(const kt_packer *packer, const kt_matrix *m, int8_t *codes, float *scale,
                            float *scratch);
 kt_status kt_quantize_pack_rows(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
                                 float *scale, float *scratch);
-void kt_measure_rows(const kt_packer *packer, const kt_matrix *m, int64_t row, int64_t count,
-                     const uint8_t *packed, const float *scale, float *scratch, kt_error *error);
 
 #endif

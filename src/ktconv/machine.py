@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from ktconv.units import parse_ranges
 
 SYSTEM = Path("/sys/devices/system")
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 MAX_THREADS = 4096  # kt_pool_create's
 
 
@@ -91,35 +93,42 @@ def topology(system: Path = SYSTEM, usable: Iterable[int] | None = None) -> list
     return found
 
 
-def cpu_quota(root: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """CPUs' worth of time that control groups allow this process; None: no limit."""
+    return min(_group_limits("cpu", _cpu_limit, root, membership), default=None)
+
+
+def _group_limits(
+    controller: str, read: Callable[[Path], float | None], root: Path, membership: Path
+) -> Iterator[float]:
+    """What `read` finds in the groups of this process and in all above them."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    limits = [limit for line in lines for limit in _group_limits(root, line)]
-    return min(limits, default=None)
+        return
+    for folder in (folder for line in lines for folder in _groups(controller, root, line)):
+        limit = read(folder)
+        if limit is not None:
+            yield limit
 
 
-def _group_limits(root: Path, line: str) -> Iterator[float]:
-    """The limits of a group and of all above it; version 2 has no controllers in the line.
+def _groups(controller: str, root: Path, line: str) -> Iterator[Path]:
+    """Folders of a group and of all above it; version 2 has no controllers in the line.
 
     In a container the path may be one of the host, of which only the top is visible.
     """
     _, controllers, path = line.split(":", 2)
-    if controllers and "cpu" not in controllers.split(","):
+    if controllers and controller not in controllers.split(","):
         return
     top = root / controllers if controllers else root
     group = top / path.lstrip("/")
     for folder in [group, *group.parents]:
-        limit = _group_limit(folder)
-        if limit is not None:
-            yield limit
+        yield folder
         if folder == top:
             return
 
 
-def _group_limit(folder: Path) -> float | None:
+def _cpu_limit(folder: Path) -> float | None:
     files = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     for names in files:
         try:
@@ -218,14 +227,51 @@ def total_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def available_memory() -> int:
-    """Bytes that could be used without swapping, as far as the system says."""
+def available_memory(
+    root: Path = CGROUPS, membership: Path = MEMBERSHIP, meminfo: Path = MEMINFO
+) -> int:
+    """Bytes that could be used without swapping, as far as the system and control groups say."""
+    rooms = _group_limits("memory", _memory_room, root, membership)
+    return min([_machine_memory(meminfo), *map(int, rooms)])
+
+
+def _machine_memory(meminfo: Path) -> int:
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = meminfo.read_text()
     except OSError:
         return total_memory()
     match = re.search(r"MemAvailable:\s+([0-9]+) kB", text)
     return int(match[1]) * 1024 if match else total_memory()
+
+
+def _memory_room(folder: Path) -> float | None:
+    """What a group may still use. Pages of files count as used, but are given back on demand."""
+    for limits, usage, prefix in (
+        (("memory.max", "memory.high"), "memory.current", ""),
+        (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+    ):
+        found = [size for name in limits if (size := _size_in(folder / name)) is not None]
+        used = _size_in(folder / usage)
+        if found and used is not None:
+            return max(0, min(found) - max(0, used - _file_pages(folder / "memory.stat", prefix)))
+    return None
+
+
+def _file_pages(stat: Path, prefix: str) -> int:
+    try:
+        text = stat.read_text()
+    except OSError:
+        return 0
+    lines = re.findall(rf"^{prefix}(?:in)?active_file ([0-9]+)$", text, re.MULTILINE)
+    return sum(map(int, lines))
+
+
+def _size_in(path: Path) -> int | None:
+    """Bytes; None where there is no such file, or it says max."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def disk_free(path: Path) -> int:

@@ -278,6 +278,7 @@ def audit_codes(format: str, packed: Array, rows: int, cols: int) -> Array:
 
 # ---- MoE forward ----
 
+MAX_COLS: int = lib.KT_MAX_COLS  # of any matrix that the kernels read
 KERNELS = {
     "int8": lib.KT_KERNEL_INT8,
     "int4": lib.KT_KERNEL_INT4,
@@ -286,6 +287,7 @@ KERNELS = {
     "mxfp4": lib.KT_KERNEL_MXFP4,
     "gint4": lib.KT_KERNEL_GINT4,
 }
+_SCALE_BYTES = {"f32": 4, "bf16": 2, "ue8m0": 1}
 SCALE_DTYPES = {
     "none": lib.KT_SCALE_NONE,
     "f32": lib.KT_SCALE_F32,
@@ -332,22 +334,61 @@ class Activation:
     limit: float = math.inf
 
 
+_LARGEST = {"int8": 127, "int4": 7}  # codes
+_FP8_BLOCK = 128
+
+
+def _check_codes(layout: Layout, rows: int, cols: int, codes: Array) -> None:
+    if largest := _LARGEST.get(layout.kernel):
+        _expect_rows("codes", codes, np.int8, (rows, cols))
+        if codes.max() > largest or codes.min() < -largest:
+            raise ValueError(f"{layout.kernel} codes must be {-largest}..{largest}")
+    elif layout.kernel in ("mxfp4", "gint4"):
+        _expect_rows("codes", codes, np.uint8, (rows, cols // 2))
+    else:
+        _expect_rows(
+            "codes", codes, np.uint16 if layout.kernel == "bf16" else np.uint8, (rows, cols)
+        )
+
+
+def _check_scale(layout: Layout, rows: int, cols: int, scale: Array | None) -> None:
+    if layout.scale_dtype == "none":
+        if scale is not None:
+            raise ValueError(f"{layout.kernel} has no scales")
+        return
+    if scale is None:
+        raise ValueError(f"{layout.kernel} needs scales")
+    dtype = {"f32": np.float32, "bf16": np.uint16, "ue8m0": np.uint8}[layout.scale_dtype]
+    shape: tuple[int, ...] = (rows,)
+    if layout.group:
+        shape = (-(-rows // _FP8_BLOCK) if layout.kernel == "fp8" else rows, cols // layout.group)
+    _expect_rows("scale", scale, dtype, shape)
+
+
 def pack_weight(
     layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None, packed: Array
 ) -> Array:
     """Packs row-major codes into `packed` (uint8); returns the packed scales (uint8).
 
-    `codes` and `scale` as kt_weight_pack wants them. Raises ValueError for a shape that the
-    layout cannot hold, and for scales that are not finite.
+    `codes` and `scale` have the dtypes and shapes that kt_weight_pack wants. Raises ValueError for
+    others, for a shape that the layout cannot hold, for INT8 and INT4 codes out of their range, and
+    for scales that are not finite.
     """
-    _expect("packed", packed, layout.weight_size(rows, cols))
+    size = layout.weight_size(rows, cols)
+    if not size:
+        raise ValueError(f"{layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
+    codes = np.ascontiguousarray(codes)
+    scale = None if scale is None else np.ascontiguousarray(scale)
+    _check_codes(layout, rows, cols, codes)
+    _check_scale(layout, rows, cols, scale)
+    _expect("packed", packed, size)
     packed_scale = aligned_bytes(max(1, layout.scale_size(rows, cols)))
     status = lib.kt_weight_pack(
         layout.c(),
         rows,
         cols,
-        ffi.from_buffer(np.ascontiguousarray(codes)),
-        ffi.NULL if scale is None else ffi.from_buffer(np.ascontiguousarray(scale)),
+        ffi.from_buffer(codes),
+        ffi.NULL if scale is None else ffi.from_buffer(scale),
         ffi.from_buffer(packed, require_writable=True),
         ffi.from_buffer(packed_scale, require_writable=True),
     )
@@ -365,13 +406,17 @@ def aligned_bytes(size: int) -> Array:
 
 
 class Pool:
-    """Threads of the C library. `cpus` and `nodes` are per thread, as kt_pool_create's."""
+    """Threads of the C library. `cpus` and `nodes` have one number per thread, as kt_pool_create's;
+    ValueError if they do not."""
 
     def __init__(
         self, threads: int, cpus: list[int] | None = None, nodes: list[int] | None = None
     ) -> None:
-        place = ffi.new("int32_t[]", cpus) if cpus else ffi.NULL
-        node = ffi.new("int32_t[]", nodes) if nodes else ffi.NULL
+        for what, places in (("cpus", cpus), ("nodes", nodes)):
+            if places is not None and len(places) != threads:
+                raise ValueError(f"{what} are {len(places)} numbers for {threads} threads")
+        place = ffi.NULL if cpus is None else ffi.new("int32_t[]", cpus)
+        node = ffi.NULL if nodes is None else ffi.new("int32_t[]", nodes)
         out = ffi.new("kt_pool **")
         _check(lib.kt_pool_create(threads, place, node, out))
         self.c = ffi.gc(out[0], lib.kt_pool_destroy)
@@ -406,7 +451,7 @@ class Layer:
     """The experts of one MoE layer, ready for kt_moe_forward; keeps their memory alive.
 
     `experts[part][expert]` is (gate, up, down), or None for an expert that is not here.
-    Raises ValueError when sizes do not fit.
+    Raises ValueError when sizes or alignments do not fit, or a limit is negative or NaN.
     """
 
     def __init__(
@@ -431,11 +476,15 @@ class Layer:
         )
         self.c.hidden, self.c.intermediate = hidden, intermediate
         self.c.experts, self.c.parts, self.c.expert = self.experts, self.parts, self._table
+        if not activation.limit >= 0:
+            raise ValueError(f"the limit of an activation must not be {activation.limit}")
         if intermediate % self.parts:
             raise ValueError(f"{intermediate} columns cannot be cut into {self.parts} parts")
         for part, row in enumerate(experts):
             for index, expert in enumerate(row):
                 if expert is not None:
+                    if part and expert[2].bias is not None:
+                        raise ValueError("only part 0 has biases of down: they are added once")
                     self._set_expert(self._table[part * self.experts + index], expert)
 
     def _set_expert(self, entry: Any, expert: tuple[Projection, Projection, Projection]) -> None:
@@ -451,18 +500,25 @@ class Layer:
                 if matrix.scale is None:
                     raise ValueError(f"{name} has no scales")
                 _expect(f"{name} scales", matrix.scale, scale_size)
+                _expect_aligned(
+                    f"{name} scales", matrix.scale, _SCALE_BYTES[self.layout.scale_dtype]
+                )
                 setattr(entry, f"{name}_scale", ffi.from_buffer(matrix.scale))
             if matrix.bias is not None:
-                _expect(f"{name} bias", matrix.bias, 4 * rows)
+                _expect_rows(f"{name} bias", matrix.bias, np.float32, (rows,))
+                _expect_aligned(f"{name} bias", matrix.bias, 4)
                 setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
 
     def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
-        """Memory that a forward of up to `tokens` tokens needs."""
-        return aligned_bytes(int(lib.kt_moe_scratch_size(self.c, tokens, top_k, pool.c)))
+        """Memory that a forward of up to `tokens` tokens needs; calls at once need one each."""
+        size = int(lib.kt_moe_scratch_size(self.c, tokens, top_k, _open(pool)))
+        if not size:
+            raise ValueError(f"{tokens} tokens with {top_k} experts each cannot be computed")
+        return aligned_bytes(size)
 
     def touch(self, pool: Pool) -> None:
         """Brings mapped pages into memory, by the threads that will use them."""
-        _check(lib.kt_moe_touch(self.c, pool.c))
+        _check(lib.kt_moe_touch(self.c, _open(pool)))
 
     def call(
         self, pool: Pool, x: Array, ids: Array, weights: Array, y: Array, scratch: Array
@@ -470,17 +526,23 @@ class Layer:
         """A function that computes y from these arrays each time it is called.
 
         x, y: uint16 (bf16 bits) [M, H]; ids: int32 or int64 [M, K], -1 is skipped; weights:
-        float32 [M, K]. Nothing but the C call happens in it, so it can be timed.
+        float32 [M, K]. Nothing but a look at the pool (ValueError once it is closed) and the C
+        call happens in it, so it can be timed.
         """
+        if ids.dtype not in (np.int32, np.int64) or not ids.flags.c_contiguous or ids.ndim != 2:
+            raise ValueError(
+                "ids must be contiguous int32 or int64 [M, K], "
+                f"got {ids.dtype.name} {list(ids.shape)}"
+            )
         _expect_rows("x", x, np.uint16, (len(ids), self.hidden))
         _expect_rows("y", y, np.uint16, (len(ids), self.hidden))
         _expect_rows("weights", weights, np.float32, ids.shape)
-        if ids.dtype not in (np.int32, np.int64) or not ids.flags.c_contiguous:
-            raise ValueError("ids must be contiguous int32 or int64")
+        for what, written in (("y", y), ("scratch", scratch)):
+            if not written.flags.writeable:
+                raise ValueError(f"{what} cannot be written to")
         keep = (x, ids, weights, y, scratch)
+        layer = self.c
         arguments = (
-            self.c,
-            pool.c,
             *ids.shape,
             ffi.cast("uint16_t *", x.ctypes.data),
             ffi.cast("void *", ids.ctypes.data),
@@ -492,7 +554,7 @@ class Layer:
         )
 
         def run(_keep: object = keep) -> None:
-            status = lib.kt_moe_forward(*arguments)
+            status = lib.kt_moe_forward(layer, _open(pool), *arguments)
             if status != lib.KT_OK:
                 _check(status)
 
@@ -532,6 +594,18 @@ def _bytes(array: Array, writable: bool = False) -> Any:
 def _aligned_floats(scale: Array) -> Array:
     """`scale` itself, or a copy where a float cannot lie: files align nothing."""
     return scale if scale.ctypes.data % 4 == 0 else scale.copy()
+
+
+def _expect_aligned(what: str, array: Array, size: int) -> None:
+    if array.ctypes.data % size:
+        raise ValueError(f"{what} must be aligned to {size} bytes")
+
+
+def _open(pool: Pool) -> Any:
+    """The pool's pointer; ValueError once it is closed."""
+    if not pool.c:
+        raise ValueError("the pool is closed")
+    return pool.c
 
 
 def _expect(what: str, array: Array, nbytes: int) -> None:

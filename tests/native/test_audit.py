@@ -1,4 +1,5 @@
-"""kt_audit_run and kt_audit_codes against the readable reference, on every level."""
+"""kt_audit_run and kt_audit_codes against the readable reference, on every level, and the
+faults that they must show."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
 from ktconv.formats import FORMATS, int4, int8
-from ktconv.formats.kt_layout import pack_codes, unpack_codes
+from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 
@@ -144,14 +145,16 @@ def test_levels_agree_to_the_bit(fmt: str) -> None:
     assert len(set(found)) == 1
 
 
+@formats
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_not_finite_source(isa: str, value: float) -> None:
-    source = Source("int8", 32, 64, "F32", kinds=("ordinary",))
+def test_not_finite_source(isa: str, fmt: str, value: float) -> None:
+    source = Source(fmt, 32, FORMATS[fmt].k_tile, "F32", kinds=("ordinary",))
     packed, scale = quantize_pack(source, source.matrix())
     bits = source.bits()
     bits[7, 9] = np.float32(value).view(np.uint32)
-    found = native.audit("int8", source.matrix(bits), 32, 0, packed, scale)
+    found = native.audit(fmt, source.matrix(bits), 32, 0, packed, scale)
     assert not math.isfinite(found.squared_source)
+    assert not math.isfinite(found.squared_error)
 
 
 @formats
@@ -178,3 +181,115 @@ def test_refusals() -> None:
         native.audit_codes("int8", packed[:-1], 64, 64)
     with pytest.raises(ValueError):
         native.audit_codes("int4", packed, 64, 64)
+
+
+def test_reads_and_does_not_write(isa: str) -> None:
+    source = Source("int4", 32, 128, kinds=("ordinary",))
+    packed, scale = quantize_pack(source, source.matrix())
+    packed.flags.writeable = scale.flags.writeable = False
+    assert_audit(source, packed, scale)
+    with pytest.raises(ValueError, match="read-only"):
+        native.quantize_pack("int4", source.matrix(), packed, scale)
+
+
+# Faults
+
+
+def planted(fmt: str) -> tuple[Source, U8, F32]:
+    source = Source(fmt, 64, 2 * FORMATS[fmt].k_tile, kinds=("ordinary",), seed=5)
+    packed, scale = quantize_pack(source, source.matrix())
+    assert assert_audit(source, packed, scale).max_steps <= source.fmt.max_error_steps
+    return source, packed, scale
+
+
+def audited(source: Source, packed: U8, scale: F32) -> native.Audit:
+    return native.audit(source.format, source.matrix(), source.rows, 0, packed, scale)
+
+
+def set_code(source: Source, packed: U8, n: int, k: int, code: int) -> None:
+    byte, plane = offsets(source.fmt, np.array(n), np.array(k), source.rows, source.cols)
+    mask = (1 << source.fmt.bits) - 1
+    shift = source.fmt.bits * int(plane)
+    rest = int(packed[byte]) & ~(mask << shift)
+    packed[byte] = rest & 0xFF | (code & mask) << shift
+
+
+def rows_beyond(source: Source, found: native.Audit, scale: F32) -> list[int]:
+    """Rows with an error that no rounding makes."""
+    allowed = source.fmt.max_error_steps * source.fmt.scale_units * scale.astype(np.float64)
+    return [int(row) for row in np.flatnonzero(~(found.row_error <= allowed))]
+
+
+def rows_off_the_rule(found: native.Audit, scale: F32) -> list[int]:
+    return [int(row) for row in np.flatnonzero(found.row_scale != scale)]
+
+
+@formats
+def test_a_flipped_bit_shows(isa: str, fmt: str) -> None:
+    """A code that is off by one or more is off by 1 - max_error_steps or more, and beyond
+    the bound unless the source was near the middle of two codes."""
+    source, packed, scale = planted(fmt)
+    step = scale.astype(np.float64)[:, None] * source.fmt.scale_units
+    codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
+    near_the_middle = np.abs(source.values() / step - codes) > 0.4
+    rng = np.random.default_rng(2)
+    for n, k in rng.permutation(np.argwhere(~near_the_middle))[:40]:
+        flipped = int(codes[n, k]) ^ 1 << int(rng.integers(source.fmt.bits))
+        damaged = packed.copy()
+        set_code(source, damaged, n, k, flipped)
+        found = audited(source, damaged, scale)
+        assert rows_beyond(source, found, scale) == [n]
+        assert found.max_steps > source.fmt.max_error_steps
+
+
+@formats
+@pytest.mark.parametrize("bad", [-1.0, -1e-30, np.nan, np.inf, -np.inf, 1e-40])
+def test_an_impossible_scale_shows(isa: str, fmt: str, bad: float) -> None:
+    source, packed, scale = planted(fmt)
+    zeros = audited(source, packed, scale).zeros
+    scale[19] = bad
+    found = audited(source, packed, scale)
+    assert rows_off_the_rule(found, scale) == [19]
+    assert found.zeros == zeros and found.invalid == 0
+
+
+@formats
+@pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 2.0, 1e30, 1e-30])
+def test_a_wrong_scale_shows(isa: str, fmt: str, factor: float) -> None:
+    source, packed, scale = planted(fmt)
+    scale[40] *= np.float32(factor)
+    found = audited(source, packed, scale)
+    assert rows_off_the_rule(found, scale) == [40]
+    if fmt == "int8" or not 0.98 < factor < 1.02:  # 1 % of 7 steps is within INT4's half
+        assert rows_beyond(source, found, scale) == [40]
+        assert found.max_steps > source.fmt.max_error_steps
+
+
+@formats
+def test_a_code_under_a_zero_scale_is_invalid(isa: str, fmt: str) -> None:
+    """It restores to 0 all the same, so neither errors nor scales tell."""
+    source = Source(fmt, 32, FORMATS[fmt].k_tile, kinds=("zeros",))
+    packed, scale = quantize_pack(source, source.matrix())
+    assert not packed.any()
+    assert audited(source, packed, scale).invalid == 0
+    set_code(source, packed, 3, 5, 1)
+    set_code(source, packed, 3, 6, -2)
+    set_code(source, packed, 9, 0, -(1 << (source.fmt.bits - 1)))  # counts once
+    found = audited(source, packed, scale)
+    assert found.invalid == 3
+    assert found.zeros == 32 * source.cols - 3
+    assert rows_beyond(source, found, scale) == rows_off_the_rule(found, scale) == []
+
+
+@formats
+def test_erased_rows_show(isa: str, fmt: str) -> None:
+    """Zeroed payload under zeroed scales, as a hole in a file reads."""
+    source, packed, scale = planted(fmt)
+    for n in (0, 33):
+        scale[n] = 0
+        for k in range(source.cols):
+            set_code(source, packed, n, k, 0)
+    found = assert_audit(source, packed, scale)
+    assert found.invalid == 0
+    assert rows_off_the_rule(found, scale) == rows_beyond(source, found, scale) == [0, 33]
+    assert_same("row_error", found.row_error[[0, 33]], found.row_amax[[0, 33]])

@@ -62,7 +62,7 @@ def test_guard_pages(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
         expected = reference.quantize_pack(source.fmt, source.values())
         assert_same("packed", packed, expected[0])
         assert_same("scale", scale, expected[1])
-        assert native.measure(fmt, matrix, packed, scale, scratch).invalid == 0
+        assert native.audit(fmt, matrix, source.rows, 0, packed, scale).invalid == 0
         assert_same("decode", native.decode(matrix), source.values())
         del matrix
 
@@ -81,7 +81,7 @@ def test_canaries(isa: str, fmt: str, shift: int) -> None:
     expected = reference.quantize_pack(source.fmt, source.values())
     assert_same("packed", packed, expected[0])
     assert_same("scale", np.array(scale), expected[1])
-    assert native.measure(fmt, source.matrix(), packed, scale).invalid == 0
+    assert native.audit(fmt, source.matrix(), source.rows, 0, packed, scale).invalid == 0
     for row, part in zip(memory, inside, strict=True):
         outside = np.ones(len(row), bool)
         outside[part] = False

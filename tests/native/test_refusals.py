@@ -85,7 +85,9 @@ def call(name: str, changes: dict[str, object], fmt: int = lib.KT_INT8, scratch:
             return int(lib.kt_quantize(fmt, matrix, codes, scale, work, size, ffi.NULL))
         case "quantize_pack":
             return int(lib.kt_quantize_pack(fmt, matrix, out, scale, work, size, ffi.NULL))
-    return int(lib.kt_measure(fmt, matrix, out, scale, work, size, ffi.new("kt_error *")))
+    per_row = [ffi.new("float[]", 32) for _ in range(3)]
+    found = ffi.new("kt_audit *")
+    return int(lib.kt_audit_run(fmt, matrix, 32, 0, out, scale, *per_row, found))
 
 
 FP8 = {"dtype": lib.KT_F8_E4M3, "block_scale": "grid", "scale_stride": 2}
@@ -107,18 +109,19 @@ BAD_MATRICES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["decode", "quantize", "quantize_pack", "measure"])
+@pytest.mark.parametrize("name", ["decode", "quantize", "quantize_pack", "audit"])
 @pytest.mark.parametrize(("changes", "status"), BAD_MATRICES)
 def test_bad_matrices(isa: str, name: str, changes: dict[str, object], status: int) -> None:
     assert call(name, {}) == lib.KT_OK
     assert call(name, changes) == status
 
 
-@pytest.mark.parametrize("name", ["quantize", "quantize_pack", "measure"])
+@pytest.mark.parametrize("name", ["quantize", "quantize_pack", "audit"])
 def test_bad_calls(isa: str, name: str) -> None:
     assert call(name, {}, fmt=2) == lib.KT_ERR_ARGUMENT
     assert call(name, {}, fmt=-1) == lib.KT_ERR_ARGUMENT
-    assert call(name, {}, scratch=lib.kt_scratch_size(128) - 1) == lib.KT_ERR_SCRATCH
+    if name != "audit":
+        assert call(name, {}, scratch=lib.kt_scratch_size(128) - 1) == lib.KT_ERR_SCRATCH
     assert call(name, {"rows": 16}) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 96}) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 64}, fmt=lib.KT_INT4) == lib.KT_ERR_SHAPE
@@ -196,9 +199,10 @@ def test_outputs_of_the_wrong_size() -> None:
         (np.empty(4096, np.uint8)[::2], scale),
         (packed, np.empty(64, np.float32)[::2]),
     ]:
-        for function in (native.quantize_pack, native.measure):
-            with pytest.raises(ValueError, match="contiguous bytes"):
-                function("int8", matrix, bad_packed, bad_scale)
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            native.quantize_pack("int8", matrix, bad_packed, bad_scale)
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            native.audit("int8", matrix, 32, 0, bad_packed, bad_scale)
     with pytest.raises(ValueError, match="scratch"):
         native.quantize_pack("int8", matrix, packed, scale, np.empty(64, np.uint8))
     with pytest.raises(ValueError, match="contiguous bytes"):

@@ -7,6 +7,11 @@
 #include <math.h>
 #include <string.h>
 
+/* Fused products would make the bits of sums depend on the level; GCC's -std=c11 has none. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#endif
+
 /* Loops become vectors of the level only in functions that have its target. */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -275,10 +280,13 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   audit->squared_source += total(state->source);
   audit->squared_error += total(state->error);
   audit->squared_value += total(state->value);
+  int64_t zeros = 0, invalid = 0;
   for (int i = 0; i < LANES; i++) {
-    audit->zeros += state->zeros[i];
-    audit->invalid += state->invalid[i];
+    zeros += state->zeros[i];
+    invalid += state->invalid[i];
   }
+  audit->zeros += zeros;
+  audit->invalid += scale == 0 ? job->source->cols - zeros : invalid;
 }
 
 static void audit_all(const kt_audit_job *job, kt_audit *audit) {

@@ -13,7 +13,6 @@
 #error "the format's roundings need -std=c11, which leaves products unfused"
 #endif
 
-#include <float.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -63,12 +62,6 @@ static inline float kt_reciprocal(float scale) { return scale == 0.0f ? 0.0f : 1
 static inline void kt_round_row(const float *restrict row, int64_t cols, float inverse,
                                 int8_t *restrict codes) {
   for (int64_t k = 0; k < cols; k++) codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
-}
-
-/* Whether a stored scale may stand over a row for which the format computes `computed`:
- * zero only where that is zero too, never a denormal. */
-static inline int kt_scale_ok(float scale, float computed) {
-  return scale == 0.0f ? computed == 0.0f : scale >= FLT_MIN && scale <= FLT_MAX;
 }
 
 #endif

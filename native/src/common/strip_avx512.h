@@ -1,5 +1,5 @@
 /* strip_avx512.h - what the AVX-512 packers share: a strip of 16 source rows, its row
- * maxima, 64 columns of 8-bit codes, the 16x16 word transpose, and error sums. */
+ * maxima, 64 columns of 8-bit codes, and the 16x16 word transpose. */
 #ifndef KT_STRIP_AVX512_H
 #define KT_STRIP_AVX512_H
 
@@ -173,102 +173,6 @@ KT_INLINE kt_status kt_quantize_pack_strips(const kt_matrix *m, uint8_t *packed,
       kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_F32, 1);
   }
   return KT_OK;
-}
-
-/* ---- Measuring: codes read back with gathers, independent of the transpose. ---- */
-
-/* Errors of one row so far, in steps of that row, 16 partial sums each. */
-typedef struct kt_row_error {
-  __m512 squared_error, squared_source, max;
-  int64_t zeros, invalid;
-} kt_row_error;
-
-/* The 16 groups of row r of a half tile: 64 bytes in column order. */
-KT_INLINE __m512i kt_gather_row(const uint8_t *half_tile, int r) {
-  const __m512i group =
-      _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 6);
-  return _mm512_i32gather_epi32(group, half_tile + 4 * r, 1);
-}
-
-KT_INLINE __m512 kt_load16(const uint8_t *row, int64_t k, int form) {
-  if (form == KT_ROW_F32) return _mm512_loadu_ps(row + 4 * k);
-  const __m256i half = _mm256_loadu_si256((const __m256i *)(row + 2 * k));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-/* Adds columns k..k+63, whose codes are the 64 bytes of `codes`. */
-KT_INLINE void kt_add_error64(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
-                              __m512i codes, __m512 inverse_step) {
-  const __m128i quarter[4] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
-                              _mm512_extracti32x4_epi32(codes, 2),
-                              _mm512_extracti32x4_epi32(codes, 3)};
-  enum { LARGER_MAGNITUDE = 0x0b }; /* of two, as a positive number */
-  for (int i = 0; i < 4; i++) {
-    const __m512 source = _mm512_mul_ps(kt_load16(row, k + 16 * i, form), inverse_step);
-    const __m512 code = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(quarter[i]));
-    const __m512 error = _mm512_sub_ps(source, code);
-    sum->squared_error = _mm512_fmadd_ps(error, error, sum->squared_error);
-    sum->squared_source = _mm512_fmadd_ps(source, source, sum->squared_source);
-    sum->max = _mm512_range_ps(sum->max, error, LARGER_MAGNITUDE);
-  }
-}
-
-/* Adds a finished row to the matrix' totals. */
-KT_INLINE void kt_finish_row(const kt_row_error *sum, double step, int64_t n, kt_error *error) {
-  const double max = (double)_mm512_reduce_max_ps(sum->max);
-  error->sum_squared_error += step * step * (double)_mm512_reduce_add_ps(sum->squared_error);
-  error->sum_squared_source += step * step * (double)_mm512_reduce_add_ps(sum->squared_source);
-  error->zeros += sum->zeros;
-  error->invalid += sum->invalid;
-  if (max > error->max_steps) {
-    error->max_steps = max;
-    error->worst_row = n;
-  }
-}
-
-/* Adds one row of one tile, from column k on, whose packed bytes are `bytes`. */
-typedef void kt_tile_error_fn(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
-                              __m512i bytes, __m512 inverse_step);
-
-KT_INLINE void kt_measure_strip(const kt_matrix *m, int64_t n, kt_strip strip,
-                                const uint8_t *packed, const float *scale, kt_tile_rule rule,
-                                kt_tile_error_fn *tile_error, int form, kt_error *error) {
-  kt_row_error sums[KT_STRIP_ROWS];
-  float inverse[KT_STRIP_ROWS];
-  memset(sums, 0, sizeof sums);
-  for (int r = 0; r < KT_STRIP_ROWS; r++) inverse[r] = 1.0f / (scale[n + r] * rule.packer->step);
-  for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
-    const uint8_t *half_tile = packed + kt_half_tile_at(m, rule, n, k);
-    for (int r = 0; r < KT_STRIP_ROWS; r++)
-      tile_error(&sums[r], strip.data + r * strip.row_size, k, form, kt_gather_row(half_tile, r),
-                 _mm512_set1_ps(inverse[r]));
-  }
-  for (int r = 0; r < KT_STRIP_ROWS; r++)
-    kt_finish_row(&sums[r], (double)scale[n + r] * (double)rule.packer->step, n + r, error);
-}
-
-/* Whether all scales of a strip are far from the ends of binary32: the sums above then
- * neither overflow nor see a denormal source. Zero, negative and NaN scales are not. */
-KT_INLINE int kt_scales_ordinary(const float *scale) {
-  const __m512 scales = _mm512_loadu_ps(scale);
-  const __mmask16 high = _mm512_cmp_ps_mask(scales, _mm512_set1_ps(0x1p-100f), _CMP_GE_OQ);
-  return _mm512_mask_cmp_ps_mask(high, scales, _mm512_set1_ps(0x1p100f), _CMP_LE_OQ) == 0xffff;
-}
-
-KT_INLINE void kt_measure_strips(const kt_matrix *m, const uint8_t *packed, const float *scale,
-                                 float *scratch, kt_tile_rule rule, kt_tile_error_fn *tile_error,
-                                 kt_error *error) {
-  for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
-    if (!kt_scales_ordinary(scale + n)) {
-      kt_measure_rows(rule.packer, m, n, KT_STRIP_ROWS, packed, scale, scratch, error);
-      continue;
-    }
-    const kt_strip strip = kt_strip_at(m, n, scratch);
-    if (strip.form == KT_ROW_BF16)
-      kt_measure_strip(m, n, strip, packed, scale, rule, tile_error, KT_ROW_BF16, error);
-    else
-      kt_measure_strip(m, n, strip, packed, scale, rule, tile_error, KT_ROW_F32, error);
-  }
 }
 
 #endif

@@ -7,14 +7,11 @@ const kt_packer kt_int4_packer = {
     .rows_step = KT_ROWS_STEP,
     .cols_step = KT_INT4_TILE_COLS,
     .codes_per_byte = 2,
-    .lowest = -KT_INT4_MAX,
-    .step = KT_INT4_STEP,
     .scale = kt_int4_scale,
     .round_again = kt_int4_round_again,
     .pack_row = kt_int4_pack_row,
     .unpack_row = kt_int4_unpack_row,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX512] = kt_int4_quantize_pack_avx512,
-    .measure[KT_ISA_AVX512] = kt_int4_measure_avx512,
 #endif
 };

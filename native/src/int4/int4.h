@@ -6,7 +6,7 @@
 #include "../common/layout.h"
 #include "../packed.h"
 
-enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_MAX = 7, KT_INT4_STEP = 16 };
+enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_STEP = 16 };
 
 /* Row scale from the largest magnitude: amax / 112, computed in binary64. The stored scale
  * is the step of an 8-bit code; an INT4 step is 16 of them. */
@@ -21,6 +21,5 @@ void kt_int4_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64
                         int8_t *codes);
 
 kt_quantize_pack_fn kt_int4_quantize_pack_avx512;
-kt_measure_fn kt_int4_measure_avx512;
 
 #endif

@@ -25,32 +25,9 @@ KT_INLINE __m512i round_tile_row(const uint8_t *row, int64_t k, __m512 inverse, 
   return _mm512_ternarylogic_epi64(low_nibble, _mm512_srli_epi16(first, 4), second, SELECT);
 }
 
-/* Nibbles to int8: flip the sign bit, then undo it by subtraction. */
-KT_INLINE __m512i sign_extend(__m512i nibbles) {
-  const __m512i eight = _mm512_set1_epi8(8);
-  return _mm512_sub_epi8(_mm512_xor_si512(nibbles, eight), eight);
-}
-
-KT_INLINE void add_tile_error(kt_row_error *sum, const uint8_t *row, int64_t k, int form,
-                              __m512i bytes, __m512 inverse_step) {
-  const __m512i mask = _mm512_set1_epi8(0x0f), eight = _mm512_set1_epi8(8);
-  const __m512i half[2] = {_mm512_and_si512(bytes, mask),
-                           _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask)};
-  for (int i = 0; i < 2; i++) {
-    sum->zeros += _mm_popcnt_u64(_mm512_testn_epi8_mask(half[i], half[i]));
-    sum->invalid += _mm_popcnt_u64(_mm512_cmpeq_epi8_mask(half[i], eight));
-    kt_add_error64(sum, row, k + 64 * i, form, sign_extend(half[i]), inverse_step);
-  }
-}
-
 kt_status kt_int4_quantize_pack_avx512(const kt_matrix *m, uint8_t *packed, float *scale,
                                        float *scratch) {
   return kt_quantize_pack_strips(m, packed, scale, scratch, rule, round_tile_row);
-}
-
-void kt_int4_measure_avx512(const kt_matrix *m, const uint8_t *packed, const float *scale,
-                            float *scratch, kt_error *error) {
-  kt_measure_strips(m, packed, scale, scratch, rule, add_tile_error, error);
 }
 
 #if defined(__clang__)

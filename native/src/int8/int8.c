@@ -7,13 +7,10 @@ const kt_packer kt_int8_packer = {
     .rows_step = KT_ROWS_STEP,
     .cols_step = KT_INT8_TILE_COLS,
     .codes_per_byte = 1,
-    .lowest = -KT_INT8_MAX,
-    .step = 1,
     .scale = kt_int8_scale,
     .pack_row = kt_int8_pack_row,
     .unpack_row = kt_int8_unpack_row,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,
-    .measure[KT_ISA_AVX512] = kt_int8_measure_avx512,
 #endif
 };

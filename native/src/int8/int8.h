@@ -5,7 +5,7 @@
 #include "../common/layout.h"
 #include "../packed.h"
 
-enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64, KT_INT8_MAX = 127 };
+enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64 };
 
 /* Row scale from the largest magnitude: amax * fl32(1/127), a product, not a quotient. */
 float kt_int8_scale(float amax);
@@ -16,6 +16,5 @@ void kt_int8_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64
                         int8_t *codes);
 
 kt_quantize_pack_fn kt_int8_quantize_pack_avx512;
-kt_measure_fn kt_int8_measure_avx512;
 
 #endif

@@ -149,13 +149,21 @@ static void make_mid_rows(run *r, team *t, part_work *p) {
                        t->middle + slot * r->width, t->mid_rows + slot * r->mid_stride);
 }
 
+/* Whether each slot's token is the one after that of the slot before. First and last alone do
+ * not tell: an expert may have a token twice and miss the next (0 0 2). */
+static int in_a_row(const int32_t *token, int64_t count) {
+  for (int64_t i = 1; i < count; i++)
+    if (token[i] != token[0] + i) return 0;
+  return 1;
+}
+
 /* Activation rows of `count` slots from `slot` on: in place where their tokens follow one
  * another, else copied side by side. */
 static const uint8_t *x_rows_of(const run *r, const team *t, worker *w, int64_t slot,
                                 int64_t count) {
   const int32_t *token = r->route.token + slot;
   const size_t stride = (size_t)r->x_stride;
-  if (token[count - 1] - token[0] == count - 1) return t->x_rows + (size_t)token[0] * stride;
+  if (in_a_row(token, count)) return t->x_rows + (size_t)token[0] * stride;
   if (w->gathered == slot) return w->gather;
   for (int64_t i = 0; i < count; i++)
     memcpy(w->gather + (size_t)i * stride, t->x_rows + (size_t)token[i] * stride, stride);
@@ -337,30 +345,71 @@ static kt_status forward_batch(run *r) {
 
 /* ---- Public entry points --------------------------------------------------- */
 
-/* Whether every expert that has tokens has weights. */
-static int experts_are_here(const run *r) {
+/* size: a power of two. */
+static int aligned(const void *pointer, size_t size) {
+  return ((uintptr_t)pointer & (size - 1)) == 0;
+}
+
+/* One that has tokens. */
+static kt_status check_expert(const kt_moe *moe, const kt_expert *e, int64_t part) {
+  static const size_t scale_size[] = {
+      [KT_SCALE_NONE] = 1, [KT_SCALE_F32] = 4, [KT_SCALE_BF16] = 2, [KT_SCALE_UE8M0] = 1};
+  const int32_t dtype = moe->layout.scale_dtype; /* known to the layout, so to the table */
+  const size_t size = scale_size[dtype];
+  if (!e->gate || !e->up || !e->down) return KT_ERR_EXPERT;
+  if (dtype != KT_SCALE_NONE && (!e->gate_scale || !e->up_scale || !e->down_scale))
+    return KT_ERR_EXPERT;
+  const int good = aligned(e->gate_scale, size) && aligned(e->up_scale, size) &&
+                   aligned(e->down_scale, size) && aligned(e->gate_bias, sizeof(float)) &&
+                   aligned(e->up_bias, sizeof(float)) && aligned(e->down_bias, sizeof(float)) &&
+                   (part == 0 || !e->down_bias);
+  return good ? KT_OK : KT_ERR_ARGUMENT;
+}
+
+static kt_status check_experts(const run *r) {
   for (int64_t part = 0; part < r->moe->parts; part++)
     for (int64_t a = 0; a < r->route.active_count; a++) {
       const kt_expert *e = r->moe->expert + part * r->moe->experts + r->route.active[a];
-      if (!e->gate || !e->up || !e->down) return 0;
-      if (r->moe->layout.scale_dtype != KT_SCALE_NONE &&
-          (!e->gate_scale || !e->up_scale || !e->down_scale))
-        return 0;
+      const kt_status status = check_expert(r->moe, e, part);
+      if (status != KT_OK) return status;
     }
-  return 1;
+  return KT_OK;
+}
+
+static kt_status check_activation(const kt_activation *a) {
+  const int good = a->function >= KT_SWIGLU && a->function <= KT_GELU_TANH && a->limit >= 0;
+  return good ? KT_OK : KT_ERR_ARGUMENT; /* a NaN is not >= 0 */
 }
 
 static kt_status check_layer(const kt_moe *moe, const kt_pool *pool) {
   if (!moe || !pool || !moe->expert || moe->hidden < 1 || moe->intermediate < 1 ||
-      moe->experts < 1 || moe->experts > INT32_MAX || moe->parts < 1)
+      moe->experts < 1 || moe->experts > INT32_MAX || moe->parts < 1 || moe->parts > INT32_MAX)
     return KT_ERR_ARGUMENT;
-  if (moe->activation.function < KT_SWIGLU || moe->activation.function > KT_GELU_TANH)
-    return KT_ERR_ARGUMENT;
+  if (check_activation(&moe->activation) != KT_OK) return KT_ERR_ARGUMENT;
   if (moe->intermediate % moe->parts) return KT_ERR_SHAPE;
   const int64_t width = moe->intermediate / moe->parts;
   const int fits = kt_weight_size(&moe->layout, width, moe->hidden) &&
                    kt_weight_size(&moe->layout, moe->hidden, width);
   return fits ? KT_OK : KT_ERR_SHAPE;
+}
+
+/* Numbers of a call. The slots of a batch are counted in 32 bits, and the caller's arrays must
+ * fit the address space. No size computed from what passes exceeds 63 bits: hidden and width are
+ * at most KT_MAX_COLS, so a team's memory is below 2^50 bytes and a part's below 2^29. */
+static kt_status check_batch(const kt_moe *moe, int64_t tokens, int64_t top_k) {
+  if (tokens < 0 || top_k < 1 || top_k > INT32_MAX / BATCH) return KT_ERR_ARGUMENT;
+  const int64_t most = INT64_MAX / (int64_t)sizeof(int64_t) / larger(top_k, moe->hidden);
+  return tokens <= most ? KT_OK : KT_ERR_ARGUMENT;
+}
+
+static kt_status check_arrays(const uint16_t *x, const void *ids, int32_t id_size,
+                              const float *weights, const uint16_t *y, const void *scratch) {
+  if (!x || !ids || !weights || !y || !scratch || (id_size != 4 && id_size != 8))
+    return KT_ERR_ARGUMENT;
+  const int good = aligned(x, sizeof *x) && aligned(y, sizeof *y) &&
+                   aligned(ids, (size_t)id_size) && aligned(weights, sizeof *weights) &&
+                   aligned(scratch, LINE);
+  return good ? KT_OK : KT_ERR_ARGUMENT;
 }
 
 static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
@@ -385,8 +434,8 @@ static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
 }
 
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool) {
-  if (check_layer(moe, pool) != KT_OK || tokens < 1 || top_k < 1) return 0;
-  run r = start_run(moe, (kt_pool *)(uintptr_t)pool, tokens);
+  if (check_layer(moe, pool) != KT_OK || check_batch(moe, tokens, top_k) != KT_OK) return 0;
+  run r = start_run(moe, (kt_pool *)(uintptr_t)pool, larger(tokens, 1));
   return lay_out(&r, NULL, top_k);
 }
 
@@ -395,9 +444,9 @@ kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64
                          uint16_t *y, void *scratch, size_t scratch_size) {
   const kt_status status = check_layer(moe, pool);
   if (status != KT_OK) return status;
-  if (tokens < 1 || top_k < 1 || !x || !ids || !weights || !y || !scratch ||
-      (id_size != 4 && id_size != 8) || (uintptr_t)scratch % LINE)
-    return KT_ERR_ARGUMENT;
+  if (check_batch(moe, tokens, top_k) != KT_OK) return KT_ERR_ARGUMENT;
+  if (tokens == 0) return KT_OK;
+  if (check_arrays(x, ids, id_size, weights, y, scratch) != KT_OK) return KT_ERR_ARGUMENT;
   if (kt_route_check(ids, id_size, tokens * top_k, moe->experts) != KT_OK) return KT_ERR_EXPERT;
   if (scratch_size < kt_moe_scratch_size(moe, tokens, top_k, pool)) return KT_ERR_SCRATCH;
   run r = start_run(moe, pool, tokens);
@@ -408,52 +457,48 @@ kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64
     r.y = y + first * moe->hidden;
     kt_route_group(&r.route, (const uint8_t *)ids + first * top_k * id_size, id_size,
                    weights + first * top_k, r.tokens, top_k, moe->experts);
-    const kt_status ran = experts_are_here(&r) ? forward_batch(&r) : KT_ERR_EXPERT;
+    const kt_status good = check_experts(&r);
+    const kt_status ran = good == KT_OK ? forward_batch(&r) : good;
     if (ran != KT_OK) return ran;
   }
   return KT_OK;
 }
 
-/* ---- Touching pages -------------------------------------------------------- */
+/* ---- Touching pages --------------------------------------------------------
+ *
+ * Of each part, every thread of its team has neighbouring experts. */
 
-typedef struct touching {
-  run *r;
-  kt_share *share; /* per part */
-} touching;
-
-static uint8_t touch_pages(const void *memory, size_t size) {
+static void touch_pages(const void *memory, size_t size) {
   const volatile uint8_t *bytes = memory;
-  uint8_t sum = 0;
-  for (size_t i = 0; i < size; i += PAGE) sum ^= bytes[i];
-  return sum;
+  for (size_t i = 0; i < size; i += PAGE) (void)bytes[i];
+}
+
+/* Position of a thread in its team. */
+static int32_t team_rank(const run *r, int32_t thread) {
+  int32_t rank = 0;
+  for (int32_t t = 0; t < thread; t++) rank += team_of(r, t) == team_of(r, thread);
+  return rank;
 }
 
 static void touch_job(void *context, int32_t thread) {
-  const touching *job = context;
-  const run *r = job->r;
+  const run *r = context;
   const kt_layout *layout = &r->moe->layout;
   const size_t wide = kt_weight_size(layout, r->width, r->moe->hidden);
   const size_t tall = kt_weight_size(layout, r->moe->hidden, r->width);
-  const int64_t index = team_of(r, thread);
+  const int64_t index = team_of(r, thread), count = r->moe->experts;
+  const int64_t rank = team_rank(r, thread), threads = team_threads(r, index);
   for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)
-    for (int64_t e, n; kt_share_take(job->share + part, &e, &n);)
-      for (const kt_expert *x = r->moe->expert + part * r->moe->experts + e; n > 0; n--, x++) {
-        if (x->gate) touch_pages(x->gate, wide);
-        if (x->up) touch_pages(x->up, wide);
-        if (x->down) touch_pages(x->down, tall);
-      }
+    for (int64_t e = count * rank / threads; e < count * (rank + 1) / threads; e++) {
+      const kt_expert *x = r->moe->expert + part * count + e;
+      if (x->gate) touch_pages(x->gate, wide);
+      if (x->up) touch_pages(x->up, wide);
+      if (x->down) touch_pages(x->down, tall);
+    }
 }
-
-enum { TOUCH_PARTS = 64 };
 
 kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool) {
   const kt_status status = check_layer(moe, pool);
   if (status != KT_OK) return status;
-  if (moe->parts > TOUCH_PARTS) return KT_ERR_ARGUMENT;
-  kt_share share[TOUCH_PARTS];
   run r = start_run(moe, pool, 1);
-  for (int64_t part = 0; part < moe->parts; part++)
-    kt_share_init(share + part, moe->experts, 1, kt_pool_threads(pool));
-  touching job = {&r, share};
-  return kt_pool_run(pool, touch_job, &job);
+  return kt_pool_run(pool, touch_job, &r);
 }

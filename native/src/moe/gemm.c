@@ -37,13 +37,16 @@ kt_product_fn *kt_gemm_product(const kt_gemm *gemm) {
 }
 
 /* A row decoded by the scalar code fits the panel. */
-enum { MAX_COLS = KT_PANEL_SIZE / (int)sizeof(double) };
+_Static_assert(KT_MAX_COLS * sizeof(double) <= KT_PANEL_SIZE, "panel");
+
+/* No layout takes more for an element, scales included: sizes are computed in 63 bits. */
+enum { MOST_BYTES = 4 };
 
 /* The table row of a layout that can hold [rows, cols], or NULL. */
 static const kt_gemm *fitting(const kt_layout *layout, int64_t rows, int64_t cols) {
   const kt_gemm *gemm = layout ? kt_gemm_of(layout->kernel) : NULL;
   int64_t rows_step, cols_step;
-  if (!gemm || rows < 1 || cols < 1 || cols > MAX_COLS ||
+  if (!gemm || rows < 1 || cols < 1 || cols > KT_MAX_COLS || rows > INT64_MAX / MOST_BYTES / cols ||
       !gemm->steps(layout, &rows_step, &cols_step))
     return NULL;
   return rows % rows_step == 0 && cols % cols_step == 0 ? gemm : NULL;

@@ -5,6 +5,8 @@
 #include "../common/rounding.h"
 #include "gemm.h"
 
+#include <float.h>
+
 /* Scale of a run of values from the bits of its largest magnitude; *inverse is what values
  * are multiplied by. A NaN or Inf makes the scale NaN and all codes 0, so that products
  * with the run are NaN too; a run too small to have a scale is zero. */

@@ -298,9 +298,9 @@ void kt_pool_destroy(kt_pool *pool) {
   free_pool(pool);
 }
 
-int32_t kt_pool_threads(const kt_pool *pool) { return pool->threads; }
+int32_t kt_pool_threads(const kt_pool *pool) { return pool ? pool->threads : 0; }
 
-int32_t kt_pool_nodes(const kt_pool *pool) { return pool->nodes; }
+int32_t kt_pool_nodes(const kt_pool *pool) { return pool ? pool->nodes : 0; }
 
 int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread) { return pool->members[thread].node; }
 

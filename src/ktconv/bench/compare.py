@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ktconv.bench.rows import Row
+from ktconv.bench.rows import DIMENSIONS, Key, Row
 from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
 
-_DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
+_WORDS, _COUNTS = ("method", "routing", "isa", "engine"), ("tokens", "threads", "parts")
+_TOLD = 3  # rows that a note names
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,21 @@ class Old:
     cpu: str
     rows: list[Row]
 
+    def like(self, row: Row) -> Row | None:
+        """The row that measured the same; of several (the name and the activation of a shape are
+        no part of the key) the one whose shape has the same name."""
+        same = [old for old in self.rows if old.key == row.key]
+        named = [old for old in same if old.shape["name"] == row.shape["name"]]
+        return named[0] if named else same[0] if len(same) == 1 else None
+
+    def expect_any(self, keys: Iterable[Key]) -> None:
+        """Raises UsageError, before hours of measuring, if nothing can be compared after them."""
+        if not {old.key for old in self.rows}.intersection(keys):
+            raise UsageError(
+                f"no row of {self.path} measured what this run would measure",
+                "give the same --method, --shape, --tokens, --threads, --isa and --routing as then",
+            )
+
 
 def read_report(path: Path) -> Old:
     """Raises UsageError if the file is no report of `--format json`."""
@@ -31,6 +49,8 @@ def read_report(path: Path) -> Old:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise UsageError(f"{path} is not JSON", "write it with --format json") from None
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply", "write it with --format json") from None
     if not isinstance(content, dict) or "rows" not in content or "limits" not in content:
         raise UsageError(f"{path} is not a report of ktconv bench", "write it with --format json")
     if content.get("schema") != SCHEMA:
@@ -40,9 +60,20 @@ def read_report(path: Path) -> Old:
         )
     try:
         machine = content.get("machine", {})
-        return Old(path, str(machine.get("cpu", "")), [_row(row) for row in content["rows"]])
+        rows = [_row(row) for row in content["rows"]]
+        _expect_single(rows)
+        return Old(path, str(machine.get("cpu", "")), rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} lacks what a report needs: {error}") from None
+
+
+def _expect_single(rows: list[Row]) -> None:
+    seen = set()
+    for row in rows:
+        case = (row.key, row.shape["name"])
+        if case in seen:
+            raise ValueError(f"two rows measured the same, {_words(row)}")
+        seen.add(case)
 
 
 def _row(facts: dict[str, Any]) -> Row:
@@ -52,30 +83,40 @@ def _row(facts: dict[str, Any]) -> Row:
     if missing := needed - facts.keys():
         raise KeyError(min(missing))
     row = Row(**{name: value for name, value in facts.items() if name in known})
-    if not all(isinstance(row.shape[name], int) for name in _DIMENSIONS):
-        raise ValueError("a shape without its sizes")
-    if not float(row.median_us) > 0:
-        raise ValueError("a median that is not above 0")
-    return row
+    for name in DIMENSIONS:
+        _expect(f"shape.{name}", row.shape[name], int)
+    _expect("shape.name", row.shape["name"], str)
+    for name in _WORDS:
+        _expect(name, getattr(row, name), str)
+    for name in _COUNTS:
+        _expect(name, getattr(row, name), int)
+    _expect("layer", row.layer, int, type(None))
+    _expect("median_us", row.median_us, int, float)
+    if not 0 < row.median_us < math.inf:
+        raise ValueError("a median that is not a number above 0")
+    return replace(row, median_us=_finite(row.median_us))
+
+
+def _expect(name: str, value: object, *kinds: type) -> None:
+    """Exactly: true is no number here."""
+    if type(value) not in kinds:
+        raise TypeError(f"{name} is of type {type(value).__name__}")
+
+
+def _finite(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("a median that is not a number above 0") from None
 
 
 def compare(report: Report, old: Old, tolerance: float) -> list[str]:
-    """Gives the report's rows their ratios. Returns what people should know about it.
-
-    Raises UsageError if no row of the old report measured what this one did.
-    """
-    by_key = {row.key: row for row in old.rows}
-    unknown = [row for row in report.rows if row.key not in by_key]
-    if len(unknown) == len(report.rows):
-        raise UsageError(
-            f"no row of {old.path} measured what this run measured",
-            "give the same --method, --shape, --tokens, --threads, --isa and --routing as then",
-        )
-    report.rows = [
-        _compared(row, by_key[row.key], tolerance) if row.key in by_key else row
-        for row in report.rows
-    ]
-    return _notes(report, old, len(unknown), tolerance)
+    """Gives the report's rows their ratios. Returns what people should know about it."""
+    pairs = [(row, old.like(row)) for row in report.rows]
+    report.rows = [_compared(row, then, tolerance) if then else row for row, then in pairs]
+    found = {id(then) for _, then in pairs}
+    missing = [row for row in old.rows if id(row) not in found]
+    return _notes(report, old, missing, tolerance)
 
 
 def _compared(row: Row, old: Row, tolerance: float) -> Row:
@@ -85,15 +126,26 @@ def _compared(row: Row, old: Row, tolerance: float) -> Row:
     )
 
 
-def _notes(report: Report, old: Old, unknown: int, tolerance: float) -> list[str]:
+def _notes(report: Report, old: Old, missing: list[Row], tolerance: float) -> list[str]:
     notes = []
     if old.cpu != report.machine["cpu"]:
         notes.append(f"note: {old.path} is from another machine ({old.cpu or 'not named'})")
-    if unknown:
-        notes.append(f"note: {unknown} rows are not in {old.path}")
-    slower = [row for row in report.rows if row.regressed]
     compared = sum(row.ratio is not None for row in report.rows)
+    if unknown := len(report.rows) - compared:
+        notes.append(f"note: {unknown} rows are not in {old.path}")
+    if missing:
+        some = "; ".join(map(_words, missing[:_TOLD])) + ("; ..." if missing[_TOLD:] else "")
+        notes.append(f"note: {len(missing)} rows of {old.path} were not measured: {some}")
+    slower = [row for row in report.rows if row.regressed]
     notes.append(f"{len(slower)} of {compared} rows are more than {tolerance:.0%} slower")
     if disturbed := sum(row.disturbed for row in slower):
         notes.append(f"note: {disturbed} of them were disturbed; measure again to be sure")
     return notes
+
+
+def _words(row: Row) -> str:
+    layer = "" if row.layer is None else f" layer {row.layer}"
+    return (
+        f"{row.engine} {row.method} {row.shape['name']}{layer}, {row.routing}, "
+        f"{row.tokens} tokens, {row.threads} threads, {row.isa}"
+    )

@@ -19,14 +19,17 @@ from ktconv.bench.rows import Errors, Sample
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, Experts
-from ktconv.native import Pool
+from ktconv.native import Pool, isa
 
 Array = NDArray[Any]
 
 WARM_UP = 2
 _LEAST_ITERATIONS, _PATIENCE = 5, 10  # the latter: times --seconds before giving up on more
 _MOST_ROUTINGS, _KEPT_IDS = 512, 1 << 21  # drawn before timing starts
-_CHECKED_TOKENS = 3
+_ALL_CHECKED, _LEAST_CHECKED = 16, 3  # up to so many tokens all are checked; at least so many are
+_CHECKED_ELEMENTS = 1 << 30  # of the experts that larger batches are checked with: 10 s to unpack
+_PASS = 2048  # tokens that the kernels compute at a time
+_UNWRITTEN = 0xFFFF  # NaN in y before a call, so that what is not written shows
 _TICKS = 2  # of /proc/stat: less is rounding
 
 
@@ -46,6 +49,11 @@ class Batch:
     weights: Array
     ids: list[Array]
 
+    @property
+    def checked(self) -> int:
+        """The first routing that names an expert at all: a trace may have -1 alone for a while."""
+        return next((i for i, ids in enumerate(self.ids) if (ids >= 0).any()), 0)
+
 
 def make_batch(
     ids: Iterator[Array], tokens: int, hidden: int, top_k: int, seed: int, effort: Effort
@@ -54,30 +62,55 @@ def make_batch(
     x = f32_to_bf16(rng.standard_normal((tokens, hidden), np.float32))
     weights = rng.random((tokens, top_k), np.float32)
     weights /= weights.sum(axis=1, keepdims=True)
+    return Batch(x, weights, list(islice(ids, kept_routings(tokens, top_k, effort))))
+
+
+def kept_routings(tokens: int, top_k: int, effort: Effort) -> int:
+    """How many are drawn before timing starts; iterations beyond them repeat."""
     count = max(1, min(_MOST_ROUTINGS, _KEPT_IDS // (tokens * top_k)))
-    if effort.iterations:
-        count = min(count, WARM_UP + effort.iterations)
-    return Batch(x, weights, list(islice(ids, count)))
+    return min(count, WARM_UP + effort.iterations) if effort.iterations else count
+
+
+def batch_bytes(tokens: int, hidden: int, top_k: int, effort: Effort) -> int:
+    """Memory of a batch and of its check at most: x is drawn as float32 and copied in rounding;
+    later x and y lie there twice, and ids and weights once more while pieces are checked."""
+    kept = kept_routings(tokens, top_k, effort)
+    return tokens * (16 * hidden + top_k * (8 * kept + 8 + 3 * 4))
 
 
 class Truth:
-    """What a few tokens of a batch's first iteration should give, in float32."""
+    """What tokens of a batch should give, in float32; see checked_tokens."""
 
     def __init__(self, experts: Experts, batch: Batch) -> None:
         self._experts = experts
-        last = len(batch.x) - 1
-        self.tokens = sorted({last * i // (_CHECKED_TOKENS - 1) for i in range(_CHECKED_TOKENS)})
-        self._inputs = (batch.x[self.tokens], batch.ids[0][self.tokens], batch.weights[self.tokens])
+        self.ids = batch.ids[batch.checked]
+        origins = np.where(self.ids >= 0, experts.origins[self.ids], -1)
+        size = 3 * experts.hidden * experts.intermediate
+        self.tokens = checked_tokens(origins, _CHECKED_ELEMENTS // size)
+        self._origins = origins[self.tokens]
+        self._inputs = batch.x[self.tokens], self.ids[self.tokens], batch.weights[self.tokens]
 
-    @cached_property
+    @property
     def rounded(self) -> Array:
         """With activations rounded as the kernels round them: what is left is next to nothing."""
-        return self._experts.reference(*self._inputs, rounded=True)
+        return self._both[0]
 
-    @cached_property
+    @property
     def packed(self) -> Array:
         """On the packed weights' values, activations as they are."""
-        return self._experts.reference(*self._inputs)
+        return self._both[1]
+
+    @cached_property
+    def _both(self) -> tuple[Array, Array]:
+        """Origin by origin: unpacking one is what takes time."""
+        x, ids, weights = self._inputs
+        rounded, packed = np.zeros(x.shape, np.float32), np.zeros(x.shape, np.float32)
+        for origin in np.unique(self._origins[self._origins >= 0]):
+            matrices = self._experts.values(int(origin))
+            arguments = (x, np.where(self._origins == origin, ids, -1), weights, lambda _: matrices)
+            rounded += self._experts.reference(*arguments, rounded=True)
+            packed += self._experts.reference(*arguments)
+        return rounded, packed
 
     @cached_property
     def source(self) -> Array | None:
@@ -87,18 +120,109 @@ class Truth:
         return self._experts.reference(*self._inputs, self._experts.source)
 
 
+def checked_tokens(origins: Array, most: int) -> list[int]:
+    """Tokens to hold against float32, of origins [M, K] (-1: none) of the experts they go to.
+
+    All of a small batch. Of a larger one the first and last, those around the kernels' first
+    border between passes, and some in between, as far as together they need at most `most`
+    origins; three tokens in any case.
+    """
+    last = len(origins) - 1
+    if last < _ALL_CHECKED:
+        return list(range(last + 1))
+    used = np.flatnonzero((origins >= 0).any(axis=1))
+    spread = [int(used[(len(used) - 1) * i // (_ALL_CHECKED - 1)]) for i in range(_ALL_CHECKED)]
+    border = [token for token in (_PASS - 1, _PASS) if token <= last]
+    middle = spread[_ALL_CHECKED // 2]
+    chosen: set[int] = set()
+    needed: set[int] = set()
+    for token in (0, last, spread[0], spread[-1], middle, *border, *spread):
+        wanted = needed | {int(origin) for origin in origins[token] if origin >= 0}
+        if len(wanted) <= most or len(chosen) < _LEAST_CHECKED:
+            chosen.add(token)
+            needed = wanted
+    return sorted(chosen)
+
+
 def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Errors:
-    """Raises VerificationError if the kernel is wrong: then it is not timed."""
-    y = bf16_to_f32(experts.forward(batch.x, batch.ids[0], batch.weights, pool)[truth.tokens])
-    error = relative_error(y, truth.rounded)
+    """Raises VerificationError if the kernel is wrong: then it is not timed.
+
+    All of y must be written, finite and independent of which other tokens are in the batch; some
+    tokens are held against float32.
+    """
+    y = np.full_like(batch.x, _UNWRITTEN)
+    scratch = experts.layer.scratch(*truth.ids.shape, pool)
+    experts.layer.call(pool, batch.x, truth.ids, batch.weights, y, scratch)()
+    _expect_finite(experts, y)
+    apart = _in_pieces(experts, batch, truth, pool)
+    checked = bf16_to_f32(y[truth.tokens])
+    both = (checked, bf16_to_f32(apart[truth.tokens]))
+    error = max((worst_error(result, truth.rounded) for result in both), key=_nan_last)
     if not error <= KERNEL_BOUND:
-        raise VerificationError(
-            f"the {experts.method.name} kernel is wrong: relative error {error:.2g} against "
-            f"float32, at most {KERNEL_BOUND:g} is right",
-            "please report this with the output of ktconv doctor",
+        raise _wrong(
+            experts,
+            f"relative error {error:.2g} against float32, at most {KERNEL_BOUND:g} is right",
         )
-    source = None if truth.source is None else relative_error(y, truth.source)
-    return Errors(relative_error(y, truth.packed), source, error)
+    _expect_same(experts, y, apart)
+    source = None if truth.source is None else relative_error(checked, truth.source)
+    return Errors(relative_error(checked, truth.packed), source, error)
+
+
+def _in_pieces(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Array:
+    """y once more: tokens in reverse, in two batches of different sizes."""
+    y = np.empty_like(batch.x)
+    order = np.arange(len(y))[::-1]
+    cut = len(y) // 3
+    for piece in filter(len, (order[:cut], order[cut:])):
+        y[piece] = experts.forward(batch.x[piece], truth.ids[piece], batch.weights[piece], pool)
+    return y
+
+
+def _expect_finite(experts: Experts, y: Array) -> None:
+    for start in range(0, len(y), _PASS):
+        bad = (y[start : start + _PASS] & 0x7F80) == 0x7F80
+        if bad.any():
+            token = start + int(np.flatnonzero(bad.any(axis=1))[0])
+            raise _wrong(experts, f"y of token {token} of {len(y)} is not finite, or not written")
+
+
+def _expect_same(experts: Experts, y: Array, apart: Array) -> None:
+    """Bit by bit, where ktconv.h promises it; else both must be right, so close to each other."""
+    exact = isa() != "amx" or experts.method.unit != "bf16"
+    for start in range(0, len(y), _PASS):
+        one, other = y[start : start + _PASS], apart[start : start + _PASS]
+        if exact:
+            bad = (one != other).any(axis=1)
+        else:
+            bad = ~(_token_errors(bf16_to_f32(one), bf16_to_f32(other)) <= 2 * KERNEL_BOUND)
+        if bad.any():
+            token = start + int(np.flatnonzero(bad)[0])
+            raise _wrong(
+                experts, f"token {token} of {len(y)} comes out differently beside other tokens"
+            )
+
+
+def _wrong(experts: Experts, what: str) -> VerificationError:
+    return VerificationError(
+        f"the {experts.method.name} kernel is wrong: {what}",
+        "please report this with the output of ktconv doctor",
+    )
+
+
+def _nan_last(error: float) -> float:
+    return float("inf") if np.isnan(error) else error
+
+
+def _token_errors(got: Array, expected: Array) -> Array:
+    """Relative, token by token: a wrong one is not lost among many that are right."""
+    sizes = np.maximum(np.linalg.norm(expected, axis=1), 1e-30)
+    errors: Array = np.linalg.norm(got - expected, axis=1) / sizes
+    return errors
+
+
+def worst_error(got: Array, expected: Array) -> float:
+    """Of any token; NaN if there is one."""
+    return float(_token_errors(got, expected).max())
 
 
 def relative_error(got: Array, expected: Array) -> float:
@@ -107,15 +231,15 @@ def relative_error(got: Array, expected: Array) -> float:
 
 def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample:
     """Iterations in turn on the batch's ids. Only the C call is timed."""
-    y = np.empty_like(batch.x)
-    tokens, top_k = batch.weights.shape
-    scratch = experts.layer.scratch(tokens, top_k, pool)
+    y = np.full_like(batch.x, _UNWRITTEN)
+    scratch = experts.layer.scratch(*batch.weights.shape, pool)
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
     for call in calls[:WARM_UP] if effort.iterations is None else calls[:1]:
         call()
     others = _Others()
     times = timed(calls, effort)
     taken = others.share()
+    _expect_finite(experts, y)
     pairs, distinct = routed(batch, len(times))
     return Sample(times, pairs, distinct, taken)
 

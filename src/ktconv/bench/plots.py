@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot {path} is no picture", "end it with .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
+    if path.is_dir():
+        raise UsageError(f"--plot {path} is a directory", "give the name of a file in it")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--plot {path} cannot be written", "choose another place")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

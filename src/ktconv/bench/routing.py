@@ -76,21 +76,37 @@ def parse_routing(text: str) -> Routing:
     raise UsageError(f"--routing {text!r} is not known", f"choose from: {KINDS}")
 
 
-def check_trace(routing: Routing, experts: int, top_k: int) -> None:
-    """A recorded trace must fit the layer: ids in range, as many per token as its top-k."""
+def check_trace(routing: Routing, experts: int, top_k: int, *, of_model: bool = False) -> None:
+    """A recorded trace must fit the layer: ids in range, as many per token as its top-k.
+
+    `of_model`: the layer is a converted model's, not one of --shape.
+    """
     if routing.trace is None:
         return
     if routing.trace.shape[1] != top_k:
+        recorded = routing.trace.shape[1]
         raise UsageError(
-            f"the trace has {routing.trace.shape[1]} experts per token, the shape {top_k}",
-            "give a --shape with that top-k",
+            f"the trace has {recorded} experts per token, the "
+            f"{'model' if of_model else 'shape'} {top_k}",
+            f"give --top-k {recorded}" if of_model else "give a --shape with that top-k",
         )
     worst = int(routing.trace.max())
     if worst >= experts:
         token = int(np.argwhere(routing.trace == worst)[0][0])
         raise UsageError(
             f"the trace sends token {token} to expert {worst}, but there are {experts}",
-            "give the --shape (and --experts) of the model that was traced",
+            "give the trace of this --model"
+            if of_model
+            else "give the --shape (and --experts) of the model that was traced",
+        )
+
+
+def check_replay(routing: Routing, tokens: int) -> None:
+    """Of a trace's first `tokens` ids, all that a row replays, some must be of this layer."""
+    if routing.trace is not None and not (routing.trace[:tokens] >= 0).any():
+        raise UsageError(
+            f"the first {min(tokens, len(routing.trace))} tokens of the trace go to no expert",
+            "give more --tokens, or a trace of experts that are here",
         )
 
 
@@ -107,23 +123,44 @@ def _read_trace(path: Path) -> Ids:
             "store one integer array [tokens, top-k], or name it ids",
         )
     found = integer["ids"] if "ids" in integer else next(iter(integer.values()))
-    ids = found.reshape(-1, found.shape[-1]).astype(np.int64)
-    if not len(ids) or ids.min() < -1:
-        raise UsageError(f"{path} holds no usable expert ids: none, or some below -1")
-    return ids
+    if not found.size or found.min() < -1 or found.max() > np.iinfo(np.int64).max:
+        raise UsageError(f"{path} holds no usable expert ids: none, or some below -1 or too large")
+    if found.max() < 0:
+        raise UsageError(
+            f"{path} holds -1 alone: no token goes to an expert",
+            "give a trace of experts that are here",
+        )
+    return found.reshape(-1, found.shape[-1]).astype(np.int64)
 
 
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Of integers. Others are not read: NumPy has not every type that safetensors has."""
     if not path.is_file():
         raise UsageError(f"there is no trace file {path}")
     if path.suffix not in (".safetensors", ".npz"):
         raise UsageError(f"{path} is no trace", "give a .safetensors or .npz file")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.numpy import load_file
+            from safetensors import safe_open
 
-            return dict(load_file(path))
+            with safe_open(path, framework="numpy") as file:
+                return {
+                    name: file.get_tensor(name)
+                    for name in file.keys()  # noqa: SIM118  # it is no mapping
+                    if file.get_slice(name).get_dtype()[0] in "IU"
+                }
         with np.load(path, allow_pickle=False) as loaded:
-            return {name: np.asarray(array) for name, array in loaded.items()}
+            return {name: np.asarray(loaded[name]) for name in loaded if _is_integer(loaded, name)}
     except Exception:  # each library has its own for a damaged file
         raise UsageError(f"{path} is damaged or no {path.suffix} file") from None
+
+
+def _is_integer(archive: Any, name: str) -> bool:
+    """By the header of an array in an .npz file."""
+    with archive.zip.open(f"{name}.npy") as file:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        return version not in read or read[version](file)[2].kind in "iu"

@@ -14,6 +14,9 @@ _SPREAD = 1.5  # of the 90th percentile over the median: more, and something els
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
 _DRIFT = 1.3  # of the machine's limits from before the row to after it
 
+DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
+Key = tuple[Any, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -59,6 +62,7 @@ class Row:
     disturbed: bool
     engine: str = "ktconv"
     parts: int = 1
+    layer: int | None = None  # of --model
     source_error: float | None = None
     kernel_error: float | None = None
     read_gb_s: float = 0.0  # the limits around this row
@@ -72,11 +76,9 @@ class Row:
         return asdict(self)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Key:
         """What makes two rows comparable."""
-        dims = (self.shape[name] for name in ("hidden", "intermediate", "experts", "top_k"))
-        how = (self.routing, self.tokens, self.threads, self.isa, self.parts)
-        return (self.engine, self.method, *dims, *how)
+        return _key(self, self.shape, self.threads, self.isa)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,16 @@ class Subject:
     expert_bytes: int
     in_cache: bool
     isa: str = ""  # that of the limits, if not told
+    layer: int | None = None  # of a model
+
+    def key(self, threads: int, isa: str) -> Key:
+        """That of the row which this becomes."""
+        return _key(self, shape_facts(self.shape), threads, self.isa or isa)
+
+
+def _key(of: Row | Subject, shape: dict[str, Any], threads: int, isa: str) -> Key:
+    sizes = (shape[name] for name in DIMENSIONS)
+    return (of.engine, of.method, *sizes, of.routing, of.tokens, threads, isa, of.parts, of.layer)
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
@@ -148,6 +160,7 @@ def judge(
         ),
         engine=subject.engine,
         parts=subject.parts,
+        layer=subject.layer,
         source_error=errors.source,
         kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,

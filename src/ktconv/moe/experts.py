@@ -219,6 +219,12 @@ def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> N
     rows, cols = method.steps()
     width = intermediate // parts
     for what, size in (("hidden size", hidden), ("intermediate size of a part", width)):
+        if size > native.MAX_COLS:
+            raise UsageError(
+                f"{method.name} cannot hold {what} {size}: kernels read at most "
+                f"{native.MAX_COLS} columns",
+                "cut it into more parts" if size == width else "no method can",
+            )
         step = max(rows, cols)
         if size % step:
             able = methods_that_hold(hidden, intermediate, parts)

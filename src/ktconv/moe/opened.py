@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import KINDS, PROJECTIONS, TensorId
 from ktconv.moe.experts import Experts, Matrices
 from ktconv.moe.methods import METHODS, Method
 from ktconv.native import Activation, Projection
-from ktconv.packed import PackedWeights, map_file, open_packed
+from ktconv.packed import PackedWeights, map_file, name_of, open_packed
 
 Array = NDArray[Any]
 
@@ -29,29 +30,75 @@ _FUNCTIONS = {
 }
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
+
 def activation_of(config: Mapping[str, Any]) -> Activation:
-    """The experts' activation, from a model's config.json."""
-    text = config.get("text_config", config)
-    limit = text.get("swiglu_limit")
-    alpha = text.get("swiglu_alpha", 1.702 if text.get("model_type") == "gpt_oss" else None)
+    """The experts' activation, from a model's config.json.
+
+    Raises CheckpointError where config.json has something else in its place.
+    """
+    text = _text_section(config)
+    limit = _positive(text, "swiglu_limit")
+    alpha = _positive(text, "swiglu_alpha")
+    if alpha is None and "swiglu_alpha" not in text and text.get("model_type") == "gpt_oss":
+        alpha = 1.702
     if alpha is not None:  # gpt-oss and those that took it over
-        return Activation("swiglu", float(alpha), 1.0, float(limit or 7.0))
-    name = text.get("hidden_act") or text.get("hidden_activation") or "silu"
+        return Activation("swiglu", alpha, 1.0, limit or 7.0)
+    name = _name(text, "hidden_act") or _name(text, "hidden_activation") or "silu"
     if name not in _FUNCTIONS:
         raise CheckpointError(
             f"config.json names the activation {name!r}, which the kernels do not have",
             f"they have: {', '.join(_FUNCTIONS)}",
         )
-    return Activation(_FUNCTIONS[name], limit=float(limit) if limit else float("inf"))
+    return Activation(_FUNCTIONS[name], limit=limit or math.inf)
+
+
+def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise _odd("text_config", text, "an object")
+    return text
+
+
+def _positive(text: Mapping[str, Any], key: str) -> float | None:
+    """A number above 0; None where there is none, or 0."""
+    value = text.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _odd(key, value, "a number")
+    if not 0 <= value <= _LARGEST:
+        raise _odd(key, value, "a number above 0")
+    return float(value) or None
+
+
+def _name(text: Mapping[str, Any], key: str) -> str:
+    value = text.get(key)
+    if not isinstance(value, (str, type(None))):
+        raise _odd(key, value, "a name")
+    return value or ""
+
+
+def _odd(key: str, value: object, wanted: str) -> CheckpointError:
+    shown = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+    return CheckpointError(
+        f"{CONFIG_NAME} gives {key} as {shown}, which is not {wanted}",
+        f"correct {key}, or copy the config.json that belongs to the model",
+    )
 
 
 def experts_per_token(directory: Path) -> int:
     """The model's top-k; 8 where config.json is missing or does not say."""
-    config = _config(directory)
-    text = config.get("text_config", config)
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
-        if isinstance(text.get(name), int) and text[name] > 0:
-            return int(text[name])
+    text = _text_section(_config(directory))
+    for key in _TOP_K:
+        value = text.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _odd(key, value, "a number of experts")
+        return value
     return 8
 
 
@@ -64,8 +111,14 @@ def open_experts(directory: Path, layer: int | None = None) -> Experts:
     """One layer's experts (the first that has some, if not told), of shards or layer folders.
 
     Method, sizes and number of parts follow from the tensors' sizes. Raises CheckpointError if
-    tensors are missing or contradict each other, UsageError if there is no such layer.
+    tensors are missing, contradict each other or have scales that are no numbers, UsageError if
+    there is no such layer.
     """
+    return open_layer(directory, layer)[1]
+
+
+def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]:
+    """open_experts, with the layer's number."""
     packed = open_packed(directory)
     layers = list(packed.layers)
     if packed.damaged:
@@ -77,19 +130,30 @@ def open_experts(directory: Path, layer: int | None = None) -> Experts:
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    return packed_experts(packed, wanted, activation_of(_config(directory)))
+    experts = packed_experts(packed, wanted, activation_of(_config(directory)))
+    _expect_finite_scales(packed, wanted)
+    return wanted, experts
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
+    """One that is not makes its row NaN whenever its expert has a token, and only then."""
+    geometry, mapped = packed.geometry(layer), _Mapped(packed)
+    for tensor in (
+        TensorId(layer, proj, expert, part, "scale")
+        for proj in PROJECTIONS
+        for expert in range(geometry.experts)
+        for part in range(geometry.parts)
+    ):
+        if not np.isfinite(mapped.get(tensor).view(np.float32)).all():
+            raise CheckpointError(
+                f"{name_of(tensor)} of {packed.directory} holds a scale that is not finite",
+                "convert it again",
+            )
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
     """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
-    path = directory / "config.json"
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}
+    return read_config(directory).content if (directory / CONFIG_NAME).exists() else {}
 
 
 def packed_experts(packed: PackedWeights, layer: int, activation: Activation) -> Experts:

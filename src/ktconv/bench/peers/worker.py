@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
-from ktconv.bench.measure import WARM_UP, Batch, make_batch, relative_error, routed, timed
+import numpy as np
+
+from ktconv.bench.measure import (
+    WARM_UP,
+    Batch,
+    checked_tokens,
+    make_batch,
+    relative_error,
+    routed,
+    timed,
+)
 from ktconv.bench.peers.base import Array, Layer, Peer, PeerError, reference
 from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import PEERS
@@ -35,17 +46,21 @@ def _measure(
     peer: Peer, batch: Batch, request: Request, source: RandomWeights, origins: list[int]
 ) -> Result:
     steps = peer.steps(batch)
-    steps.calls[0]()
-    tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
-    got = steps.result()[tokens]
+    steps.calls[batch.checked]()
+    result = steps.result()
+    if not np.isfinite(result).all():
+        raise PeerError("its result is wrong here: it holds NaN or infinity")
+    ids = batch.ids[batch.checked]
+    tokens = checked_tokens(np.where(ids >= 0, np.array(origins)[ids], -1), request.different)
     values, before = cache(peer.values), cache(source.expert)
+    seen = replace(batch, ids=[ids])
     error, source_error = (
-        relative_error(got, _expected(request, batch, tokens, origins, matrices))
+        relative_error(result[tokens], _expected(request, seen, tokens, origins, matrices))
         for matrices in (values, before)
     )
     if not error <= BOUND:
         raise PeerError(f"its result is wrong here: relative error {error:.2g} against float32")
-    for call in steps.calls[1:WARM_UP]:  # the first was checked
+    for call in steps.calls[1:WARM_UP]:  # one was checked
         call()
     seconds = timed(steps.calls, request.effort)
     pairs, distinct = routed(batch, len(seconds))
