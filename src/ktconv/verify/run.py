@@ -17,9 +17,11 @@ from ktconv.errors import UsageError
 from ktconv.source import SourceReader
 from ktconv.tasks import Buffers
 from ktconv.verify.findings import Failure, Findings
+from ktconv.verify.reading import Context
 from ktconv.verify.structure import check_structure
 from ktconv.verify.subject import Subject, open_subject
-from ktconv.verify.weights import Context, Done, Item, Totals, buffer_sizes, items_of
+from ktconv.verify.totals import Done, Totals
+from ktconv.verify.weights import Item, buffer_sizes, items_of
 
 if TYPE_CHECKING:
     from ktconv.pipeline import Observer

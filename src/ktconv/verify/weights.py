@@ -5,20 +5,16 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import MoELayer, TensorRef
-from ktconv.errors import CheckpointError
+from ktconv.checkpoint import MoELayer
 from ktconv.formats import (
     FORMATS,
     PROJECTIONS,
@@ -31,99 +27,17 @@ from ktconv.matrix_reader import MatrixReader, chunks
 from ktconv.packed import Place, name_of
 from ktconv.plan import matrix_source_bytes
 from ktconv.proof import Packed, PartProof, Problem, Sums
-from ktconv.source import SourceReader
 from ktconv.tasks import Buffers, BufferSizes
-from ktconv.verify.findings import Findings
+from ktconv.verify.copies import CopyItem
+from ktconv.verify.reading import Context, check_sum, read_place
 from ktconv.verify.subject import Subject
-from ktconv.writer.files import io_error, read_exactly
+from ktconv.verify.totals import Done
 
+Advance = Callable[[int], None]
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 
 LEVEL = "weights"
-COPY_BYTES = 4 << 20
-WORST_KEPT = 20
-
-
-@dataclass(slots=True)
-class Totals:
-    """What was read and found. Added to by one thread."""
-
-    bytes_checked: int = 0
-    checksums: int = 0
-    copied_tensors: int = 0
-    matrices: int = 0
-    sums: Sums = field(default_factory=Sums)
-    by_expert: dict[tuple[int, int], Sums] = field(default_factory=dict)
-    by_layer: dict[int, Sums] = field(default_factory=dict)
-    worst: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, done: Done) -> None:
-        self.bytes_checked += done.nbytes
-        self.checksums += done.checksums
-        self.copied_tensors += done.copied
-        if done.sums is None or done.layer is None:
-            return
-        self.matrices += 1
-        self.sums.add(done.sums)
-        self.by_layer.setdefault(done.layer, Sums()).add(done.sums)
-        self.by_expert.setdefault((done.layer, done.expert), Sums()).add(done.sums)
-        about = {"layer": done.layer, "expert": done.expert, "projection": done.proj}
-        self.worst.append(about | done.sums.as_dict())
-        if len(self.worst) > 10 * WORST_KEPT:
-            self._keep_worst()
-
-    def _keep_worst(self) -> None:
-        self.worst.sort(key=lambda one: (-one["relative_rms_error"], one["layer"], one["expert"]))
-        del self.worst[WORST_KEPT:]
-
-    def as_dict(self, subject: Subject) -> dict[str, Any]:
-        self._keep_worst()
-        fmt = FORMATS[subject.options.method]
-        return {
-            "matrices": self.matrices,
-            "elements": self.sums.elements,
-            **self.sums.as_dict(),
-            "bound_steps": fmt.max_error_steps,
-            "layers": [self._layer(subject, layer) for layer in sorted(self.by_layer)],
-            "worst": self.worst,
-        }
-
-    def _layer(self, subject: Subject, layer: int) -> dict[str, Any]:
-        count = subject.packed.layers[layer].experts
-        errors = [self.by_expert.get((layer, expert)) for expert in range(count)]
-        return {
-            "layer": layer,
-            **self.by_layer[layer].as_dict(),
-            "experts": [one.as_dict()["relative_rms_error"] if one else None for one in errors],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What one item found."""
-
-    nbytes: int
-    checksums: int = 0
-    copied: int = 0
-    layer: int | None = None
-    expert: int = 0
-    proj: str = ""
-    sums: Sums | None = None
-
-
-Advance = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What all items share."""
-
-    subject: Subject
-    findings: Findings
-    checksums: dict[str, str]
-    reader: SourceReader | None
-    compare: bool  # with the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,51 +164,6 @@ class _Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CopyItem:
-    """One non-expert tensor: checksum, and byte for byte what the source has."""
-
-    context: Context
-    unit: str
-    tensor: TensorRef  # in the output
-    origin: TensorRef | None  # in the source
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def run(self, buffers: Buffers, advance: Advance) -> Done:
-        digest, equal = hashlib.sha256(), True
-        with _opened(self.tensor.file) as fd:
-            for offset in range(0, self.tensor.nbytes, COPY_BYTES):
-                piece = buffers.source[: min(COPY_BYTES, self.tensor.nbytes - offset)]
-                _read(fd, self.tensor.file, piece, self.tensor.offset + offset)
-                digest.update(piece.data)
-                equal = equal and self._equal(piece, offset, buffers)
-                advance(len(piece))
-        if not equal:
-            self.context.findings.fail(
-                "structure",
-                "copied tensor",
-                f"{self.tensor.name} in {self.tensor.file.name} is not what the source has.",
-                file=self.tensor.file.name,
-                tensor=self.tensor.name,
-            )
-        place = Place(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
-        checksums = compare_sum(self.context, self.tensor.name, place, digest.hexdigest())
-        return Done(self.tensor.nbytes, checksums, int(self.origin is not None))
-
-    def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
-        if self.origin is None or self.context.reader is None:
-            return True
-        if self.origin.nbytes != self.tensor.nbytes:
-            return False
-        other = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
-        with self.context.reader.open(self.origin.file) as fd:
-            self.context.reader.read(fd, self.origin, other.data, offset)
-        return bool(np.array_equal(piece, other))
-
-
 Item = MatrixItem | CopyItem
 
 
@@ -365,54 +234,3 @@ def buffer_sizes(subject: Subject) -> BufferSizes:
     """What a worker needs besides the packed matrix that it reads."""
     layers = list(subject.checkpoint.layers) if subject.checkpoint else []
     return BufferSizes.of(layers, FORMATS[subject.options.method])
-
-
-def read_place(place: Place) -> U8:
-    """The bytes of a packed tensor."""
-    data = np.empty(place.nbytes, np.uint8)
-    with _opened(place.file) as fd:
-        _read(fd, place.file, data, place.offset)
-    return data
-
-
-def check_sum(context: Context, name: str, place: Place, data: U8) -> int:
-    """Compares with the manifest's checksum if it has one; how many were compared."""
-    if name not in context.checksums:
-        return 0
-    return compare_sum(context, name, place, hashlib.sha256(data.data).hexdigest())
-
-
-def compare_sum(context: Context, name: str, place: Place, digest: str) -> int:
-    expected = context.checksums.get(name)
-    if expected is None:
-        return 0
-    if digest != expected:
-        context.findings.fail(
-            "structure",
-            "checksum",
-            f"{name} in {place.file.name} does not have the checksum of the manifest.",
-            file=place.file.name,
-            tensor=name,
-        )
-    return 1
-
-
-@contextmanager
-def _opened(path: Any) -> Iterator[int]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise io_error("read", path, error) from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read(fd: int, path: Any, target: U8, offset: int) -> None:
-    try:
-        read_exactly(fd, target.data, offset)
-    except EOFError:
-        raise CheckpointError(f"{path} became shorter while it was read") from None
-    except OSError as error:
-        raise io_error("read", path, error) from error

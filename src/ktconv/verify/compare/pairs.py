@@ -18,7 +18,7 @@ from ktconv.formats import Matrix
 from ktconv.packed import Place
 from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
 from ktconv.verify.compare.words import finite
-from ktconv.verify.weights import read_place
+from ktconv.verify.reading import read_place
 
 if TYPE_CHECKING:
     from ktconv.pipeline import Observer

@@ -14,7 +14,7 @@ from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Kind, Matrix, TensorId, packed_shape
 from ktconv.packed import Geometry, PackedWeights, Place, name_of, open_packed
-from ktconv.verify.weights import read_place
+from ktconv.verify.reading import read_place
 from ktconv.writer.files import translated
 
 U8 = NDArray[np.uint8]

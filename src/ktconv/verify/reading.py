@@ -1,0 +1,84 @@
+"""Bytes of an output: read, and held against the checksums of its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.errors import CheckpointError
+from ktconv.packed import Place
+from ktconv.source import SourceReader
+from ktconv.verify.findings import Findings
+from ktconv.verify.subject import Subject
+from ktconv.writer.files import io_error, read_exactly
+
+U8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all items share."""
+
+    subject: Subject
+    findings: Findings
+    checksums: dict[str, str]
+    reader: SourceReader | None
+    compare: bool  # with the source
+
+
+def read_place(place: Place) -> U8:
+    """The bytes of a packed tensor."""
+    data = np.empty(place.nbytes, np.uint8)
+    with opened(place.file) as fd:
+        read_into(fd, place.file, data, place.offset)
+    return data
+
+
+def check_sum(context: Context, name: str, place: Place, data: U8) -> int:
+    """Compares with the manifest's checksum if it has one; how many were compared."""
+    if name not in context.checksums:
+        return 0
+    return compare_sum(context, name, place, hashlib.sha256(data.data).hexdigest())
+
+
+def compare_sum(context: Context, name: str, place: Place, digest: str) -> int:
+    expected = context.checksums.get(name)
+    if expected is None:
+        return 0
+    if digest != expected:
+        context.findings.fail(
+            "structure",
+            "checksum",
+            f"{name} in {place.file.name} does not have the checksum of the manifest.",
+            file=place.file.name,
+            tensor=name,
+        )
+    return 1
+
+
+@contextmanager
+def opened(path: Any) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise io_error("read", path, error) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_into(fd: int, path: Any, target: U8, offset: int) -> None:
+    try:
+        read_exactly(fd, target.data, offset)
+    except EOFError:
+        raise CheckpointError(f"{path} became shorter while it was read") from None
+    except OSError as error:
+        raise io_error("read", path, error) from error

@@ -1,0 +1,81 @@
+"""What items found, added up for the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktconv.formats import (
+    FORMATS,
+)
+from ktconv.proof import Sums
+from ktconv.verify.subject import Subject
+
+WORST_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one item found."""
+
+    nbytes: int
+    checksums: int = 0
+    copied: int = 0
+    layer: int | None = None
+    expert: int = 0
+    proj: str = ""
+    sums: Sums | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was read and found. Added to by one thread."""
+
+    bytes_checked: int = 0
+    checksums: int = 0
+    copied_tensors: int = 0
+    matrices: int = 0
+    sums: Sums = field(default_factory=Sums)
+    by_expert: dict[tuple[int, int], Sums] = field(default_factory=dict)
+    by_layer: dict[int, Sums] = field(default_factory=dict)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, done: Done) -> None:
+        self.bytes_checked += done.nbytes
+        self.checksums += done.checksums
+        self.copied_tensors += done.copied
+        if done.sums is None or done.layer is None:
+            return
+        self.matrices += 1
+        self.sums.add(done.sums)
+        self.by_layer.setdefault(done.layer, Sums()).add(done.sums)
+        self.by_expert.setdefault((done.layer, done.expert), Sums()).add(done.sums)
+        about = {"layer": done.layer, "expert": done.expert, "projection": done.proj}
+        self.worst.append(about | done.sums.as_dict())
+        if len(self.worst) > 10 * WORST_KEPT:
+            self._keep_worst()
+
+    def _keep_worst(self) -> None:
+        self.worst.sort(key=lambda one: (-one["relative_rms_error"], one["layer"], one["expert"]))
+        del self.worst[WORST_KEPT:]
+
+    def as_dict(self, subject: Subject) -> dict[str, Any]:
+        self._keep_worst()
+        fmt = FORMATS[subject.options.method]
+        return {
+            "matrices": self.matrices,
+            "elements": self.sums.elements,
+            **self.sums.as_dict(),
+            "bound_steps": fmt.max_error_steps,
+            "layers": [self._layer(subject, layer) for layer in sorted(self.by_layer)],
+            "worst": self.worst,
+        }
+
+    def _layer(self, subject: Subject, layer: int) -> dict[str, Any]:
+        count = subject.packed.layers[layer].experts
+        errors = [self.by_expert.get((layer, expert)) for expert in range(count)]
+        return {
+            "layer": layer,
+            **self.by_layer[layer].as_dict(),
+            "experts": [one.as_dict()["relative_rms_error"] if one else None for one in errors],
+        }
