@@ -537,7 +537,7 @@ def test_bytes_that_come_back_wrong_are_a_failed_check(
         target.cast("B")[:] = bytes(len(target.cast("B")))
 
     monkeypatch.setattr(staging, "read_exactly", read_zeros)
-    refused(run(model, output, "--threads=1"), 1, "does not hold its source")
+    refused(run(model, output, "--threads=1"), 1, "is 2.046875 in the source, but 0 here")
     assert not output.exists()
 
 

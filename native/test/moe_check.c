@@ -65,6 +65,12 @@ static uint16_t bf16(float value) {
   return (uint16_t)(bits >> 16);
 }
 
+static uint16_t nearest_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 static float wide(uint16_t half) {
   const uint32_t bits = (uint32_t)half << 16;
   float value;
@@ -218,12 +224,8 @@ static void round_row(const kt_layout *layout, float *x, int64_t n) {
   for (int64_t first = 0; first < n; first += run) {
     float most = 0;
     for (int64_t i = first; i < first + run; i++) most = fmaxf(most, fabsf(x[i]));
-    for (int64_t i = first; i < first + run; i++) {
-      uint32_t bits;
-      memcpy(&bits, x + i, sizeof bits);
-      x[i] = integer ? rintf(x[i] * (127.0f / most)) * (most / 127.0f)
-                     : wide((uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16));
-    }
+    for (int64_t i = first; i < first + run; i++)
+      x[i] = integer ? rintf(x[i] * (127.0f / most)) * (most / 127.0f) : wide(nearest_bf16(x[i]));
   }
 }
 
@@ -257,7 +259,7 @@ static void compute_truth(const kt_moe *moe, const expert_values *values, const 
     for (int64_t k = t * TOP_K; k < (t + 1) * TOP_K; k++)
       for (int64_t part = 0; b->ids[k] >= 0 && part < moe->parts; part++)
         add_expert(moe, values + part * EXPERTS + b->ids[k], x, b->weights[k], middle, y);
-    for (int64_t i = 0; i < hidden; i++) expected[t * hidden + i] = bf16(y[i]);
+    for (int64_t i = 0; i < hidden; i++) expected[t * hidden + i] = nearest_bf16(y[i]);
   }
   free(x);
   free(y);

@@ -244,6 +244,7 @@ static void check_refusals(void) {
   expect(kt_memory_bind(NULL, 1, 0) == KT_ERR_ARGUMENT, "no memory");
   expect(kt_memory_bind(&pool, sizeof pool, -1) == KT_ERR_ARGUMENT, "no node");
   expect(pool == NULL, "refusals make no pool");
+  expect(kt_pool_threads(NULL) == 0 && kt_pool_nodes(NULL) == 0, "no pool has no threads");
   kt_pool_destroy(NULL);
 }
 

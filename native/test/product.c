@@ -1,5 +1,7 @@
 /* product.c - doors to what the MoE forward calls, for tests (tests/native/kernels). Compiled
  * with the library into one shared object. */
+#include "../src/cpu.h"
+#include "../src/moe/epilogue.h"
 #include "../src/moe/gemm.h"
 
 static const kt_gemm *gemm_of(const kt_layout *layout) { return kt_gemm_of(layout->kernel); }
@@ -36,4 +38,18 @@ void kt_test_product(const kt_layout *layout, int64_t rows, int64_t cols, const 
   const kt_weight w = {codes, scale, rows, cols, *layout};
   kt_gemm_product(gemm_of(layout))(&w, strip, strips, x, kt_test_stride(layout, cols), tokens, out,
                                    panel);
+}
+
+/* kt_epilogue's activate at a level, for a multiple of KT_STRIP numbers; biases may be NULL. 0 if
+ * this CPU lacks the level. */
+int kt_test_activate(int isa, const kt_activation *activation, int64_t count, const float *gate,
+                     const float *up, const float *gate_bias, const float *up_bias, float *out) {
+  const kt_epilogue *level = isa == KT_ISA_SCALAR ? &kt_epilogue_scalar : NULL;
+#if KT_X86
+  if (isa == KT_ISA_AVX512 && kt_isa_available() >= KT_ISA_AVX512) level = &kt_epilogue_avx512;
+#endif
+  for (int64_t i = 0; level && i < count; i += KT_STRIP)
+    level->activate(activation, gate + i, up + i, gate_bias ? gate_bias + i : NULL,
+                    up_bias ? up_bias + i : NULL, out + i);
+  return level != NULL;
 }

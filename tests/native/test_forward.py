@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ktconv._native import ffi, lib
 from numpy.typing import NDArray
 
 from ktconv import native
+from ktconv.errors import UsageError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import METHODS, Experts, pack_experts
-from ktconv.native import Activation, Layer, Pool, Projection
+from ktconv.moe import KERNEL_BOUND, METHODS, Experts, pack_experts
+from ktconv.moe.experts import check_shape
+from ktconv.native import Activation, Layer, Layout, Pool, Projection
 
 Array = NDArray[Any]
 
@@ -102,6 +108,11 @@ def relative(got: Array, expected: Array) -> float:
     return float(np.linalg.norm(bf16_to_f32(got) - expected) / np.linalg.norm(expected))
 
 
+def assert_true(layer: Experts, y: Array, x: Array, ids: Array, weights: Array) -> None:
+    """y is that of the readable truth, with activations rounded where the kernels round them."""
+    assert relative(y, layer.reference(x, ids, weights, rounded=True)) < KERNEL_BOUND
+
+
 @pytest.mark.parametrize("method", [*EXACT, *OTHERS])
 @pytest.mark.parametrize(("hidden", "intermediate", "experts", "top_k", "parts"), LAYERS)
 @pytest.mark.parametrize("tokens", [1, 3, 17, 40])
@@ -119,7 +130,7 @@ def test_truth(
     layer = make(method, hidden, intermediate, experts, parts)
     x, ids, weights = inputs(tokens, hidden, experts, top_k)
     y = layer.forward(x, ids, weights, pools["two"])
-    assert relative(y, layer.reference(x, ids, weights)) < METHODS[method].bound
+    assert_true(layer, y, x, ids, weights)
 
 
 @pytest.mark.parametrize("method", EXACT)
@@ -155,7 +166,7 @@ def test_several_blocks_of_tokens(pools: dict[str, Pool], method: str) -> None:
     layer = make(method, 128, 256, 2, 1)
     x, ids, weights = inputs(205, 128, 2, 2)
     expected = layer.forward(x, ids, weights, pools["one"])
-    assert relative(expected, layer.reference(x, ids, weights)) < METHODS[method].bound
+    assert_true(layer, expected, x, ids, weights)
     assert np.array_equal(layer.forward(x, ids, weights, pools["five"]), expected)
 
 
@@ -171,15 +182,30 @@ def test_the_batch_does_not_matter(isa: str, pools: dict[str, Pool], method: str
         assert np.array_equal(alone, together[first:end])
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("method", ["int8", "bf16"])
-def test_more_tokens_than_a_batch(pools: dict[str, Pool], method: str) -> None:
+def test_more_tokens_than_a_batch(pools: dict[str, Pool], method: str, dtype: Any) -> None:
     """kt_moe_forward works through 2048 tokens at a time."""
     layer = make(method, 128, 128, 2, 1)
     x, ids, weights = inputs(4100, 128, 2, 2)
+    ids = ids.astype(dtype)
     y = layer.forward(x, ids, weights, pools["two"])
     for first, end in ((0, 9), (2040, 2060), (4090, 4100)):
         alone = layer.forward(x[first:end], ids[first:end], weights[first:end], pools["one"])
         assert np.array_equal(alone, y[first:end])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_gathered_in_one_batch_are_not_those_of_the_next(
+    pools: dict[str, Pool], parts: int
+) -> None:
+    """The same slots of the same expert, other tokens."""
+    layer = make("int8", 128, 128, 2, parts) if parts == 1 else make("bf16", 128, 128, 2, parts)
+    x, ids, weights = inputs(2200, 128, 2, 1)
+    ids[:] = -1
+    ids[0:60:2], ids[2049:2139:3] = 0, 0
+    y = layer.forward(x, ids, weights, pools["one"])
+    assert_true(layer, y, x, ids, weights)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -190,7 +216,7 @@ def test_experts_that_live_elsewhere(isa: str, pools: dict[str, Pool], dtype: An
     ids = np.array([[-1, 0, 2], [2, -1, -1], [-1, -1, -1], [0, 2, -1], [-1, -1, 0]], dtype)
     y = layer.forward(x, ids, weights, pools["two"])
     assert not y[2].any()
-    assert relative(y, layer.reference(x, ids, weights)) < METHODS["int4"].bound
+    assert_true(layer, y, x, ids, weights)
 
 
 def test_an_expert_without_weights_is_refused(pools: dict[str, Pool]) -> None:
@@ -205,15 +231,45 @@ def test_all_tokens_to_one_expert(isa: str, pools: dict[str, Pool]) -> None:
     x, _, weights = inputs(33, 128, 4, 1)
     ids = np.full((33, 1), 3, np.int64)
     y = layer.forward(x, ids, weights, pools["five"])
-    assert relative(y, layer.reference(x, ids, weights)) < METHODS["int8"].bound
+    assert_true(layer, y, x, ids, weights)
 
 
-def test_the_same_expert_twice_counts_twice(pools: dict[str, Pool]) -> None:
-    layer = make("bf16", 128, 128, 2, 1)
-    x, _, weights = inputs(2, 128, 2, 2)
-    ids = np.array([[1, 1], [0, 1]], np.int64)
+REPEATS = {
+    "once more": [[1, 1], [0, 1], [0, 2]],
+    "instead of the next token": [[1, 1], [0, 2], [1, 0]],  # slots of 1: tokens 0 0 2
+    "later": [[1, 0], [1, 1], [0, 2], [1, 0]],  # 0 1 1 3
+    "at the end": [[1, 0], [0, 2], [1, 1]],  # 0 2 2
+    "nothing else": [[1, 1], [1, 1], [1, 1]],
+    "one token": [[1, 1]],
+}
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "bf16", "gint4-32"])
+@pytest.mark.parametrize("name", REPEATS)
+def test_the_same_expert_twice_counts_twice(
+    isa: str, pools: dict[str, Pool], method: str, name: str
+) -> None:
+    layer = make(method, 128, 128, 3, 1)
+    ids = np.array(REPEATS[name], np.int64)
+    x, _, weights = inputs(len(ids), 128, 3, 2)
     y = layer.forward(x, ids, weights, pools["two"])
-    assert relative(y, layer.reference(x, ids, weights)) < METHODS["bf16"].bound
+    assert_true(layer, y, x, ids, weights)
+
+
+def test_ids_drawn_without_care(isa: str, pools: dict[str, Pool]) -> None:
+    """Any repeats, any gaps; more choices than experts."""
+    layer = make("int8", 128, 128, 3, 1)
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tokens, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 5))
+        x, _, _ = inputs(tokens, 128, 3, 1, seed)
+        ids = rng.integers(-1, 3, (tokens, top_k))
+        weights = rng.random((tokens, top_k), np.float32)
+        y = layer.forward(x, ids, weights, pools["two"])
+        if (ids >= 0).any():
+            assert_true(layer, y, x, ids, weights)
+        else:
+            assert not y.any()
 
 
 @pytest.mark.parametrize("bad", [-2, 4, 1 << 40])
@@ -221,6 +277,17 @@ def test_ids_out_of_range_are_refused(pools: dict[str, Pool], bad: int) -> None:
     layer = make("int8", 128, 128, 4, 1)
     x, ids, weights = inputs(3, 128, 4, 2)
     ids[2, 1] = bad
+    with pytest.raises(ValueError, match="expert"):
+        layer.forward(x, ids, weights, pools["two"])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("bad", [-2, 2, 1 << 30])
+def test_ids_of_a_later_batch_are_checked(pools: dict[str, Pool], bad: int, dtype: Any) -> None:
+    layer = make("int8", 128, 128, 2, 1)
+    x, ids, weights = inputs(2200, 128, 2, 2)
+    ids = ids.astype(dtype)
+    ids[2100, 0] = bad
     with pytest.raises(ValueError, match="expert"):
         layer.forward(x, ids, weights, pools["two"])
 
@@ -240,7 +307,7 @@ def test_activations(isa: str, pools: dict[str, Pool], name: str) -> None:
     x, ids, weights = inputs(20, 256, 3, 2)
     x = f32_to_bf16(bf16_to_f32(x) * np.float32(5))  # far into saturation and limits
     y = layer.forward(x, ids, weights, pools["two"])
-    assert relative(y, layer.reference(x, ids, weights)) < METHODS["bf16"].bound
+    assert_true(layer, y, x, ids, weights)
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -287,9 +354,10 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
         token, slot = np.nonzero(ids == e)
         g = wide[token] @ matrices[0].T + gate[e]
         u = wide[token] @ matrices[1].T + up[e]
-        product = (g / (1 + np.exp(-g)) * u) @ matrices[2].T + down[e]
+        middle = layer.method.activations(g / (1 + np.exp(-g)) * u)
+        product = middle @ matrices[2].T + down[e]
         np.add.at(expected, token, weights[token, slot, None] * product)
-    assert relative(y, expected) < METHODS["bf16"].bound
+    assert relative(y, expected) < KERNEL_BOUND
 
 
 def test_nonfinite_inputs_stay_in_their_token(isa: str, pools: dict[str, Pool]) -> None:
@@ -303,7 +371,59 @@ def test_nonfinite_inputs_stay_in_their_token(isa: str, pools: dict[str, Pool]) 
         assert np.isfinite(np.delete(y, [3, 11], axis=0)).all()
 
 
-def test_zero_tokens_inputs_and_scratch_are_checked(pools: dict[str, Pool]) -> None:
+def test_a_nan_in_one_matrix(isa: str, pools: dict[str, Pool]) -> None:
+    """A bias that is NaN: the limit does not make a number of it."""
+    for index in range(2):
+        layer = with_bias(make("bf16", 128, 128, 2, 1, Activation(limit=7.0)).layer, index, np.nan)
+        x, ids, weights = inputs(3, 128, 2, 2)
+        y, scratch = np.empty_like(x), layer.scratch(3, 2, pools["one"])
+        layer.call(pools["one"], x, ids, weights, y, scratch)()
+        assert np.isnan(bf16_to_f32(y)).all()
+
+
+def with_bias(layer: Layer, matrix: int, value: float, part: int = 0) -> Layer:
+    """The layer with a bias of one matrix (0: gate) of all experts of a part."""
+
+    def biased(expert: Any) -> Any:
+        parts = list(expert)
+        rows = layer.hidden if matrix == 2 else layer.intermediate // layer.parts
+        bias = np.full(rows, value, np.float32)
+        parts[matrix] = Projection(parts[matrix].codes, parts[matrix].scale, bias)
+        return tuple(parts)
+
+    rows = [[biased(e) if p == part else e for e in row] for p, row in enumerate(layer._keep)]
+    c = layer.c.activation
+    names = {code: name for name, code in native.GATE_FUNCTIONS.items()}
+    activation = Activation(names[c.function], c.alpha, c.beta, c.limit)
+    return Layer(layer.layout, activation, layer.hidden, layer.intermediate, rows)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_no_tokens(pools: dict[str, Pool], dtype: Any) -> None:
+    layer = make("int8", 128, 128, 2, 1)
+    x, ids, weights = np.empty((0, 128), np.uint16), np.empty((0, 2), dtype), np.empty((0, 2), "f4")
+    assert layer.forward(x, ids, weights, pools["two"]).shape == (0, 128)
+    size = lib.kt_moe_scratch_size(layer.layer.c, 0, 2, pools["two"].c)
+    assert size == lib.kt_moe_scratch_size(layer.layer.c, 1, 2, pools["two"].c)
+    nothing = (ffi.NULL, ffi.NULL, 8, ffi.NULL, ffi.NULL, ffi.NULL, 0)
+    assert lib.kt_moe_forward(layer.layer.c, pools["two"].c, 0, 2, *nothing) == lib.KT_OK
+
+
+def test_several_threads_may_use_a_pool(pools: dict[str, Pool]) -> None:
+    """And a layer, each with scratch of its own."""
+    layer = make("int8", 384, 512, 5, 2)
+    cases = [inputs(tokens, 384, 5, 3) for tokens in (1, 2100, 40, 3)]
+    expected = [layer.forward(*case, pools["five"]) for case in cases]
+    with ThreadPoolExecutor(len(cases)) as callers:
+        for _ in range(5):
+            found = callers.map(lambda case: layer.forward(*case, pools["five"]), cases)
+            assert all(map(np.array_equal, found, expected))
+
+
+# ---- what is refused
+
+
+def test_inputs_and_scratch_are_checked(pools: dict[str, Pool]) -> None:
     layer = make("int8", 128, 128, 2, 1).layer
     x, ids, weights = inputs(2, 128, 2, 2)
     y, scratch = np.empty_like(x), layer.scratch(2, 2, pools["two"])
@@ -315,6 +435,178 @@ def test_zero_tokens_inputs_and_scratch_are_checked(pools: dict[str, Pool]) -> N
         layer.call(pools["two"], x, ids.astype(np.int16), weights, y, scratch)
     with pytest.raises(ValueError, match="weights must be"):
         layer.call(pools["two"], x, ids, weights.astype(np.float64), y, scratch)
+    for shape in ((4,), (2, 2, 1), ()):
+        odd = np.zeros(shape, np.int64)
+        with pytest.raises(ValueError, match="ids must be"):
+            layer.call(pools["two"], x, odd, np.zeros(shape, np.float32), y, scratch)
+    for array, name in ((y, "y"), (scratch, "scratch")):
+        array.flags.writeable = False
+        with pytest.raises(ValueError, match=f"{name} cannot be written"):
+            layer.call(pools["two"], x, ids, weights, y, scratch)
+        array.flags.writeable = True
+    with pytest.raises(ValueError, match="cannot be computed"):
+        layer.scratch(2, 0, pools["two"])
+
+
+def test_a_call_outlives_its_pool() -> None:
+    layer = make("int8", 128, 128, 2, 1).layer
+    x, ids, weights = inputs(2, 128, 2, 2)
+    pool = Pool(2)
+    y, scratch = np.empty_like(x), layer.scratch(2, 2, pool)
+    call = layer.call(pool, x, ids, weights, y, scratch)
+    call()
+    pool.close()
+    for late in (call, lambda: layer.touch(pool), lambda: layer.scratch(2, 2, pool)):
+        with pytest.raises(ValueError, match="the pool is closed"):
+            late()
+
+
+@pytest.mark.parametrize("limit", [-1.0, -0.5, float("nan"), float("-inf")])
+def test_impossible_limits(pools: dict[str, Pool], limit: float) -> None:
+    with pytest.raises(ValueError, match="limit"):
+        make("int8", 128, 128, 2, 1, Activation(limit=limit))
+    layer = make("int8", 128, 128, 3, 1).layer
+    before, layer.c.activation.limit = layer.c.activation.limit, limit
+    assert lib.kt_moe_scratch_size(layer.c, 1, 1, pools["one"].c) == 0
+    assert lib.kt_moe_touch(layer.c, pools["one"].c) == lib.KT_ERR_ARGUMENT
+    layer.c.activation.limit = before
+
+
+def status_of(layer: Layer, pool: Pool, tokens: int = 2, top_k: int = 2) -> int:
+    """kt_moe_forward's, with arrays of 2 tokens."""
+    x, ids, weights = inputs(2, layer.hidden, layer.experts, 2)
+    scratch, y = layer.scratch(2, 2, pool), np.empty_like(x)
+    arrays = (x, ids, 8, weights, y, scratch)
+    pointers = [a if isinstance(a, int) else ffi.from_buffer(a) for a in arrays]
+    casts = zip(
+        ("uint16_t *", "void *", "int", "float *", "uint16_t *", "void *"), pointers, strict=True
+    )
+    made = [ffi.cast(kind, pointer) for kind, pointer in casts]
+    made[2] = 8
+    return int(lib.kt_moe_forward(layer.c, pool.c, tokens, top_k, *made, scratch.nbytes))
+
+
+def test_numbers_beyond_the_address_space(pools: dict[str, Pool]) -> None:
+    layer, pool = make("int8", 128, 128, 2, 1).layer, pools["two"]
+    assert status_of(layer, pool) == lib.KT_OK
+    for tokens, top_k in (
+        (3, 2**62),
+        (3, 2**32),
+        (3, 2**20),
+        (3, 0),
+        (2**62, 2),
+        (2**62, 4),
+        (2**57, 1),
+        (2**50, 2**16),
+        (-1, 2),
+    ):
+        assert lib.kt_moe_scratch_size(layer.c, tokens, top_k, pool.c) == 0, (tokens, top_k)
+        assert status_of(layer, pool, tokens, top_k) == lib.KT_ERR_ARGUMENT, (tokens, top_k)
+    assert lib.kt_moe_scratch_size(layer.c, 2048, 2**20 - 1, pool.c) > 2**31 * 128
+
+
+def test_a_bias_of_down_belongs_to_part_0(pools: dict[str, Pool]) -> None:
+    layer = make("bf16", 128, 256, 2, 2).layer
+    assert status_of(with_bias(layer, 2, 1.0, part=0), pools["two"]) == lib.KT_OK
+    with pytest.raises(ValueError, match="only part 0"):
+        with_bias(layer, 2, 1.0, part=1)
+    biased = with_bias(layer, 2, 1.0, part=0)
+    for expert in range(2):
+        biased._table[2 + expert].down_bias = biased._table[expert].down_bias
+    assert status_of(biased, pools["two"]) == lib.KT_ERR_ARGUMENT
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "gint4-32"])
+@pytest.mark.parametrize("name", ["gate_scale", "up_scale", "down_scale"])
+def test_scales_that_are_not_aligned(pools: dict[str, Pool], method: str, name: str) -> None:
+    cached = make(method, 256, 256, 2, 1).layer
+    rows = [list(row) for row in cached._keep]
+    layer = Layer(cached.layout, Activation(), 256, 256, rows)
+    for entry in layer._table:
+        setattr(entry, name, getattr(entry, name) + 1)
+    assert status_of(layer, pools["two"]) == lib.KT_ERR_ARGUMENT
+
+    def moved(array: Array) -> Array:
+        memory = native.aligned_bytes(array.nbytes + 1)
+        return memory[1:]
+
+    matrices = list(rows[0][0] or ())
+    index = ["gate_scale", "up_scale", "down_scale"].index(name)
+    scale = matrices[index].scale
+    assert scale is not None
+    matrices[index] = Projection(matrices[index].codes, moved(scale))
+    with pytest.raises(ValueError, match=f"{name[:-6]} scales must be aligned"):
+        Layer(cached.layout, Activation(), 256, 256, [[(matrices[0], matrices[1], matrices[2])]])
+
+
+def test_places_of_another_number_of_threads() -> None:
+    for places in ([0], [], [0] * 65):
+        with pytest.raises(ValueError, match=f"cpus are {len(places)} numbers for 64"):
+            Pool(64, cpus=places)
+        with pytest.raises(ValueError, match=f"nodes are {len(places)} numbers for 64"):
+            Pool(64, nodes=places)
+
+
+def test_nothing_where_there_is_nothing() -> None:
+    lib.kt_cpu_detect(ffi.NULL)
+    assert lib.kt_pool_threads(ffi.NULL) == lib.kt_pool_nodes(ffi.NULL) == 0
+
+
+PACKED: dict[str, tuple[Layout, Any, tuple[int, int], Any, tuple[int, ...]]] = {
+    "int8": (Layout("int8"), np.int8, (64, 256), np.float32, (64,)),
+    "int4": (Layout("int4"), np.int8, (64, 256), np.float32, (64,)),
+    "bf16": (Layout("bf16", 0, "none"), np.uint16, (64, 256), None, ()),
+    "fp8": (Layout("fp8", 128), np.uint8, (64, 256), np.float32, (1, 2)),
+    "fp8-channel": (Layout("fp8"), np.uint8, (64, 256), np.float32, (64,)),
+    "mxfp4": (Layout("mxfp4", 32, "ue8m0"), np.uint8, (64, 128), np.uint8, (64, 8)),
+    "gint4": (Layout("gint4", 64, "bf16"), np.uint8, (64, 128), np.uint16, (64, 4)),
+    "gint4-f32": (Layout("gint4", 32), np.uint8, (64, 128), np.float32, (64, 8)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packing_checks_codes_and_scales(name: str) -> None:
+    layout, dtype, shape, scale_dtype, scale_shape = PACKED[name]
+    codes, packed = np.ones(shape, dtype), np.empty(layout.weight_size(64, 256), np.uint8)
+    scale = None if scale_dtype is None else np.ones(scale_shape, scale_dtype)
+    native.pack_weight(layout, 64, 256, codes, scale, packed)
+    for bad in (codes[:32], codes[:, :64], codes.reshape(-1), codes.astype(np.float64), codes[:0]):
+        with pytest.raises(ValueError, match="codes must be"):
+            native.pack_weight(layout, 64, 256, bad, scale, packed)
+    with pytest.raises(ValueError, match="packed must be"):
+        native.pack_weight(layout, 64, 256, codes, scale, packed[1:])
+    with pytest.raises(ValueError, match=r"cannot hold a matrix of \[64, 250\]"):
+        native.pack_weight(layout, 64, 250, codes, scale, packed)
+    if scale is None:
+        with pytest.raises(ValueError, match="has no scales"):
+            native.pack_weight(layout, 64, 256, codes, np.ones(64, np.float32), packed)
+        return
+    for wrong in (scale[:-1], scale.astype(np.float64), scale.astype(np.int8), scale[..., None]):
+        with pytest.raises(ValueError, match="scale must be"):
+            native.pack_weight(layout, 64, 256, codes, wrong, packed)
+    with pytest.raises(ValueError, match="needs scales"):
+        native.pack_weight(layout, 64, 256, codes, None, packed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code"), [("int8", -128), ("int4", 8), ("int4", 100), ("int4", -8)]
+)
+def test_codes_out_of_range_are_not_packed(kernel: str, code: int) -> None:
+    layout, codes = Layout(kernel), np.zeros((64, 256), np.int8)
+    codes[63, 255] = code
+    packed = np.empty(layout.weight_size(64, 256), np.uint8)
+    with pytest.raises(ValueError, match=f"{kernel} codes must be"):
+        native.pack_weight(layout, 64, 256, codes, np.ones(64, np.float32), packed)
+
+
+def test_matrices_that_are_too_wide() -> None:
+    for shape, what in (
+        ((65536, 128), "hidden size 65536"),
+        ((128, 131072), "intermediate size of a part 65536"),
+    ):
+        with pytest.raises(UsageError, match=f"{what}: kernels read at most 32768 columns"):
+            check_shape(METHODS["bf16"], *shape, parts=2)
+    check_shape(METHODS["bf16"], 32768, 65536, parts=2)
 
 
 def test_the_callers_float_mode_does_not_matter(pools: dict[str, Pool]) -> None:
@@ -332,7 +624,44 @@ def test_the_callers_float_mode_does_not_matter(pools: dict[str, Pool]) -> None:
         torch.set_flush_denormal(False)
 
 
-def test_touching_changes_nothing(pools: dict[str, Pool]) -> None:
-    layer = make("int4", 256, 256, 3, 2, ids=[0, None, 2])
+@pytest.mark.parametrize("parts", [1, 2, 3, 128])
+def test_touching_brings_every_page(pools: dict[str, Pool], parts: int) -> None:
+    """Those of memory that nobody has seen are there afterwards."""
+    page, hidden, width, experts = mmap.PAGESIZE, 128, 32, 7
+    size = hidden * width * 2
+    for pool in pools.values():
+        memory = mmap.mmap(-1, 3 * size * experts * parts, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        codes = np.frombuffer(memory, np.uint8).reshape(parts, experts, 3, size)
+        if present(codes, page) is None:
+            pytest.skip("/proc/self/pagemap cannot be read")
+        rows: list[Any] = [
+            [tuple(Projection(m) for m in e) if i != 3 else None for i, e in enumerate(part)]
+            for part in codes
+        ]
+        layer = Layer(Layout("bf16", 0, "none"), Activation(), hidden, width * parts, rows)
+        layer.touch(pool)
+        for i in range(experts):
+            there = [present(codes[part, i], page) for part in range(parts)]
+            assert there == [0 if i == 3 else 3 * size // page] * parts
+
+
+def present(array: Array, page: int) -> int | None:
+    """How many pages of the array are in memory; None where the system does not tell."""
+    try:
+        with Path("/proc/self/pagemap").open("rb") as file:
+            file.seek(array.ctypes.data // page * 8)
+            entries = np.frombuffer(file.read(array.nbytes // page * 8), np.uint64)
+    except OSError:
+        return None
+    return int((entries >> np.uint64(63)).sum())
+
+
+def test_many_parts(pools: dict[str, Pool]) -> None:
+    """bench --shape 32,4096,2,1 --numa 128."""
+    layer = make("bf16", 32, 4096, 2, 128)
+    x, ids, weights = inputs(5, 32, 2, 1)
     for pool in pools.values():
         layer.layer.touch(pool)
+        assert_true(layer, layer.forward(x, ids, weights, pool), x, ids, weights)

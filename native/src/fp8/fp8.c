@@ -97,5 +97,6 @@ const kt_gemm kt_fp8_gemm = {
     .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512] = kt_fp8_product_avx512,
+    .product[KT_ISA_AMX] = kt_fp8_product_amx,
 #endif
 };

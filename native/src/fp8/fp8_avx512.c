@@ -21,6 +21,17 @@ static kt_line_tables make_tables(void) {
   };
 }
 
+void kt_fp8_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out) {
+  const kt_line_tables tables = make_tables();
+  for (int64_t i = 0; i < tiles; i++, codes += KT_FP8_TILE, out += KT_BF16_TILE)
+    for (int q = 0; q < KT_FP8_TILE / KT_LINE; q++) {
+      __m512i line0, line1;
+      kt_fp8_lines(&tables, _mm512_loadu_si512(codes + q * KT_LINE), &line0, &line1);
+      _mm512_store_si512(out + q * KT_LINE, line0);
+      _mm512_store_si512(out + KT_BF16_HALF_TILE + q * KT_LINE, line1);
+    }
+}
+
 /* The panel holds the decoded lines of a K block and, behind them, the scales of a call: room
  * for as many columns as gemm.c lets pass. */
 enum { SCALED_STRIPS = 4 };

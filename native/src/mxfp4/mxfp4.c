@@ -66,5 +66,6 @@ const kt_gemm kt_mxfp4_gemm = {
     .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512] = kt_mxfp4_product_avx512,
+    .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
 #endif
 };

@@ -78,6 +78,49 @@ KT_INLINE void decode(__m512i table, __m512i line, const int upper, __m512i *lin
   *line1 = _mm512_permutexvar_epi16(v1, table);
 }
 
+static __m512i make_table(void) {
+  const __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)kt_mxfp4_bf16);
+  return _mm512_broadcast_i64x4(words);
+}
+
+/* What scales of 16 rows add to bf16 bits: (code - 127) << 7, twice for each row. */
+KT_INLINE __m512i exponents_of(const uint8_t *scale) {
+  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)scale);
+  const __m512i steps = _mm512_sub_epi32(_mm512_cvtepu8_epi32(codes), _mm512_set1_epi32(127));
+  const __m512i high = _mm512_slli_epi32(steps, 23);
+  return _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
+}
+
+/* Zeros stay as they are. */
+KT_INLINE __m512i scaled_line(__m512i line, __m512i exponents) {
+  const __mmask32 nonzero = _mm512_test_epi16_mask(line, _mm512_set1_epi16(0x7fff));
+  return _mm512_mask_add_epi16(line, nonzero, line, exponents);
+}
+
+void kt_mxfp4_decode_tiles(const uint8_t *codes, const uint8_t *exponents, int64_t tiles,
+                           uint8_t *out) {
+  const __m512i table = make_table();
+  __m512i add0 = _mm512_setzero_si512(), add1 = add0;
+  for (int64_t i = 0; i < tiles; i++, out += KT_BF16_TILE) {
+    if (exponents) {
+      add0 = exponents_of(exponents + i * KT_STRIP);
+      add1 = exponents_of(exponents + i * KT_STRIP + 16);
+    }
+    for (int p = 0; p < 2 * LINES; p++) {
+      __m512i line0, line1;
+      const __m512i line = _mm512_loadu_si512(codes + i * KT_MXFP4_TILE + p / 2 * KT_LINE);
+      decode(table, line, p % 2, &line0, &line1);
+      _mm512_store_si512(out + p * KT_LINE, scaled_line(line0, add0));
+      _mm512_store_si512(out + KT_BF16_HALF_TILE + p * KT_LINE, scaled_line(line1, add1));
+    }
+  }
+}
+
+void kt_mxfp4_decode_scales(const kt_weight *w, int64_t first, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; i += 16)
+    _mm512_storeu_ps(out + i, load_scales(w->layout.scale_dtype, w->scale, first + i));
+}
+
 #define DOT(sum, line, pair) _mm512_dpbf16_ps(sum, (__m512bh)(line), (__m512bh)(pair))
 
 #define EACH_GROUP                                                                                 \
@@ -170,8 +213,7 @@ static void multiply_strip(__m512i table, const columns *w, const uint8_t *x, in
 
 void kt_mxfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                              int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  const __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)kt_mxfp4_bf16);
-  const __m512i table = _mm512_broadcast_i64x4(words);
+  const __m512i table = make_table();
   const int64_t scale_size = w->layout.scale_dtype == KT_SCALE_BF16 ? 2 : 1;
   const int64_t k_block = tokens <= BLOCK ? w->cols : K_BLOCK;
   (void)panel;

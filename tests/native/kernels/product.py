@@ -34,6 +34,8 @@ LEVELS = {"scalar": 0, "avx512": 1, "amx": 2}
 KERNELS = {"int8": 0, "int4": 1, "bf16": 2, "fp8": 3, "mxfp4": 4, "gint4": 5}
 SCALES = {"none": 0, "f32": 1, "bf16": 2, "ue8m0": 3}
 STATUS_NONFINITE = 6
+AMX_LEAST = 5  # tokens (KT_BF16_LEAST_TOKENS): the float formats' AMX loop begins here
+TILE_TOKENS = [5, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]  # both sides of each way to cut them
 
 
 class Layout(ctypes.Structure):
@@ -48,6 +50,17 @@ class Layout(ctypes.Structure):
     @classmethod
     def of(cls, kernel: str, group: int = 0, scale: str = "none") -> Layout:
         return cls(KERNELS[kernel], group, SCALES[scale])
+
+
+class Activation(ctypes.Structure):
+    """kt_activation."""
+
+    _fields_ = (
+        ("function", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    )
 
 
 def compile_products(compiler: str, cache: Path) -> Path:
@@ -239,6 +252,29 @@ class Products:
         values = np.array(out).view(np.float32).reshape(strips, tokens, STRIP)
         return np.ascontiguousarray(values.transpose(1, 0, 2).reshape(tokens, strips * STRIP))
 
+    def activate(
+        self,
+        level: str,
+        activation: Activation,
+        gate: F32,
+        up: F32,
+        gate_bias: F32 | None = None,
+        up_bias: F32 | None = None,
+    ) -> F32:
+        """The activation of gate and up [a multiple of 32]; skips levels that are not there."""
+        out = guarded_copy(np.full(len(gate), np.nan, np.float32))
+        values = [None if a is None else guarded_copy(a) for a in (gate, up, gate_bias, up_bias)]
+        there = self._lib.kt_test_activate(
+            LEVELS[level],
+            ctypes.byref(activation),
+            ctypes.c_int64(len(gate)),
+            *map(address, values),
+            address(out),
+        )
+        if not there:
+            pytest.skip(f"no {level} activation on this machine")
+        return np.array(out).view(np.float32)
+
     def everything(self, w: Weight, x: U8) -> F32:
         """The product with all rows of w, float32 [tokens, rows], in calls of all widths."""
         parts: list[F32] = []
@@ -249,6 +285,22 @@ class Products:
             parts.append(self.product(w, x, strip, strips))
             strip += strips
         return np.concatenate(parts, axis=1)
+
+
+def least_tokens(level: str) -> int:
+    """From how many on a float format's bits depend on nothing but the token."""
+    return AMX_LEAST if level == "amx" else 1
+
+
+def loads_per_product(tokens: int) -> tuple[int, int]:
+    """Loads and products of AMX tiles for a strip and a step of columns (amx_tiles.h): whole blocks
+    of 32 tokens and a rest of more than 16 take four loads for four products, a rest of fewer
+    three for two. So 1 for multiples of 32 and up to 15 less, 1.5 for up to 16 tokens, 1.17 for
+    33 to 48, 1.1 for 65 to 80; 97 are computed as 48 and 49, 1.07 together."""
+    rest = tokens % 32
+    few = 0 < rest <= 16
+    blocks = tokens // 32 + (rest > 16)
+    return 4 * blocks + 3 * few, 4 * blocks + 2 * few
 
 
 def bf16_rounded(x: F32) -> F64:
@@ -273,11 +325,14 @@ def assert_near(found: F32, exact: F64, bound: F64) -> None:
     assert excess[at] <= 0, f"at {at}: {found[at]} is {error[at]} from {exact[at]}, not {bound[at]}"
 
 
-def assert_batch_independent(products: Products, w: Weight, x: U8) -> F32:
-    """Each token alone gives the same bits as among the others; the common result."""
+def assert_batch_independent(products: Products, w: Weight, x: U8, least: int = 1) -> F32:
+    """Tokens give the same bits among themselves, `least` or more, as among all others; the
+    common result."""
     together = products.everything(w, x)
-    for size in (1, 2, 3, 5, 7, 12, 13):
-        for first in range(0, len(x), max(size, len(x) // 5)):
+    for size in (1, 2, 3, 5, 7, 12, 13, 17, 33):
+        for first in range(0, len(x) - least, max(size, len(x) // 5)):
+            if size < least:
+                continue
             part = products.everything(w, x[first : first + size])
             assert np.array_equal(
                 part.view(np.uint32), together[first : first + size].view(np.uint32)

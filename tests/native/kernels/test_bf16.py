@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import amx
 import numpy as np
 import pytest
 from native.kernels.product import (
     F64,
+    TILE_TOKENS,
     Layout,
     Products,
     activations,
     assert_batch_independent,
     assert_near,
     bf16_rounded,
+    least_tokens,
+    loads_per_product,
 )
 from numpy.typing import NDArray
 
@@ -68,7 +72,7 @@ def test_truth(products: Products, level: str, rows: int, cols: int) -> None:
 
 
 @pytest.mark.parametrize("cols", [64, 1056])
-@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+@pytest.mark.parametrize("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
 def test_every_number_of_tokens(products: Products, level: str, tokens: int, cols: int) -> None:
     products.use(LAYOUT, level)
     codes = weights(64, cols, tokens)
@@ -81,11 +85,10 @@ def test_every_number_of_tokens(products: Products, level: str, tokens: int, col
 
 @pytest.mark.parametrize(("rows", "cols"), [(160, 544), (64, 2080), (32, 7200)])
 def test_batch_independence(products: Products, level: str, rows: int, cols: int) -> None:
-    if level == "amx":
-        pytest.skip("which loop computes depends on the number of tokens, see kt_moe_forward")
     products.use(LAYOUT, level)
     w = products.pack(LAYOUT, rows, cols, weights(rows, cols, 4))
-    assert_batch_independent(products, w, products.rows(LAYOUT, activations(96, cols, 5)))
+    x = products.rows(LAYOUT, activations(96, cols, 5))
+    assert_batch_independent(products, w, x, least_tokens(level))
 
 
 @pytest.mark.parametrize("before", [1, 36, 63])
@@ -130,6 +133,39 @@ def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
     exact = bf16_rounded(x) @ wide.T
     found = products.everything(w, products.rows(LAYOUT, x))
     assert_near(found, exact, bound_of(wide, bf16_rounded(x)))
+
+
+@pytest.mark.parametrize("tokens", TILE_TOKENS)
+def test_amx_loads_a_tile_per_product(
+    products: Products, emulator: amx.Emulator, tokens: int
+) -> None:
+    """And configures once in a call."""
+    emulator.install()
+    products.use(LAYOUT, "amx")
+    w = products.pack(LAYOUT, 64, 544, weights(64, 544, 14))
+    x = products.rows(LAYOUT, activations(tokens, 544, 15))
+    emulator.reset()
+    products.product(w, x, 0, 2)
+    counts, (loads, needed) = emulator.counts(), loads_per_product(tokens)
+    steps = 2 * 544 // 32  # strips, columns
+    assert (counts.loads, counts.bf16_products) == (steps * loads, steps * needed)
+    assert counts.loads <= counts.products or tokens % 32 in range(1, 17)
+    assert counts.configs == 1
+
+
+@pytest.mark.parametrize("rows", [2**63 - 32, 2**62, 2**58])
+@pytest.mark.parametrize("cols", [128, 32768])
+def test_sizes_beyond_the_address_space(products: Products, rows: int, cols: int) -> None:
+    for layout in (
+        LAYOUT,
+        Layout.of("int8", 0, "f32"),
+        Layout.of("int4", 0, "f32"),
+        Layout.of("fp8", 128, "f32"),
+        Layout.of("mxfp4", 32, "ue8m0"),
+        Layout.of("gint4", 32, "f32"),
+    ):
+        assert products.sizes(layout, rows, cols) == (0, 0), layout.kernel
+    assert products.sizes(LAYOUT, 2**40, cols) == (2**41 * cols, 0)
 
 
 def test_the_widest_matrix(products: Products, level: str) -> None:

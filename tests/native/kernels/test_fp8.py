@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import amx
 import numpy as np
 import pytest
 from native.kernels.product import (
     F32,
     F64,
     STATUS_NONFINITE,
+    TILE_TOKENS,
     U8,
     Layout,
     Products,
@@ -17,6 +19,8 @@ from native.kernels.product import (
     assert_batch_independent,
     assert_near,
     bf16_rounded,
+    least_tokens,
+    loads_per_product,
 )
 
 from ktconv.formats.decode import E4M3FN_VALUES
@@ -164,12 +168,27 @@ def test_every_number_of_tokens(products: Products, level: str, scales: str, tok
 def test_batch_independence(
     products: Products, level: str, scales: str, rows: int, cols: int
 ) -> None:
-    if level == "amx":
-        pytest.skip("which loop computes depends on the number of tokens, see kt_moe_forward")
     products.use(layout_of(scales), level)
     case = Case(products, scales, rows, cols, 6)
     x = products.rows(case.layout, activations(96, cols, 7))
-    assert_batch_independent(products, case.packed, x)
+    assert_batch_independent(products, case.packed, x, least_tokens(level))
+
+
+@pytest.mark.parametrize("scales", GROUPS)
+@pytest.mark.parametrize("tokens", TILE_TOKENS)
+def test_amx_loads_a_tile_per_product(
+    products: Products, emulator: amx.Emulator, scales: str, tokens: int
+) -> None:
+    emulator.install()
+    products.use(layout_of(scales), "amx")
+    case = Case(products, scales, 64, 640, 6)
+    x = products.rows(case.layout, activations(tokens, 640, 7))
+    emulator.reset()
+    products.product(case.packed, x, 0, 2)
+    counts, (loads, needed) = emulator.counts(), loads_per_product(tokens)
+    steps = 2 * 640 // 32  # strips, columns
+    assert (counts.loads, counts.bf16_products) == (steps * loads, steps * needed)
+    assert counts.configs == 1
 
 
 @pytest.mark.parametrize("scales", GROUPS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import amx
 import numpy as np
 import pytest
 from native.kernels.product import (
     F32,
     F64,
+    TILE_TOKENS,
     U8,
     Array,
     Layout,
@@ -16,6 +18,8 @@ from native.kernels.product import (
     assert_batch_independent,
     assert_near,
     bf16_rounded,
+    least_tokens,
+    loads_per_product,
 )
 
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -32,6 +36,11 @@ KINDS = {
 EXACT = [kind for kind in KINDS if kind.startswith("gint4")]
 SHAPES = [(32, 128), (160, 384), (96, 1152), (64, 2176), (32, 7168), (64, 7296)]
 TINY = 2.0**-126
+
+
+def least_of(kind: str, level: str) -> int:
+    """As least_tokens; products of GINT4 are exact on every level."""
+    return 1 if kind in EXACT else least_tokens(level)
 
 
 class Case:
@@ -147,7 +156,8 @@ def test_batch_independence(
 ) -> None:
     products.use(Layout.of(*KINDS[kind]), level)
     case = Case(products, kind, rows, cols, 4)
-    assert_batch_independent(products, case.packed, case.rows_of(activations(96, cols, 5)))
+    x = case.rows_of(activations(96, cols, 5))
+    assert_batch_independent(products, case.packed, x, least_of(kind, level))
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16"])
@@ -157,7 +167,26 @@ def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: 
     products.use(Layout.of(*KINDS[kind]), level)
     case = Case(products, kind, 64, cols, 8)
     x = activations(13, cols, 9)
-    case.check(assert_batch_independent(products, case.packed, case.rows_of(x)), x)
+    least = least_of(kind, level)
+    case.check(assert_batch_independent(products, case.packed, case.rows_of(x), least), x)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp4-bf16"])
+@pytest.mark.parametrize("tokens", TILE_TOKENS)
+def test_amx_loads_a_tile_per_product(
+    products: Products, emulator: amx.Emulator, kind: str, tokens: int
+) -> None:
+    """Whether scales are taken into the tiles or multiplied after the sums."""
+    emulator.install()
+    products.use(Layout.of(*KINDS[kind]), "amx")
+    case = Case(products, kind, 64, 544, 6)
+    x = case.rows_of(activations(tokens, 544, 7))
+    emulator.reset()
+    products.product(case.packed, x, 0, 2)
+    counts, (loads, needed) = emulator.counts(), loads_per_product(tokens)
+    steps = 2 * 544 // 32  # strips, columns
+    assert (counts.loads, counts.bf16_products) == (steps * loads, steps * needed)
+    assert counts.configs == 1
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-64-f32"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from native.kernels.product import (
     F64,
+    TILE_TOKENS,
     Array,
     Layout,
     Products,
@@ -14,6 +15,7 @@ from native.kernels.product import (
     Weight,
     activations,
     assert_batch_independent,
+    loads_per_product,
 )
 
 from ktconv.formats import FORMATS
@@ -22,8 +24,9 @@ from ktconv.formats.kt_layout import pack_codes
 KERNELS = ("int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}
 STEP = {"int8": 1, "int4": 16}
-# Several row blocks (64, 128), several column blocks (3584), odd multiples of a tile.
-SHAPES = [(32, 128), (64, 384), (160, 1152), (96, 3712), (256, 7296)]
+# Several row blocks (64, 128), several column blocks (3584), odd multiples of a tile; more columns
+# than INT4 unpacks at a time for AMX (8192).
+SHAPES = [(32, 128), (64, 384), (160, 1152), (96, 3712), (256, 7296), (32, 16512)]
 
 
 def layout_of(kernel: str) -> Layout:
@@ -77,7 +80,7 @@ def test_truth(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [*range(1, 34), 64, 96])
+@pytest.mark.parametrize("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
 def test_every_number_of_tokens(products: Products, level: str, kernel: str, tokens: int) -> None:
     products.use(layout_of(kernel), level)
     weight, codes, scale = make(products, kernel, 64, 256)
@@ -171,17 +174,19 @@ def test_shapes_that_do_not_fit(products: Products, kernel: str, rows: int, cols
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", TILE_TOKENS)
 def test_amx_loads_a_tile_per_product(
-    products: Products, kernel: str, emulator: amx.Emulator
+    products: Products, kernel: str, emulator: amx.Emulator, tokens: int
 ) -> None:
-    """Whole blocks of 32 tokens: one load per product, one configuration per call."""
+    """And configures once for whole blocks of 32 tokens, once for the rest."""
     emulator.install()
     products.use(layout_of(kernel), "amx")
     weight, _, _ = make(products, kernel, 64, 3712)
-    x = products.rows(layout_of(kernel), activations(64, 3712, 3))
+    x = products.rows(layout_of(kernel), activations(tokens, 3712, 3))
     emulator.reset()
     products.product(weight, x, 0, 2)
-    counts = emulator.counts()
-    assert counts.int8_products == 2 * 2 * 4 * 3712 // 64  # strips, blocks of tokens, tiles
-    assert counts.loads <= counts.products
-    assert counts.configs == 1
+    counts, (loads, needed) = emulator.counts(), loads_per_product(tokens)
+    steps = 2 * 3712 // 64  # strips, columns
+    assert (counts.loads, counts.int8_products) == (steps * loads, steps * needed)
+    assert counts.loads <= counts.products or tokens % 32 in range(1, 17)
+    assert counts.configs == (tokens >= 32) + (tokens % 32 > 0)
