@@ -1,0 +1,188 @@
+"""What `ktconv stats` does: options in, a document, lines and files out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import locate_model
+from ktconv.checkpoint.strict_json import parse_object
+from ktconv.errors import UsageError
+from ktconv.expert_sets import write_expert_set
+from ktconv.stats.counts import LayerCounts, Statistics, from_facts
+from ktconv.stats.record import I32, Recorder, text_pieces
+from ktconv.stats.trace import read_trace, write_trace
+from ktconv.writer.files import translated
+
+MAX_TOKENS = 20480  # by default: 40 windows
+SHOWN_NEVER = 5  # experts that are named in a row of the table
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    model: str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
+    text: Path | None = None  # None: the text that ships with ktconv
+    max_tokens: int | None = None
+    layers: Sequence[int] | None = None
+    hot: int | None = None
+    hot_share: float | None = None
+    write: Path | None = None
+    trace: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Counts, and the ids behind them where a trace was asked for."""
+
+    statistics: Statistics
+    ids: dict[int, I32] = field(default_factory=dict)
+
+
+def run(options: Options, say: Say) -> tuple[dict[str, Any], list[str]]:
+    """The JSON document and the lines for people. Raises KtconvError."""
+    started = time.monotonic()
+    _check(options)
+    earlier = _earlier(options)
+    recorded = _record(options, say) if earlier is None else _Recorded(earlier)
+    statistics = recorded.statistics
+    if options.layers is not None:
+        statistics = statistics.only(options.layers)
+    facts = statistics.facts(options.hot, options.hot_share)
+    if options.trace is not None:
+        experts = {layer.layer: layer.experts for layer in statistics.layers}
+        write_trace(options.trace, {n: recorded.ids[n] for n in experts}, experts)
+        say(f"wrote {options.trace}")
+    if options.write is not None:
+        chosen = statistics.hot(options.hot, options.hot_share)
+        write_expert_set(chosen, options.write)
+        say(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {options.write}")
+    facts["seconds"] = round(time.monotonic() - started, 3)
+    return facts, list(_lines(statistics, facts, options))
+
+
+def _check(options: Options) -> None:
+    """Everything that can be told before a model is loaded."""
+    if options.hot is not None and options.hot_share is not None:
+        raise UsageError("--hot and --hot-share choose in different ways", "give one of them")
+    if options.hot_share is not None and not 0 < options.hot_share <= 1:
+        raise UsageError(
+            f"--hot-share {options.hot_share:g} is no share", "give more than 0, at most 1"
+        )
+    if options.write is not None and options.hot is None and options.hot_share is None:
+        raise UsageError("--write needs to know how many experts", "add --hot N or --hot-share F")
+    if options.trace is not None and options.trace.suffix != ".safetensors":
+        raise UsageError(f"--trace {options.trace} has another ending", "end it with .safetensors")
+    for name in ("write", "trace"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"--{name} {path} cannot be written", "its directory must exist")
+
+
+# ---- recording -------------------------------------------------------------------------
+
+
+def _earlier(options: Options) -> Statistics | None:
+    """What an earlier run recorded, if that is what was given."""
+    path = Path(options.model)
+    if path.suffix not in (".json", ".safetensors") or not path.is_file():
+        return None
+    for name in ("text", "max_tokens", "trace"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no meaning where {path} was recorded before",
+                "leave it out, or give the model itself",
+            )
+    if path.suffix == ".safetensors":
+        return read_trace(path)
+    with translated("read", path):
+        data = path.read_bytes()
+    return from_facts(parse_object(data, str(path), "give what ktconv stats --json printed"), path)
+
+
+def _record(options: Options, say: Say) -> _Recorded:
+    directory = locate_model(options.model)
+    pieces = _text(options.text)
+    say("loading the model")
+    recorder = Recorder(directory)
+    _check_choice(recorder.experts, options)
+    limit = options.max_tokens or MAX_TOKENS
+    name = options.text.name if options.text else "the sample of ktconv"
+    say(f"reading at most {limit} tokens of {name}")
+    found, ids = recorder.read(pieces, limit, say, keep=options.trace is not None)
+    return _Recorded(Statistics(found.layers, {**found.about, "text": name}), ids)
+
+
+def _text(path: Path | None) -> Iterator[str]:
+    """The text, whose first piece was read: a missing file is told before a model is loaded."""
+    pieces = text_pieces(path)
+    first = next(pieces, "")
+    if not first.strip():
+        raise UsageError(f"--text {path} holds no text", "give a text in UTF-8")
+
+    def whole() -> Iterator[str]:
+        yield first
+        yield from pieces
+
+    return whole()
+
+
+def _check_choice(experts: dict[int, int], options: Options) -> None:
+    """--hot and --layers must fit the model: told before it reads."""
+    import numpy as np
+
+    one = [LayerCounts(n, 1, np.ones(count, np.int64)) for n, count in experts.items()]
+    statistics = Statistics(one, {})
+    if options.layers is not None:
+        statistics = statistics.only(options.layers)
+    statistics.chosen(options.hot, options.hot_share)
+
+
+# ---- for people ------------------------------------------------------------------------
+
+
+def _lines(statistics: Statistics, facts: dict[str, Any], options: Options) -> Iterator[str]:
+    head = ("layer", "tokens", "most used", "least used", "hot", "take", "balance", "never used")
+    rows = [head, *(_row(about) for about in facts["layers"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield (
+        f"{_choice(options)}: {facts['hot_experts']} of {facts['experts']} experts take "
+        f"{100 * facts['hot_share']:.1f} % of the routed tokens"
+    )
+
+
+def _row(about: dict[str, Any]) -> tuple[str, ...]:
+    most, least = (
+        f"{one['expert']} ({100 * one['share']:.2f} %)"
+        for one in (about["most_used"], about["least_used"])
+    )
+    never = about["never_used"]
+    names = ", ".join(map(str, never[:SHOWN_NEVER]))
+    more = f" and {len(never) - SHOWN_NEVER} more" if len(never) > SHOWN_NEVER else ""
+    return (
+        str(about["layer"]),
+        str(about["tokens"]),
+        most,
+        least,
+        f"{len(about['hot'])} of {about['experts']}",
+        f"{100 * about['hot_share']:.1f} %",
+        f"{about['balance']:.3f}",
+        names + more if never else "none",
+    )
+
+
+def _choice(options: Options) -> str:
+    """How the hot experts were chosen."""
+    if options.hot is not None:
+        return f"the {options.hot} hottest of each layer"
+    if options.hot_share is not None:
+        return f"the fewest of each layer that take {100 * options.hot_share:g} %"
+    return "the hottest quarter of each layer"

@@ -1,0 +1,200 @@
+"""Reads a text with a model of transformers and counts which experts its routers choose."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.progress import format_duration
+from ktconv.stats.counts import LayerCounts, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WINDOW = 512  # tokens that the model reads at a time; each window starts anew
+_PIECE = 1 << 20  # characters of a text that are in memory at a time
+_SAY_SECONDS = 5.0
+
+I32 = NDArray[np.int32]
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What is counted in a layer while the model reads."""
+
+    counts: NDArray[np.int64]
+    tokens: int = 0
+    ids: list[I32] = field(default_factory=list)
+
+
+class Recorder:
+    """A loaded model with counters on the experts of its layers.
+
+    Memory is that of the loaded model; a window at a time goes through it, without its head.
+    Raises ResourceError before loading where the model does not fit, CheckpointError where
+    transformers cannot load it or finds no experts in it, UsageError without transformers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from ktconv.model import find_experts, load_model
+
+        self._model, self._tokenizer = load_model(directory)
+        self._sites = find_experts(self._model)
+        self.about = {
+            "model": str(directory),
+            "model_type": getattr(self._model.config, "model_type", None),
+        }
+
+    @property
+    def experts(self) -> dict[int, int]:
+        """Number of experts by layer."""
+        return {
+            layer: int(site.module.down_proj.shape[0])  # type: ignore[index]
+            for layer, site in sorted(self._sites.items())
+        }
+
+    def read(
+        self,
+        pieces: Iterable[str],
+        max_tokens: int,
+        say: Say = lambda text: None,
+        *,
+        keep: bool = False,
+    ) -> tuple[Statistics, dict[int, I32]]:
+        """Counts over the first `max_tokens` tokens of a text that comes in pieces.
+
+        With `keep` also the chosen ids [tokens, top-k] of each layer, in the order of the text.
+        Raises UsageError for a text without tokens.
+        """
+        import torch
+
+        found = {layer: _Layer(np.zeros(n, np.int64)) for layer, n in self.experts.items()}
+        length = getattr(self._model.config, "max_position_embeddings", None) or WINDOW
+        progress, tokens = _Progress(max_tokens, say), 0
+        with ExitStack() as stack, torch.inference_mode():
+            for layer, site in self._sites.items():
+                count = _counter(layer, site.module, found[layer], keep)
+                hook = site.module.register_forward_pre_hook(count, with_kwargs=True)
+                stack.callback(hook.remove)
+            for window in token_windows(self._tokenizer, pieces, min(WINDOW, length), max_tokens):
+                # The logits are not needed, and can be larger than all else that is computed.
+                self._model.base_model(input_ids=torch.tensor([window]), use_cache=False)
+                tokens += len(window)
+                progress.tell(tokens)
+        if not tokens:
+            raise UsageError("the text has no tokens", "give a longer text")
+        return self._statistics(found, tokens), _ids(found) if keep else {}
+
+    def _statistics(self, found: Mapping[int, _Layer], tokens: int) -> Statistics:
+        layers = []
+        for layer, about in found.items():
+            if not about.counts.any():
+                raise CheckpointError(
+                    f"the model read a text without using layer {layer}'s experts"
+                )
+            layers.append(LayerCounts(layer, about.tokens, about.counts))
+        return Statistics(layers, self.about | {"tokens": tokens})
+
+
+def _counter(layer: int, module: nn.Module, found: _Layer, keep: bool) -> Any:
+    """A hook that counts with what ids an experts module is called."""
+    signature = inspect.signature(module.forward)
+
+    def count(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = _chosen(layer, signature.bind(*args, **named).args, len(found.counts))
+        here = ids[(ids >= 0) & (ids < len(found.counts))]
+        found.counts += np.bincount(here, minlength=len(found.counts))
+        found.tokens += len(ids)
+        if keep:
+            found.ids.append(ids)
+
+    return count
+
+
+def _chosen(layer: int, arguments: tuple[Any, ...], experts: int) -> I32:
+    """Chosen experts [M, K] of a call; -1 where a token chose fewer."""
+    if len(arguments) == 3:  # hidden states, ids, weights
+        tokens = arguments[0].numel() // arguments[0].shape[-1]
+        return _numbers(arguments[1].reshape(tokens, -1))
+    if len(arguments) == 1:  # Llama 4: every expert gets all tokens, as zeros if not chosen
+        chosen = arguments[0].reshape(experts, -1, arguments[0].shape[-1]).any(dim=2).T
+        top_k = int(chosen.sum(dim=1).max())
+        order = np.argsort(~chosen.numpy(), axis=1, kind="stable")[:, :top_k]
+        return np.where(np.take_along_axis(chosen.numpy(), order, 1), order, -1).astype(np.int32)
+    raise CheckpointError(
+        f"the experts of layer {layer} are called with {len(arguments)} arguments, not known"
+    )
+
+
+def _numbers(ids: Tensor) -> I32:
+    found: I32 = ids.cpu().numpy().astype(np.int32)  # a copy
+    return found
+
+
+def _ids(found: Mapping[int, _Layer]) -> dict[int, I32]:
+    return {layer: np.concatenate(about.ids) for layer, about in found.items()}
+
+
+# ---- text ------------------------------------------------------------------------------
+
+
+def text_pieces(path: Path | None) -> Iterator[str]:
+    """A text file's lines, about a million characters at a time; the text that ships for None.
+
+    Raises UsageError for a file that is missing, empty or no UTF-8 text.
+    """
+    if path is None:
+        from ktconv.model import sample_text
+
+        yield sample_text()
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(_PIECE):
+                yield piece + file.readline(_PIECE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {path} cannot be read: {error}") from error
+
+
+def token_windows(
+    tokenizer: Any, pieces: Iterable[str], length: int, limit: int
+) -> Iterator[list[int]]:
+    """Runs of `length` tokens without gap or overlap, `limit` in all; the last is shorter."""
+    kept: list[int] = []
+    for piece in pieces:
+        kept += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        kept = kept[:limit]
+        whole = len(kept) // length * length
+        for start in range(0, whole, length):
+            yield kept[start : start + length]
+        kept, limit = kept[whole:], limit - whole
+        if len(kept) == limit:
+            break
+    if kept:
+        yield kept
+
+
+class _Progress:
+    """A line every few seconds."""
+
+    def __init__(self, total: int, say: Say) -> None:
+        self._total, self._say = total, say
+        self._started = self._told = time.monotonic()
+
+    def tell(self, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self._told < _SAY_SECONDS:
+            return
+        self._told = now
+        left = (now - self._started) / tokens * (self._total - tokens)
+        self._say(f"{tokens} of at most {self._total} tokens, ETA {format_duration(left)}")

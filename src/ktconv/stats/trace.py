@@ -1,0 +1,64 @@
+"""Recorded ids of chosen experts: a file for `ktconv bench --routing trace:FILE`.
+
+`ids` is int32 [layers, tokens, top-k]; the metadata tell the numbers of the layers and how many
+experts each has. bench replays the layers one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.errors import UsageError
+from ktconv.stats.counts import LayerCounts, Statistics
+from ktconv.units import parse_ranges
+from ktconv.writer.files import write_durably
+
+I32 = NDArray[np.int32]
+
+
+def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) -> None:
+    """Raises UsageError for layers that do not route alike: their ids fit into no one array."""
+    from safetensors.numpy import save
+
+    if len({found.shape for found in ids.values()}) > 1 or len({experts[n] for n in ids}) > 1:
+        raise UsageError(
+            "the layers do not have equally many experts, or experts per token",
+            "choose layers that do with --layers",
+        )
+    metadata = {
+        "layers": ",".join(map(str, ids)),
+        "experts": str(experts[next(iter(ids))]),
+    }
+    data = save({"ids": np.stack(list(ids.values()))}, metadata)
+    write_durably(path, data, path.absolute().parent)
+
+
+def read_trace(path: Path) -> Statistics:
+    """The counts of a trace that `write_trace` wrote. UsageError for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata, ids = file.metadata() or {}, file.get_tensor("ids")
+        experts = int(metadata["experts"])
+        layers = parse_ranges(metadata["layers"], "layers")
+        if ids.ndim != 3 or ids.dtype.kind != "i" or len(layers) != len(ids) or not ids.size:
+            raise ValueError
+        if ids.min() < -1 or ids.max() >= experts or (ids < 0).all(axis=(1, 2)).any():
+            raise ValueError
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, UsageError):
+        raise UsageError(
+            f"{path} is no trace of ktconv stats: a trace names its layers and their experts",
+            "record one with: ktconv stats MODEL --trace FILE.safetensors",
+        ) from None
+    counts = (np.bincount(part[part >= 0], minlength=experts) for part in ids)
+    found = [
+        LayerCounts(layer, ids.shape[1], count.astype(np.int64))
+        for layer, count in zip(layers, counts, strict=True)
+    ]
+    about = {"model": None, "model_type": None, "text": None, "tokens": ids.shape[1]}
+    return Statistics(found, about)
