@@ -11,7 +11,9 @@ import pytest
 from converting import convert, ktconv
 
 from ktconv.cli import Level
-from ktconv.verify import LEVELS
+from ktconv.errors import ResourceError
+from ktconv.verify import LEVELS, command
+from ktconv.verify.run import silent
 
 EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 Convert = Callable[..., Path]
@@ -89,9 +91,9 @@ def test_bad_usage(words: list[str], phrase: str, converted: Convert) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("option", ["--source", "--report", "--text", "--level", "--max-kl"])
+@pytest.mark.parametrize("option", ["--source", "--text", "--level", "--max-kl"])
 def test_options_without_meaning_for_two(option: str, converted: Convert) -> None:
-    values = {"--report": "report.html", "--level": "weights", "--max-kl": "1"}
+    values = {"--level": "weights", "--max-kl": "1"}
     value = values.get(option, "README.md")
     done = ktconv("verify", converted(), converted("int8"), option, value)
     assert done.returncode == 2 and f"{option} has no meaning" in done.stderr
@@ -122,3 +124,38 @@ def test_unfinished_conversion(damaged: Convert) -> None:
     shutil.copy(output / "ktconv.json", output / ".ktconv/run.json")
     done = ktconv("verify", output)
     assert done.returncode == 1 and "is not finished" in done.stdout
+
+
+def test_report_of_two_conversions(converted: Convert, tmp_path: Path) -> None:
+    report = tmp_path / "two.html"
+    done = ktconv("verify", converted("int4", 2), converted("int4", 1), "--report", report)
+    assert done.returncode == 1
+    page = report.read_text(encoding="utf-8")
+    assert "Two conversions: different" in page and 'class="verdict fail"' in page
+    assert "each part has scales of its own" in page
+
+
+def test_report_that_cannot_be_written(converted: Convert, tmp_path: Path) -> None:
+    """A directory is there, or none: told before anything is read, and nothing is left."""
+    (tmp_path / "taken.html").mkdir()
+    for path in (tmp_path / "taken.html", tmp_path / "no" / "report.html"):
+        done = ktconv("verify", converted(), "--report", path)
+        assert done.returncode == 2 and f"--report {path} cannot be written" in done.stderr
+        assert done.stdout == "" and "ETA" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.html"]
+
+
+def test_full_disk_for_the_report(
+    converted: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found is told nevertheless."""
+
+    def full(*_: object) -> None:
+        raise ResourceError("cannot write report.html: the disk is full")
+
+    monkeypatch.setattr(command, "write_durably", full)
+    said: list[str] = []
+    options = command.Options(converted(), report=tmp_path / "report.html")
+    with pytest.raises(ResourceError, match="the disk is full"):
+        command.run(options, silent, said.append)
+    assert said[-1].startswith(f"{converted()} holds")

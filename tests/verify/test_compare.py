@@ -37,7 +37,7 @@ from ktconv.formats import (
 )
 from ktconv.formats.kt_layout import offsets
 from ktconv.packed import PackedWeights, open_packed
-from ktconv.verify.compare import Comparison, compare, comparison_sizes
+from ktconv.verify.compare import Comparison, compare, make_plan, sizes_of
 
 HIDDEN, INNER, EXPERTS, LAYERS = 128, 256, 4, 2
 MATRICES = LAYERS * EXPERTS * len(PROJECTIONS)
@@ -591,7 +591,7 @@ class Watcher:
 @pytest.mark.parametrize("sample", [1.0, 0.5])
 def test_observer(sample: float, made: Make) -> None:
     pair = made(), made(method="int8")
-    sizes = comparison_sizes(*pair, sample=sample, seed=3)
+    sizes = sizes_of(make_plan(*pair, sample, 3))
     watcher = Watcher(sizes)
     check(*pair, "different", sample=sample, seed=3, observer=watcher)
     assert watcher.keys == watcher.finished == list(sizes)
@@ -635,4 +635,4 @@ def test_no_packed_weights(model: Path, made: Make, tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"holds no packed experts|is no directory"):
                 compare(*pair)
             with pytest.raises(UsageError):
-                comparison_sizes(*pair)
+                make_plan(*pair, 1.0, 0)

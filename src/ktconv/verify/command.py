@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import UsageError
+from ktconv.errors import KtconvError, UsageError
 from ktconv.units import format_size
 from ktconv.verify.run import Progression, Request, Result, Thresholds, prepare, verify
-from ktconv.writer.files import translated
+from ktconv.writer.files import translated, write_durably
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
 
@@ -41,8 +42,12 @@ def run(options: Options, progression: Progression, say: Callable[[str], None]) 
     """Raises KtconvError where the verification cannot be run."""
     _check_report(options.report)
     if options.other is not None:
-        return _compare(options, options.other, progression)
-    return _verify(options, progression, say)
+        outcome = _compare(options, options.other, progression)
+    else:
+        outcome = _verify(options, progression, say)
+    if options.report is not None:
+        _write_report(options.report, outcome, say)
+    return outcome
 
 
 def _verify(options: Options, progression: Progression, say: Callable[[str], None]) -> Outcome:
@@ -60,34 +65,22 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
     )
     ready = prepare(request)
     result = verify(request, progression, ready, say)
-    if options.report is not None:
-        from ktconv.verify.report import render_report
-
-        with translated("write", options.report):
-            options.report.write_text(render_report(result.facts), encoding="utf-8")
     return dict(result.facts), list(lines_of(result)), result.passed
 
 
 def _compare(options: Options, other: Path, progression: Progression) -> Outcome:
-    from ktconv.verify.compare import compare, comparison_sizes
+    from ktconv.verify.compare import make_plan, sizes_of
+    from ktconv.verify.compare import run as compare_planned
 
-    for name in ("source", "level", "text", "report", "max_ppl_increase", "max_kl"):
+    for name in ("source", "level", "text", "max_ppl_increase", "max_kl"):
         if getattr(options, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} has no meaning where two conversions are compared",
                 "leave it out, or verify each against its --source",
             )
-    with progression(
-        comparison_sizes(options.output, other, sample=options.sample, seed=options.seed)
-    ) as observer:
-        found = compare(
-            options.output,
-            other,
-            sample=options.sample,
-            seed=options.seed,
-            threads=options.threads,
-            observer=observer,
-        )
+    plan = make_plan(options.output, other, options.sample, options.seed)
+    with progression(sizes_of(plan)) as observer:
+        found = compare_planned(plan, options.threads, observer)
     return found.as_dict(), list(found.lines()), found.equal
 
 
@@ -98,7 +91,24 @@ def _check_report(path: Path | None) -> None:
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--report {path} is no HTML file", "end it with .html")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"--report {path} cannot be written", "its directory must exist")
+        raise UsageError(
+            f"--report {path} cannot be written", "name a file in a directory that exists"
+        )
+    with translated("write", path), tempfile.TemporaryFile(dir=path.absolute().parent):
+        pass
+
+
+def _write_report(path: Path, outcome: Outcome, say: Callable[[str], None]) -> None:
+    """In one step, or not at all; what was found is told even if the disk is full."""
+    from ktconv.verify.report import render_report
+
+    facts, lines, _ = outcome
+    try:
+        write_durably(path, render_report(facts).encode(), path.absolute().parent)
+    except KtconvError:
+        for line in lines:
+            say(line)
+        raise
 
 
 # ---- for people ----

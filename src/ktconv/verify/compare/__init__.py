@@ -17,13 +17,13 @@ from ktconv import machine
 from ktconv.errors import UsageError
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.pairs import compare_all
-from ktconv.verify.compare.planning import make_plan
+from ktconv.verify.compare.planning import Plan, make_plan
 from ktconv.verify.compare.tally import Tally
 
 if TYPE_CHECKING:
     from ktconv.pipeline import Observer
 
-__all__ = ["Comparison", "compare", "comparison_sizes"]
+__all__ = ["Comparison", "compare", "make_plan", "run", "sizes_of"]
 
 
 def compare(
@@ -41,18 +41,22 @@ def compare(
     each layer (at least one) and of the other tensors. Whatever is wrong with a file that can be
     read is a difference. Raises UsageError for a directory without packed weights.
     """
+    return run(make_plan(a, b, sample, seed), threads, observer)
+
+
+def run(plan: Plan, threads: int | None = None, observer: Observer | None = None) -> Comparison:
+    """`compare` where headers are read already."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads} is not a positive number")
-    plan = make_plan(a, b, sample, seed)
     tally = Tally(plan)
     for done in compare_all(plan.tasks, threads or machine.usable_cpus(), observer):
         tally.add(done)
     return tally.result()
 
 
-def comparison_sizes(a: Path, b: Path, *, sample: float = 1.0, seed: int = 0) -> dict[str, int]:
-    """Bytes that `compare` will read of both sides, by the units it tells its observer."""
+def sizes_of(plan: Plan) -> dict[str, int]:
+    """Bytes that will be read of both sides, by the units that an observer is told."""
     sizes: Counter[str] = Counter()
-    for task in make_plan(a, b, sample, seed).tasks:
+    for task in plan.tasks:
         sizes[task.unit] += task.nbytes
     return dict(sizes)
