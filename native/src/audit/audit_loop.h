@@ -101,29 +101,60 @@ INLINE int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
   return least(cols, m->block_cols - (m->col_origin + col) % m->block_cols);
 }
 
-/* The stored bytes of 64 columns of a row, side by side. */
-INLINE void stored_bytes(const kt_matrix *m, int64_t row, int64_t col, int size, uint8_t *out) {
-  const uint8_t *from =
-      (const uint8_t *)m->data + size * (row * m->row_stride + col * m->col_stride);
-  if (m->col_stride == 1)
+/* Stored elements from a first row and column of the source on; strides in elements. */
+typedef struct stored {
+  const uint8_t *data;
+  int64_t row_stride, col_stride;
+} stored;
+
+INLINE int stored_size(const kt_matrix *m) {
+  return m->dtype == KT_F32 ? 4 : m->dtype == KT_F8_E4M3 ? 1 : 2;
+}
+
+INLINE stored stored_from(const kt_matrix *m, int64_t row, int64_t col) {
+  const int64_t at = row * m->row_stride + col * m->col_stride;
+  return (stored){(const uint8_t *)m->data + stored_size(m) * at, m->row_stride, m->col_stride};
+}
+
+INLINE stored rows_on(stored s, int size, int64_t rows) {
+  return (stored){s.data + size * rows * s.row_stride, s.row_stride, s.col_stride};
+}
+
+INLINE stored cols_on(stored s, int size, int64_t cols) {
+  return (stored){s.data + size * cols * s.col_stride, s.row_stride, s.col_stride};
+}
+
+/* A copy of the columns of 32 rows that lie side by side: row after row would read each line of
+ * memory once per row, and lines that are a power of two apart drive each other out of the caches.
+ */
+INLINE stored gathered(stored s, int size, int64_t cols, uint8_t *room) {
+  const size_t run = (size_t)(2 * KT_AUDIT_ROWS * size);
+  for (int64_t c = 0; c < cols; c++)
+    memcpy(room + (size_t)c * run, s.data + size * c * s.col_stride, run);
+  return (stored){room, 1, 2 * KT_AUDIT_ROWS};
+}
+
+/* The bytes of 64 columns of row r, side by side. */
+INLINE void stored_bytes(stored s, int64_t r, int size, uint8_t *out) {
+  const uint8_t *from = s.data + size * r * s.row_stride;
+  if (s.col_stride == 1)
     memcpy(out, from, (size_t)(size * KT_AUDIT_COLS));
   else
-    for (int c = 0; c < KT_AUDIT_COLS; c++, from += size * m->col_stride)
+    for (int c = 0; c < KT_AUDIT_COLS; c++, from += size * s.col_stride)
       memcpy(out + c * size, from, (size_t)size);
 }
 
 /* The same, widened: one loop per number format, so that compilers make vectors of them. */
-INLINE void stored_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
-  const kt_matrix *const m = job->source;
+INLINE void stored_values(const kt_matrix *m, stored s, int64_t r, float *out) {
   uint8_t byte[KT_AUDIT_COLS];
   uint16_t half[KT_AUDIT_COLS];
   if (m->dtype == KT_F32) {
-    stored_bytes(m, row, col, 4, (uint8_t *)out);
+    stored_bytes(s, r, 4, (uint8_t *)out);
   } else if (m->dtype == KT_F8_E4M3) {
-    stored_bytes(m, row, col, 1, byte);
+    stored_bytes(s, r, 1, byte);
     for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f8_value(byte[c]);
   } else {
-    stored_bytes(m, row, col, 2, (uint8_t *)half);
+    stored_bytes(s, r, 2, (uint8_t *)half);
     if (m->dtype == KT_F16)
       for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f16_value(half[c]);
     else
@@ -131,10 +162,10 @@ INLINE void stored_values(const kt_audit_job *job, int64_t row, int64_t col, flo
   }
 }
 
-/* What the packed weights of 64 columns of a row should stand for. */
-INLINE void source_values(const kt_audit_job *job, int64_t row, int64_t col, float *out) {
-  const kt_matrix *const m = job->source;
-  stored_values(job, row, col, out);
+/* What the packed weights of 64 columns of row `row` should stand for; `r`: that row in s. */
+INLINE void source_values(const kt_matrix *m, stored s, int64_t r, int64_t row, int64_t col,
+                          float *out) {
+  stored_values(m, s, r, out);
   if (m->block_scale)
     for (int64_t c = 0, run; c < KT_AUDIT_COLS; c += run) {
       const float scale = scale_at(m, row, col + c);
@@ -197,32 +228,34 @@ INLINE void compare_run(const float *w, const int8_t *codes, float step, int8_t 
   for (int i = 0; i < LANES; i++) row->invalid[i] += invalid_of(codes + i, level);
 }
 
-INLINE void compare_plane(const kt_audit_job *job, int64_t row, int64_t col,
+INLINE void compare_plane(const kt_audit_job *job, stored s, int64_t row, int64_t col,
                           int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS], row_state *state) {
   for (int r = 0; r < KT_AUDIT_ROWS; r++) {
     float source[KT_AUDIT_COLS];
     const float scale = job->scale[job->first + row + r];
-    source_values(job, row + r, col, source);
+    source_values(job->source, s, r, row + r, col, source);
     compare_run(source, codes[r], job->int4 ? 16.0f * scale : scale, job->int4 ? 7 : 127,
                 state + r);
   }
 }
 
-/* Half a tile of the packed matrix against its source. */
-INLINE void compare_half_tile(const kt_audit_job *job, int64_t row, int64_t col, row_state *state) {
+/* Half a tile of the packed matrix against its source, which s is from (row, col) on. */
+INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, int64_t col,
+                              row_state *state) {
   uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols, job->first + row, col);
   bytes_by_row(job->packed + at, bytes);
   if (!job->int4) {
     memcpy(codes, bytes, sizeof codes);
-    compare_plane(job, row, col, codes, state);
+    compare_plane(job, s, row, col, codes, state);
     return;
   }
   nibbles(bytes, 0, codes);
-  compare_plane(job, row, col, codes, state);
+  compare_plane(job, s, row, col, codes, state);
   nibbles(bytes, 1, codes);
-  compare_plane(job, row, col + KT_AUDIT_COLS, codes, state);
+  s = cols_on(s, stored_size(job->source), KT_AUDIT_COLS);
+  compare_plane(job, s, row, col + KT_AUDIT_COLS, codes, state);
 }
 
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
@@ -240,7 +273,8 @@ static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *sta
     const int nibble = byte >> (in_tile < KT_AUDIT_COLS ? 0 : 4) & 15;
     const int code = job->int4 ? (nibble ^ 8) - 8 : (int8_t)byte;
     float run[KT_AUDIT_COLS];
-    source_values(job, row, c - plane_col, run);
+    source_values(job->source, stored_from(job->source, row, c - plane_col), 0, row, c - plane_col,
+                  run);
     const double w = (double)run[plane_col], v = (double)((float)code * step);
     state->source[0] += w * w;
     state->error[0] += (w - v) * (w - v);
@@ -290,13 +324,21 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
 }
 
 static void audit_all(const kt_audit_job *job, kt_audit *audit) {
+  const kt_matrix *const m = job->source;
   const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
-  for (int64_t row = 0; row < job->source->rows; row += KT_AUDIT_ROWS) {
-    row_state state[KT_AUDIT_ROWS];
-    memset(state, 0, sizeof state);
-    for (int64_t col = 0; col < job->source->cols; col += tile_cols)
-      compare_half_tile(job, row, col, state);
-    for (int r = 0; r < KT_AUDIT_ROWS; r++) finish_row(job, row + r, state + r, audit);
+  const int size = stored_size(m), gather = m->col_stride != 1 && m->row_stride == 1;
+  const int64_t at_once = gather ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
+  for (int64_t row = 0; row < m->rows; row += at_once) {
+    row_state state[2 * KT_AUDIT_ROWS];
+    uint8_t room[2 * KT_AUDIT_COLS * 2 * KT_AUDIT_ROWS * 4];
+    memset(state, 0, (size_t)at_once * sizeof state[0]);
+    for (int64_t col = 0; col < m->cols; col += tile_cols) {
+      const stored from = stored_from(m, row, col);
+      const stored s = gather ? gathered(from, size, tile_cols, room) : from;
+      for (int64_t half = 0; half < at_once; half += KT_AUDIT_ROWS)
+        compare_half_tile(job, rows_on(s, size, half), row + half, col, state + half);
+    }
+    for (int64_t r = 0; r < at_once; r++) finish_row(job, row + r, state + r, audit);
   }
 }
 
