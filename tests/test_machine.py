@@ -175,6 +175,80 @@ def test_cpu_quota(
     assert machine.cpu_quota(tmp_path / "groups", tmp_path / "self") == expected
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("files", "line", "expected"),
+    [
+        ({}, "0::/", 64),
+        ({"a/memory.max": "max", "a/memory.current": f"{GIB}"}, "0::/a", 64),
+        ({"a/memory.max": f"{5 * GIB}", "a/memory.current": f"{GIB}"}, "0::/a", 4),
+        ({"a/memory.high": f"{3 * GIB}", "a/memory.current": f"{GIB}"}, "0::/a", 2),
+        ({"a/memory.max": f"{GIB}", "a/memory.current": f"{2 * GIB}"}, "0::/a", 0),
+        ({"a/memory.max": f"{99 * GIB}", "a/memory.current": "0"}, "0::/a", 64),
+        (
+            {
+                "a/memory.max": f"{8 * GIB}",
+                "a/memory.high": "max",
+                "a/memory.current": f"{7 * GIB}",
+                "a/memory.stat": f"anon 5\nfile {3 * GIB}\nactive_file {GIB}\n"
+                f"inactive_file {2 * GIB}\n",
+            },
+            "0::/a",
+            4,
+        ),
+        (
+            {
+                "a/b/memory.max": f"{9 * GIB}",
+                "a/b/memory.current": "0",
+                "a/memory.max": f"{6 * GIB}",
+                "a/memory.current": f"{GIB}",
+            },
+            "0::/a/b",
+            5,
+        ),
+        ({"memory.max": f"{2 * GIB}", "memory.current": "0"}, "0::/of/the/host", 2),
+        ({"memory.max": "rubbish", "memory.current": "0"}, "0::/", 64),
+        ({"memory.max": f"{2 * GIB}"}, "0::/", 64),
+        (
+            {
+                "memory/a/memory.limit_in_bytes": f"{4 * GIB}",
+                "memory/a/memory.usage_in_bytes": f"{3 * GIB}",
+                "memory/a/memory.stat": f"active_file 1\ntotal_inactive_file {2 * GIB}\n",
+            },
+            "9:memory:/a\n4:cpu:/other",
+            3,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "1",
+            },
+            "9:memory:/",
+            64,
+        ),
+        ({"cpu/memory.max": "1", "cpu/memory.current": "0"}, "4:cpu:/", 64),
+    ],
+)
+def test_memory_of_control_groups(
+    tmp_path: Path, files: dict[str, str], line: str, expected: int
+) -> None:
+    """In GiB; the machine has 64."""
+    for name, text in files.items():
+        write(tmp_path / "groups" / name, text)
+    write(tmp_path / "self", line)
+    write(tmp_path / "meminfo", f"MemTotal: {99 << 20} kB\nMemAvailable:  {64 << 20} kB")
+    found = machine.available_memory(tmp_path / "groups", tmp_path / "self", tmp_path / "meminfo")
+    assert found == expected * GIB
+
+
+def test_memory_where_nothing_can_be_read(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    assert machine.available_memory(none, none, none) == machine.total_memory()
+    assert 0 < machine.available_memory() <= machine.total_memory()
+
+
 def test_without_control_groups(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path, tmp_path / "none") is None
 

@@ -309,7 +309,7 @@ def test_without_a_config_it_is_silu_and_eight(converted: Path, tmp_path: Path) 
     assert open_experts(model).activation == Activation()
     assert experts_per_token(model) == 8
     (model / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         open_experts(model)
 
 
@@ -364,3 +364,62 @@ def test_activations_of_configs(config: dict[str, Any], expected: Activation) ->
 def test_an_activation_that_the_kernels_lack() -> None:
     with pytest.raises(CheckpointError, match="relu2"):
         activation_of({"hidden_act": "relu2"})
+
+
+ODD_CONFIGS: list[tuple[str, Any]] = [
+    ("hidden_act", ["silu"]),
+    ("hidden_act", 3),
+    ("hidden_activation", {}),
+    ("swiglu_limit", "abc"),
+    ("swiglu_limit", [7.0]),
+    ("swiglu_limit", True),
+    ("swiglu_limit", float("nan")),
+    ("swiglu_limit", float("inf")),
+    ("swiglu_limit", -3),
+    ("swiglu_limit", 10**400),
+    ("swiglu_alpha", {}),
+    ("swiglu_alpha", "1.7"),
+    ("swiglu_alpha", -1.0),
+    ("text_config", None),
+    ("text_config", [1]),
+    ("text_config", "silu"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ODD_CONFIGS)
+def test_an_activation_that_is_none(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json gives {key} as .*, which is not"):
+        activation_of({key: value})
+
+
+@pytest.mark.parametrize("value", ["8", 0, -1, 2.0, True, [8], float("nan")])
+def test_a_top_k_that_is_none(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": value}))
+    with pytest.raises(CheckpointError, match=r"config.json gives num_experts_per_tok as"):
+        experts_per_token(tmp_path)
+
+
+def test_a_config_that_is_nested_deeply(converted: Path, tmp_path: Path) -> None:
+    model = copy_of(converted, tmp_path / "model")
+    (model / "config.json").write_text('{"text_config":' * 50_000 + "{}" + "}" * 50_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        open_experts(model)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("proj", ["gate", "up", "down"])
+def test_a_scale_that_is_not_finite_is_named(
+    proj: str, value: float, converted: Path, tmp_path: Path
+) -> None:
+    """Even of an expert that no token of a benchmark goes to."""
+    model = copy_of(converted, tmp_path / "model")
+    name = f"blk.1.ffn_{proj}_exps.5.numa.1.scale"
+    shard = (
+        model / json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][name]
+    )
+    tensors = {key: np.array(tensor) for key, tensor in load_file(shard).items()}
+    tensors[name].view(np.float32).reshape(-1)[7] = value
+    save_file(tensors, shard)
+    with pytest.raises(CheckpointError, match=f"{name} of .* holds a scale that is not finite"):
+        open_experts(model, 1)
+    assert open_experts(model, 0).count == 8

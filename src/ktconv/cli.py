@@ -222,6 +222,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @app.command()
 def bench(
+    context: typer.Context,
     method: Annotated[
         str, typer.Option(help="Weight formats, e.g. int4,bf16; or all.", metavar="LIST")
     ] = "",
@@ -230,7 +231,7 @@ def bench(
         typer.Option(help="A model's name or hidden,intermediate,experts,top-k; may be repeated."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Measure a converted model's own weights.", metavar="DIR")
+        str | None, typer.Option(help="Measure a converted model's own weights.", metavar="DIR")
     ] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="Which layer of --model.")] = None,
     top_k: Annotated[
@@ -309,15 +310,24 @@ def bench(
             compare=compare,
             tolerance=tolerance,
             peers=peers,
+            given=_given(context),
         )
         with _interruptible("Nothing was written."):
             if stage is BenchStage.pack:
-                print(command.run_packing(options, form.value, _say))
+                command.run_packing(options, form.value, _say, _print_text)
                 return
-            text, regressions = command.run(options, form.value, _say)
-        print(text)
+            regressions = command.run(options, form.value, _say, _print_text)
         if regressions:
             raise typer.Exit(1)
+
+
+def _given(context: typer.Context) -> frozenset[str]:
+    """Options that were written, whatever their value: by their first long names."""
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(str(name)) for name in names}
+    return frozenset(
+        names[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    )
 
 
 @app.command()
@@ -656,6 +666,10 @@ def report_facts(report: Report) -> dict[str, Any]:
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
     }
+
+
+def _print_text(text: str) -> None:
+    _print_result(False, {}, lambda: print(text))
 
 
 def _print_result(as_json: bool, facts: dict[str, Any], show: Callable[[], None]) -> None:

@@ -11,8 +11,10 @@ from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
 from ktconv.bench.run import Report
 
-SCHEMA = json.loads(
-    (Path(__file__).parents[2] / "docs/bench.schema.json").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMA, PACK_SCHEMA = (
+    json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
+    for name in ("bench", "bench-pack")
 )
 SHAPE = Shape("256,128,16,4", 256, 128, 16, 4)
 EXPERT_BYTES = 100_000

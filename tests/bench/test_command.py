@@ -7,21 +7,30 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import amx
 import numpy as np
 import pytest
-from bench.reports import SCHEMA, problems
+from bench.reports import PACK_SCHEMA, SCHEMA, problems
+from converting import convert
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ktconv import native
-from ktconv.bench import pack_stage
+from ktconv.bench import command, pack_stage, plots, run
+from ktconv.bench.measure import Effort
+from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
 from ktconv.cli import BenchFormat, app
+from ktconv.errors import ResourceError, UsageError
 from ktconv.moe import METHODS, Experts
+from ktconv.units import parse_size
 
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")
 
 
@@ -101,18 +110,191 @@ def test_pictures(tmp_path: Path) -> None:
     assert b"<svg" in pictures[1].read_bytes()
 
 
+@pytest.fixture
+def broken_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stdout whose reader has left."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        yield
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1e6, 0), (1e-6, 1)])
+def test_a_reader_that_leaves_hides_no_regression(
+    factor: float, code: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    old = json.loads(bench(*SMALL, "--format", "json").stdout)
+    for row in old["rows"]:
+        row["median_us"] *= factor
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    request.getfixturevalue("broken_pipe")
+    with pytest.raises(SystemExit) as ended:
+        app(["bench", *SMALL, "--compare", str(tmp_path / "old.json")])
+    assert ended.value.code == code
+
+
+@pytest.mark.usefixtures("broken_pipe")
+def test_a_reader_of_packing_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_stage, "_WORKING_SET", 1 << 16)
+    with pytest.raises(SystemExit) as ended:
+        app(["bench", *PACK, "--format", "json"])
+    assert not ended.value.code
+
+
+def test_reports_with_nothing_in_common_are_told_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old.json").write_text(bench(*SMALL, "--format", "json").stdout)
+    monkeypatch.setattr(run, "_measure_machine", lambda *_: pytest.fail("measured"))
+    result = bench(*SMALL, "--tokens", "2", "--compare", tmp_path / "old.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "measured what this run would measure" in " ".join(result.stderr.split())
+
+
+def test_a_picture_that_fails_costs_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(*_: Any) -> None:
+        raise ResourceError("a.png cannot be written: No space left on device")
+
+    monkeypatch.setattr(plots, "plot", full)
+    result = bench(*SMALL, "--plot", tmp_path / "a.png", "--format", "jsonl")
+    assert result.exit_code == 3 and "No space left" in result.stderr
+    assert len(list(map(json.loads, result.stdout.splitlines()))) == 6
+
+
+def test_a_trace_of_nothing(tmp_path: Path) -> None:
+    for shape in ((4, 0), (0, 0), (3, 2)):
+        np.savez(tmp_path / "trace.npz", ids=np.full(shape, -1))
+        result = bench(*SMALL, "--routing", f"trace:{tmp_path / 'trace.npz'}")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "Error: " in result.stderr and "Traceback" not in result.stderr
+
+
+# ---- levels ------------------------------------------------------------------------------
+
+
+def test_levels_are_only_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By KTCONV_ISA, which the library has read when it is asked for its level."""
+    monkeypatch.setattr(native, "isa_available", lambda: ["scalar", "avx512", "amx"])
+    for level, allowed in (("scalar", ("scalar",)), ("avx512", ("scalar", "avx512"))):
+        monkeypatch.setattr(native, "isa", lambda level=level: level)
+        assert command._isas("auto") == (level,)
+        assert command._isas("all") == allowed
+        assert command._isas("scalar") == ("scalar",)
+        with pytest.raises(UsageError, match=f"--isa amx is above KTCONV_ISA={level}"):
+            command._isas("scalar,amx")
+
+
+def test_the_variable_is_what_lowers() -> None:
+    code = "from ktconv.bench import command; print(command._isas('all'))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"KTCONV_ISA": "scalar"},
+        check=False,
+    )
+    assert result.stdout == "('scalar',)\n", result.stderr
+
+
+# ---- --stage pack ------------------------------------------------------------------------
+
+PACK = ("--stage", "pack", "--shape", "128,128,3,2", "--isa", "scalar", "--iters", "1")
+
+
 def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_stage, "_WORKING_SET", 1 << 16)
-    words = ("--stage", "pack", "--shape", "128,128,3,2", "--isa", "scalar")
-    rows = json.loads(bench(*words, "--format", "json").stdout)["rows"]
     sources = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
-    assert [(row["method"], row["source"]) for row in rows] == [
-        (method, source) for method in ("int4", "int8") for source in sources
-    ]
-    assert all(row["pack_gb_s"] > 0 and row["memcpy_gb_s"] > 0 for row in rows)
+    for words in (PACK, (*PACK, "--method", "all")):
+        report = json.loads(bench(*words, "--format", "json").stdout)
+        assert problems(report, PACK_SCHEMA) == []
+        rows = report["rows"]
+        assert [(row["method"], row["source"]) for row in rows] == [
+            (method, source) for method in ("int4", "int8") for source in sources
+        ]
+        assert all(row["pack_gb_s"] > 0 and row["memcpy_gb_s"] > 0 for row in rows)
+        row_schema = PACK_SCHEMA["properties"]["rows"]["items"]
+        assert set(rows[0]) == set(row_schema["properties"]) == set(row_schema["required"])
     for form in FORMATS:
-        result = bench(*words, "--format", form, "--method", "int8")
+        result = bench(*PACK, "--format", form, "--method", "int8")
         assert result.exit_code == 0 and "F8_E4M3" in result.stdout
+
+
+def test_packing_honours_seconds_iterations_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(pack_stage, "_case", lambda *given: asked.append(given[-2:]) or [])
+    words = ("--seconds", "0.25", "--iters", "3", "--seed", "5")
+    assert bench("--stage", "pack", "--method", "int4", *words, "--format", "json").exit_code == 0
+    assert set(asked) == {(Effort(0.25, 3), 5)}
+    first, same, other = (pack_stage._stored("F32", 4, 8, seed).tolist() for seed in (5, 5, 6))
+    assert first == same != other
+
+
+MEANINGLESS = [
+    ("--model", "anywhere"),
+    ("--layer", "0"),
+    ("--top-k", "2"),
+    ("--experts", "99"),
+    ("--routing", "foo"),
+    ("--routing", "balanced"),
+    ("--tokens", "0"),
+    ("--threads", "0"),
+    ("--numa", "77"),
+    ("--plot", "a.png"),
+    ("--compare", "nowhere.json"),
+    ("--tolerance", "0.1"),
+    ("--peers",),
+]
+
+
+@pytest.mark.parametrize("words", MEANINGLESS, ids=" ".join)
+def test_options_without_meaning_for_packing_are_refused(words: tuple[str, ...]) -> None:
+    """Whatever their value, their default too."""
+    result = bench(*PACK, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{words[0]} does not belong to --stage pack" in result.stderr
+
+
+def test_every_option_has_a_meaning_for_packing_or_none() -> None:
+    options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
+    assert options - {"--help"} == command._PACKING | {words[0] for words in MEANINGLESS}
+
+
+def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_stage, "_case", lambda *_: pytest.fail("measured"))
+    for words, error in (
+        (("--method", "int4,bf16"), "--stage pack cannot measure bf16"),
+        (("--shape", "128,128,3,2", "--shape", "96,128,3,2"), "int4 cannot hold a matrix of"),
+        (("--shape", "1048576,1048576,8,2"), "more than this machine has free"),
+    ):
+        result = bench("--stage", "pack", *words)
+        assert (result.exit_code, result.stdout) == (2, "")
+        told = " ".join(result.stderr.split())
+        assert error in told and ("--shape" in words) == ("--shape" in told)
+
+
+def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_stage, "_WORKING_SET", 8 << 20)
+    shape, asked = parse_shape("2048,1024,1,1"), []
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: asked.append(1) or 1)
+    with pytest.raises(UsageError, match="takes") as caught:
+        pack_stage.bench_packing(["int8"], [shape], ["scalar"], print)
+    foreseen = parse_size(str(caught.value).split(" takes ")[1].split(",")[0], "size")
+    monkeypatch.undo()
+    monkeypatch.setattr(pack_stage, "_WORKING_SET", 8 << 20)
+    for source in pack_stage.SOURCES:
+        tracemalloc.start()
+        pack_stage._case("int8", source, shape, [native.isa()], Effort(iterations=1), 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak <= foreseen
+
+
+# ---- bad input ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,9 +324,14 @@ def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
         (("--layer", "0"), "--layer and --top-k belong to --model"),
         (("--model", "nowhere"), "there is no directory nowhere"),
+        (("--model", ""), "there is no directory (an empty name)"),
+        (("--plot", "."), "is no picture"),
         (("--model", ".", "--method", "int4"), "--model brings its own weights"),
         (("--stage", "pack", "--method", "bf16"), "--stage pack cannot measure bf16"),
-        (("--stage", "pack", "--peers"), "--peers does not belong to --stage pack"),
+        (
+            ("--shape", "32,32,4096,4096", "--tokens", "1048576"),
+            "1048576 tokens of 32,32,4096,4096 take",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -162,6 +349,36 @@ def test_bad_input(
     assert (result.exit_code, result.stdout) == (2, "")
     assert error in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("model") / "int4"
+    convert(EXAMPLE, output, method="int4")
+    return output
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"hidden_act": ["silu"]}', "config.json gives hidden_act as a list"),
+        ('{"swiglu_limit": "abc"}', 'config.json gives swiglu_limit as "abc"'),
+        ('{"swiglu_limit": NaN}', "config.json gives swiglu_limit as NaN"),
+        ('{"swiglu_alpha": {}}', "config.json gives swiglu_alpha as an object"),
+        ('{"text_config": null}', "config.json gives text_config as null"),
+        ('{"num_experts_per_tok": "2"}', 'config.json gives num_experts_per_tok as "2"'),
+        ('{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_model_with_an_odd_config(config: str, words: str, model: Path) -> None:
+    before = (model / "config.json").read_bytes()
+    try:
+        (model / "config.json").write_text(config)
+        result = bench("--model", model, "--iters", "1", "--tokens", "1")
+    finally:
+        (model / "config.json").write_bytes(before)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
 
 
 def test_a_trace_with_ids_out_of_range(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.reports import report, row
+from bench.reports import SHAPE, report, row
 
 from ktconv.bench.compare import compare, read_report
 from ktconv.errors import UsageError
@@ -26,7 +27,8 @@ def test_ratios_row_by_row(tmp_path: Path) -> None:
     assert [r.regressed for r in new.rows] == [False, True, None]
     assert [r.old_median_us for r in new.rows] == [pytest.approx(100), pytest.approx(200), None]
     assert "note: 1 rows are not in" in notes[0]
-    assert notes[1] == "1 of 2 rows are more than 10% slower"
+    assert "note: 1 rows of" in notes[1] and "9 tokens" in notes[1]
+    assert notes[2] == "1 of 2 rows are more than 10% slower"
 
 
 @pytest.mark.parametrize(("tolerance", "regressed"), [(0.0, True), (0.49, True), (0.51, False)])
@@ -45,10 +47,36 @@ def test_another_machine_and_disturbed_rows_are_told(tmp_path: Path) -> None:
     assert "another machine (another)" in notes[0] and "disturbed" in notes[-1]
 
 
+def test_rows_that_were_not_measured_again_are_named(tmp_path: Path) -> None:
+    left = [row(tokens=tokens) for tokens in (4, 5, 6, 7)]
+    old = read_report(saved(tmp_path / "old", row(), *left))
+    notes = compare(report(row()), old, 0.1)
+    assert "note: 4 rows of" in notes[0] and "not measured: ktconv int4" in notes[0]
+    assert "5 tokens" in notes[0] and "7 tokens" not in notes[0] and notes[0].endswith("...")
+    assert compare(report(row()), read_report(saved(tmp_path / "old", row())), 0.1)[0][0] == "0"
+
+
 def test_nothing_in_common(tmp_path: Path) -> None:
-    old = read_report(saved(tmp_path / "old", row(method="int8")))
-    with pytest.raises(UsageError, match="measured what this run measured"):
-        compare(report(row()), old, 0.1)
+    """Told by keys alone, before anything is measured; rows that are new all the same are new."""
+    old = read_report(saved(tmp_path / "old", row(method="int8"), row(layer=3)))
+    with pytest.raises(UsageError, match=r"no row of .* measured what this run would"):
+        old.expect_any([row().key, row(layer=4).key])
+    old.expect_any([row().key, row(layer=3).key])
+    new = report(row())
+    compare(new, old, 0.1)
+    assert new.rows[0].ratio is None
+
+
+def test_rows_of_shapes_with_two_names(tmp_path: Path) -> None:
+    """Sizes alone tell what may be compared; a name decides between rows of the same sizes."""
+    one, two, three = (
+        row(s, shape=replace(SHAPE, name=n)) for s, n in ((1, "a"), (2, "b"), (4, "c"))
+    )
+    old = read_report(saved(tmp_path / "old", one, two))
+    assert [(old.like(r) or three).median_us for r in (one, two)] == [1e6, 2e6]
+    assert old.like(three) is None
+    alone = read_report(saved(tmp_path / "old", one)).like(three)
+    assert alone and alone.median_us == 1e6
 
 
 def test_newer_names_and_older_reports(tmp_path: Path) -> None:
@@ -61,6 +89,7 @@ def test_newer_names_and_older_reports(tmp_path: Path) -> None:
         "old_median_us",
         "regressed",
         "engine",
+        "layer",
     ):
         del facts[name]
     old = read_report(saved(tmp_path / "old", rows=[facts]))
@@ -73,10 +102,31 @@ def _without(name: str) -> dict[str, Any]:
     return facts
 
 
+def _changed(**changes: Any) -> str:
+    return json.dumps(report().facts() | {"rows": [row().facts() | changes]})
+
+
+ODD: list[tuple[str, Any]] = [
+    ("median_us", "16.0"),
+    ("median_us", None),
+    ("median_us", True),
+    ("routing", ["balanced"]),
+    ("method", {}),
+    ("isa", None),
+    ("engine", 3),
+    ("tokens", "3"),
+    ("tokens", 3.0),
+    ("threads", True),
+    ("parts", [1]),
+    ("layer", "3"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "is not JSON"),
+        ('{"rows":' + "[" * 100_000, "is nested too deeply"),
         ("[]", "is not a report"),
         ("{}", "is not a report"),
         ('{"schema": 1, "passed": true}', "is not a report"),
@@ -86,6 +136,15 @@ def _without(name: str) -> dict[str, Any]:
         (json.dumps(report().facts() | {"rows": [_without("shape")]}), "shape"),
         (json.dumps(report().facts() | {"rows": [row().facts() | {"shape": {}}]}), "hidden"),
         (json.dumps(report().facts() | {"rows": [row().facts() | {"median_us": 0}]}), "above 0"),
+        *((_changed(**{name: value}), name) for name, value in ODD),
+        (_changed(shape={**row().shape, "hidden": "256"}), "shape.hidden is of type str"),
+        (_changed(shape={**row().shape, "name": []}), "shape.name is of type list"),
+        (_changed(shape=[1]), "lacks what a report needs"),
+        (_changed(median_us=-1), "above 0"),
+        (_changed(median_us=float("inf")), "above 0"),
+        (_changed(median_us=float("nan")), "above 0"),
+        (_changed(median_us=10**400), "above 0"),
+        (json.dumps(report(row(1), row(2)).facts()), "two rows measured the same"),
         (json.dumps(report().facts() | {"machine": []}), "lacks what a report needs"),
         (json.dumps(report().facts() | {"rows": 3}), "lacks what a report needs"),
     ],

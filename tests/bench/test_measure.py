@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ktconv.bench import measure
-from ktconv.bench.measure import Batch, Effort, Truth, check, make_batch, sample
+from ktconv.bench.measure import (
+    Batch,
+    Effort,
+    Truth,
+    batch_bytes,
+    check,
+    checked_tokens,
+    make_batch,
+    sample,
+)
 from ktconv.bench.routing import parse_routing
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import VerificationError
@@ -62,17 +73,145 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         check(experts, batch, Truth(experts, batch), pool)
 
 
+Change = Callable[[Any, Any], None]
+
+
+def spoil(experts: Experts, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Each call of the layer is followed by change(ids, y)."""
+    right = experts.layer.call
+
+    def call(pool: Pool, x: Any, ids: Any, weights: Any, y: Any, scratch: Any) -> Any:
+        done = right(pool, x, ids, weights, y, scratch)
+
+        def run() -> None:
+            before = y.copy()
+            done()
+            change(before, y)
+
+        return run
+
+    monkeypatch.setattr(experts.layer, "call", call)
+
+
+def not_written(before: Any, y: Any) -> None:
+    y[100:101] = before[100:101]
+
+
+def zeros(_: Any, y: Any) -> None:
+    y[100:101] = 0
+
+
+def one_bit(_: Any, y: Any) -> None:
+    y[100:101, 5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (not_written, "y of token 100 of 400 is not finite, or not written"),
+        (zeros, "token 100 of 400 comes out differently beside other tokens"),
+        (one_bit, "token 100 of 400 comes out differently beside other tokens"),
+    ],
+)
+def test_every_token_is_looked_at(
+    change: Change, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts, batch = experts_of("int8"), batch_of(400, iterations=1)
+    truth = Truth(experts, batch)
+    assert 100 not in truth.tokens
+    spoil(experts, monkeypatch, change)
+    with Pool(2) as pool, pytest.raises(VerificationError, match=words):
+        check(experts, batch, truth, pool)
+
+
 def test_a_kernel_that_gives_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, batch = experts_of("int8"), batch_of(1, iterations=1)
-    monkeypatch.setattr(experts, "forward", lambda *_: np.full((1, HIDDEN), 0x7FC0, np.uint16))
-    with Pool(1) as pool, pytest.raises(VerificationError, match="wrong"):
+    spoil(experts, monkeypatch, lambda _, y: y.fill(0x7FC0))
+    with Pool(1) as pool, pytest.raises(VerificationError, match="token 0 of 1 is not finite"):
         check(experts, batch, Truth(experts, batch), pool)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 100])
-def test_first_middle_and_last_tokens_are_checked(tokens: int) -> None:
+def test_a_kernel_that_breaks_off_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, batch = experts_of("int8"), batch_of(3, iterations=1)
+    with Pool(1) as pool:
+        check(experts, batch, Truth(experts, batch), pool)
+        spoil(experts, monkeypatch, lambda _, y: y[2:].fill(0xFFFF))
+        with pytest.raises(VerificationError, match="token 2 of 3"):
+            sample(experts, batch, pool, Effort(iterations=1))
+
+
+def test_bits_may_differ_only_where_the_header_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of bf16: AMX levels of float formats."""
+    batch = batch_of(7, iterations=1)
+    for method, level, same in (
+        ("bf16", "amx", False),
+        ("int8", "amx", True),
+        ("gint4-32", "amx", True),
+        ("bf16", "avx512", True),
+    ):
+        experts = experts_of(method)
+        y = f32_to_bf16(np.ones(batch.x.shape, np.float32))
+        near, far = y.copy(), y.copy()
+        near[6, 3] += 1
+        far[6] += 3
+        monkeypatch.setattr(measure, "isa", lambda level=level: level)
+        measure._expect_same(experts, y, y)
+        for other, refused in ((near, same), (far, True)):
+            if refused:
+                with pytest.raises(VerificationError, match="token 6 of 7"):
+                    measure._expect_same(experts, y, other)
+            else:
+                measure._expect_same(experts, y, other)
+
+
+def test_a_routing_without_experts_is_not_what_is_checked() -> None:
+    experts, batch = experts_of("int8"), batch_of(2, iterations=3)
+    batch.ids[0][:] = -1
+    batch.ids[1][:] = -1
+    assert batch.checked == 2
+    truth = Truth(experts, batch)
+    assert truth.ids is batch.ids[2] and truth.packed.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 16])
+def test_all_tokens_of_small_batches_are_checked(tokens: int) -> None:
     experts, batch = experts_of("bf16"), batch_of(tokens, iterations=1)
-    assert Truth(experts, batch).tokens == sorted({0, (tokens - 1) // 2, tokens - 1})
+    assert Truth(experts, batch).tokens == list(range(tokens))
+
+
+@pytest.mark.parametrize("tokens", [17, 100, 1024, 2048, 2049, 5000])
+@pytest.mark.parametrize("most", [3, 20, 1000])
+def test_tokens_of_large_batches_are_checked_far_and_wide(tokens: int, most: int) -> None:
+    origins = np.random.default_rng(tokens).integers(-1, 256, (tokens, 8))
+    chosen = checked_tokens(origins, most)
+    needed = {int(origin) for token in chosen for origin in origins[token] if origin >= 0}
+    assert len(chosen) == 3 or len(needed) <= most
+    assert {0, tokens - 1} <= set(chosen)
+    if most == 1000:
+        assert {2047, 2048} <= set(chosen) or tokens <= 2048
+        assert max(np.diff(chosen)) <= tokens / 15 + 2
+
+
+def test_tokens_that_have_experts_are_checked() -> None:
+    origins = np.full((1000, 2), -1)
+    origins[400:410] = 3
+    assert {400, 409} <= set(checked_tokens(origins, 100))
+
+
+def test_memory_of_a_batch_is_foreseen() -> None:
+    """What NumPy asks for, from drawing to checking."""
+    experts = experts_of("int8")
+    for tokens, effort in ((3000, Effort()), (20_000, Effort(iterations=1))):
+        foreseen = batch_bytes(tokens, HIDDEN, TOP_K, effort)
+        ids = parse_routing("concentrated").iterations(tokens, EXPERTS, TOP_K, 0)
+        with Pool(1) as pool:
+            scratch = experts.layer.scratch(tokens, TOP_K, pool).nbytes
+            tracemalloc.start()
+            batch = make_batch(ids, tokens, HIDDEN, TOP_K, 0, effort)
+            check(experts, batch, Truth(experts, batch), pool)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak <= foreseen + 2 * scratch + (4 << 20)
 
 
 def test_iterations_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,5 +43,23 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words):
             check_plot(tmp_path / name)
     (tmp_path / "full.png").mkdir()
+    with pytest.raises(UsageError, match="is a directory"):
+        check_plot(tmp_path / "full.png")
     with pytest.raises(ResourceError, match="cannot be written"):
         plot(report(*ROWS), tmp_path / "full.png")
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the system, because root may write anywhere."""
+    asked = []
+
+    def access(path: Path, _: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr(os, "access", access)
+    (tmp_path / "there.png").touch()
+    for name in ("new.png", "there.png"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            check_plot(tmp_path / name)
+    assert asked == [tmp_path, tmp_path / "there.png"]

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
-from ktconv.bench.routing import check_trace, parse_routing
+from ktconv.bench.routing import check_replay, check_trace, parse_routing
 from ktconv.errors import UsageError
 
 TOKENS, EXPERTS, TOP_K = 50, 16, 4
@@ -87,19 +89,60 @@ def test_a_trace_must_fit_the_layer(tmp_path: Path) -> None:
         check_trace(routing, experts=8, top_k=3)
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(7, 2), (8, 3)])
+def test_hints_name_what_was_given(experts: int, top_k: int, tmp_path: Path) -> None:
+    """A --model has no --shape."""
+    routing = parse_routing(f"trace:{save(tmp_path / 'a.npz', ids=np.array([[0, 1], [2, 7]]))}")
+    for of_model in (False, True):
+        with pytest.raises(UsageError) as caught:
+            check_trace(routing, experts, top_k, of_model=of_model)
+        told = f"{caught.value} {caught.value.hint}"
+        assert ("shape" in told) is not of_model
+
+
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
         ({"ids": np.array([[0, -2]])}, "below -1"),
         ({"ids": np.zeros((0, 4), np.int64)}, "no usable"),
+        ({"ids": np.zeros((4, 0), np.int64)}, "no usable"),
+        ({"ids": np.zeros((0, 0), np.int64)}, "no usable"),
+        ({"ids": np.zeros((2, 0, 3), np.uint8)}, "no usable"),
+        ({"ids": np.array([[0, 2**64 - 1]], np.uint64)}, "too large"),
+        ({"ids": np.full((4, 2), 2**64 - 1, np.uint64)}, "too large"),
+        ({"ids": np.full((4, 2), -1)}, "-1 alone: no token goes to an expert"),
         ({"ids": np.zeros((4, 2), np.float32)}, "0 arrays that could be"),
         ({"a": np.zeros((4, 2), np.int64), "b": np.zeros((4, 2), np.int64)}, "2 arrays"),
         ({"ids": np.zeros(4, np.int64)}, "0 arrays"),
     ],
 )
-def test_what_is_no_trace(arrays: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_what_is_no_trace(name: str, arrays: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
-        parse_routing(f"trace:{save(tmp_path / 'a.npz', **arrays)}")
+        parse_routing(f"trace:{save(tmp_path / name, **arrays)}")
+
+
+def test_arrays_beside_the_ids_may_be_of_any_type(tmp_path: Path) -> None:
+    """bf16 and FP8 are none of NumPy's, and objects would need pickle."""
+    ids = torch.tensor([[0, 1], [2, 3]])
+    others = {"weights": torch.ones(2, 2, dtype=torch.bfloat16)}
+    others["codes"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_torch_file({"ids": ids, **others}, tmp_path / "a.safetensors")
+    np.savez(tmp_path / "a.npz", ids=ids.numpy(), notes=np.array([["a", None]], object))
+    for name in ("a.safetensors", "a.npz"):
+        routing = parse_routing(f"trace:{tmp_path / name}")
+        assert next(routing.iterations(2, 4, 2, 0)).tolist() == ids.tolist()
+
+
+def test_what_is_replayed_must_name_an_expert(tmp_path: Path) -> None:
+    ids = np.full((6, 2), -1)
+    ids[4, 1] = 3
+    routing = parse_routing(f"trace:{save(tmp_path / 'a.npz', ids=ids)}")
+    check_replay(routing, 5)
+    check_replay(routing, 1000)
+    with pytest.raises(UsageError, match="the first 4 tokens of the trace go to no expert"):
+        check_replay(routing, 4)
+    check_replay(parse_routing("balanced"), 1)
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:

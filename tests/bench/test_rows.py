@@ -88,9 +88,15 @@ def test_rows_with_the_same_key_measure_the_same() -> None:
         "tokens": 4,
         "parts": 2,
         "isa": "scalar",
+        "layer": 0,
     }
     keys = {row(**{name: value}).key for name, value in changes.items()}
     assert len(keys | {row().key}) == len(changes) + 1
+
+
+def test_keys_are_known_before_anything_is_measured() -> None:
+    for changes in ({}, {"layer": 4}, {"isa": "own", "engine": "torch"}):
+        assert subject(**changes).key(LIMITS.threads, LIMITS.isa) == row(**changes).key
 
 
 def test_facts_follow_the_schema() -> None:

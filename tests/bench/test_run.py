@@ -24,6 +24,7 @@ from ktconv.bench.routing import parse_routing
 from ktconv.bench.run import Request, bench, prepare
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.moe import METHODS, method_named
+from ktconv.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quick")
 EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
@@ -199,6 +200,102 @@ def test_a_layer_that_does_not_fit_says_how_many_experts_would(
     with pytest.raises(UsageError) as caught:
         prepare(request(["bf16"], "kimi-k2"))
     assert caught.value.hint == "no useful number would fit"
+
+
+@pytest.mark.parametrize("methods", [("int4", "int8", "bf16"), ("bf16", "mxfp4"), ("fp8",)])
+def test_the_number_that_would_fit_is_that_of_the_largest_method(
+    methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 20 << 30)
+    with pytest.raises(UsageError) as caught:
+        prepare(request(methods, "kimi-k2"))
+    fitting = int(str(caught.value.hint).split()[1])
+    prepare(request(methods, "kimi-k2", experts=fitting))
+    with pytest.raises(UsageError):
+        prepare(request(methods, "kimi-k2", experts=fitting + 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "gib"),
+    [
+        ("32,32,4096,4096", {"tokens": (1, 1 << 20)}, 30),  # ids: 32 GiB a routing
+        ("64,64,1024,1", {"tokens": (1 << 20,)}, 16),  # what it is drawn from: 24 GiB
+        ("4096,128,8,1", {"tokens": (1 << 20,)}, 14),  # x and y
+        ("128,4096,64,64", {"tokens": (2048,), "threads": (64,)}, 3),  # between the projections
+    ],
+)
+def test_batches_that_do_not_fit(
+    shape: str, changes: dict[str, Any], gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: gib << 30)
+    most = max(changes["tokens"])
+    with pytest.raises(UsageError, match=f"^{most} tokens of {shape} take .* machine has free"):
+        prepare(request(["bf16"], shape, **changes))
+    prepare(request(["bf16"], shape, **changes | {"tokens": (1,)}))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_scratch_is_foreseen(method: str, parts: int) -> None:
+    """At most what the library asks for, and not many times as much."""
+    one = Pool(1)
+    for shape in map(parse_shape, ("128,256,5,2", "1024,512,3,3", "256,2048,17,1")):
+        experts = run._packed(request(parts=parts), method_named(method), shape, {1: one})
+        for threads in (1, 2, 5):
+            with Pool(threads) as pool:
+                for tokens in (1, 31, 2048, 5000):
+                    size = experts.layer.scratch(tokens, shape.top_k, pool).nbytes
+                    foreseen = run.scratch_bytes(shape, parts, tokens, threads)
+                    assert size <= foreseen <= 4 * size + (8 << 20)
+    one.close()
+
+
+def test_what_can_be_compared_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same keys as those of the rows that come out."""
+    convert(EXAMPLE, tmp_path / "model", method="int8")
+    for asked in (
+        request(["int4", "bf16"], "96,256,4,2", skip=True, tokens=(1, 9), threads=(1, 2)),
+        request([], shapes=(), model=tmp_path / "model", layer=1, tokens=(2,)),
+    ):
+        told: list[Any] = []
+        rows = bench(asked, quiet, told.extend).rows
+        assert told == [row.key for row in rows]
+        assert {row.layer for row in rows} == {asked.layer}
+
+    def refuse(_: Any) -> None:
+        raise UsageError("nothing in common")
+
+    monkeypatch.setattr(run, "_measure_machine", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UsageError, match="nothing in common"):
+        bench(request(), quiet, refuse)
+
+
+def test_a_model_on_a_machine_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(EXAMPLE, tmp_path / "model", method="int8")
+    asked = request([], shapes=(), model=tmp_path / "model")
+    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 100 << 20)
+    for read, tokens, words in (
+        (1 << 30, 1, "measuring memory takes"),
+        (1, 1 << 20, "1048576 tok"),
+    ):
+        monkeypatch.setattr(run, "read_size", lambda read=read: read)
+        with pytest.raises(UsageError, match=f"^{words}.* than this machine has free"):
+            bench(replace(asked, tokens=(tokens,)), quiet)
+
+
+def test_a_trace_that_does_not_fit_a_model(tmp_path: Path) -> None:
+    convert(EXAMPLE, tmp_path / "model", method="int8")
+    for ids, words in (([[0, 99]], "sends token 0 to expert 99"), ([[0, 1, 2]], "has 3 experts")):
+        np.savez(tmp_path / "trace.npz", ids=np.array(ids))
+        routing = parse_routing(f"trace:{tmp_path / 'trace.npz'}")
+        asked = request([], shapes=(), model=tmp_path / "model", routing=routing, top_k=2)
+        with pytest.raises(UsageError, match=words) as caught:
+            bench(asked, quiet)
+        assert "--shape" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_methods_may_be_skipped_but_not_all() -> None:

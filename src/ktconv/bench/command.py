@@ -19,6 +19,7 @@ from ktconv.units import parse_ranges
 # Rarely needed, and heavier than the rest: compare, plots and pack_stage are imported where used.
 
 Say = Callable[[str], None]
+Show = Callable[[str], None]
 
 DEFAULT_METHODS = "int4,int8,bf16"
 DEFAULT_SHAPE = "qwen3-30b-a3b"
@@ -31,7 +32,7 @@ class Options:
 
     methods: str = ""
     shapes: tuple[str, ...] = ()
-    model: Path | None = None
+    model: str | None = None
     layer: int | None = None
     top_k: int | None = None
     experts: int | None = None
@@ -47,10 +48,12 @@ class Options:
     compare: Path | None = None
     tolerance: float = 0.1
     peers: bool = False
+    given: frozenset[str] = frozenset()  # names of those that were written, as --top-k
 
 
-def run(options: Options, form: str, say: Say) -> tuple[str, int]:
-    """What goes to stdout, and how many rows regressed against --compare."""
+def run(options: Options, form: str, say: Say, show: Show) -> int:
+    """Shows the report in one of render.FORMATS; returns how many rows regressed against
+    --compare."""
     request = prepare(_request(options))
     for path in options.plots:
         from ktconv.bench.plots import check_plot
@@ -61,34 +64,37 @@ def run(options: Options, form: str, say: Say) -> tuple[str, int]:
         from ktconv.bench.compare import read_report
 
         old = read_report(options.compare)
-    report = bench(request, say)
-    for path in options.plots:
-        from ktconv.bench.plots import plot
-
-        plot(report, path)
+    foreseen = old and not request.peers  # peers' rows are known when they are measured
+    report = bench(request, say, old.expect_any if old and foreseen else None)
     if old is not None:
         from ktconv.bench.compare import compare
 
         for note in compare(report, old, options.tolerance):
             say(note)
-    return render(report, form), sum(bool(row.regressed) for row in report.rows)
+    show(render(report, form))
+    for path in options.plots:
+        from ktconv.bench.plots import plot
+
+        plot(report, path)
+    return sum(bool(row.regressed) for row in report.rows)
 
 
-def run_packing(options: Options, form: str, say: Say) -> str:
-    """What `--stage pack` prints."""
-    from ktconv.bench.pack_stage import bench_packing, render_packing
+_PACKING = {"--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format"}
 
-    unfit = {
-        "--model": options.model,
-        "--plot": options.plots,
-        "--compare": options.compare,
-        "--peers": options.peers,
-    }
-    for name in (name for name, given in unfit.items() if given):
+
+def run_packing(options: Options, form: str, say: Say, show: Show) -> None:
+    """Shows what `--stage pack` measures."""
+    from ktconv.bench.pack_stage import bench_packing, packable, render_packing
+
+    for name in sorted(options.given - _PACKING):
         raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
-    names = [method.name for method in _methods(options.methods or "int4,int8")]
-    rows = bench_packing(names, _shapes(options), _isas(options.isas), say)
-    return render_packing(rows, form)
+    text = options.methods.strip()
+    methods = packable() if text in ("", "all") else [method.name for method in _methods(text)]
+    effort = Effort(options.seconds, options.iterations)
+    rows = bench_packing(
+        methods, _shapes(options), _isas(options.isas), say, effort=effort, seed=options.seed
+    )
+    show(render_packing(rows, form))
 
 
 def _request(options: Options) -> Request:
@@ -98,8 +104,8 @@ def _request(options: Options) -> Request:
                 "--model brings its own weights",
                 "leave --method, --shape, --experts and --numa out",
             )
-        if not options.model.is_dir():
-            raise UsageError(f"there is no directory {options.model}")
+        if not options.model or not Path(options.model).is_dir():
+            raise UsageError(f"there is no directory {options.model or '(an empty name)'}")
     elif options.layer is not None or options.top_k is not None:
         raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")
     return Request(
@@ -109,7 +115,7 @@ def _request(options: Options) -> Request:
         threads=_threads(options.threads),
         isas=_isas(options.isas),
         routing=parse_routing(options.routing),
-        model=options.model,
+        model=None if options.model is None else Path(options.model),
         layer=options.layer,
         top_k=options.top_k,
         experts=options.experts,
@@ -128,7 +134,8 @@ def _methods(text: str) -> tuple[Method, ...]:
 
 
 def _shapes(options: Options) -> tuple[Shape, ...]:
-    return tuple(parse_shape(text) for text in options.shapes or (DEFAULT_SHAPE,))
+    texts = options.shapes or (DEFAULT_SHAPE,)
+    return tuple(dict.fromkeys(parse_shape(text) for text in texts))
 
 
 def _numbers(text: str, option: str, most: int) -> tuple[int, ...]:
@@ -143,11 +150,13 @@ def _threads(text: str) -> tuple[int, ...]:
 
 
 def _isas(text: str) -> tuple[str, ...]:
-    available = native.isa_available()
+    available, highest = native.isa_available(), native.isa()
+    levels = list(native.ISA_NAMES.values())
+    allowed = [name for name in available if levels.index(name) <= levels.index(highest)]
     if text == "auto":
-        return (native.isa(),)
+        return (highest,)
     if text == "all":
-        return tuple(available)
+        return tuple(allowed)  # KTCONV_ISA only lowers
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in native.ISA_NAMES.values():
@@ -157,4 +166,9 @@ def _isas(text: str) -> tuple[str, ...]:
             )
         if name not in available:
             raise UsageError(f"this machine lacks {name}", f"it has: {', '.join(available)}")
+        if name not in allowed:
+            raise UsageError(
+                f"--isa {name} is above KTCONV_ISA={highest}, which only lowers",
+                "unset KTCONV_ISA, or leave the level out",
+            )
     return names

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ class Truth:
         x, ids, weights = self._inputs
         rounded, packed = np.zeros(x.shape, np.float32), np.zeros(x.shape, np.float32)
         for origin in np.unique(self._origins[self._origins >= 0]):
-            matrices = self._experts.values(int(origin))
-            arguments = (x, np.where(self._origins == origin, ids, -1), weights, lambda _: matrices)
+            once = lru_cache(1)(self._experts.values)
+            arguments = (x, np.where(self._origins == origin, ids, -1), weights, once)
             rounded += self._experts.reference(*arguments, rounded=True)
             packed += self._experts.reference(*arguments)
         return rounded, packed
@@ -151,7 +151,8 @@ def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Errors:
     tokens are held against float32.
     """
     y = np.full_like(batch.x, _UNWRITTEN)
-    scratch = experts.layer.scratch(*truth.ids.shape, pool)
+    tokens, top_k = truth.ids.shape
+    scratch = experts.layer.scratch(tokens, top_k, pool)
     experts.layer.call(pool, batch.x, truth.ids, batch.weights, y, scratch)()
     _expect_finite(experts, y)
     apart = _in_pieces(experts, batch, truth, pool)
@@ -232,7 +233,8 @@ def relative_error(got: Array, expected: Array) -> float:
 def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample:
     """Iterations in turn on the batch's ids. Only the C call is timed."""
     y = np.full_like(batch.x, _UNWRITTEN)
-    scratch = experts.layer.scratch(*batch.weights.shape, pool)
+    tokens, top_k = batch.weights.shape
+    scratch = experts.layer.scratch(tokens, top_k, pool)
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
     for call in calls[:WARM_UP] if effort.iterations is None else calls[:1]:
         call()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,24 +15,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv import native
+from ktconv import machine, native
 from ktconv.bench.fingerprint import fingerprint
+from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
 from ktconv.bench.render import csv_text, markdown, table
 from ktconv.errors import UsageError
 from ktconv.formats.decode import f32_to_bf16
+from ktconv.moe import METHODS
+from ktconv.units import format_size
 
 Array = NDArray[Any]
 
+SCHEMA = 1  # docs/bench-pack.schema.json
 SOURCES = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
 _WORKING_SET = 128 << 20  # bytes of source per pass
 _SCALAR_SHARE = 8  # scalar code is so much slower that it gets an eighth of the work
-_REPEATS = 5
+_SHARE_OF_MEMORY = 0.8
+_MOST_ITEM = 4  # bytes of an element of a source, at most
 
 
 @dataclass(frozen=True, slots=True)
 class PackRow:
-    """One measured case; rates are of source bytes."""
+    """One measured case; rates are of source bytes. See docs/bench-pack.schema.json."""
 
     method: str
     source: str
@@ -46,46 +50,84 @@ class PackRow:
     share_of_memcpy: float
 
 
+def packable() -> list[str]:
+    """Methods that have a packer."""
+    return [name for name in METHODS if name in native.FORMATS]
+
+
 def bench_packing(
-    methods: Sequence[str], shapes: Sequence[Shape], isas: Sequence[str], say: Callable[[str], None]
+    methods: Sequence[str],
+    shapes: Sequence[Shape],
+    isas: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
 ) -> list[PackRow]:
-    """Gate matrices [I, H] of each shape. Raises UsageError for a method without a packer."""
+    """Gate matrices [I, H] of each shape. Raises UsageError, before it measures, for a method
+    without a packer and for matrices that it or this machine cannot hold."""
+    for method in methods:
+        _check(method, shapes)
     rows: list[PackRow] = []
     before = native.isa()
     try:
         for method in methods:
-            if method not in native.FORMATS:
-                known = ", ".join(native.FORMATS)
-                raise UsageError(f"--stage pack cannot measure {method}", f"it can: {known}")
             for shape in shapes:
                 for source in SOURCES:
                     say(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
-                    rows += _case(method, source, shape.intermediate, shape.hidden, isas)
+                    rows += _case(method, source, shape, isas, effort or Effort(), seed)
     finally:
         native.use_isa(before)
     return rows
 
 
-def _case(method: str, source: str, rows: int, cols: int, isas: Sequence[str]) -> list[PackRow]:
-    try:
-        size = native.packed_size(method, rows, cols)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    stored = _stored(source, rows, cols)
-    count = max(_SCALAR_SHARE, _WORKING_SET // stored.nbytes)
+def _check(method: str, shapes: Sequence[Shape]) -> None:
+    if method not in packable():
+        raise UsageError(
+            f"--stage pack cannot measure {method}", f"it can: {', '.join(packable())}"
+        )
+    for shape in shapes:
+        rows, cols = shape.intermediate, shape.hidden
+        try:
+            size = native.packed_size(method, rows, cols)
+        except ValueError as error:
+            raise UsageError(str(error), "give another --shape") from None
+        source = _MOST_ITEM * rows * cols
+        # Drawing one takes four times its size; of each there is one to pack and two to copy.
+        needed = 4 * source + _count(source) * (3 * source + size + 4 * rows)
+        if needed > _SHARE_OF_MEMORY * machine.available_memory():
+            raise UsageError(
+                f"measuring with {rows} x {cols} takes {format_size(needed)}, more than this "
+                "machine has free",
+                "give a smaller --shape",
+            )
+
+
+def _count(nbytes: int) -> int:
+    """Matrices that are packed in turn."""
+    return max(_SCALAR_SHARE, _WORKING_SET // nbytes)
+
+
+def _case(
+    method: str, source: str, shape: Shape, isas: Sequence[str], effort: Effort, seed: int
+) -> list[PackRow]:
+    rows, cols = shape.intermediate, shape.hidden
+    size = native.packed_size(method, rows, cols)
+    stored = _stored(source, rows, cols, seed)
+    count = _count(stored.nbytes)
     matrices = [_matrix(stored.copy(), source, rows, cols) for _ in range(count)]
     packed = [np.zeros(size, np.uint8) for _ in matrices]
     scales = [np.zeros(rows, np.float32) for _ in matrices]
     scratch = native.new_scratch(cols)
-    copied = _copy_rate(stored.nbytes * count)
+    copied = _copy_rate(stored.nbytes * count, effort)
     found = []
     for isa in isas:
         native.use_isa(isa)
         used = max(1, count // _SCALAR_SHARE) if isa == "scalar" else count
         work = list(zip(matrices, packed, scales, strict=True))[:used]
         nbytes = stored.nbytes * used
-        pack = _rate(partial(_pack_all, method, work, scratch), nbytes)
-        audit = _rate(partial(_audit_all, method, work), nbytes)
+        pack = _rate(partial(_pack_all, method, work, scratch), nbytes, effort)
+        audit = _rate(partial(_audit_all, method, work), nbytes, effort)
         found.append(PackRow(method, source, rows, cols, isa, pack, audit, copied, pack / copied))
     return found
 
@@ -103,9 +145,9 @@ def _audit_all(method: str, work: Work) -> None:
         native.audit(method, matrix, matrix.rows, 0, packed, scale)
 
 
-def _stored(source: str, rows: int, cols: int) -> Array:
+def _stored(source: str, rows: int, cols: int, seed: int) -> Array:
     """Ordinary weights as bytes of a safetensors dtype (FP8: random codes)."""
-    rng, dtype = np.random.default_rng(0), _dtype(source)
+    rng, dtype = np.random.default_rng(seed), _dtype(source)
     if dtype == "F8_E4M3":
         return rng.integers(0, 0x7F, rows * cols, np.uint8)
     values = rng.standard_normal(rows * cols, np.float32) * np.float32(0.02)
@@ -130,21 +172,16 @@ def _dtype(source: str) -> str:
     return source.partition(" ")[0]
 
 
-def _copy_rate(nbytes: int) -> float:
+def _copy_rate(nbytes: int, effort: Effort) -> float:
     source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
     np.copyto(target, source)
-    return _rate(lambda: np.copyto(target, source), nbytes)
+    return _rate(lambda: np.copyto(target, source), nbytes, effort)
 
 
-def _rate(work: Callable[[], object], nbytes: int) -> float:
-    """GB/s, the median of a few passes after one that warms up."""
+def _rate(work: Callable[[], None], nbytes: int, effort: Effort) -> float:
+    """GB/s, the median of some passes after one that warms up."""
     work()
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return nbytes / 1e9 / statistics.median(times)
+    return nbytes / 1e9 / statistics.median(timed([work], effort))
 
 
 _HEADS = ("method", "source", "matrix", "isa", "pack GB/s", "audit GB/s", "memcpy GB/s", "share")
@@ -155,7 +192,7 @@ def render_packing(rows: Sequence[PackRow], form: str) -> str:
     """In one of render.FORMATS."""
     facts = [asdict(row) for row in rows]
     if form == "json":
-        report = {"schema": 1, "stage": "pack", "machine": fingerprint(), "rows": facts}
+        report = {"schema": SCHEMA, "stage": "pack", "machine": fingerprint(), "rows": facts}
         return json.dumps(report, indent=1)
     if form == "jsonl":
         return "\n".join(json.dumps(fact) for fact in facts)

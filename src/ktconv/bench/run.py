@@ -12,25 +12,33 @@ from typing import Any
 from ktconv import machine, native
 from ktconv.bench.fingerprint import fingerprint, largest_cache
 from ktconv.bench.limits import Limits, Meter, read_size
-from ktconv.bench.measure import Batch, Effort, Truth, check, make_batch, sample
+from ktconv.bench.measure import (
+    Batch,
+    Effort,
+    Truth,
+    batch_bytes,
+    check,
+    kept_routings,
+    make_batch,
+    sample,
+)
 from ktconv.bench.presets import Shape
-from ktconv.bench.routing import Routing, check_trace, parse_routing
-from ktconv.bench.rows import Row, Subject, judge
+from ktconv.bench.routing import Routing, check_replay, check_trace, parse_routing
+from ktconv.bench.rows import Key, Row, Subject, judge
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import UsageError
-from ktconv.moe import Experts, Method, experts_per_token, open_experts, pack_experts
+from ktconv.moe import Experts, Method, experts_per_token, pack_experts
 from ktconv.moe.experts import check_shape
+from ktconv.moe.opened import open_layer
 from ktconv.pool import Pool
 from ktconv.units import format_size
 
 Say = Callable[[str], None]
-Layer = tuple[Callable[[], Experts], Shape]  # how to make it: there is memory for one at a time
 
 SCHEMA = 1
 _DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
 _DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
 _WORKING_COPIES = 4  # of an expert as float32, while it is quantized
-_TOKEN_COPIES = 6  # of all tokens as bf16: x, y and what they are made from
 _SHARE_OF_MEMORY = 0.8
 _CACHES = 2  # a layer must be larger than so many last-level caches to come from memory
 
@@ -54,6 +62,17 @@ class Request:
     seed: int = 0
     skip: bool = False  # leave out methods that cannot hold a shape, instead of refusing
     peers: bool = False  # other implementations too, where they are installed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How to make it: there is memory for one at a time. `number`: of a model."""
+
+    make: Callable[[], Experts]
+    method: Method
+    shape: Shape
+    parts: int
+    number: int | None = None
 
 
 @dataclass
@@ -86,10 +105,17 @@ def prepare(request: Request) -> Request:
     request = replace(request, shapes=shapes)
     for shape in shapes:
         check_trace(request.routing, shape.experts, shape.top_k)
+        _check_replays(request, shape)
         for method in _methods_for(request, shape):
             check_shape(method, shape.hidden, shape.intermediate, request.parts)
-            _check_memory(method, shape, request.parts, max(request.tokens))
+        _check_memory(request, shape)
     return request
+
+
+def _check_replays(request: Request, shape: Shape) -> None:
+    for tokens in request.tokens:
+        kept = kept_routings(tokens, shape.top_k, request.effort)
+        check_replay(request.routing, tokens * kept)
 
 
 def _methods_for(request: Request, shape: Shape) -> list[Method]:
@@ -116,20 +142,62 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
     return shape.with_experts(experts)
 
 
-def _check_memory(method: Method, shape: Shape, parts: int, tokens: int) -> None:
-    each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
+def _check_memory(request: Request, shape: Shape) -> None:
+    """The layer of every method must fit, with what a batch of the most tokens needs."""
     as_numbers = 3 * 4 * shape.hidden * shape.intermediate
     working = as_numbers * (_different(shape) + _WORKING_COPIES) + read_size()
-    working += _TOKEN_COPIES * 2 * shape.hidden * tokens
-    room = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
-    if each * shape.experts > room:
-        fitting = max(0, room // each)
+    room = _check_batch_memory(request, shape, request.parts, working)
+    per_expert = _drawn_bytes(request)
+    sizes = {
+        method: method.expert_bytes(shape.hidden, shape.intermediate, request.parts)
+        for method in _methods_for(request, shape)
+    }
+    method = max(sizes, key=lambda method: sizes[method])
+    each = sizes[method]
+    if (each + per_expert) * shape.experts > room:
+        fitting = max(0, room // (each + per_expert))
         way = f"--experts {fitting} would" if fitting >= shape.top_k else "no useful number would"
         raise UsageError(
             f"{shape.experts} experts of {shape.name} in {method.name} take "
             f"{format_size(each * shape.experts)}, more than this machine has free",
             f"{way} fit",
         )
+
+
+def _check_batch_memory(request: Request, shape: Shape, parts: int, working: int = 0) -> int:
+    """Bytes left for the experts beside `working` and the largest batch; UsageError if none."""
+    free = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
+    tokens = max(request.tokens)
+    batch = batch_bytes(tokens, shape.hidden, shape.top_k, request.effort)
+    batch += scratch_bytes(shape, parts, tokens, max(request.threads))
+    routing = _drawn_bytes(request) * shape.experts
+    if batch + routing > free and batch + routing > working:
+        raise UsageError(
+            f"{tokens} tokens of {shape.name} take {format_size(batch + routing)}, more than "
+            "this machine has free",
+            "give fewer --tokens",
+        )
+    return free - batch
+
+
+def _drawn_bytes(request: Request) -> int:
+    """Per expert: a routing is drawn by sorting random numbers, one per token and expert."""
+    draws = request.routing.kind in ("balanced", "zipf")
+    return 3 * 8 * max(request.tokens) if draws else 0
+
+
+def scratch_bytes(shape: Shape, parts: int, tokens: int, threads: int) -> int:
+    """kt_moe_scratch_size at most, of layers that are not made yet; see native/src/moe/forward.c.
+
+    Rows of activations take two bytes each at most, with a line or two for scales.
+    """
+    most = min(tokens, 2048)
+    slots, width = most * shape.top_k, shape.intermediate // parts
+    x_row, middle_row = 2 * shape.hidden + 256, 2 * width + 256
+    team = most * x_row + slots * (4 * width + middle_row)
+    thread = 96 * x_row + 4 * shape.hidden + (1 << 20)
+    partial = 4 * most * shape.hidden
+    return parts * (team + partial) + threads * thread + 32 * (slots + shape.experts) + (1 << 20)
 
 
 def _different(shape: Shape) -> int:
@@ -140,10 +208,13 @@ def _different(shape: Shape) -> int:
 # ---- measuring ----
 
 
-def bench(request: Request, say: Say) -> Report:
-    """Measures. `say` hears what is being done, for people."""
+def bench(request: Request, say: Say, expect: Callable[[list[Key]], None] | None = None) -> Report:
+    """Measures. `say` hears what is being done, for people; `expect` which rows of ours will be
+    measured, and may raise before anything is."""
     request = prepare(request)
     opened = None if request.model is None else _opened(request, request.model, say)
+    if expect:
+        expect(_planned(request, opened))
     report = Report(fingerprint())
     with ExitStack() as stack:
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
@@ -169,11 +240,35 @@ def _progress(row: Row) -> str:
 def _all_rows(
     request: Request, layers: Iterable[Layer], pools: dict[int, Pool], meter: Meter, say: Say
 ) -> Iterator[Iterator[Row]]:
-    for make, shape in layers:
-        yield _rows(request, make(), shape, pools, meter)
+    for layer in layers:
+        yield _rows(request, layer, pools, meter)
     if request.peers:
         for shape in request.shapes:
             yield _peer_rows(request, shape, pools, meter, say)
+
+
+def _planned(request: Request, opened: Layer | None) -> list[Key]:
+    layers = [opened] if opened else [_unmade(request, *pair) for pair in _pairs(request)]
+    return [
+        _subject(layer, request.routing.text, tokens).key(threads, isa)
+        for layer in layers
+        for tokens in request.tokens
+        for isa in request.isas
+        for threads in request.threads
+    ]
+
+
+def _pairs(request: Request) -> Iterator[tuple[Method, Shape]]:
+    for shape in request.shapes:
+        for method in _methods_for(request, shape):
+            yield method, shape
+
+
+def _unmade(
+    request: Request, method: Method, shape: Shape, pools: dict[int, Pool] | None = None
+) -> Layer:
+    make = partial(_packed, request, method, shape, pools or {})
+    return Layer(make, method, shape, request.parts)
 
 
 @contextmanager
@@ -204,7 +299,7 @@ def _packed_layers(request: Request, pools: dict[int, Pool], say: Say) -> Iterat
             say(f"{shape.name} cannot be held by {', '.join(left_out)}: left out")
         for method in methods:
             say(f"{shape.name}, {method.name}: packing {shape.experts} experts")
-            yield partial(_packed, request, method, shape, pools), shape
+            yield _unmade(request, method, shape, pools)
 
 
 def _packed(request: Request, method: Method, shape: Shape, pools: dict[int, Pool]) -> Experts:
@@ -231,7 +326,7 @@ def home(part: int, parts: int, nodes: int) -> int:
 
 
 def _opened(request: Request, model: Path, say: Say) -> Layer:
-    experts, name = open_experts(model, request.layer), model.resolve().name
+    (number, experts), name = open_layer(model, request.layer), model.resolve().name
     top_k = request.top_k or min(experts_per_token(model), experts.count)
     if top_k > experts.count:
         raise UsageError(
@@ -241,21 +336,25 @@ def _opened(request: Request, model: Path, say: Say) -> Layer:
     shape = Shape(
         name, experts.hidden, experts.intermediate, experts.count, top_k, experts.activation
     )
-    check_trace(request.routing, shape.experts, shape.top_k)
+    check_trace(request.routing, shape.experts, shape.top_k, of_model=True)
+    _check_replays(request, shape)
+    if _check_batch_memory(request, shape, experts.parts, read_size()) < 0:
+        raise UsageError(
+            f"measuring memory takes {format_size(read_size())}, more than this machine has free"
+        )
     say(f"{name}: {experts.method.name}, {experts.count} experts, {experts.parts} part(s)")
-    return (lambda: experts), shape
+    return Layer(lambda: experts, experts.method, shape, experts.parts, number)
 
 
-def _rows(
-    request: Request, experts: Experts, shape: Shape, pools: dict[int, Pool], meter: Meter
-) -> Iterator[Row]:
+def _rows(request: Request, layer: Layer, pools: dict[int, Pool], meter: Meter) -> Iterator[Row]:
+    experts, shape = layer.make(), layer.shape
     for pool in pools.values():
         experts.layer.touch(pool)
     for tokens in request.tokens:
         ids = request.routing.iterations(tokens, shape.experts, shape.top_k, request.seed)
         batch = make_batch(ids, tokens, shape.hidden, shape.top_k, request.seed, request.effort)
         truth = Truth(experts, batch)
-        subject = _subject(experts, shape, request.routing.text, tokens)
+        subject = _subject(layer, request.routing.text, tokens)
         for isa in request.isas:
             native.use_isa(isa)
             for pool in pools.values():
@@ -280,17 +379,20 @@ def _peer_rows(
     return peer_rows(setting, pools, meter, say, isa=request.isas[-1])
 
 
-def _subject(experts: Experts, shape: Shape, routing: str, tokens: int) -> Subject:
+def _subject(layer: Layer, routing: str, tokens: int) -> Subject:
+    method, shape = layer.method, layer.shape
+    each = method.expert_bytes(shape.hidden, shape.intermediate, layer.parts)
     return Subject(
         engine="ktconv",
-        method=experts.method.name,
-        unit=experts.method.unit,
+        method=method.name,
+        unit=method.unit,
         shape=shape,
         routing=routing,
         tokens=tokens,
-        parts=experts.parts,
-        expert_bytes=experts.expert_bytes,
-        in_cache=experts.expert_bytes * shape.experts < _CACHES * largest_cache(),
+        parts=layer.parts,
+        expert_bytes=each,
+        in_cache=each * shape.experts < _CACHES * largest_cache(),
+        layer=layer.number,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +83,8 @@ def _name(text: Mapping[str, Any], key: str) -> str:
 
 
 def _odd(key: str, value: object, wanted: str) -> CheckpointError:
-    shown = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+    containers: dict[type, str] = {list: "a list", dict: "an object"}
+    shown = containers.get(type(value)) or json.dumps(value)
     return CheckpointError(
         f"{CONFIG_NAME} gives {key} as {shown}, which is not {wanted}",
         f"correct {key}, or copy the config.json that belongs to the model",
