@@ -49,7 +49,7 @@ def _yaml(name: str) -> str:
 def model_card(plan: Plan) -> str:
     name = " ".join(model_name(plan.checkpoint.path).split())
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    experts = sorted({len(layer.experts) for layer in layers})
+    experts = sorted({len(unit.experts) for unit in plan.layers})
     content = "expert weights only" if not plan.others else "all tensors"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
@@ -65,10 +65,10 @@ tags:
 - {plan.options.method}
 ---
 
-# {name}: CPU experts in {plan.format.name}
+# {name}: CPU experts in {plan.target.name}
 
 The routed experts of {name}, quantized for KTransformers' CPU kernels:
-{plan.format.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+{plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
 - Experts per layer: {", ".join(map(str, experts))}

@@ -24,7 +24,8 @@ from ktconv.errors import KtconvError
 from ktconv.units import format_ranges, format_size, parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.quantize_cpu import Outlook, Report
+    from ktconv.conversion import Report
+    from ktconv.quantize_cpu import Outlook
 
 app = typer.Typer(
     name="ktconv",
@@ -629,7 +630,7 @@ def outlook_facts(outlook: Outlook) -> dict[str, Any]:
         "layers": len(chosen),
         "layer_indices": [layer.index for layer in chosen],
         "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
-        "experts": max(len(layer.experts) for layer in chosen),
+        "experts": max(len(unit.experts) for unit in outlook.units),
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
         "encodings": sorted({layer.encoding for layer in chosen}),
@@ -651,7 +652,7 @@ def outlook_facts(outlook: Outlook) -> dict[str, Any]:
 
 def report_facts(report: Report) -> dict[str, Any]:
     """The JSON of a finished run."""
-    from ktconv.quantize_cpu import peak_rss
+    from ktconv.conversion import peak_rss
 
     return outlook_facts(report.outlook) | {
         "seconds": round(report.seconds, 3),
@@ -695,7 +696,7 @@ def _print_outlook(outlook: Outlook) -> None:
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
-        "write": f"{outlook.plan.format.name}, {facts['numa']} NUMA part(s), {container}",
+        "write": f"{outlook.plan.target.name}, {facts['numa']} NUMA part(s), {container}",
         "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
         "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
         f"plus index and manifest",
@@ -712,7 +713,7 @@ def _print_outlook(outlook: Outlook) -> None:
 
 
 def _print_report(report: Report) -> None:
-    from ktconv.quantize_cpu import describe_units
+    from ktconv.conversion import describe_units
 
     output = report.outlook.request.output
     if not report.converted and report.complete:

@@ -180,6 +180,8 @@ class Pipeline(Generic[Buffers]):
                 self._ready.append((job, task))
                 self._ready_bytes += task.source_bytes
                 self._prefetch.put(task)
+            if not tasks:  # a layer none of whose experts are converted
+                self._commits.put(job)
 
     def _advance(self, source_bytes: int) -> None:
         with self._changed:

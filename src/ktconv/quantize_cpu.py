@@ -2,53 +2,40 @@
 
     report = quantize_cpu(Request(model="path/to/model", output=Path("out")))
 
-The steps are: plan from headers; check output, memory and disk; convert unit by unit;
-write index and manifest when every unit is there. Everything that was finished stays
-finished, whatever happens.
+Planning is here and in `plan`; how a run locks, resumes and finishes is in `conversion`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from ktconv import __version__, machine, native
+from ktconv import conversion, machine, native
 from ktconv.card import model_card
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint, source_identity
-from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
-from ktconv.output import OutputState
-from ktconv.pipeline import Job, Observer, Pipeline
-from ktconv.plan import Options, Plan, Unit, kt_files, make_plan
+from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.conversion import (
+    MEMORY_MARGIN,
+    BufferedTask,
+    Conversion,
+    OutputState,
+    Report,
+    SilentObserver,
+    manifest_memory,
+    refuse_nested,
+)
+from ktconv.copying import BufferSizes
+from ktconv.errors import ResourceError, UsageError
+from ktconv.formats import FORMATS
+from ktconv.pipeline import Observer
+from ktconv.plan import Options, Plan, Unit, make_plan
 from ktconv.source import SourceReader
-from ktconv.tasks import Buffers, BufferSizes, CopyTask, QuantizeTask
-from ktconv.units import format_ranges, format_size
-from ktconv.writer.files import sync_directory, translated
-from ktconv.writer.finish import (
-    MANIFEST,
-    copy_sidecars,
-    read_manifest,
-    write_card,
-    write_index,
-    write_manifest,
-)
-from ktconv.writer.journal import (
-    OTHERS_BYTE,
-    Journal,
-    OutputLock,
-    Record,
-    differences,
-)
-from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
+from ktconv.tasks import QuantizeTask, quantize_buffers
+from ktconv.units import format_size
+from ktconv.writer.journal import Journal
 
-DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
-MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
-MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
+Outlook: TypeAlias = conversion.Outlook[Options]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,49 +53,6 @@ class Request:
     finalize: bool = False  # only write index and manifest of finished layers
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A planned conversion with what it will need here; what `--dry-run` prints."""
-
-    request: Request
-    plan: Plan
-    units: Sequence[Unit]  # the layers this run is for
-    threads: int
-    peak_memory: int
-    disk_free: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a run did."""
-
-    outlook: Outlook
-    converted: Sequence[str]  # keys of units written now
-    kept: Sequence[str]  # keys of units that were there
-    missing: Sequence[str]  # keys of units that other runs must still do
-    complete: bool
-    seconds: float
-    source_bytes: int  # read by this run
-    worst: tuple[str, float] | None = None  # tensor and relative RMS error
-    mean_error: float | None = None
-
-
-class SilentObserver:
-    """Tells nobody."""
-
-    def begin(self, keys: list[str]) -> None:
-        pass
-
-    def advanced(self, source_bytes: int) -> None:
-        pass
-
-    def unit_started(self, key: str) -> None:
-        pass
-
-    def unit_finished(self, key: str) -> None:
-        pass
-
-
 def prepare(request: Request) -> Outlook:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
     if request.overwrite and request.finalize:
@@ -118,7 +62,7 @@ def prepare(request: Request) -> Outlook:
     if options.numa == 0:
         options = Options(**{**options.as_dict(), "numa": machine.numa_nodes()})  # type: ignore[arg-type]
     checkpoint = open_checkpoint(request.model)
-    _refuse_nested(checkpoint.path, request.output)
+    refuse_nested(checkpoint.path, request.output)
     plan = make_plan(checkpoint, options)
     OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)
@@ -131,24 +75,14 @@ def quantize_cpu(
 ) -> Report:
     """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     outlook = outlook or prepare(request)
-    conversion = Conversion(outlook, observer or SilentObserver())
-    return conversion.run()
-
-
-def _refuse_nested(model: Path, output: Path) -> None:
-    inside, resolved = output.resolve(), model.resolve()
-    if inside == resolved or resolved in inside.parents:
-        raise UsageError(
-            f"the output {output} lies inside the model directory {model}",
-            "choose a directory outside of it: loaders read every shard they find",
-        )
+    return QuantizeCpu(outlook, observer or SilentObserver()).run()
 
 
 def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
     """Threads that the memory allows, and the peak to expect."""
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    per_thread = BufferSizes.of(layers, plan.format).nbytes
-    base = machine.resident_memory() + MEMORY_MARGIN + _manifest_memory(request.output)
+    per_thread = quantize_buffers(layers, FORMATS[plan.options.method]).nbytes
+    base = machine.resident_memory() + MEMORY_MARGIN + manifest_memory(request.output)
     wanted = request.threads or machine.usable_cpus()
     affordable = (request.max_memory - base) // per_thread
     if affordable < 1 or (request.threads and affordable < request.threads):
@@ -163,316 +97,19 @@ def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
     return threads, base + threads * per_thread
 
 
-def _manifest_memory(output: Path) -> int:
-    """What the manifest of an output that was complete takes when it is read to check it."""
-    try:
-        return MANIFEST_EXPANSION * (output / MANIFEST).stat().st_size
-    except OSError:
-        return 0
+class QuantizeCpu(Conversion[Options]):
+    """One run of a planned conversion."""
 
-
-@dataclass(slots=True)
-class ErrorSummary:
-    """Relative RMS errors of all weights of the finished units."""
-
-    count: int = 0
-    total: float = 0.0
-    worst: tuple[str, float] | None = None
-
-    def add(self, record: Record) -> None:
-        for name, about in record["tensors"].items():
-            error = about.get("relative_rms_error")
-            if error is None:
-                continue
-            self.count += 1
-            self.total += error
-            if self.worst is None or error > self.worst[1]:
-                self.worst = name, error
-
-
-class Conversion:
-    """One run of a planned conversion into one output directory."""
-
-    def __init__(self, outlook: Outlook, observer: Observer) -> None:
-        self.outlook, self.plan, self.request = outlook, outlook.plan, outlook.request
-        self.output = self.request.output
-        self.observer = observer
-        self.journal = Journal(self.output)
-        self.lock = OutputLock(self.journal)
-        self.state = OutputState(self.plan, self.journal)
-        self.done: set[str] = set()
-        self.errors = ErrorSummary()
-
-    def run(self) -> Report:
-        started = time.monotonic()
-        self.state.refuse_foreign_files()
-        existed, fresh = self.output.exists(), not self.journal.directory.exists()
-        try:
-            return self._run(started)
-        except BaseException:
-            if fresh:
-                self._withdraw(existed)
-            raise
-        finally:
-            self.lock.release()
-
-    def _run(self, started: float) -> Report:
-        with self.lock.door():
-            units = self._claim()
-            complete = self._resume(units)
-        pending = [unit for unit in units if unit.key not in self.done]
-        if not complete:
-            if pending:
-                self._check_disk(pending)
-                self._convert(pending)
-            with self.lock.door():
-                self._finish()
-                # Before the door opens: who comes last must find all units unlocked.
-                self.lock.release()
-        return self._report(pending, started)
-
-    # ---- before converting ----
-
-    def _claim(self) -> list[Unit]:
-        """Lock what this run is for; other machines may work on the other layers."""
-        if self.request.overwrite:
-            self.lock.acquire(self._all_bytes(), "this model")
-            self.state.remove_earlier_run()
-        if self.request.finalize:
-            return []
-        units = list(self.outlook.units)
-        indices = [unit.layer.index for unit in units if unit.layer]
-        self.lock.acquire(indices, f"layers {format_ranges(indices)}")
-        if self.lock.try_acquire([OTHERS_BYTE]):
-            units += self.plan.others
-        return units
-
-    def _all_bytes(self) -> list[int]:
-        return [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE]
-
-    def _resume(self, claimed: Sequence[Unit]) -> bool:
-        """Find what is done. True if the whole conversion is, and there is nothing to do."""
-        ours = run_record(self.plan)
-        earlier = self.journal.read_run()
-        manifest = read_manifest(self.output) if earlier is None else None
-        for there in (earlier, manifest):
-            if there is not None:
-                _refuse_difference(ours, there, self.output)
-        if manifest is not None and self._adopt(manifest):
-            if self.lock.try_acquire(self._all_bytes()):
-                shutil.rmtree(self.journal.directory, ignore_errors=True)
-            return True
-        if earlier is None:
-            self.journal.write_run(ours | self.state.claim())
-        self._find_done()
-        self.state.remove_stale_staging(claimed)
-        return False
-
-    def _adopt(self, manifest: Record) -> bool:
-        """Whether an output that was complete still is. If not, what is intact is journaled."""
-        intact = {
-            unit.key: record
-            for unit in self.plan.units
-            if (record := self.state.intact_record(unit, manifest["units"].get(unit.key)))
-        }
-        if len(intact) == len(self.plan.units) and self.state.final_files_present():
-            for key, record in intact.items():
-                self._mark_done(key, record)
-            return True
-        for key, record in intact.items():
-            self.journal.write_unit(key, record)
-        return False
-
-    def _find_done(self) -> None:
-        """Ask the journal, where other runs may have added units too."""
-        for unit in self.plan.units:
-            if unit.key not in self.done:
-                record = self.state.intact_record(unit, self.journal.read_unit(unit.key))
-                if record is not None:
-                    self._mark_done(unit.key, record)
-
-    def _mark_done(self, key: str, record: Record) -> None:
-        self.done.add(key)
-        self.errors.add(record)
-
-    def _withdraw(self, existed: bool) -> None:
-        """After a failure of a run that found nothing and finished nothing: leave no trace."""
-        with contextlib.suppress(OSError, KtconvError), self.lock.door():
-            if self.state.nothing_is_kept() and self.lock.try_acquire(self._all_bytes()):
-                shutil.rmtree(self.journal.directory)
-                if not existed:
-                    self.output.rmdir()
-
-    def _check_disk(self, pending: Sequence[Unit]) -> None:
-        needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN
-        free = machine.disk_free(self.output)
-        if needed > free:
-            raise ResourceError(
-                f"{self.output} has {format_size(free)} free, but {format_size(needed)} are needed",
-                "free some space, choose another disk, or convert a part with --layers",
-            )
-
-    # ---- converting ----
-
-    def _convert(self, pending: Sequence[Unit]) -> None:
+    def buffers(self) -> BufferSizes:
         layers = [unit.layer for unit in self.plan.layers if unit.layer]
-        sizes = BufferSizes.of(layers, self.plan.format)
-        pipeline = Pipeline(self.outlook.threads, lambda: Buffers(sizes), self.observer)
-        pipeline.run(self._job(unit) for unit in pending)  # not a list: jobs end one by one
+        return quantize_buffers(layers, FORMATS[self.plan.options.method])
 
-    def _job(self, unit: Unit) -> Job[Buffers]:
-        checkpoint = self.plan.checkpoint
-        reader = SourceReader(checkpoint.files, checkpoint.sources)
-
-        def finish(files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
-            record = {"files": files, "tensors": tensors}
-            self.journal.write_unit(unit.key, record)
-            self._mark_done(unit.key, record)
-
-        return Job(
-            unit.key,
-            unit.source_bytes,
-            open=lambda: self._stage(unit),
-            tasks=lambda: list(self._tasks(unit, reader)),
-            finish=finish,
-        )
-
-    def _stage(self, unit: Unit) -> Staging:
-        staging = self.journal.directory
-        if unit.folder is not None and unit.layer is not None:
-            files = kt_files(unit.layer, self.plan.options)
-            return FolderStaging(unit.folder, files, staging, self.output)
-        return ShardStaging(unit.shards, staging, self.output)
-
-    def _tasks(self, unit: Unit, reader: SourceReader) -> Iterator[QuantizeTask | CopyTask]:
-        for tensor, name in unit.copies:
-            yield CopyTask(reader, tensor, name, self.request.verify)
-        if unit.layer is None:
-            return
-        for expert in range(len(unit.layer.experts)):
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+        assert unit.layer is not None
+        options, verify = self.plan.options, self.request.verify
+        for expert in unit.experts:
             for proj in PROJECTIONS:
-                yield QuantizeTask(
-                    reader, unit.layer, expert, proj, self.plan.options, self.request.verify
-                )
+                yield QuantizeTask(reader, unit.layer, expert, proj, options, verify)
 
-    # ---- after converting ----
-
-    def _finish(self) -> None:
-        """Write index and manifest, if every unit is there and no other run is at work."""
-        if not self.journal.run_file.exists():
-            return  # a run that shares the work has finished it meanwhile
-        self._find_done()
-        missing = self._missing()
-        if self.request.finalize:
-            if missing:
-                raise OutputError(
-                    f"{self.output} cannot be finalized: {describe_units(missing)} "
-                    "not converted yet",
-                    "run the same command without --finalize",
-                )
-            self.lock.acquire(self._all_bytes(), "this model")
-        if not missing and self.lock.try_acquire(self._all_bytes()):
-            self._write_final_files()
-
-    def _missing(self) -> list[str]:
-        return [unit.key for unit in self.plan.units if unit.key not in self.done]
-
-    def _write_final_files(self) -> None:
-        staging, plan = self.journal.directory, self.plan
-        copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
-        write_card(model_card(plan), self.output, staging)
-        units = ((unit.key, self._record(unit)) for unit in plan.units)
-        write_manifest(run_record(plan) | self.state.claim(), units, self.output, staging)
-        if plan.options.layout == "safetensors":
-            write_index(self.state.weight_map(), plan.total_size, self.output, staging)
-        with translated("remove", staging):
-            self.journal.run_file.unlink()  # from here on the manifest tells the state
-            sync_directory(staging)
-        shutil.rmtree(staging, ignore_errors=True)
-
-    def _record(self, unit: Unit) -> Record:
-        """Of a finished unit, one at a time: together they can be larger than the buffers."""
-        record = self.journal.read_unit(unit.key)
-        if record is None:
-            raise OutputError(
-                f"the journal of {self.output} lost {unit.key}", "run the same command again"
-            )
-        return record
-
-    def _report(self, pending: Sequence[Unit], started: float) -> Report:
-        converted = [unit.key for unit in pending if unit.key in self.done]
-        complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
-        errors = self.errors
-        return Report(
-            outlook=self.outlook,
-            converted=converted,
-            kept=sorted(self.done - set(converted)),
-            missing=[] if complete else self._missing(),
-            complete=complete,
-            seconds=time.monotonic() - started,
-            source_bytes=sum(unit.source_bytes for unit in pending),
-            worst=errors.worst,
-            mean_error=errors.total / errors.count if errors.count else None,
-        )
-
-
-def run_record(plan: Plan) -> Record:
-    """What a conversion is: two runs with the same record write the same bytes."""
-    return {
-        "schema": 1,
-        "ktconv_version": __version__,
-        "options": plan.options.as_dict(),
-        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
-        "geometry": geometry(plan.checkpoint, plan),
-    }
-
-
-def geometry(checkpoint: Checkpoint, plan: Plan) -> Record:
-    """Family and dimensions of the converted layers."""
-    return {
-        "model_type": checkpoint.config.get("model_type"),
-        "layers": {
-            str(unit.layer.index): {
-                "experts": len(unit.layer.experts),
-                "hidden_size": unit.layer.hidden_size,
-                "intermediate_size": unit.layer.intermediate_size,
-                "encoding": unit.layer.encoding,
-                "mtp": unit.layer.is_mtp,
-                "source": unit.layer.source,
-            }
-            for unit in plan.layers
-            if unit.layer
-        },
-    }
-
-
-def describe_units(keys: Sequence[str]) -> str:
-    """ "layers 3-5 and non-expert tensors" """
-    layers = [int(key.split("-")[1]) for key in keys if key.startswith("layer-")]
-    words = [f"layer(s) {format_ranges(layers)}"] if layers else []
-    if len(layers) < len(keys):
-        words.append("non-expert tensors")
-    return " and ".join(words)
-
-
-def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
-    found = differences(ours, {key: there.get(key) for key in ours})
-    if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
-        raise OutputError(
-            f"{output} was begun with other settings or another source: {shown}",
-            "use the same settings and source to continue (a copy of the source must have its "
-            "modification times: cp -p), or --overwrite to start again",
-        )
-
-
-def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    with contextlib.suppress(OSError):
-        # ru_maxrss can be the parent's: Linux lets it survive fork and exec.
-        status = Path("/proc/self/status").read_text()
-        if match := re.search(r"VmHWM:\s+([0-9]+) kB", status):
-            return int(match[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def card(self) -> str:
+        return model_card(self.plan)

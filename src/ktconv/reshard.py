@@ -21,11 +21,12 @@ from ktconv import machine, quantize_cpu
 from ktconv.card import command_line
 from ktconv.checkpoint import Checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.conversion import BufferedTask, Report, SilentObserver
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
 from ktconv.merge import derived
 from ktconv.merge.complete import CompleteWeights, open_complete
-from ktconv.merge.derived import BufferedTask, Derived
+from ktconv.merge.derived import Derived
 from ktconv.merge.planning import Content, PackedLayer, plan_packed
 from ktconv.merge.recut import (
     MATRIX_COPIES,
@@ -40,7 +41,6 @@ from ktconv.merge.tree import TreeLayer, matrices
 from ktconv.packed import name_of
 from ktconv.pipeline import Observer
 from ktconv.plan import Options, Plan, Unit, find_sidecars
-from ktconv.quantize_cpu import Report, SilentObserver
 from ktconv.source import SourceReader
 from ktconv.writer.journal import Record
 
@@ -94,7 +94,7 @@ def reshard(
     outlook, observer = outlook or prepare(request), observer or SilentObserver()
     if isinstance(outlook, Outlook):
         return Resharding(outlook, observer).run()
-    return quantize_cpu.quantize_cpu(outlook.request, observer, outlook)
+    return quantize_cpu.QuantizeCpu(outlook, observer).run()
 
 
 def source_request(request: Request, given: CompleteWeights) -> quantize_cpu.Request:
@@ -243,9 +243,9 @@ class Resharding(Derived):
     def known_copies(self) -> Mapping[str, Record]:
         return self._known
 
-    def layer_tasks(self, unit: Unit) -> Iterator[BufferedTask]:
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
         assert unit.layer is not None
-        layer, reader = self._given.tree.layers[unit.layer.index], self.reader()
+        layer = self._given.tree.layers[unit.layer.index]
         for expert in range(layer.experts):
             for proj in matrices(layer.backward):
                 yield RecutTask(

@@ -1,8 +1,4 @@
-"""The two kinds of work: quantize one expert matrix, copy one other tensor.
-
-Both stream: a few MiB of source at a time go through the buffers of a worker, so memory
-does not depend on the size of matrix, layer or model.
-"""
+"""The work of quantize-cpu: one expert matrix quantized, packed, written and proven."""
 
 from __future__ import annotations
 
@@ -12,63 +8,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
+from ktconv.copying import Buffers, BufferSizes, changed_on_disk
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, Format, TensorId, packed_shape, tensor_name
 from ktconv.matrix_reader import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
 from ktconv.pipeline import Span
 from ktconv.plan import Options, matrix_source_bytes
 from ktconv.proof import Packed, PartProof, Problem
-from ktconv.source import BOUNCE_BYTES, SourceReader
+from ktconv.source import SourceReader
 from ktconv.writer.staging import Staging
 
-COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 
-
-@dataclass(frozen=True, slots=True)
-class BufferSizes:
-    """Bytes that a worker needs; follows from the plan."""
-
-    source: int
-    packed: int
-    scratch_cols: int
-
-    @classmethod
-    def of(cls, layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
-        source, packed, cols = 2 * COPY_BYTES, 0, 1
-        seen = set()
-        for layer in layers:
-            strided = layer.experts[0]["gate"].col_stride != 1
-            key = (layer.encoding, layer.hidden_size, layer.intermediate_size, strided)
-            if key in seen:
-                continue
-            seen.add(key)
-            for matrix in layer.experts[0].values():
-                rows = min(chunk_rows(matrix), matrix.rows)
-                source = max(source, rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
-                packed = max(packed, fmt.weight_nbytes(rows, matrix.cols))
-                cols = max(cols, matrix.cols)
-        return cls(source, packed, cols)
-
-    @property
-    def nbytes(self) -> int:
-        """Total for one worker: source, bounce, packed, what is read back, scratch."""
-        scratch = native.scratch_size(self.scratch_cols)
-        return self.source + BOUNCE_BYTES + 2 * self.packed + scratch
-
-
-class Buffers:
-    """The memory of one worker."""
-
-    def __init__(self, sizes: BufferSizes) -> None:
-        self.source = np.empty(sizes.source, np.uint8)
-        self.bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        self.packed = np.empty(sizes.packed, np.uint8)
-        self.readback = np.empty(sizes.packed, np.uint8)
-        self.scratch = native.new_scratch(sizes.scratch_cols)
+def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
+    """What a worker needs to quantize these layers."""
+    source, packed, cols = 0, 0, 1
+    seen = set()
+    for layer in layers:
+        strided = layer.experts[0]["gate"].col_stride != 1
+        key = (layer.encoding, layer.hidden_size, layer.intermediate_size, strided)
+        if key in seen:
+            continue
+        seen.add(key)
+        for matrix in layer.experts[0].values():
+            rows = min(chunk_rows(matrix), matrix.rows)
+            source = max(source, rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
+            packed = max(packed, fmt.weight_nbytes(rows, matrix.cols))
+            cols = max(cols, matrix.cols)
+    return BufferSizes(source, packed, cols)
 
 
 class Part:
@@ -201,7 +170,7 @@ class QuantizeTask:
                 written = np.empty_like(scale)
                 staging.read(name, written.data, 0)
                 if not np.array_equal(written, scale):
-                    raise _changed_on_disk(name)
+                    raise changed_on_disk(name)
             errors = part.proof.judge().as_dict()
             records[self._name(index, "weight")] = {
                 "sha256": part.digest.hexdigest(),
@@ -224,50 +193,3 @@ def _disproved(problem: Problem) -> None:
 def _rounded(value: float) -> float:
     """Four digits: enough to compare, and the same on every ISA."""
     return float(f"{value:.4g}")
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTask:
-    """One non-expert tensor, copied unchanged."""
-
-    reader: SourceReader
-    tensor: TensorRef
-    name: str
-    verify: bool  # read back what was written
-
-    @property
-    def source_bytes(self) -> int:
-        return self.tensor.nbytes
-
-    def spans(self) -> Sequence[Span]:
-        return [Span(self.tensor.file, self.tensor.offset, self.tensor.nbytes)]
-
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        with self.reader.open(self.tensor.file) as fd:
-            for offset in range(0, self.tensor.nbytes, COPY_BYTES):
-                piece = buffers.source[: min(COPY_BYTES, self.tensor.nbytes - offset)]
-                self.reader.read(fd, self.tensor, piece.data, offset)
-                digest.update(piece.data)
-                staging.write(self.name, piece.data, offset)
-                if self.verify:
-                    self._read_back(piece, staging, buffers, offset)
-                advance(len(piece))
-        return {self.name: {"sha256": digest.hexdigest()}}
-
-    def _read_back(
-        self, piece: npt.NDArray[np.uint8], staging: Staging, buffers: Buffers, offset: int
-    ) -> None:
-        written = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
-        staging.read(self.name, written.data, offset)
-        if not np.array_equal(written, piece):
-            raise _changed_on_disk(self.name)
-
-
-def _changed_on_disk(name: str) -> VerificationError:
-    return VerificationError(
-        f"{name} was read back with other bytes than were written",
-        "suspect the disk of this machine; run the same command again",
-    )

@@ -226,7 +226,7 @@ def test_finalize_names_what_is_missing_and_completes_later(
         "layer(s) 3-4,6-11 and non-expert tensors not converted yet",
     )  # fmt: skip
     with monkeypatch.context() as patch:  # the last run is interrupted before its index
-        patch.setattr("ktconv.quantize_cpu.copy_sidecars", _interrupt)
+        patch.setattr("ktconv.conversion.run.copy_sidecars", _interrupt)
         assert run(model, output).exit_code == 130
     check_reader(output, clean)
     assert not (output / "model.safetensors.index.json").exists()

@@ -139,7 +139,7 @@ def test_overwrite_removes_a_shard_that_was_renamed_but_not_journaled(
 def test_overwrite_killed_anywhere_can_be_repeated(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv import output as output_module
+    from ktconv.conversion import output as output_module
     from ktconv.writer.files import remove
 
     done(model, tmp_path / "clean", "--method=int8")

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
+from ktconv.conversion import Report
 from ktconv.merge.run import Outlook, Request, merge, prepare
-from ktconv.quantize_cpu import Report
 
 __all__ = ["Outlook", "Report", "Request", "merge", "prepare"]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv import native
+from ktconv.copying import Buffers
 from ktconv.errors import UsageError, VerificationError
 from ktconv.formats import Kind, Matrix, TensorId
 from ktconv.merge.complete import CompleteWeights
@@ -24,7 +25,6 @@ from ktconv.merge.tree import TreeLayer
 from ktconv.packed import name_of
 from ktconv.pipeline import Span
 from ktconv.source import SourceReader
-from ktconv.tasks import Buffers
 from ktconv.writer.files import io_error, read_exactly
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging

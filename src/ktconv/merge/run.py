@@ -17,10 +17,11 @@ from ktconv import machine, quantize_cpu
 from ktconv.card import model_name
 from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.conversion import BufferedTask, Report, SilentObserver
 from ktconv.errors import CheckpointError
 from ktconv.merge import derived
-from ktconv.merge.derived import BufferedTask, Derived
-from ktconv.merge.planning import Content, Copy, PackedLayer, plan_packed
+from ktconv.merge.derived import Derived
+from ktconv.merge.planning import Content, PackedLayer, plan_packed
 from ktconv.merge.sources import (
     Manifest,
     check_alone,
@@ -41,8 +42,8 @@ from ktconv.merge.tree import (
     scan_layer,
 )
 from ktconv.pipeline import Observer
-from ktconv.plan import Options, Plan, Unit, find_sidecars, make_plan
-from ktconv.quantize_cpu import Report, SilentObserver
+from ktconv.plan import Copy, Options, Plan, Unit, find_sidecars, make_plan
+from ktconv.source import SourceReader
 from ktconv.units import format_ranges
 
 
@@ -263,7 +264,7 @@ class Merging(Derived):
         self._tree = outlook.tree
         self._known = outlook.manifest.tensors if outlook.manifest else {}
 
-    def layer_tasks(self, unit: Unit) -> Iterator[BufferedTask]:
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
         assert unit.layer is not None
         found = self._tree.layers[unit.layer.index]
         files = {entry.tensor: entry for entry in self._listing(found)}

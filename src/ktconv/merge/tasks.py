@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconv.copying import COPY_BYTES, Buffers
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.merge.tree import KtEntry
 from ktconv.packed import name_of
 from ktconv.pipeline import Span
-from ktconv.tasks import COPY_BYTES, Buffers
 from ktconv.writer.files import io_error, read_exactly
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
+from ktconv.copying import Buffers
 from ktconv.packed import Place
-from ktconv.tasks import Buffers
 from ktconv.verify.reading import Context, compare_sum, opened, read_into
 from ktconv.verify.totals import Done
 

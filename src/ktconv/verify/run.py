@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv import __version__, machine
+from ktconv.copying import Buffers
 from ktconv.errors import UsageError
 from ktconv.source import SourceReader
-from ktconv.tasks import Buffers
 from ktconv.verify.findings import Failure, Findings
 from ktconv.verify.reading import Context
 from ktconv.verify.structure import check_structure

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer
+from ktconv.copying import Buffers, BufferSizes
 from ktconv.formats import (
     FORMATS,
     PROJECTIONS,
@@ -27,7 +28,7 @@ from ktconv.matrix_reader import MatrixReader, chunks
 from ktconv.packed import Place, name_of
 from ktconv.plan import matrix_source_bytes
 from ktconv.proof import Packed, PartProof, Problem, Sums
-from ktconv.tasks import Buffers, BufferSizes
+from ktconv.tasks import quantize_buffers
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.reading import Context, check_sum, read_place
 from ktconv.verify.subject import Subject
@@ -233,4 +234,4 @@ def _odd_layer(context: Context, layer: int) -> None:
 def buffer_sizes(subject: Subject) -> BufferSizes:
     """What a worker needs besides the packed matrix that it reads."""
     layers = list(subject.checkpoint.layers) if subject.checkpoint else []
-    return BufferSizes.of(layers, FORMATS[subject.options.method])
+    return quantize_buffers(layers, FORMATS[subject.options.method])

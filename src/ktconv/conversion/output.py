@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconv.conversion.plan import Plan, Unit
 from ktconv.errors import OutputError
-from ktconv.plan import Plan, Unit, kt_files
 from ktconv.writer.files import io_error, remove, sync_directory, translated
 from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_lines, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
@@ -21,7 +21,7 @@ from ktconv.writer.staging import shard_record
 class OutputState:
     """The files of one output directory that matter to one plan."""
 
-    def __init__(self, plan: Plan, journal: Journal) -> None:
+    def __init__(self, plan: Plan[Any], journal: Journal) -> None:
         self._plan, self._journal, self._output = plan, journal, journal.output
 
     # ---- whose files these are ----
@@ -62,7 +62,8 @@ class OutputState:
         names = {name for unit in self._plan.units for name in unit.shard_names}
         names |= {unit.folder for unit in self._plan.units if unit.folder}
         names |= {path.parts[0] for path in self._plan.sidecars} | {MANIFEST, CARD}
-        return names | ({INDEX} if self._plan.options.layout == "safetensors" else set())
+        names |= set(self._plan.target.made_files)
+        return names | ({INDEX} if self._plan.target.has_index else set())
 
     def _earlier_names(self) -> set[str]:
         """Top-level names that earlier runs wrote or began, whatever their settings were."""
@@ -109,8 +110,8 @@ class OutputState:
 
     def _planned_files(self, unit: Unit) -> tuple[set[str], list[dict[str, object]]]:
         """The tensors of a unit, and the journal's records of its files."""
-        if unit.folder is not None and unit.layer is not None:
-            files = kt_files(unit.layer, self._plan.options)
+        if unit.folder is not None:
+            files = unit.folder_files
             return set(files), [{"name": path, "bytes": size} for path, size in files.values()]
         shards = unit.shards
         names = {name for shard in shards for name in shard.offsets}
@@ -118,11 +119,10 @@ class OutputState:
 
     def final_files_present(self) -> bool:
         """Whether what comes after the units is there. Card and sidecars may be edited."""
-        if not all(
-            (self._output / name).is_file() for name in [*map(str, self._plan.sidecars), CARD]
-        ):
+        made = [*map(str, self._plan.sidecars), *self._plan.target.made_files, CARD]
+        if not all((self._output / name).is_file() for name in made):
             return False
-        return self._plan.options.layout != "safetensors" or self._index_is_right()
+        return not self._plan.target.has_index or self._index_is_right()
 
     def _index_is_right(self) -> bool:
         lines = index_lines(self.weight_map(), self._plan.total_size)

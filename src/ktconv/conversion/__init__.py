@@ -1,0 +1,44 @@
+"""What all conversions share: planning every byte, then writing it, resumable.
+
+plan = plan_checkpoint(checkpoint, target)      # plan: a `Target` says what experts become
+SomeConversion(outlook, observer).run()         # run: which tasks write them
+"""
+
+from ktconv.conversion.output import OutputState
+from ktconv.conversion.plan import Plan, Selection, Unit, plan_checkpoint
+from ktconv.conversion.run import (
+    MANIFEST_EXPANSION,
+    MEMORY_MARGIN,
+    BufferedTask,
+    Conversion,
+    Outlook,
+    Report,
+    Request,
+    SilentObserver,
+    describe_units,
+    manifest_memory,
+    peak_rss,
+    refuse_nested,
+)
+from ktconv.conversion.target import Target
+
+__all__ = [
+    "MANIFEST_EXPANSION",
+    "MEMORY_MARGIN",
+    "BufferedTask",
+    "Conversion",
+    "Outlook",
+    "OutputState",
+    "Plan",
+    "Report",
+    "Request",
+    "Selection",
+    "SilentObserver",
+    "Target",
+    "Unit",
+    "describe_units",
+    "manifest_memory",
+    "peak_rss",
+    "plan_checkpoint",
+    "refuse_nested",
+]

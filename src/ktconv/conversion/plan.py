@@ -1,0 +1,373 @@
+"""What a conversion will write: every file, tensor and byte, from headers and options.
+
+Nothing is read or written here. Dry run, disk check, ETA, streaming writes, resume and
+index all follow from one `Plan`; what becomes of an expert is asked of its `Target`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic
+
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.conversion.target import O, Target
+from ktconv.errors import UsageError
+from ktconv.units import format_ranges, format_size
+from ktconv.writer.shards import Shard, Tensor, group, plan_shard
+
+Copy = tuple[TensorRef, str]  # a tensor of the source and its output name
+Selection = Mapping[int, Sequence[int]]  # layer -> expert ids, ascending; other layers: all
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of commit: the shards of a layer, or one shard of other tensors.
+
+    Where the target writes folders the unit is one, and has no shards.
+    """
+
+    key: str  # "layer-00003", "other-00001"
+    target: Target[Any]
+    layer: MoELayer | None = None
+    experts: Sequence[int] = ()  # ids of those of the layer that are converted
+    copies: Sequence[Copy] = ()
+    shard_counts: Sequence[tuple[str, int]] = ()  # file name, number of tensors
+    folder: str | None = None
+    source_bytes: int = 0
+    output_bytes: int = 0
+    data_bytes: int = 0  # of output_bytes, tensors
+
+    @property
+    def shard_names(self) -> list[str]:
+        return [name for name, _ in self.shard_counts]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Headers and offsets. Drawn anew at each call: for all layers at once they would
+        take more time and memory than everything else in a plan."""
+        tensors = self.tensors()
+        return [
+            plan_shard(name, list(islice(tensors, count)), self.target.metadata())
+            for name, count in self.shard_counts
+        ]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is written, shard after shard."""
+        if self.layer is not None:
+            yield from self.target.tensors(self.layer, self.experts)
+        for tensor, name in self.copies:
+            yield Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
+
+    @property
+    def folder_files(self) -> Mapping[str, tuple[str, int]]:
+        """Tensor name -> path and size of its file, where the unit is a folder."""
+        assert self.layer is not None
+        return self.target.folder_files(self.layer, self.experts)
+
+
+@dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
+class Plan(Generic[O]):
+    """A whole conversion. `layers` are all that the output will hold, whoever converts them."""
+
+    checkpoint: Checkpoint
+    target: Target[O]
+    layers: Sequence[Unit]
+    others: Sequence[Unit]
+    sidecars: Sequence[Path]  # files copied as they are
+    notes: Sequence[str]
+    skipped: Sequence[str] = field(default_factory=tuple)  # what is left out, and why
+
+    @property
+    def options(self) -> O:
+        return self.target.options
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self.layers, *self.others]
+
+    @property
+    def output_bytes(self) -> int:
+        """Weights and headers; the index, manifest and sidecar files come on top."""
+        return sum(unit.output_bytes for unit in self.units)
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(unit.source_bytes for unit in self.units)
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors, what the index calls total_size."""
+        return sum(unit.data_bytes for unit in self.units)
+
+    def layer_units(self, indices: Sequence[int] | None) -> list[Unit]:
+        """The units of these layers (all for None). UsageError for a layer that is not there."""
+        if indices is None:
+            return list(self.layers)
+        present = {unit.layer.index: unit for unit in self.layers if unit.layer}
+        if beyond := [index for index in indices if index > max(present)]:
+            raise UsageError(
+                f"--layers names layer {beyond[0]}, but the last MoE layer is {max(present)}",
+                f"MoE layers are {format_ranges(list(present))}",
+            )
+        chosen = [present[index] for index in indices if index in present]
+        if not chosen:
+            raise UsageError(
+                "--layers names no MoE layer", f"MoE layers are {format_ranges(list(present))}"
+            )
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContent:
+    """The experts of one layer that will be written."""
+
+    layer: MoELayer
+    experts: Sequence[int]
+    source_bytes: int  # that are read for them
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All that a plan is made of."""
+
+    checkpoint: Checkpoint
+    layers: Sequence[LayerContent]
+    copies: Sequence[Copy] = ()
+    sidecars: Sequence[Path] = ()
+    notes: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+
+
+def plan_checkpoint(
+    checkpoint: Checkpoint, target: Target[O], selection: Selection | None = None
+) -> Plan[O]:
+    """Plan the conversion of `checkpoint`; refuses what the target cannot hold."""
+    layers, skipped_layers = _select_layers(checkpoint, target)
+    copies, skipped_tensors = _select_others(checkpoint, target)
+    content = Content(
+        checkpoint,
+        [_layer_content(layer, (selection or {}).get(layer.index)) for layer in layers],
+        copies,
+        target.sidecars(checkpoint.path),
+        checkpoint.notes,
+        [*skipped_layers, *skipped_tensors],
+    )
+    return lay_out(content, target)
+
+
+def lay_out(content: Content, target: Target[O]) -> Plan[O]:
+    """Give every tensor its shard."""
+    target.check([chosen.layer for chosen in content.layers])
+    sizes, copy_groups = _Sizes(target), _group_copies(content.copies, target)
+    total = sum(len(sizes.of(chosen)) for chosen in content.layers) + len(copy_groups)
+    names = (f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1))
+    return Plan(
+        checkpoint=content.checkpoint,
+        target=target,
+        layers=[_layer_unit(chosen, sizes.of(chosen), target, names) for chosen in content.layers],
+        others=[
+            _copy_unit(number, tensors, target, next(names))
+            for number, tensors in enumerate(copy_groups, start=1)
+        ],
+        sidecars=content.sidecars,
+        notes=content.notes,
+        skipped=content.skipped,
+    )
+
+
+def matrix_source_bytes(layer: MoELayer, expert: int, proj: Projection) -> int:
+    """Bytes that one projection of one expert takes in the source, scales included."""
+    matrix = layer.experts[expert][proj]
+    size = matrix.tensor.nbytes // max(1, _elements(matrix.tensor.shape))
+    total = matrix.rows * matrix.cols * size
+    if matrix.scale is not None:
+        scale = matrix.scale
+        grid = -(-matrix.rows // scale.block_rows) * -(-matrix.cols // scale.block_cols)
+        total += grid * (scale.tensor.nbytes // max(1, _elements(scale.tensor.shape)))
+    return total
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+# ---- what is converted and copied ------------------------------------------------------
+
+
+def _select_layers(checkpoint: Checkpoint, target: Target[Any]) -> tuple[list[MoELayer], list[str]]:
+    mtp = target.options.mtp
+    layers = [layer for layer in checkpoint.layers if mtp or not layer.is_mtp]
+    if not layers:
+        raise UsageError("--no-mtp leaves no MoE layer to convert", "run without --no-mtp")
+    return layers, [
+        f"MTP layer {layer.index}: --no-mtp"
+        for layer in checkpoint.layers
+        if layer.is_mtp and not mtp
+    ]
+
+
+def _layer_content(layer: MoELayer, chosen: Sequence[int] | None) -> LayerContent:
+    """All experts have equal shapes and encodings, and so equally many bytes."""
+    experts = range(len(layer.experts)) if chosen is None else chosen
+    expert = sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS)
+    return LayerContent(layer, experts, expert * len(experts))
+
+
+def _select_others(checkpoint: Checkpoint, target: Target[Any]) -> tuple[list[Copy], list[str]]:
+    """Non-expert tensors with their output names, and why some are left out."""
+    tensors = list(checkpoint.other_tensors)
+    skipped = []
+    if why := target.left_out():
+        size = sum(tensor.nbytes for tensor in tensors)
+        if tensors:
+            skipped.append(f"{len(tensors)} non-expert tensors ({format_size(size)}): {why}")
+        return [], skipped
+    if not target.options.mtp:
+        prefixes = tuple(_mtp_prefix(layer) for layer in checkpoint.layers if layer.is_mtp)
+        kept = [tensor for tensor in tensors if not tensor.name.startswith(prefixes)]
+        if len(kept) < len(tensors):
+            skipped.append(f"{len(tensors) - len(kept)} other tensors of MTP layers: --no-mtp")
+        tensors = kept
+    return target.rename(tensors), skipped
+
+
+def _mtp_prefix(layer: MoELayer) -> str:
+    """What the names of all tensors of an MTP layer (or MTP stack) start with."""
+    match = re.match(r"(?:.*?\.)?mtp\.|.*?layers\.[0-9]+\.", layer.source)
+    return match[0] if match else layer.source
+
+
+# ---- shards ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardSize:
+    """What the plan keeps of a shard."""
+
+    tensors: int
+    nbytes: int
+    data_bytes: int
+
+
+class _Sizes:
+    """Sizes of the shards of layers. Layers of equal dimensions whose numbers have equally
+    many digits have headers of equal length, so that each such class is drawn once."""
+
+    def __init__(self, target: Target[Any]) -> None:
+        self._target = target
+        self._known: dict[tuple[object, ...], list[_ShardSize]] = {}
+
+    def of(self, chosen: LayerContent) -> list[_ShardSize]:
+        """By shard, in order; empty where the layer goes to a folder."""
+        layer, experts = chosen.layer, chosen.experts
+        if self._target.folder(layer) is not None:
+            return []
+        digits = len(str(layer.index)), len(layer.source)
+        which = len(experts) if experts == range(len(layer.experts)) else tuple(experts)
+        sections = len(self._target.sections(layer, experts))
+        key = (digits, which, sections, layer.hidden_size, layer.intermediate_size)
+        if key not in self._known:
+            self._known[key] = self._draw(layer, experts)
+        return self._known[key]
+
+    def _draw(self, layer: MoELayer, experts: Sequence[int]) -> list[_ShardSize]:
+        sizes = []
+        for section in self._target.sections(layer, experts):
+            for tensors in group(section, self._target.options.max_shard_size):
+                _check_fits(tensors, self._target)
+                shard = plan_shard("", tensors, self._target.metadata())
+                sizes.append(_ShardSize(len(tensors), shard.size, shard.data_bytes))
+        return sizes
+
+
+def _check_fits(tensors: Sequence[Tensor], target: Target[Any]) -> None:
+    size = plan_shard("", tensors, target.metadata()).size if len(tensors) == 1 else 0
+    limit = target.options.max_shard_size
+    if size > limit:
+        raise UsageError(
+            f"--max-shard-size {format_size(limit)} is too small for tensor "
+            f"{tensors[0].name} of {format_size(tensors[0].nbytes)}",
+            f"use at least --max-shard-size {size}",
+        )
+
+
+def _layer_unit(
+    chosen: LayerContent, sizes: Sequence[_ShardSize], target: Target[Any], names: Iterator[str]
+) -> Unit:
+    layer, experts = chosen.layer, chosen.experts
+    folder = target.folder(layer) if experts else None
+    data_bytes = sum(size.data_bytes for size in sizes)
+    if folder:
+        data_bytes = sum(tensor.nbytes for tensor in target.tensors(layer, experts))
+    return Unit(
+        f"layer-{layer.index:05d}",
+        target,
+        layer=layer,
+        experts=experts,
+        shard_counts=[(next(names), size.tensors) for size in sizes],
+        folder=folder,
+        source_bytes=chosen.source_bytes,
+        output_bytes=data_bytes if folder else sum(size.nbytes for size in sizes),
+        data_bytes=data_bytes,
+    )
+
+
+def _group_copies(copies: Sequence[Copy], target: Target[Any]) -> list[list[Copy]]:
+    """Non-expert tensors by shard."""
+    tensors = [Tensor(name, ref.dtype, ref.shape, ref.nbytes) for ref, name in copies]
+    remaining = iter(copies)
+    groups = []
+    for tensors_of_shard in group(tensors, target.options.max_shard_size):
+        _check_fits(tensors_of_shard, target)
+        groups.append(list(islice(remaining, len(tensors_of_shard))))
+    return groups
+
+
+def _copy_unit(number: int, copies: Sequence[Copy], target: Target[Any], name: str) -> Unit:
+    unit = Unit(f"other-{number:05d}", target, copies=copies, shard_counts=[(name, len(copies))])
+    (shard,) = unit.shards
+    return replace(
+        unit,
+        source_bytes=shard.data_bytes,
+        output_bytes=shard.size,
+        data_bytes=shard.data_bytes,
+    )
+
+
+# ---- files beside the shards -----------------------------------------------------------
+
+SIDECAR_PATTERNS = (
+    "*.json",
+    "*.jinja",
+    "vocab*.txt",
+    "merges*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "additional_chat_templates/*.jinja",
+)
+OWN_FILES = ("ktconv.json", "README.md", "model.safetensors.index.json")
+
+
+def find_sidecars(directory: Path) -> list[Path]:
+    """Config, tokenizer, chat-template and code files, relative to `directory`."""
+    found = {
+        path.relative_to(directory)
+        for pattern in SIDECAR_PATTERNS
+        for path in directory.glob(pattern)
+        if path.is_file()
+    }
+    return sorted(
+        path
+        for path in found
+        if path.name not in OWN_FILES and not path.name.endswith(".index.json")
+    )

@@ -1,0 +1,492 @@
+"""One run of a planned conversion into one output directory: streaming and resumable.
+
+The steps are: check output and disk; convert unit by unit; write index and manifest when
+every unit is there. Everything that was finished stays finished, whatever happens.
+Subclasses say which tasks write the experts, and what the files around the shards hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeAlias
+
+from ktconv import __version__, machine
+from ktconv.checkpoint import Checkpoint, TensorRef, source_identity
+from ktconv.conversion.output import OutputState
+from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.target import O
+from ktconv.copying import Buffers, BufferSizes, CopyTask
+from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
+from ktconv.pipeline import Job, Observer, Pipeline, Task
+from ktconv.source import SourceReader
+from ktconv.units import format_ranges, format_size
+from ktconv.writer.files import sync_directory, translated, write_durably
+from ktconv.writer.finish import (
+    MANIFEST,
+    copy_sidecars,
+    read_manifest,
+    write_card,
+    write_index,
+    write_manifest,
+)
+from ktconv.writer.journal import (
+    OTHERS_BYTE,
+    Journal,
+    OutputLock,
+    Record,
+    differences,
+)
+from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
+
+DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
+MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
+MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
+
+BufferedTask: TypeAlias = "Task[Buffers]"
+
+
+class Request(Protocol):
+    """What a run asks of the request that it serves."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def output(self) -> Path: ...
+
+    @property
+    def verify(self) -> bool:
+        """Whether what is written is read back."""
+
+    @property
+    def overwrite(self) -> bool: ...
+
+    @property
+    def finalize(self) -> bool:
+        """Whether only index and manifest of finished units are written."""
+
+
+@dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
+class Outlook(Generic[O]):
+    """A planned conversion with what it will need here; what `--dry-run` prints."""
+
+    request: Request
+    plan: Plan[O]
+    units: Sequence[Unit]  # the layers this run is for
+    threads: int
+    peak_memory: int
+    disk_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run did."""
+
+    outlook: Outlook[Any]
+    converted: Sequence[str]  # keys of units written now
+    kept: Sequence[str]  # keys of units that were there
+    missing: Sequence[str]  # keys of units that other runs must still do
+    complete: bool
+    seconds: float
+    source_bytes: int  # read by this run
+    worst: tuple[str, float] | None = None  # tensor and relative RMS error
+    mean_error: float | None = None
+
+
+class SilentObserver:
+    """Tells nobody."""
+
+    def begin(self, keys: list[str]) -> None:
+        pass
+
+    def advanced(self, source_bytes: int) -> None:
+        pass
+
+    def unit_started(self, key: str) -> None:
+        pass
+
+    def unit_finished(self, key: str) -> None:
+        pass
+
+
+def refuse_nested(model: Path, output: Path) -> None:
+    """An output inside of the model would become part of it."""
+    inside, resolved = output.resolve(), model.resolve()
+    if inside == resolved or resolved in inside.parents:
+        raise UsageError(
+            f"the output {output} lies inside the model directory {model}",
+            "choose a directory outside of it: loaders read every shard they find",
+        )
+
+
+def manifest_memory(output: Path) -> int:
+    """What the manifest of an output that was complete takes when it is read to check it."""
+    try:
+        return MANIFEST_EXPANSION * (output / MANIFEST).stat().st_size
+    except OSError:
+        return 0
+
+
+@dataclass(slots=True)
+class ErrorSummary:
+    """Relative RMS errors of all weights of the finished units."""
+
+    count: int = 0
+    total: float = 0.0
+    worst: tuple[str, float] | None = None
+
+    def add(self, record: Record) -> None:
+        for name, about in record["tensors"].items():
+            error = about.get("relative_rms_error")
+            if error is None:
+                continue
+            self.count += 1
+            self.total += error
+            if self.worst is None or error > self.worst[1]:
+                self.worst = name, error
+
+
+class Conversion(ABC, Generic[O]):
+    """One run of a planned conversion into one output directory."""
+
+    @abstractmethod
+    def buffers(self) -> BufferSizes:
+        """What a worker needs."""
+
+    @abstractmethod
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+        """What writes the experts of a unit."""
+
+    @abstractmethod
+    def card(self) -> str:
+        """README.md of the output."""
+
+    def reader(self) -> SourceReader:
+        """What reads the source."""
+        checkpoint = self.plan.checkpoint
+        return SourceReader(checkpoint.files, checkpoint.sources)
+
+    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> BufferedTask:
+        """What writes a tensor that is no expert's."""
+        return CopyTask(reader, tensor, name, self.request.verify)
+
+    def begin(self, pending: Sequence[Unit]) -> None:
+        """Called once before units are converted, with the output locked."""
+
+    def origin(self) -> Record:
+        """What the bytes come from beside the source, for run.json and manifest; a run into
+        an output with another one is refused."""
+        return {}
+
+    def made_file(self, name: str) -> bytes:
+        """The content of one of the target's `made_files`."""
+        raise NotImplementedError(name)
+
+    def __init__(self, outlook: Outlook[O], observer: Observer) -> None:
+        self.outlook, self.plan, self.request = outlook, outlook.plan, outlook.request
+        self.output = self.request.output
+        self.observer = observer
+        self.journal = Journal(self.output)
+        self.lock = OutputLock(self.journal)
+        self.state = OutputState(self.plan, self.journal)
+        self.done: set[str] = set()
+        self.errors = ErrorSummary()
+
+    def run(self) -> Report:
+        started = time.monotonic()
+        self.state.refuse_foreign_files()
+        existed, fresh = self.output.exists(), not self.journal.directory.exists()
+        try:
+            return self._run(started)
+        except BaseException:
+            if fresh:
+                self._withdraw(existed)
+            raise
+        finally:
+            self.lock.release()
+
+    def _run(self, started: float) -> Report:
+        with self.lock.door():
+            units = self._claim()
+            complete = self._resume(units)
+        pending = [unit for unit in units if unit.key not in self.done]
+        if not complete:
+            if pending:
+                self._check_disk(pending)
+                self.convert(pending)
+            with self.lock.door():
+                self._finish()
+                # Before the door opens: who comes last must find all units unlocked.
+                self.lock.release()
+        return self._report(pending, started)
+
+    # ---- before converting ----
+
+    def _claim(self) -> list[Unit]:
+        """Lock what this run is for; other machines may work on the other layers."""
+        if self.request.overwrite:
+            self.lock.acquire(self._all_bytes(), "this model")
+            self.state.remove_earlier_run()
+        if self.request.finalize:
+            return []
+        units = list(self.outlook.units)
+        indices = [unit.layer.index for unit in units if unit.layer]
+        self.lock.acquire(indices, f"layers {format_ranges(indices)}")
+        if self.lock.try_acquire([OTHERS_BYTE]):
+            units += self.plan.others
+        return units
+
+    def _all_bytes(self) -> list[int]:
+        return [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE]
+
+    def _resume(self, claimed: Sequence[Unit]) -> bool:
+        """Find what is done. True if the whole conversion is, and there is nothing to do."""
+        ours = run_record(self.plan)
+        self._refuse_other_origin()
+        earlier = self.journal.read_run()
+        manifest = read_manifest(self.output) if earlier is None else None
+        for there in (earlier, manifest):
+            if there is not None:
+                _refuse_difference(ours, there, self.output)
+        if manifest is not None and self._adopt(manifest):
+            if self.lock.try_acquire(self._all_bytes()):
+                shutil.rmtree(self.journal.directory, ignore_errors=True)
+            return True
+        if earlier is None:
+            self.journal.write_run(ours | self.state.claim() | self.origin())
+        self._find_done()
+        self.state.remove_stale_staging(claimed)
+        return False
+
+    def _refuse_other_origin(self) -> None:
+        there = self.journal.read_run() or read_manifest(self.output) or {}
+        ours = self.origin()
+        found = differences(ours, {key: there.get(key) for key in ours})
+        if there and found:
+            raise OutputError(
+                f"{self.output} was begun from other files than these: {found[0]}",
+                "use the same files to continue (copies must have their modification times: "
+                "cp -p), or --overwrite to start again",
+            )
+
+    def _adopt(self, manifest: Record) -> bool:
+        """Whether an output that was complete still is. If not, what is intact is journaled."""
+        intact = {
+            unit.key: record
+            for unit in self.plan.units
+            if (record := self.state.intact_record(unit, manifest["units"].get(unit.key)))
+        }
+        if len(intact) == len(self.plan.units) and self.state.final_files_present():
+            for key, record in intact.items():
+                self._mark_done(key, record)
+            return True
+        for key, record in intact.items():
+            self.journal.write_unit(key, record)
+        return False
+
+    def _find_done(self) -> None:
+        """Ask the journal, where other runs may have added units too."""
+        for unit in self.plan.units:
+            if unit.key not in self.done:
+                record = self.state.intact_record(unit, self.journal.read_unit(unit.key))
+                if record is not None:
+                    self._mark_done(unit.key, record)
+
+    def _mark_done(self, key: str, record: Record) -> None:
+        self.done.add(key)
+        self.errors.add(record)
+
+    def _withdraw(self, existed: bool) -> None:
+        """After a failure of a run that found nothing and finished nothing: leave no trace."""
+        with contextlib.suppress(OSError, KtconvError), self.lock.door():
+            if self.state.nothing_is_kept() and self.lock.try_acquire(self._all_bytes()):
+                shutil.rmtree(self.journal.directory)
+                if not existed:
+                    self.output.rmdir()
+
+    def _check_disk(self, pending: Sequence[Unit]) -> None:
+        needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN
+        free = machine.disk_free(self.output)
+        if needed > free:
+            raise ResourceError(
+                f"{self.output} has {format_size(free)} free, but {format_size(needed)} are needed",
+                "free some space, choose another disk, or convert a part with --layers",
+            )
+
+    # ---- converting ----
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        """Convert these units; each is journaled as soon as it is final."""
+        self.begin(pending)
+        sizes = self.buffers()
+        pipeline = Pipeline(self.outlook.threads, lambda: Buffers(sizes), self.observer)
+        pipeline.run(self.job(unit) for unit in pending)  # not a list: jobs end one by one
+
+    def job(self, unit: Unit) -> Job[Buffers]:
+        return Job(
+            unit.key,
+            unit.source_bytes,
+            open=lambda: self.stage(unit),
+            tasks=lambda: list(self._tasks(unit)),
+            finish=lambda files, tensors: self.finished(unit, files, tensors),
+        )
+
+    def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
+        """Journal a unit whose files are final."""
+        record = {"files": files, "tensors": tensors}
+        self.journal.write_unit(unit.key, record)
+        self._mark_done(unit.key, record)
+
+    def stage(self, unit: Unit) -> Staging:
+        """Where the tensors of a unit are written until they are final."""
+        staging = self.journal.directory
+        if unit.folder is not None:
+            return FolderStaging(unit.folder, unit.folder_files, staging, self.output)
+        return ShardStaging(unit.shards, staging, self.output)
+
+    def _tasks(self, unit: Unit) -> Iterator[BufferedTask]:
+        reader = self.reader()
+        for tensor, name in unit.copies:
+            yield self.copy_task(reader, tensor, name)
+        if unit.layer is not None:
+            yield from self.expert_tasks(unit, reader)
+
+    # ---- after converting ----
+
+    def _finish(self) -> None:
+        """Write index and manifest, if every unit is there and no other run is at work."""
+        if not self.journal.run_file.exists():
+            return  # a run that shares the work has finished it meanwhile
+        self._find_done()
+        missing = self._missing()
+        if self.request.finalize:
+            if missing:
+                raise OutputError(
+                    f"{self.output} cannot be finalized: {describe_units(missing)} "
+                    "not converted yet",
+                    "run the same command without --finalize",
+                )
+            self.lock.acquire(self._all_bytes(), "this model")
+        if not missing and self.lock.try_acquire(self._all_bytes()):
+            self._write_final_files()
+
+    def _missing(self) -> list[str]:
+        return [unit.key for unit in self.plan.units if unit.key not in self.done]
+
+    def _write_final_files(self) -> None:
+        staging, plan = self.journal.directory, self.plan
+        copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
+        for name in plan.target.made_files:
+            write_durably(self.output / name, self.made_file(name), staging)
+        write_card(self.card(), self.output, staging)
+        units = ((unit.key, self._record(unit)) for unit in plan.units)
+        run = run_record(plan) | self.state.claim() | self.origin()
+        write_manifest(run, units, self.output, staging)
+        if plan.target.has_index:
+            write_index(self.state.weight_map(), plan.total_size, self.output, staging)
+        with translated("remove", staging):
+            self.journal.run_file.unlink()  # from here on the manifest tells the state
+            sync_directory(staging)
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def _record(self, unit: Unit) -> Record:
+        """Of a finished unit, one at a time: together they can be larger than the buffers."""
+        record = self.journal.read_unit(unit.key)
+        if record is None:
+            raise OutputError(
+                f"the journal of {self.output} lost {unit.key}", "run the same command again"
+            )
+        return record
+
+    def _report(self, pending: Sequence[Unit], started: float) -> Report:
+        converted = [unit.key for unit in pending if unit.key in self.done]
+        complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
+        errors = self.errors
+        return Report(
+            outlook=self.outlook,
+            converted=converted,
+            kept=sorted(self.done - set(converted)),
+            missing=[] if complete else self._missing(),
+            complete=complete,
+            seconds=time.monotonic() - started,
+            source_bytes=sum(unit.source_bytes for unit in pending),
+            worst=errors.worst,
+            mean_error=errors.total / errors.count if errors.count else None,
+        )
+
+
+def run_record(plan: Plan[Any]) -> Record:
+    """What a conversion is: two runs with the same record write the same bytes."""
+    return {
+        "schema": 1,
+        "ktconv_version": __version__,
+        "options": plan.options.as_dict(),
+        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
+        "geometry": geometry(plan.checkpoint, plan),
+    }
+
+
+def geometry(checkpoint: Checkpoint, plan: Plan[Any]) -> Record:
+    """Family and dimensions of the converted layers."""
+    return {
+        "model_type": checkpoint.config.get("model_type"),
+        "layers": {
+            str(unit.layer.index): {
+                "experts": len(unit.layer.experts),
+                "hidden_size": unit.layer.hidden_size,
+                "intermediate_size": unit.layer.intermediate_size,
+                "encoding": unit.layer.encoding,
+                "mtp": unit.layer.is_mtp,
+                "source": unit.layer.source,
+            }
+            | _chosen_experts(unit)
+            for unit in plan.layers
+            if unit.layer
+        },
+    }
+
+
+def _chosen_experts(unit: Unit) -> Record:
+    """Which experts are there, if not all are."""
+    assert unit.layer is not None
+    complete = len(unit.experts) == len(unit.layer.experts)
+    return {} if complete else {"expert_ids": list(unit.experts)}
+
+
+def describe_units(keys: Sequence[str]) -> str:
+    """ "layers 3-5 and non-expert tensors" """
+    layers = [int(key.split("-")[1]) for key in keys if key.startswith("layer-")]
+    words = [f"layer(s) {format_ranges(layers)}"] if layers else []
+    if len(layers) < len(keys):
+        words.append("non-expert tensors")
+    return " and ".join(words)
+
+
+def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
+    found = differences(ours, {key: there.get(key) for key in ours})
+    if found:
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
+        raise OutputError(
+            f"{output} was begun with other settings or another source: {shown}",
+            "use the same settings and source to continue (a copy of the source must have its "
+            "modification times: cp -p), or --overwrite to start again",
+        )
+
+
+def peak_rss() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    with contextlib.suppress(OSError):
+        # ru_maxrss can be the parent's: Linux lets it survive fork and exec.
+        status = Path("/proc/self/status").read_text()
+        if match := re.search(r"VmHWM:\s+([0-9]+) kB", status):
+            return int(match[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,82 @@
+"""What a conversion makes of experts: the one thing in which its formats differ."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from ktconv.checkpoint import MoELayer, TensorRef
+from ktconv.writer.shards import Tensor
+
+
+class Options(Protocol):
+    """Options that decide which bytes are written; a resumed run must have the same."""
+
+    @property
+    def mtp(self) -> bool:
+        """Whether layers for multi-token prediction are converted too."""
+
+    @property
+    def max_shard_size(self) -> int: ...
+
+    def as_dict(self) -> dict[str, object]:
+        """What run.json and manifest say."""
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+class Target(ABC, Generic[O]):
+    """What becomes of the experts of a layer, and of everything around them."""
+
+    made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
+    has_index = True
+
+    def __init__(self, options: O) -> None:
+        self.options = options
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The format as people call it: AMXINT4, W4A16."""
+
+    @abstractmethod
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        """Refuse dimensions that the format cannot hold."""
+
+    @abstractmethod
+    def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
+        """All tensors of these experts, in the order of the file. Each section begins a shard."""
+
+    def tensors(self, layer: MoELayer, experts: Sequence[int]) -> Iterator[Tensor]:
+        """The tensors of all sections."""
+        for section in self.sections(layer, experts):
+            yield from section
+
+    @abstractmethod
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of every shard."""
+
+    def left_out(self) -> str | None:
+        """Why tensors that are no expert's are left out; None: they are copied."""
+        return None
+
+    @abstractmethod
+    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
+        """Tensors that are no expert's with their names in the output."""
+
+    @abstractmethod
+    def sidecars(self, directory: Path) -> list[Path]:
+        """Files of the source that are copied as they are, relative to `directory`."""
+
+    def folder(self, layer: MoELayer) -> str | None:
+        """The folder that the layer's tensors go to, file by file; None: to shards."""
+        return None
+
+    def folder_files(
+        self, layer: MoELayer, experts: Sequence[int]
+    ) -> Mapping[str, tuple[str, int]]:
+        """Tensor name -> path and size of its file, where there is a folder."""
+        return {}
