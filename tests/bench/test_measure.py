@@ -164,6 +164,27 @@ def test_bits_may_differ_only_where_the_header_says_so(monkeypatch: pytest.Monke
                 measure._expect_same(experts, y, other)
 
 
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ([0.004] * 16, None),
+        ([0.007] + [0.002] * 15, None),  # int8 activations, rounded to the other side
+        ([0.006] * 16, "relative error 0.006 against float32, at most 0.005 is right"),
+        ([0.015] + [0.0] * 15, "relative error 0.015 of a token against float32, at most 0.01"),
+        ([float("nan")] + [0.0] * 15, "relative error nan"),
+    ],
+)
+def test_how_wrong_is_wrong(errors: list[float], words: str | None) -> None:
+    expected = np.random.default_rng(0).standard_normal((16, HIDDEN), np.float32)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    got = expected * (1 + np.array(errors, np.float32)[:, None])
+    if words is None:
+        measure._expect_right(experts_of("int8"), got, expected)
+        return
+    with pytest.raises(VerificationError, match=words):
+        measure._expect_right(experts_of("int8"), got, expected)
+
+
 def test_a_routing_without_experts_is_not_what_is_checked() -> None:
     experts, batch = experts_of("int8"), batch_of(2, iterations=3)
     batch.ids[0][:] = -1

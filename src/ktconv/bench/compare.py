@@ -64,7 +64,9 @@ def read_report(path: Path) -> Old:
         _expect_single(rows)
         return Old(path, str(machine.get("cpu", "")), rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} lacks what a report needs: {error}") from None
+        raise UsageError(
+            f"{path} lacks what a report needs: {error}", "write it with --format json"
+        ) from None
 
 
 def _expect_single(rows: list[Row]) -> None:

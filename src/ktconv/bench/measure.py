@@ -29,6 +29,8 @@ _MOST_ROUTINGS, _KEPT_IDS = 512, 1 << 21  # drawn before timing starts
 _ALL_CHECKED, _LEAST_CHECKED = 16, 3  # up to so many tokens all are checked; at least so many are
 _CHECKED_ELEMENTS = 1 << 30  # of the experts that larger batches are checked with: 10 s to unpack
 _PASS = 2048  # tokens that the kernels compute at a time
+# Of one token: in narrow layers an int8 activation that is rounded to the other side is felt.
+_TOKEN_BOUND = 2 * KERNEL_BOUND
 _UNWRITTEN = 0xFFFF  # NaN in y before a call, so that what is not written shows
 _TICKS = 2  # of /proc/stat: less is rounding
 
@@ -157,16 +159,12 @@ def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Errors:
     _expect_finite(experts, y)
     apart = _in_pieces(experts, batch, truth, pool)
     checked = bf16_to_f32(y[truth.tokens])
-    both = (checked, bf16_to_f32(apart[truth.tokens]))
-    error = max((worst_error(result, truth.rounded) for result in both), key=_nan_last)
-    if not error <= KERNEL_BOUND:
-        raise _wrong(
-            experts,
-            f"relative error {error:.2g} against float32, at most {KERNEL_BOUND:g} is right",
-        )
+    for result in (checked, bf16_to_f32(apart[truth.tokens])):
+        _expect_right(experts, result, truth.rounded)
     _expect_same(experts, y, apart)
     source = None if truth.source is None else relative_error(checked, truth.source)
-    return Errors(relative_error(checked, truth.packed), source, error)
+    kernel = relative_error(checked, truth.rounded)
+    return Errors(relative_error(checked, truth.packed), source, kernel)
 
 
 def _in_pieces(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Array:
@@ -187,6 +185,18 @@ def _expect_finite(experts: Experts, y: Array) -> None:
             raise _wrong(experts, f"y of token {token} of {len(y)} is not finite, or not written")
 
 
+def _expect_right(experts: Experts, result: Array, expected: Array) -> None:
+    """All together, and each: a wrong token is not lost among many that are right."""
+    error, worst = relative_error(result, expected), float(_token_errors(result, expected).max())
+    if not error <= KERNEL_BOUND:
+        what, bound = f"relative error {error:.2g}", KERNEL_BOUND
+    elif not worst <= _TOKEN_BOUND:
+        what, bound = f"relative error {worst:.2g} of a token", _TOKEN_BOUND
+    else:
+        return
+    raise _wrong(experts, f"{what} against float32, at most {bound:g} is right")
+
+
 def _expect_same(experts: Experts, y: Array, apart: Array) -> None:
     """Bit by bit, where ktconv.h promises it; else both must be right, so close to each other."""
     exact = isa() != "amx" or experts.method.unit != "bf16"
@@ -195,7 +205,7 @@ def _expect_same(experts: Experts, y: Array, apart: Array) -> None:
         if exact:
             bad = (one != other).any(axis=1)
         else:
-            bad = ~(_token_errors(bf16_to_f32(one), bf16_to_f32(other)) <= 2 * KERNEL_BOUND)
+            bad = ~(_token_errors(bf16_to_f32(one), bf16_to_f32(other)) <= _TOKEN_BOUND)
         if bad.any():
             token = start + int(np.flatnonzero(bad)[0])
             raise _wrong(
@@ -210,20 +220,10 @@ def _wrong(experts: Experts, what: str) -> VerificationError:
     )
 
 
-def _nan_last(error: float) -> float:
-    return float("inf") if np.isnan(error) else error
-
-
 def _token_errors(got: Array, expected: Array) -> Array:
-    """Relative, token by token: a wrong one is not lost among many that are right."""
     sizes = np.maximum(np.linalg.norm(expected, axis=1), 1e-30)
     errors: Array = np.linalg.norm(got - expected, axis=1) / sizes
     return errors
-
-
-def worst_error(got: Array, expected: Array) -> float:
-    """Of any token; NaN if there is one."""
-    return float(_token_errors(got, expected).max())
 
 
 def relative_error(got: Array, expected: Array) -> float:

@@ -124,7 +124,10 @@ def _read_trace(path: Path) -> Ids:
         )
     found = integer["ids"] if "ids" in integer else next(iter(integer.values()))
     if not found.size or found.min() < -1 or found.max() > np.iinfo(np.int64).max:
-        raise UsageError(f"{path} holds no usable expert ids: none, or some below -1 or too large")
+        raise UsageError(
+            f"{path} holds no usable expert ids: none, or some below -1 or too large",
+            "store numbers of experts from 0 on, -1 for one that is not here",
+        )
     if found.max() < 0:
         raise UsageError(
             f"{path} holds -1 alone: no token goes to an expert",
