@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ktconv.errors import KtconvError, UsageError
+from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.expert_sets import (
     check_expert_set,
     expert_set,
+    others,
     read_expert_set,
-    set_of_ranges,
+    set_of_record,
     write_expert_set,
 )
 
@@ -36,13 +37,24 @@ def test_order_and_spaces_do_not_matter(tmp_path: Path) -> None:
     assert other.sha256 != found.sha256
 
 
-def test_ranges() -> None:
+def test_records_of_manifests() -> None:
     found = expert_set({3: [5, 0, 6, 7], 4: [1], 5: []})
-    assert found.as_ranges() == {"3": "0,5-7", "4": "1"}
-    assert set_of_ranges(found.as_ranges(), "here") == found
-    for wrong in ({"03": "1"}, {"x": "1"}, {"3": "1-"}, {"3": 7}):
-        with pytest.raises(UsageError):
-            set_of_ranges(wrong, "here")  # type: ignore[arg-type]
+    record = found.as_record()
+    assert record == {"sha256": found.sha256, "layers": {"3": "0,5-7", "4": "1"}}
+    assert set_of_record(record, "here") == found
+    assert expert_set({}).as_record() == {}
+    assert set_of_record({}, "here") == expert_set({})
+    for wrong in ({"03": "1"}, {"x": "1"}, {"3": "1-"}, {"3": 7}, {"3": "0,5-8", "4": "1"}, [3]):
+        with pytest.raises(CheckpointError, match="here does not say rightly"):
+            set_of_record(record | {"layers": wrong}, "here")
+    for wrong in (None, [], {"layers": record["layers"]}):
+        with pytest.raises(CheckpointError, match="here does not say rightly"):
+            set_of_record(wrong, "here")
+
+
+def test_others() -> None:
+    chosen = expert_set({3: [0, 2]})
+    assert others(chosen, {3: 4, 4: 2}) == {3: (1, 3), 4: (0, 1)}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def command_line(name: str, options: Options) -> str:
         words.append(f"--max-shard-size {options.max_shard_size}")
     else:
         words.append(f"--layout {options.layout}")
+    if options.exclude_experts:
+        words.append("--exclude-experts FILE")
     words += [
         flag
         for flag, given in (
@@ -40,16 +42,25 @@ def command_line(name: str, options: Options) -> str:
     return " ".join(words)
 
 
-def _yaml(name: str) -> str:
+def yaml_name(name: str) -> str:
     """A name as a YAML scalar: plain where it is, else in double quotes, as JSON has them."""
     plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
+def expert_counts(plan: Plan) -> str:
+    """How many experts the layers have, and how many were left out of them."""
+    counts = sorted({len(unit.experts) for unit in plan.layers})
+    left_out = sum(
+        len(unit.layer.experts) - len(unit.experts) for unit in plan.layers if unit.layer
+    )
+    named = f"; {left_out} experts are left out, `ktconv.json` names them" if left_out else ""
+    return ", ".join(map(str, counts)) + named
+
+
 def model_card(plan: Plan) -> str:
     name = " ".join(model_name(plan.checkpoint.path).split())
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    experts = sorted({len(unit.experts) for unit in plan.layers})
     content = "expert weights only" if not plan.others else "all tensors"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
@@ -57,7 +68,7 @@ def model_card(plan: Plan) -> str:
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
     return f"""---
-base_model: {_yaml(name)}
+base_model: {yaml_name(name)}
 library_name: ktransformers
 tags:
 - ktconv
@@ -71,7 +82,7 @@ The routed experts of {name}, quantized for KTransformers' CPU kernels:
 {plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
-- Experts per layer: {", ".join(map(str, experts))}
+- Experts per layer: {expert_counts(plan)}
 - Tensors: {where}
 - `ktconv.json` holds a checksum and the quantization error of every tensor.
 

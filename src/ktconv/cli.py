@@ -142,6 +142,10 @@ def quantize_cpu_command(
         bool,
         typer.Option("--finalize", help="Only write the index of layers converted before."),
     ] = False,
+    exclude_experts: Annotated[
+        Path | None,
+        typer.Option(help="Leave out the experts that this file names.", metavar="FILE"),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
     ] = False,
@@ -177,6 +181,7 @@ def quantize_cpu_command(
             verify=verify,
             overwrite=overwrite,
             finalize=finalize,
+            exclude_experts=exclude_experts,
         )
         outlook = prepare(request)
         if dry_run:
@@ -445,6 +450,12 @@ def verify(
         float | None,
         typer.Option(min=0.0, help="Accepted mean KL divergence, in nats.", metavar="F"),
     ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            "--with", help="Together with this one, is each expert there once?", metavar="OTHER"
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write a self-contained HTML report.", metavar="FILE.html")
     ] = None,
@@ -475,6 +486,7 @@ def verify(
             windows=windows,
             max_ppl_increase=max_ppl_increase,
             max_kl=max_kl,
+            beside=beside,
             report=report,
         )
         with _interruptible("Nothing was written."):
@@ -631,6 +643,9 @@ def outlook_facts(outlook: Outlook) -> dict[str, Any]:
         "layer_indices": [layer.index for layer in chosen],
         "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
         "experts": max(len(unit.experts) for unit in outlook.units),
+        "experts_left_out": sum(
+            len(unit.layer.experts) - len(unit.experts) for unit in outlook.units if unit.layer
+        ),
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
         "encodings": sorted({layer.encoding for layer in chosen}),

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.strict_json import parse_object
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.units import format_ranges, parse_ranges
 from ktconv.writer.files import io_error, write_durably
 
 SCHEMA = 1
+EXCLUDED = "exclude_experts"  # the option, in a manifest, that names the experts left out
 COUNTS = "router statistics"  # the kind of document that `ktconv stats --json` prints
 
 _FORM = 'write it like {"schema": 1, "experts": {"3": [0, 5, 17]}}'
@@ -55,26 +56,43 @@ class ExpertSet:
             "experts": {str(layer): list(ids) for layer, ids in self.layers.items()},
         }
 
-    def as_ranges(self) -> dict[str, str]:
-        """For a manifest: {"3": "0,5,17-20"}."""
-        return {str(layer): format_ranges(list(ids)) for layer, ids in self.layers.items()}
+    def as_record(self) -> dict[str, Any]:
+        """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""
+        if not self.layers:
+            return {}
+        layers = {str(layer): format_ranges(list(ids)) for layer, ids in self.layers.items()}
+        return {"sha256": self.sha256, "layers": layers}
 
 
 def expert_set(layers: Mapping[int, Sequence[int]]) -> ExpertSet:
     """Puts ids in order and leaves out layers without any."""
-    return ExpertSet(
-        {layer: tuple(sorted(layers[layer])) for layer in sorted(layers) if layers[layer]}
-    )
+    named = sorted(layer for layer, ids in layers.items() if ids)
+    return ExpertSet({layer: tuple(sorted(layers[layer])) for layer in named})
 
 
-def set_of_ranges(ranges: Mapping[str, str], where: str) -> ExpertSet:
-    """The inverse of `ExpertSet.as_ranges`; UsageError names `where` for anything else."""
-    layers = {}
-    for layer, text in ranges.items():
-        if not _NUMBER.fullmatch(layer) or not isinstance(text, str):
-            raise UsageError(f"{where} names {layer!r} as a layer with experts {text!r}")
-        layers[int(layer)] = parse_ranges(text, where)
-    return expert_set(layers)
+def set_of_record(record: object, where: str) -> ExpertSet:
+    """The inverse of `ExpertSet.as_record`; CheckpointError names `where` for anything else."""
+    told = record.get("layers", {}) if isinstance(record, dict) else None
+    if isinstance(told, dict) and all(map(_is_ranges, told, told.values())):
+        try:
+            found = expert_set({int(layer): parse_ranges(told[layer], "") for layer in told})
+        except UsageError:
+            found = expert_set({})
+        if found.as_record() == record:
+            return found
+    raise CheckpointError(f"{where} does not say rightly which experts were chosen")
+
+
+def _is_ranges(layer: str, text: object) -> bool:
+    return _NUMBER.fullmatch(layer) is not None and isinstance(text, str)
+
+
+def others(chosen: ExpertSet, experts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """By layer all ids that are not chosen; `experts` is the number of experts by layer."""
+    return {
+        layer: tuple(number for number in range(count) if number not in set(chosen.of(layer)))
+        for layer, count in experts.items()
+    }
 
 
 # ---- files -----------------------------------------------------------------------------

@@ -98,6 +98,7 @@ def _converted(directory: Path, found: PackedWeights) -> dict[str, Any]:
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
         "experts": sorted({layer.experts for layer in layers.values()}),
+        "experts_left_out": sum(len(layer.elsewhere) for layer in layers.values()),
         "hidden_size": sorted({layer.hidden for layer in layers.values()}),
         "intermediate_size": sorted({layer.intermediate for layer in layers.values()}),
         "expert_bytes": sum(packed.values()),

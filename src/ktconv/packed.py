@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ktconv.checkpoint import Header, TensorRef, read_header
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.formats import (
     FORMATS,
     KINDS,
@@ -36,6 +37,7 @@ from ktconv.formats import (
     parse_tensor_name,
     tensor_name,
 )
+from ktconv.writer.finish import MANIFEST, read_manifest
 
 U8 = NDArray[np.uint8]
 
@@ -57,11 +59,19 @@ class Place:
 class Geometry:
     """Of one layer, as the sizes of most of its tensors say."""
 
-    experts: int
+    experts: int  # that its router chooses from
     parts: int
     hidden: int
     intermediate: int
     format: Format | None  # None: no known format has such sizes
+    elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Ids of the experts that should be there."""
+        if not self.elsewhere:
+            return range(self.experts)
+        return [expert for expert in range(self.experts) if expert not in self.elsewhere]
 
     def shape(self, proj: Projection) -> tuple[int, int]:
         """Rows and columns of one part's matrix."""
@@ -77,7 +87,7 @@ class Geometry:
 
     def tensors(self, layer: int) -> Iterator[TensorId]:
         """All that a layer of these dimensions consists of."""
-        for expert in range(self.experts):
+        for expert in self.here:
             for part in range(self.parts):
                 for proj in PROJECTIONS:
                     for kind in KINDS:
@@ -137,8 +147,21 @@ def open_packed(directory: Path) -> PackedWeights:
     by_layer: dict[int, dict[TensorId, int]] = defaultdict(dict)
     for tensor, place in found.tensors.items():
         by_layer[tensor.layer][tensor] = place.nbytes
-    found.layers = {layer: _geometry(sizes) for layer, sizes in sorted(by_layer.items())}
+    left_out = left_out_of(directory)
+    found.layers = {
+        layer: _geometry(sizes, left_out.of(layer)) for layer, sizes in sorted(by_layer.items())
+    }
     return found
+
+
+def left_out_of(directory: Path) -> ExpertSet:
+    """The experts that quantize-cpu was told to leave out, as the manifest says.
+
+    Raises CheckpointError for a manifest that says it in a way that is not ours.
+    """
+    manifest = read_manifest(directory)
+    told = manifest["options"].get(EXCLUDED, {}) if manifest else {}
+    return set_of_record(told, str(directory / MANIFEST))
 
 
 def map_file(path: Path) -> U8:
@@ -192,7 +215,7 @@ def _add_folders(found: PackedWeights) -> None:
             found.tensors[file.tensor] = Place(path, 0, size)
 
 
-def _geometry(sizes: Mapping[TensorId, int]) -> Geometry:
+def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometry:
     rows = _usual(sizes, "gate", "scale") // 4
     cols = _usual(sizes, "down", "scale") // 4
     weight = _usual(sizes, "gate", "weight")
@@ -203,8 +226,9 @@ def _geometry(sizes: Mapping[TensorId, int]) -> Geometry:
         for fmt in FORMATS.values()
         if fmt.check(cols, rows * parts, parts) is None and fmt.weight_nbytes(rows, cols) == weight
     ]
-    experts = 1 + max((key.expert for key in forward), default=0)
-    return Geometry(experts, parts, cols, rows * parts, known[0] if known else None)
+    experts = 1 + max([0, *left_out, *(key.expert for key in forward)])
+    fmt = known[0] if known else None
+    return Geometry(experts, parts, cols, rows * parts, fmt, frozenset(left_out))
 
 
 def _usual(sizes: Mapping[TensorId, int], proj: Any, kind: Kind) -> int:

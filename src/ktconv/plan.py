@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ktconv import __version__
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, TensorRef
@@ -23,6 +23,7 @@ from ktconv.conversion.plan import (
 )
 from ktconv.conversion.target import Target
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.expert_sets import EXCLUDED, ExpertSet, check_expert_set, others, set_of_record
 from ktconv.formats import (
     BACKWARD,
     FORMATS,
@@ -68,18 +69,44 @@ class Options:
     mtp: bool = True
     experts_only: bool = False
     max_shard_size: int = 5_000_000_000
+    exclude_experts: Mapping[str, Any] = field(default_factory=dict)  # ExpertSet.as_record()
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        told = asdict(self)
+        return told if told[EXCLUDED] else {key: told[key] for key in told if key != EXCLUDED}
 
 
 Plan: TypeAlias = any_plan.Plan[Options]
 
 
-def make_plan(checkpoint: Checkpoint, options: Options, selection: Selection | None = None) -> Plan:
-    """Plan the conversion of `checkpoint`, of `selection`'s experts only if it is given;
-    refuses what the format cannot hold."""
-    return plan_checkpoint(checkpoint, KtTarget(options), selection)
+def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
+    """Plan the conversion of `checkpoint`; refuses what the format cannot hold, and a set of
+    excluded experts that is not the model's or leaves a layer none."""
+    excluded = set_of_record(options.exclude_experts, f"--{EXCLUDED.replace('_', '-')}")
+    if not excluded.layers:
+        return plan_checkpoint(checkpoint, KtTarget(options))
+    selection = _without(excluded, checkpoint, options)
+    plan = plan_checkpoint(checkpoint, KtTarget(options), selection)
+    left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
+    return replace(plan, skipped=[*plan.skipped, left_out])
+
+
+def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
+    """What remains of the layers that experts are excluded from."""
+    experts = {
+        layer.index: len(layer.experts)
+        for layer in checkpoint.layers
+        if options.mtp or not layer.is_mtp
+    }
+    check_expert_set(excluded, experts, "--exclude-experts")
+    remaining = others(excluded, {layer: experts[layer] for layer in excluded.layers})
+    for layer, ids in remaining.items():
+        if not ids:
+            raise UsageError(
+                f"--exclude-experts leaves layer {layer} none of its {experts[layer]} experts",
+                "leave at least one of each layer to the CPU",
+            )
+    return remaining
 
 
 class KtTarget(Target[Options]):

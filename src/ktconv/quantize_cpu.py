@@ -8,7 +8,7 @@ Planning is here and in `plan`; how a run locks, resumes and finishes is in `con
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ from ktconv.conversion import (
 )
 from ktconv.copying import BufferSizes
 from ktconv.errors import ResourceError, UsageError
+from ktconv.expert_sets import check_expert_set, read_expert_set
 from ktconv.formats import FORMATS
 from ktconv.pipeline import Observer
 from ktconv.plan import Options, Plan, Unit, make_plan
@@ -51,6 +52,7 @@ class Request:
     verify: bool = True
     overwrite: bool = False
     finalize: bool = False  # only write index and manifest of finished layers
+    exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
 
 
 def prepare(request: Request) -> Outlook:
@@ -60,9 +62,14 @@ def prepare(request: Request) -> Outlook:
     native.isa()  # an unusable KTCONV_ISA is told before an hour of work
     options = request.options
     if options.numa == 0:
-        options = Options(**{**options.as_dict(), "numa": machine.numa_nodes()})  # type: ignore[arg-type]
+        options = replace(options, numa=machine.numa_nodes())
     checkpoint = open_checkpoint(request.model)
     refuse_nested(checkpoint.path, request.output)
+    if request.exclude_experts is not None:
+        excluded = read_expert_set(request.exclude_experts, "--exclude-experts")
+        layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
+        check_expert_set(excluded, layers, request.exclude_experts)
+        options = replace(options, exclude_experts=excluded.as_record())
     plan = make_plan(checkpoint, options)
     OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)

@@ -121,6 +121,7 @@ def _content(request: Request, given: CompleteWeights) -> Content:
     layers = [
         PackedLayer(
             layer_alone(old.index, old.experts, old.hidden, old.intermediate, told.get(index, {})),
+            old.here,
             old.backward,
             old.nbytes,
         )
@@ -198,7 +199,7 @@ def _refuse_unequal_scales(given: CompleteWeights, plan: Plan) -> None:
     """Before anything is written: every row that parts share has one scale."""
     for layer in given.tree.layers.values():
         groups = _joined_parts(layer, plan.options.numa)
-        for expert in range(layer.experts):
+        for expert in layer.here:
             for proj in matrices(layer.backward):
                 if not cut_by_rows(proj):
                     for parts in groups:
@@ -246,7 +247,7 @@ class Resharding(Derived):
     def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
         assert unit.layer is not None
         layer = self._given.tree.layers[unit.layer.index]
-        for expert in range(layer.experts):
+        for expert in layer.here:
             for proj in matrices(layer.backward):
                 yield RecutTask(
                     self._given,

@@ -10,7 +10,7 @@ trace:FILE    recorded ids, [tokens, top-k], from a .safetensors or .npz file
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,13 @@ def check_trace(routing: Routing, experts: int, top_k: int, *, of_model: bool = 
             if of_model
             else "give the --shape (and --experts) of the model that was traced",
         )
+
+
+def only_here(routing: Routing, here: Ids) -> Routing:
+    """A recorded trace without ids of experts that are elsewhere; other routings as they are."""
+    if routing.trace is None:
+        return routing
+    return replace(routing, trace=np.where(np.isin(routing.trace, here), routing.trace, -1))
 
 
 def check_replay(routing: Routing, tokens: int) -> None:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ktconv import machine, native
 from ktconv.bench.fingerprint import fingerprint, largest_cache
 from ktconv.bench.limits import Limits, Meter, read_size
@@ -23,7 +25,14 @@ from ktconv.bench.measure import (
     sample,
 )
 from ktconv.bench.presets import Shape
-from ktconv.bench.routing import Routing, check_replay, check_trace, parse_routing
+from ktconv.bench.routing import (
+    Ids,
+    Routing,
+    check_replay,
+    check_trace,
+    only_here,
+    parse_routing,
+)
 from ktconv.bench.rows import Key, Row, Subject, judge
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import UsageError
@@ -73,6 +82,7 @@ class Layer:
     shape: Shape
     parts: int
     number: int | None = None
+    here: Ids | None = None  # of a model that lacks experts: those that it has
 
 
 @dataclass
@@ -327,23 +337,32 @@ def home(part: int, parts: int, nodes: int) -> int:
 
 def _opened(request: Request, model: Path, say: Say) -> Layer:
     (number, experts), name = open_layer(model, request.layer), model.resolve().name
-    top_k = request.top_k or min(experts_per_token(model), experts.count)
-    if top_k > experts.count:
+    here = np.flatnonzero(experts.origins >= 0)
+    count = len(here)
+    top_k = request.top_k or min(experts_per_token(model), count)
+    if top_k > count:
         raise UsageError(
-            f"--top-k {top_k} is more than the {experts.count} experts of {model}",
-            f"give at most {experts.count}",
+            f"--top-k {top_k} is more than the {count} experts of {model}",
+            f"give at most {count}",
         )
-    shape = Shape(
-        name, experts.hidden, experts.intermediate, experts.count, top_k, experts.activation
-    )
-    check_trace(request.routing, shape.experts, shape.top_k, of_model=True)
-    _check_replays(request, shape)
+    shape = Shape(name, experts.hidden, experts.intermediate, count, top_k, experts.activation)
+    check_trace(request.routing, experts.count, shape.top_k, of_model=True)
+    _check_replays(replace(request, routing=only_here(request.routing, here)), shape)
     if _check_batch_memory(request, shape, experts.parts, read_size()) < 0:
         raise UsageError(
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"
         )
-    say(f"{name}: {experts.method.name}, {experts.count} experts, {experts.parts} part(s)")
-    return Layer(lambda: experts, experts.method, shape, experts.parts, number)
+    say(f"{name}: {experts.method.name}, {count} experts, {experts.parts} part(s)")
+    lacking = here if count < experts.count else None
+    return Layer(lambda: experts, experts.method, shape, experts.parts, number, lacking)
+
+
+def _ids(request: Request, layer: Layer, tokens: int) -> Iterator[Ids]:
+    """Chosen among the experts that are here; recorded ids of others are -1, which is skipped."""
+    shape, here = layer.shape, layer.here
+    routing = request.routing if here is None else only_here(request.routing, here)
+    ids = routing.iterations(tokens, shape.experts, shape.top_k, request.seed)
+    return ids if here is None or routing.trace is not None else (here[drawn] for drawn in ids)
 
 
 def _rows(request: Request, layer: Layer, pools: dict[int, Pool], meter: Meter) -> Iterator[Row]:
@@ -351,7 +370,7 @@ def _rows(request: Request, layer: Layer, pools: dict[int, Pool], meter: Meter) 
     for pool in pools.values():
         experts.layer.touch(pool)
     for tokens in request.tokens:
-        ids = request.routing.iterations(tokens, shape.experts, shape.top_k, request.seed)
+        ids = _ids(request, layer, tokens)
         batch = make_batch(ids, tokens, shape.hidden, shape.top_k, request.seed, request.effort)
         truth = Truth(experts, batch)
         subject = _subject(layer, request.routing.text, tokens)

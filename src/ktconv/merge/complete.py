@@ -145,6 +145,7 @@ def _layer(weights: PackedWeights, index: int) -> TreeLayer:
         files=len(found),
         nbytes=sum(place.nbytes for place in found.values()),
         sha256="",
+        elsewhere=geometry.elsewhere,
     )
     _refuse_incomplete(weights, layer)
     return layer

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import __version__, conversion, machine
+from ktconv.card import expert_counts
 from ktconv.checkpoint import TensorRef
 from ktconv.conversion import (
     MANIFEST_EXPANSION,
@@ -121,7 +122,6 @@ def card(outlook: Outlook) -> str:
     """README.md of the output: what it holds and where that comes from."""
     plan = outlook.plan
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    experts = sorted({len(unit.experts) for unit in plan.layers})
     content = "all tensors" if plan.others else "expert weights only"
     base = f"base_model: {json.dumps(outlook.base, ensure_ascii=False)}\n" if outlook.base else ""
     return f"""---
@@ -138,7 +138,7 @@ Routed experts for KTransformers' CPU kernels, from {outlook.about}:
 {plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
-- Experts per layer: {", ".join(map(str, experts))}
+- Experts per layer: {expert_counts(plan)}
 - Tensors: `blk.{{layer}}.ffn_{{gate,up,down}}_exps.{{expert}}.numa.{{part}}.{{weight,scale}}`
 - `ktconv.json` holds a checksum of every tensor.
 

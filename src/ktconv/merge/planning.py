@@ -20,6 +20,7 @@ class PackedLayer:
     """One layer that will be written."""
 
     layer: MoELayer
+    experts: Sequence[int]
     backward: bool
     nbytes: int  # that are read for it
 
@@ -41,8 +42,7 @@ def plan_packed(content: Content) -> Plan:
     """Plan all shards; refuses dimensions that the format cannot hold."""
     backward = {packed.layer.index for packed in content.layers if packed.backward}
     layers = [
-        LayerContent(packed.layer, range(len(packed.layer.experts)), packed.nbytes)
-        for packed in content.layers
+        LayerContent(packed.layer, packed.experts, packed.nbytes) for packed in content.layers
     ]
     return lay_out(
         PlanContent(

@@ -186,7 +186,7 @@ def _content_alone(given: _Input) -> Content:
 
 def _packed(layer: MoELayer, tree: Tree) -> PackedLayer:
     found = tree.layers[layer.index]
-    return PackedLayer(layer, found.backward, found.nbytes)
+    return PackedLayer(layer, found.here, found.backward, found.nbytes)
 
 
 def _notes(given: _Input) -> Sequence[str]:
@@ -272,7 +272,7 @@ class Merging(Derived):
         for tensor, entry in files.items():
             by_matrix.setdefault((tensor.proj, tensor.expert, tensor.part), []).append(entry)
         for part in range(found.parts):
-            for expert in range(found.experts):
+            for expert in found.here:
                 for proj in matrices(found.backward):
                     entries = by_matrix[proj, expert, part]
                     yield MergeTask(self._tree.root, entries, self._known, self.request.verify)

@@ -31,6 +31,7 @@ from ktconv.formats import (
     packed_shape,
     parse_kt_path,
 )
+from ktconv.packed import left_out_of
 from ktconv.units import format_ranges
 from ktconv.writer.files import io_error
 from ktconv.writer.journal import STATE_DIRECTORY
@@ -61,13 +62,21 @@ class TreeLayer:
     index: int
     format: Format
     parts: int
-    experts: int
+    experts: int  # that its router chooses from
     hidden: int
     intermediate: int
     backward: bool  # whether it holds the matrices of the backward pass too
     files: int
     nbytes: int
     sha256: str  # of names, sizes and times: what tells this state from another
+    elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Ids of the experts that are there."""
+        if not self.elsewhere:
+            return range(self.experts)
+        return [expert for expert in range(self.experts) if expert not in self.elsewhere]
 
     @property
     def record(self) -> dict[str, object]:
@@ -104,15 +113,16 @@ def read_tree(root: Path) -> Tree:
             f"{root} is not finished: a conversion into it was interrupted",
             "run the same quantize-cpu command again, then merge",
         )
-    indices = _layer_indices(root)
-    tree = Tree(root, {index: read_layer(root, index) for index in indices})
+    left_out = left_out_of(root)
+    layers = {index: read_layer(root, index, left_out.of(index)) for index in _layer_indices(root)}
+    tree = Tree(root, layers)
     refuse_mixtures(tree)
     return tree
 
 
-def read_layer(root: Path, index: int) -> TreeLayer:
-    """Scan and judge one layer folder."""
-    return _judge(root, index, scan_layer(root, index))
+def read_layer(root: Path, index: int, left_out: Sequence[int] = ()) -> TreeLayer:
+    """Scan and judge one layer folder, which lacks the experts that were left out."""
+    return _judge(root, index, scan_layer(root, index), left_out)
 
 
 def scan_layer(root: Path, index: int) -> list[KtEntry]:
@@ -215,7 +225,9 @@ def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
 # ---- one layer -------------------------------------------------------------------------
 
 
-def _judge(root: Path, index: int, entries: Sequence[KtEntry]) -> TreeLayer:
+def _judge(
+    root: Path, index: int, entries: Sequence[KtEntry], left_out: Sequence[int]
+) -> TreeLayer:
     fmt = _format(root, entries)
     by_tensor = _by_tensor(root, entries)
     parts = 1 + max(tensor.part for tensor in by_tensor)
@@ -229,13 +241,14 @@ def _judge(root: Path, index: int, entries: Sequence[KtEntry]) -> TreeLayer:
         index,
         fmt,
         parts,
-        1 + max(tensor.expert for tensor in by_tensor),
+        1 + max([*left_out, *(tensor.expert for tensor in by_tensor)]),
         hidden,
         width * parts,
         any(is_backward(tensor.proj) for tensor in by_tensor),
         len(entries),
         sum(entry.nbytes for entry in entries),
         listing_sha256(entries),
+        frozenset(left_out),
     )
     _refuse_odd_sizes(root, layer, entries)
     _refuse_missing(root, layer, by_tensor.keys())
@@ -337,7 +350,7 @@ def _refuse_missing(root: Path, layer: TreeLayer, found: Iterable[TensorId]) -> 
 
 def tensors_of(layer: TreeLayer) -> Iterator[TensorId]:
     """All that a layer consists of."""
-    for expert in range(layer.experts):
+    for expert in layer.here:
         for part in range(layer.parts):
             for proj in matrices(layer.backward):
                 for kind in KINDS:

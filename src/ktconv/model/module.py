@@ -14,12 +14,19 @@ from ktconv.pool import Pool
 class PackedExperts(nn.Module):
     """Stands where a model had its fused experts; it has no parameters of its own.
 
-    Without a pool it uses the process's own, so that it works in a child process too.
+    Without a pool it uses the process's own, so that it works in a child process too. `own` is
+    the module that was there before: experts that are not among the packed ones run on it, or
+    are skipped without it.
     """
 
-    def __init__(self, experts: Experts, pool: Pool | None = None) -> None:
+    def __init__(
+        self, experts: Experts, pool: Pool | None = None, own: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.experts, self.pool = experts, pool
+        self._elsewhere = torch.from_numpy(experts.origins < 0)
+        self._own = (own,) if own is not None and bool(self._elsewhere.any()) else ()
+        # in a tuple, so that the model's own experts are no part of the model's tree
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Like transformers' experts: [..., H] -> [..., H], in the dtype and shape of the input.
@@ -35,7 +42,27 @@ class PackedExperts(nn.Module):
         ids = top_k_index.reshape(len(rows), -1).to(torch.int64)
         ids = torch.where((ids < 0) | (ids >= self.experts.count), -1, ids)
         weights = top_k_weights.reshape(len(rows), -1)
-        return self._run(rows, ids, weights).to(hidden_states.dtype).reshape(hidden_states.shape)
+        there = (ids >= 0) & self._elsewhere[ids]
+        y = self._run(rows, torch.where(there, -1, ids), weights).to(hidden_states.dtype)
+        for own in self._own:
+            y = self._add_own(own, y, rows, torch.where(there, ids, -1), weights)
+        return y.reshape(hidden_states.shape)
+
+    def _add_own(
+        self, own: nn.Module, y: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """y with what the model's own experts make of tokens that go to them; ids of others are
+        -1, which they do not take: they get one of theirs with weight 0."""
+        tokens = (ids >= 0).any(dim=1)
+        if not tokens.any():
+            return y
+        ids, weights = ids[tokens], weights[tokens]
+        some = int(self._elsewhere.nonzero()[0])
+        theirs = own(
+            rows[tokens], torch.where(ids < 0, some, ids), torch.where(ids < 0, 0, weights)
+        )
+        y[tokens] += theirs
+        return y
 
     def _run(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """bf16 [M, H]; NumPy has no bf16, so both sides see its bits."""
@@ -68,6 +95,12 @@ class SortedExperts(PackedExperts):
         owners = torch.arange(self.experts.count).repeat_interleave(len(rows) // self.experts.count)
         ids = torch.where(rows.detach().any(dim=1), owners, -1)
         return super().forward(rows, ids, torch.ones(len(rows)))
+
+    def _add_own(
+        self, own: nn.Module, y: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        result: Tensor = y + own(torch.where(ids >= 0, rows, 0)).reshape(y.shape)
+        return result
 
 
 def _check_usable(*tensors: Tensor) -> None:

@@ -41,7 +41,8 @@ class Site:
 
 
 class ReplacedExperts:
-    """What `replace_experts` did. `layers` are on packed experts, `method` is their format.
+    """What `replace_experts` did. `layers` are on packed experts, `method` is their format;
+    `own` are the ids, by layer, of experts that run on the model's own weights as before.
 
     As a context manager it puts the model's own experts back at the end if they were kept, and
     is closed.
@@ -57,6 +58,7 @@ class ReplacedExperts:
     ) -> None:
         self.layers = tuple(sorted(sites))
         self.method = packed[self.layers[0]].experts.method.name
+        self.own = {layer: _elsewhere(packed[layer].experts) for layer in self.layers}
         self._sites, self._packed, self._pool = sites, packed, pool
         self._originals = {n: site.module for n, site in sites.items()} if keep else None
         self._isa_before = isa_before
@@ -121,8 +123,10 @@ def replace_experts(
 
     `model` is a transformers model on the CPU, `output` what ktconv quantize-cpu made of its
     checkpoint. Layers of `output` beyond the model's own (multi-token prediction) are left out.
-    The replaced parameters are freed unless `keep`. `threads`: as many of our own, else the pool
-    that the process shares; `isa` holds for the whole process until the result is closed.
+    Experts that `output` leaves out (quantize-cpu --exclude-experts) run on the model's own
+    weights. The replaced parameters are freed, unless `keep` or such experts need them.
+    `threads`: as many of our own, else the pool that the process shares; `isa` holds for the whole
+    process until the result is closed.
 
     The result computes in bf16, has no gradients, and cannot be saved as a model.
 
@@ -287,11 +291,16 @@ def _packed(site: Site, experts: Experts, pool: Pool | None) -> PackedExperts:
         raise CheckpointError(
             f"{type(site.module).__name__} is called with {count} arguments, which is not known"
         )
-    return kinds[count](experts, pool).eval()
+    return kinds[count](experts, pool, site.module).eval()
+
+
+def _elsewhere(experts: Experts) -> list[int]:
+    """Ids of experts that are not among the packed ones."""
+    return [index for index, origin in enumerate(experts.origins) if origin < 0]
 
 
 def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
-    """CheckpointError unless expert 0 answers a random token about as the model's own does.
+    """CheckpointError unless an expert answers a random token about as the model's own does.
 
     Packed weights of another checkpoint can have the very same sizes; nothing else tells.
     """
@@ -310,9 +319,13 @@ def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
 
 
 def _trial(packed: PackedExperts, dtype: torch.dtype) -> tuple[Any, ...]:
-    """What an experts module is called with to send one random token through expert 0."""
+    """What an experts module is called with to send one random token through the first expert
+    that is packed."""
     experts, generator = packed.experts, torch.Generator().manual_seed(0)
+    first = int((experts.origins >= 0).argmax())
     token = torch.randn((1, experts.hidden), generator=generator).to(dtype)
     if isinstance(packed, SortedExperts):
-        return (torch.cat([token, token.new_zeros((experts.count - 1, experts.hidden))]),)
-    return token, torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=dtype)
+        tokens = token.new_zeros((experts.count, experts.hidden))
+        tokens[first] = token
+        return (tokens,)
+    return token, torch.full((1, 1), first), torch.ones((1, 1), dtype=dtype)

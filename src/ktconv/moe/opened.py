@@ -143,7 +143,7 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     for tensor in (
         TensorId(layer, proj, expert, part, "scale")
         for proj in PROJECTIONS
-        for expert in range(geometry.experts)
+        for expert in geometry.here
         for part in range(geometry.parts)
     ):
         if not np.isfinite(mapped.get(tensor).view(np.float32)).all():
@@ -159,7 +159,8 @@ def _config(directory: Path) -> Mapping[str, Any]:
 
 
 def packed_experts(packed: PackedWeights, layer: int, activation: Activation) -> Experts:
-    """One layer of packed weights that are open already."""
+    """One layer of packed weights that are open already. Experts that were left out of it have
+    no origin."""
     geometry = packed.geometry(layer)
     assert geometry.format is not None  # what geometry() sees to
     method = METHODS[geometry.format.key]
@@ -170,13 +171,12 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
         weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
         return Projection(weight, scale if scale.ctypes.data % 4 == 0 else scale.copy())
 
-    rows: list[list[tuple[Projection, Projection, Projection] | None]] = [
-        [
-            (projection("gate", e, p), projection("up", e, p), projection("down", e, p))
-            for e in range(geometry.experts)
-        ]
-        for p in range(geometry.parts)
-    ]
+    def expert(e: int, p: int) -> tuple[Projection, Projection, Projection] | None:
+        if e in geometry.elsewhere:
+            return None
+        return projection("gate", e, p), projection("up", e, p), projection("down", e, p)
+
+    rows = [[expert(e, p) for e in range(geometry.experts)] for p in range(geometry.parts)]
     try:
         made = native.Layer(method.layout, activation, geometry.hidden, geometry.intermediate, rows)
     except ValueError as error:
@@ -187,7 +187,7 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
         method,
         made,
         activation,
-        range(geometry.experts),
+        [None if e in geometry.elsewhere else e for e in range(geometry.experts)],
         lambda e: _values(method, rows, e, shapes),
     )
 

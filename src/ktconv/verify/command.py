@@ -32,6 +32,7 @@ class Options:
     windows: int = 40
     max_ppl_increase: float | None = None
     max_kl: float | None = None
+    beside: Path | None = None
     report: Path | None = None
 
 
@@ -62,6 +63,7 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
         text=options.text,
         windows=options.windows,
         thresholds=Thresholds(options.max_ppl_increase, options.max_kl),
+        beside=options.beside,
     )
     ready = prepare(request)
     result = verify(request, progression, ready, say)
@@ -72,10 +74,11 @@ def _compare(options: Options, other: Path, progression: Progression) -> Outcome
     from ktconv.verify.compare import make_plan, sizes_of
     from ktconv.verify.compare import run as compare_planned
 
-    for name in ("source", "level", "text", "max_ppl_increase", "max_kl"):
+    for name in ("source", "level", "text", "max_ppl_increase", "max_kl", "beside"):
         if getattr(options, name) is not None:
+            option = "with" if name == "beside" else name.replace("_", "-")
             raise UsageError(
-                f"--{name.replace('_', '-')} has no meaning where two conversions are compared",
+                f"--{option} has no meaning where two conversions are compared",
                 "leave it out, or verify each against its --source",
             )
     plan = make_plan(options.output, other, options.sample, options.seed)
@@ -119,6 +122,8 @@ def lines_of(result: Result) -> Iterator[str]:
     facts = result.facts
     yield from _failures(result)
     yield from _structure(facts["structure"])
+    if facts["coverage"]:
+        yield from _coverage(facts["coverage"])
     if facts["weights"]:
         yield from _weights(facts["weights"], facts["sample"])
     if facts["layers"]:
@@ -148,6 +153,13 @@ def _structure(about: Mapping[str, Any]) -> Iterator[str]:
         f"structure  {_mark(about)}: {about['tensors_found']} of {about['tensors_expected']} "
         f"tensors in {about['files']} files, {about['checksums']} checksums, "
         f"{about['copied_tensors']} copies, {format_size(about['bytes_checked'])} read"
+    )
+
+
+def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"coverage   {_mark(about)}: of {about['experts']} experts in {about['layers']} layers "
+        f"{about['experts_here']} are here, {about['experts_there']} in {about['with']}"
     )
 
 

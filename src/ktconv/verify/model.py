@@ -61,10 +61,16 @@ def check_model(
         say(f"writing {NEW_TOKENS} tokens with both")
         prompt = text[:PROMPT_CHARACTERS]
         source, converted = greedy_side_by_side(model, replaced, tokenizer, prompt, NEW_TOKENS)
+        own = sum(map(len, replaced.own.values()))
+    if own:
+        findings.note(
+            f"level model: {own} experts that are not in this output ran on the source's weights"
+        )
     limits = thresholds(subject.options.method, request.thresholds)
     facts = asdict(found) | {
         "text": name,
         "windows": len(runs),
+        "experts_of_source": own,
         "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
         "thresholds": limits,
         "generation": {"prompt": prompt, "source": source, "converted": converted},

@@ -16,6 +16,8 @@ from ktconv import __version__, machine
 from ktconv.copying import Buffers
 from ktconv.errors import UsageError
 from ktconv.source import SourceReader
+from ktconv.verify.cover import LEVEL as COVERAGE
+from ktconv.verify.cover import check_cover
 from ktconv.verify.findings import Failure, Findings
 from ktconv.verify.reading import Context
 from ktconv.verify.structure import check_structure
@@ -57,6 +59,7 @@ class Request:
     tokens: int = 16  # of level layers, per layer
     text: Path | None = None  # None: the text that ships with ktconv
     windows: int = 40  # of 512 tokens, of level model
+    beside: Path | None = None  # an output that must hold the experts that this one lacks
     thresholds: Thresholds = field(default_factory=Thresholds)
 
 
@@ -70,6 +73,7 @@ class Prepared:
     findings: Findings
     items: Sequence[Item]
     structure: Mapping[str, Any]
+    coverage: Mapping[str, Any] | None  # None: not asked for
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -97,6 +101,7 @@ def prepare(request: Request) -> Prepared:
     subject = open_subject(request.output, request.source)
     _refuse_impossible(level, subject, request)
     findings = Findings()
+    coverage = check_cover(subject, request.beside, findings) if request.beside else None
     structure = check_structure(subject, findings)
     reader = None
     if subject.checkpoint is not None:
@@ -104,7 +109,7 @@ def prepare(request: Request) -> Prepared:
     compare = reader is not None and level != "structure"
     context = Context(subject, findings, subject.checksums(), reader, compare)
     items = items_of(context, request.sample, request.seed)
-    return Prepared(request, level, subject, findings, items, structure)
+    return Prepared(request, level, subject, findings, items, structure, coverage)
 
 
 def _refuse_impossible(level: str, subject: Subject, request: Request) -> None:
@@ -159,6 +164,7 @@ def verify(
         "weights": None,
         "layers": None,
         "model": None,
+        COVERAGE: None if ready.coverage is None else dict(ready.coverage),
     }
     if reached >= 1:
         levels["weights"] = totals.as_dict(ready.subject)

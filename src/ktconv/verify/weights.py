@@ -184,8 +184,8 @@ def items_of(context: Context, sample: float, seed: int) -> list[Item]:
             _odd_layer(context, layer)
             continue
         source = _matching(context, layer, sources.get(layer)) if context.compare else None
-        count = max(1, round(geometry.experts * sample))
-        for expert in sorted(rng.sample(range(geometry.experts), count)):
+        count = max(1, round(len(geometry.here) * sample))
+        for expert in sorted(rng.sample(geometry.here, count)):
             for proj in PROJECTIONS:
                 unit = f"layer-{layer:05d}"
                 found.append(MatrixItem(context, unit, layer, expert, proj, source))

@@ -1,0 +1,207 @@
+"""Whether two outputs share the experts of a model out between them: each is in one of them.
+
+The other output can be anything that holds experts: what quantize-gpu wrote, a checkpoint, or
+packed experts in another format. What counts is which tensors are there; manifests only tell
+what to expect and whether both come from the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint.stacks import Stack, split_tensors
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.formats import is_backward
+from ktconv.packed import PackedWeights, open_packed
+from ktconv.units import format_ranges
+from ktconv.verify.findings import Findings
+from ktconv.verify.subject import Subject
+from ktconv.writer.finish import read_manifest
+from ktconv.writer.journal import STATE_DIRECTORY
+
+LEVEL = "coverage"
+
+_MATRICES = {
+    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down",
+    "w2": "down", "gate_up_proj": "gate and up",
+}  # fmt: skip
+_WHOLE = ({"gate", "up", "down"}, {"gate and up", "down"})
+
+Ids = dict[int, set[int]]  # experts by layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a model has: the number of experts, and under which names."""
+
+    experts: int
+    source: str  # "model.layers.3.mlp.experts"
+
+
+def check_cover(subject: Subject, other: Path, findings: Findings) -> dict[str, Any]:
+    """Holds both against the model; facts for the report.
+
+    Raises UsageError where nothing tells what the model has or `other` holds no experts,
+    CheckpointError for one that cannot be read.
+    """
+    if not other.is_dir():
+        raise UsageError(f"--with {other} is no directory", "give an output of ktconv quantize-gpu")
+    layers = _layers(subject)
+    manifest = read_manifest(other)
+    if (other / STATE_DIRECTORY / "run.json").exists():
+        findings.fail(LEVEL, "unfinished", f"{other} is not finished.", file=str(other))
+    _same_source(subject.manifest, manifest, other, findings)
+    here = _packed_ids(subject.packed)
+    there = _ids_of(other, layers, findings)
+    for layer, about in layers.items():
+        _check_layer(
+            layer, about.experts, here.get(layer, set()), there.get(layer, set()), findings
+        )
+    for layer in sorted(there.keys() - layers.keys()):
+        findings.fail(
+            LEVEL,
+            "unknown layer",
+            f"{other} has experts of layer {layer}, which is no MoE layer of this conversion.",
+            layer=layer,
+        )
+    return {
+        "output": str(subject.directory),
+        "with": str(other),
+        "with_options": manifest["options"] if manifest else None,
+        "layers": len(layers),
+        "experts": sum(about.experts for about in layers.values()),
+        "experts_here": sum(map(len, here.values())),
+        "experts_there": sum(map(len, there.values())),
+    }
+
+
+def _layers(subject: Subject) -> dict[int, _Layer]:
+    """By the source if it is given, else by the manifest."""
+    if subject.checkpoint is not None:
+        return {
+            layer.index: _Layer(len(layer.experts), layer.source)
+            for layer in subject.checkpoint.layers
+            if subject.options.mtp or not layer.is_mtp
+        }
+    if subject.manifest is None:
+        raise UsageError(
+            f"nothing tells which experts the model of {subject.directory} has",
+            "name the checkpoint that was converted with --source MODEL",
+        )
+    return {
+        int(index): _Layer(about["experts"], about["source"])
+        for index, about in subject.manifest["geometry"]["layers"].items()
+    }
+
+
+def _check_layer(
+    layer: int, count: int, here: set[int], there: set[int], findings: Findings
+) -> None:
+    everything = set(range(count))
+    for check, ids, words in (
+        ("experts in neither", everything - here - there, "in neither of the two"),
+        ("experts in both", here & there, "in both"),
+        ("unknown experts", (here | there) - everything, "not the model's"),
+    ):
+        if ids:
+            findings.fail(
+                LEVEL,
+                check,
+                f"layer {layer}: expert(s) {format_ranges(sorted(ids))} {words}.",
+                layer=layer,
+                expert=min(ids),
+            )
+
+
+def _same_source(
+    ours: Mapping[str, Any] | None,
+    theirs: Mapping[str, Any] | None,
+    other: Path,
+    findings: Findings,
+) -> None:
+    """Both manifests must tell of the same files; their times do not matter."""
+    told = [_source_files(manifest) for manifest in (ours, theirs)]
+    if not all(told):
+        findings.note(f"nothing tells whether {other} was made from the same model")
+        return
+    names = sorted(told[0].keys() | told[1].keys())
+    different = [name for name in names if told[0].get(name) != told[1].get(name)]
+    if different:
+        findings.fail(
+            LEVEL,
+            "another source",
+            f"{other} was made from another model: {different[0]} differs.",
+            file=different[0],
+        )
+
+
+def _source_files(manifest: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    files = manifest.get("source", {}).get("files", {}) if manifest else {}
+    return {
+        name: {key: value for key, value in about.items() if key != "mtime_ns"}
+        for name, about in files.items()
+    }
+
+
+# ---- which experts are there -----------------------------------------------------------
+
+
+def _packed_ids(packed: PackedWeights) -> Ids:
+    found: Ids = {}
+    for tensor in packed.tensors:
+        if not is_backward(tensor.proj):
+            found.setdefault(tensor.layer, set()).add(tensor.expert)
+    return found
+
+
+def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Ids:
+    packed = open_packed(other)
+    if packed.tensors:
+        return _packed_ids(packed)
+    if packed.damaged:
+        raise CheckpointError(next(iter(packed.damaged.values())), "write it again")
+    stacks = split_tensors(packed.others.values()).stacks
+    if not stacks:
+        raise UsageError(
+            f"--with {other} holds no experts", "give an output of ktconv quantize-gpu"
+        )
+    numbers = {about.source: layer for layer, about in layers.items()}
+    return {
+        layer: set(_whole(stack, layer, findings))
+        for stack in stacks
+        for layer in (numbers.get(stack.source, stack.number),)
+    }
+
+
+def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
+    """The experts of a stack; one that lacks a matrix is a failure, but there."""
+    found: dict[int, set[str]] = {}
+    for rest, tensor in stack.tensors.items():
+        for expert, matrix in _matrix(rest, tensor):
+            found.setdefault(expert, set()).add(matrix)
+    for expert, matrices in sorted(found.items()):
+        if matrices not in _WHOLE:
+            names = ", ".join(sorted(matrices))
+            findings.fail(
+                LEVEL,
+                "incomplete expert",
+                f"layer {layer}: expert {expert} has {names}, and no other matrix.",
+                layer=layer,
+                expert=expert,
+            )
+        yield expert
+
+
+def _matrix(rest: str, tensor: TensorRef) -> Sequence[tuple[int, str]]:
+    """(expert, matrix) of a tensor's name; of every expert where they are fused."""
+    first, _, name = rest.partition(".")
+    if first in _MATRICES:
+        return [(expert, _MATRICES[first]) for expert in range(tensor.shape[0])]
+    matrix = _MATRICES.get(name.partition(".")[0])
+    if matrix is None or not (first.isascii() and first.isdecimal()):
+        return []
+    return [(int(first), matrix)]
