@@ -1,16 +1,11 @@
 /* bf16_gemm_amx.h - products with bf16 activations by TDPBF16PS.
  *
- * Tokens are cut into halves of as many rows, up to 16, and two halves x 32 rows of w are summed
- * in four tiles; of an odd number the last one is alone, with two. So one configuration
- * serves a whole call. Where tokens do not divide evenly, the last half begins in the one before:
- * 33 tokens are the halves 0..10, 11..21, 22..32, and 35 are 0..11, 12..23, 23..34.
- *
  * Formats other than BF16 decode the columns of a strip into tiles in the panel, a K block at a
  * time and once for all tokens. Sums of a group of columns with scales of their own start at 0
  * and are added to `out` by one fused operation each, as with AVX-512 (bf16_gemm_avx512.h), but
  * within a group tiles add even and odd columns apart: the last bits differ.
  *
- * From LEAST_TOKENS on, an element's bits do not depend on the other tokens. Include after
+ * From KT_AMX_LEAST_TOKENS on, an element's bits do not depend on the other tokens. Include after
  * target_amx.h. */
 #ifndef KT_BF16_GEMM_AMX_H
 #define KT_BF16_GEMM_AMX_H
@@ -19,52 +14,22 @@
 #include "bf16_gemm_avx512.h"
 
 enum {
-  KT_BF16_LEAST_TOKENS = 5, /* fewer are left to VDPBF16PS: a guess, see kt_gemm_amx.h */
   KT_BF16_SUMS_SIZE = 2 * KT_AMX_ROWS * KT_STRIP * 4,
   KT_BF16_SCALES_SIZE = KT_BF16_K_BLOCK / KT_TILE_COLS * KT_STRIP * 4
 };
-
-typedef struct kt_halves {
-  int64_t count, rows, tokens;
-} kt_halves;
-
-static inline kt_halves kt_halves_of(int64_t tokens) {
-  const int64_t count = (tokens + KT_AMX_ROWS - 1) / KT_AMX_ROWS;
-  return (kt_halves){count, (tokens + count - 1) / count, tokens};
-}
-
-/* Its first token. */
-static inline int64_t kt_half_start(const kt_halves *h, int64_t half) {
-  return half < h->count - 1 ? half * h->rows : h->tokens - h->rows;
-}
-
-/* The first that no half before it has. */
-static inline int64_t kt_half_new(const kt_halves *h, int64_t half) { return half * h->rows; }
 
 /* sums[i][t][32 rows] = w[32 rows][32 * tiles columns] * x[i][t], for half 0 and, if `both`,
  * half 1. */
 KT_INLINE void kt_bf16_amx_block(const int both, const uint8_t *w, int64_t tiles,
                                  const uint8_t *x[2], int64_t stride, float *sums[2]) {
-  const size_t line = KT_STRIP * sizeof(float), rows = (size_t)stride;
   kt_amx_zero_sums(both);
   for (int64_t i = 0; i < tiles; i++, w += KT_BF16_TILE) {
-    _tile_loadd(6, w, KT_AMX_LINE);
-    _tile_loadd(7, w + KT_BF16_HALF_TILE, KT_AMX_LINE);
-    _tile_loadd(4, x[0] + i * KT_AMX_LINE, rows);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (both) {
-      _tile_loadd(5, x[1] + i * KT_AMX_LINE, rows);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    const uint8_t *const halves[2] = {w, w + KT_BF16_HALF_TILE};
+    const uint8_t *const at[2] = {x[0] + i * KT_AMX_LINE, both ? x[1] + i * KT_AMX_LINE : NULL};
+    kt_amx_multiply(0, both, halves, at, stride);
   }
-  _tile_stored(0, sums[0], line);
-  _tile_stored(1, sums[0] + KT_AMX_ROWS, line);
-  if (both) {
-    _tile_stored(2, sums[1], line);
-    _tile_stored(3, sums[1] + KT_AMX_ROWS, line);
-  }
+  void *const to[2] = {sums[0], both ? sums[1] : NULL};
+  kt_amx_store_sums(both, to);
 }
 
 /* out[t][32 rows] += scale[32 rows] * sums[t][32 rows]. */
@@ -119,14 +84,13 @@ KT_INLINE void kt_bf16_decoded_product(kt_decode_block_fn *decode, const kt_weig
   kt_decoded decoded = {.tiles = panel, .scale = scratch + KT_BF16_SUMS_SIZE / 4};
   const int64_t k_block = kt_bf16_k_block(w->cols);
   const kt_halves h = kt_halves_of(tokens);
-  kt_amx_configure_halves((int)h.rows, (int)h.rows);
+  kt_amx_configure_halves(&h, KT_AMX_LINE);
   __builtin_memset(out, 0, (size_t)(strips * tokens * KT_STRIP) * sizeof *out);
   for (int64_t k = 0, cols; k < w->cols; k += cols) {
     cols = w->cols - k < k_block ? w->cols - k : k_block;
     for (int64_t s = 0; s < strips; s++) {
       float *const to = out + s * tokens * KT_STRIP;
       decode(w, strip + s, k, cols, &decoded);
-      KT_IN_ORDER; /* GCC 12's _tile_loadd does not say that it reads memory */
       int64_t half = 0;
       for (; half + 1 < h.count; half += 2)
         kt_bf16_amx_groups(1, &h, half, &decoded, x + 2 * k, stride, to, scratch);

@@ -12,10 +12,7 @@
 #include "amx_tiles.h"
 #include "kt_gemm_avx512.h"
 
-/* Fewer tokens than this are left to VPDPBUSD, which needs no tiles to be filled. A guess
- * from instruction counts, not measured: a product of tiles costs the same for 1 row as
- * AVX-512 needs for about 4 tokens. */
-enum { KT_AMX_LEAST_TOKENS = 5, KT_INT_RUNS = 10 /* column blocks of 32768 columns */ };
+enum { KT_INT_RUNS = 10 /* column blocks of 32768 columns */ };
 
 /* A tile of 128 columns as two of 64: columns in low nibbles, then those in high ones. */
 KT_INLINE void kt_int4_unpack_tile(const uint8_t *tile, uint8_t *out) {
@@ -38,8 +35,9 @@ typedef struct kt_int_runs {
  * are configured for; `both`: more than 16; `first`: from 0. */
 KT_INLINE void kt_int_amx_block(const int both, int first, const kt_int_runs *w, const uint8_t *x,
                                 int64_t stride, int32_t *sum) {
-  const size_t sum_stride = KT_STRIP * sizeof *sum, rows = (size_t)stride;
+  const size_t sum_stride = KT_STRIP * sizeof *sum;
   int32_t *const sum1 = sum + KT_AMX_ROWS * KT_STRIP;
+  void *const sums[2] = {sum, sum1};
   kt_amx_zero_sums(both);
   if (!first) {
     _tile_loadd(0, sum, sum_stride);
@@ -52,24 +50,12 @@ KT_INLINE void kt_int_amx_block(const int both, int first, const kt_int_runs *w,
   for (int64_t run = 0; run < w->runs; run++) {
     const uint8_t *tile = w->tiles[run];
     for (int64_t i = 0; i < w->count[run]; i++, tile += 2 * KT_HALF_TILE, x += KT_AMX_LINE) {
-      _tile_loadd(6, tile, KT_AMX_LINE);
-      _tile_loadd(7, tile + KT_HALF_TILE, KT_AMX_LINE);
-      _tile_loadd(4, x, rows);
-      _tile_dpbssd(0, 4, 6);
-      _tile_dpbssd(1, 4, 7);
-      if (both) {
-        _tile_loadd(5, x + KT_AMX_ROWS * stride, rows);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
+      const uint8_t *const halves[2] = {tile, tile + KT_HALF_TILE};
+      const uint8_t *const at[2] = {x, x + KT_AMX_ROWS * stride};
+      kt_amx_multiply(1, both, halves, at, stride);
     }
   }
-  _tile_stored(0, sum, sum_stride);
-  _tile_stored(1, sum + KT_AMX_ROWS, sum_stride);
-  if (both) {
-    _tile_stored(2, sum1, sum_stride);
-    _tile_stored(3, sum1 + KT_AMX_ROWS, sum_stride);
-  }
+  kt_amx_store_sums(both, sums);
 }
 
 /* Columns k .. end of a strip; those of INT4 are unpacked into the panel. */

@@ -81,5 +81,6 @@ const kt_gemm kt_gint4_gemm = {
     .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512] = kt_gint4_product_avx512,
+    .product[KT_ISA_AMX] = kt_gint4_product_amx,
 #endif
 };

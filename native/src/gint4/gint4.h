@@ -16,7 +16,7 @@
 
 enum { KT_GINT4_TILE = 512, KT_GINT4_BIAS = 8 };
 
-kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx512;
+kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx512, kt_gint4_product_amx;
 
 /* What follows the codes of an activation row. */
 static inline const float *kt_gint4_x_scale(const uint8_t *row, int64_t cols) {

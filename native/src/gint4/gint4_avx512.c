@@ -16,7 +16,7 @@
 #include "../common/target_avx512_vnni.h"
 
 #include "../common/unroll.h"
-#include "gint4.h"
+#include "gint4_scales_avx512.h"
 
 enum {
   BLOCK = 6,      /* tokens of the micro kernel */
@@ -55,17 +55,6 @@ KT_INLINE __m512i broadcast(const uint8_t *x) {
 /* Past the end of the codes it does nothing. */
 KT_INLINE void prefetch(const uint8_t *codes) {
   __builtin_prefetch((const void *)((uintptr_t)codes + AHEAD), 0, 3);
-}
-
-KT_INLINE __m512 load_scales(int32_t dtype, const void *scale, int64_t at) {
-  if (dtype == KT_SCALE_F32) return _mm512_loadu_ps((const float *)scale + at);
-  const uint16_t *const from = (const uint16_t *)scale + at;
-  const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)from);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-KT_INLINE __m512 add_group(__m512 total, __m512i sum, __m512 scale, __m512 x_scale) {
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, x_scale), total);
 }
 
 #define EACH_TOKEN                                                                                 \
@@ -110,12 +99,12 @@ KT_INLINE void micro(const int tokens, const columns *w, const activations *x, f
       base += KT_TILE_COLS;
       base3 += KT_TILE_COLS;
     }
-    const __m512 scale0 = load_scales(w->scale_dtype, w->scale, g * KT_STRIP);
-    const __m512 scale1 = load_scales(w->scale_dtype, w->scale, g * KT_STRIP + 16);
+    const __m512 scale0 = kt_gint4_load_scales(w->scale_dtype, w->scale, g * KT_STRIP);
+    const __m512 scale1 = kt_gint4_load_scales(w->scale_dtype, w->scale, g * KT_STRIP + 16);
     EACH_TOKEN {
       const __m512 x_scale = _mm512_set1_ps(x->scale[t * words + g]);
-      total[t][0] = add_group(total[t][0], sum[t][0], scale0, x_scale);
-      total[t][1] = add_group(total[t][1], sum[t][1], scale1, x_scale);
+      total[t][0] = kt_gint4_add_group(total[t][0], sum[t][0], scale0, x_scale);
+      total[t][1] = kt_gint4_add_group(total[t][1], sum[t][1], scale1, x_scale);
     }
   }
   EACH_TOKEN {

@@ -34,7 +34,7 @@ LEVELS = {"scalar": 0, "avx512": 1, "amx": 2}
 KERNELS = {"int8": 0, "int4": 1, "bf16": 2, "fp8": 3, "mxfp4": 4, "gint4": 5}
 SCALES = {"none": 0, "f32": 1, "bf16": 2, "ue8m0": 3}
 STATUS_NONFINITE = 6
-AMX_LEAST = 5  # tokens (KT_BF16_LEAST_TOKENS): the float formats' AMX loop begins here
+AMX_LEAST = 5  # tokens (KT_AMX_LEAST_TOKENS): the float formats' AMX loop begins here
 TILE_TOKENS = [5, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]  # both sides of each way to cut them
 
 

@@ -189,7 +189,28 @@ def test_amx_loads_a_tile_per_product(
     assert counts.configs == 1
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-64-f32"])
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("tokens", TILE_TOKENS)
+def test_amx_loads_a_tile_per_product_of_int8(
+    products: Products, emulator: amx.Emulator, kind: str, tokens: int
+) -> None:
+    """A product takes 64 columns, or the 32 of a group, whose tiles are as narrow. Sums are stored
+    once a group; more columns than are unpacked at a time change nothing."""
+    emulator.install()
+    products.use(Layout.of(*KINDS[kind]), "amx")
+    case, cols = Case(products, kind, 64, 2176, 6), 2176
+    x = case.rows_of(activations(tokens, cols, 7))
+    emulator.reset()
+    products.product(case.packed, x, 0, 2)
+    counts, (loads, needed) = emulator.counts(), loads_per_product(tokens)
+    steps = 2 * cols // min(case.group, 64)  # strips, columns
+    assert (counts.loads, counts.int8_products) == (steps * loads, steps * needed)
+    assert counts.loads <= counts.products or tokens % 32 in range(1, 17)
+    assert counts.stores == 2 * cols // case.group * needed
+    assert counts.configs == 1
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32"])
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
 def test_unaligned_codes(
