@@ -22,18 +22,18 @@ from ktconv.conversion import (
     OutputState,
     Report,
     SilentObserver,
+    fit_threads,
     manifest_memory,
     refuse_nested,
 )
 from ktconv.copying import BufferSizes
-from ktconv.errors import ResourceError, UsageError
+from ktconv.errors import UsageError
 from ktconv.expert_sets import check_expert_set, read_expert_set
 from ktconv.formats import FORMATS
 from ktconv.pipeline import Observer
 from ktconv.plan import Options, Plan, Unit, make_plan
 from ktconv.source import SourceReader
 from ktconv.tasks import QuantizeTask, quantize_buffers
-from ktconv.units import format_size
 from ktconv.writer.journal import Journal
 
 Outlook: TypeAlias = conversion.Outlook[Options]
@@ -90,17 +90,7 @@ def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
     layers = [unit.layer for unit in plan.layers if unit.layer]
     per_thread = quantize_buffers(layers, FORMATS[plan.options.method]).nbytes
     base = machine.resident_memory() + MEMORY_MARGIN + manifest_memory(request.output)
-    wanted = request.threads or machine.usable_cpus()
-    affordable = (request.max_memory - base) // per_thread
-    if affordable < 1 or (request.threads and affordable < request.threads):
-        threads = request.threads or 1
-        needed = base + threads * per_thread
-        raise ResourceError(
-            f"--max-memory {format_size(request.max_memory)} is too small: this conversion needs "
-            f"{format_size(needed)} with {threads} thread(s)",
-            f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
-        )
-    threads = min(wanted, affordable)
+    threads = fit_threads(request.max_memory, request.threads, base, per_thread)
     return threads, base + threads * per_thread
 
 

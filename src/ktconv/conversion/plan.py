@@ -60,7 +60,7 @@ class Unit:
         if self.layer is not None:
             yield from self.target.tensors(self.layer, self.experts)
         for tensor, name in self.copies:
-            yield Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
+            yield self.target.copied(tensor, name)
 
     @property
     def folder_files(self) -> Mapping[str, tuple[str, int]]:
@@ -321,7 +321,7 @@ def _layer_unit(
 
 def _group_copies(copies: Sequence[Copy], target: Target[Any]) -> list[list[Copy]]:
     """Non-expert tensors by shard."""
-    tensors = [Tensor(name, ref.dtype, ref.shape, ref.nbytes) for ref, name in copies]
+    tensors = [target.copied(ref, name) for ref, name in copies]
     remaining = iter(copies)
     groups = []
     for tensors_of_shard in group(tensors, target.options.max_shard_size):
@@ -335,7 +335,7 @@ def _copy_unit(number: int, copies: Sequence[Copy], target: Target[Any], name: s
     (shard,) = unit.shards
     return replace(
         unit,
-        source_bytes=shard.data_bytes,
+        source_bytes=sum(tensor.nbytes for tensor, _ in copies),
         output_bytes=shard.size,
         data_bytes=shard.data_bytes,
     )

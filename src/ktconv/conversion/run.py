@@ -126,6 +126,20 @@ def refuse_nested(model: Path, output: Path) -> None:
         )
 
 
+def fit_threads(max_memory: int, wanted: int | None, base: int, per_thread: int) -> int:
+    """How many workers the memory allows; refuses fewer than were asked for."""
+    affordable = (max_memory - base) // per_thread
+    if affordable < 1 or (wanted and affordable < wanted):
+        threads = wanted or 1
+        needed = base + threads * per_thread
+        raise ResourceError(
+            f"--max-memory {format_size(max_memory)} is too small: this conversion needs "
+            f"{format_size(needed)} with {threads} thread(s)",
+            f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
+        )
+    return min(wanted or machine.usable_cpus(), affordable)
+
+
 def manifest_memory(output: Path) -> int:
     """What the manifest of an output that was complete takes when it is read to check it."""
     try:

@@ -67,6 +67,10 @@ class Target(ABC, Generic[O]):
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
         """Tensors that are no expert's with their names in the output."""
 
+    def copied(self, tensor: TensorRef, name: str) -> Tensor:
+        """Such a tensor as it is written: unchanged, unless the target has to decode it."""
+        return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
+
     @abstractmethod
     def sidecars(self, directory: Path) -> list[Path]:
         """Files of the source that are copied as they are, relative to `directory`."""

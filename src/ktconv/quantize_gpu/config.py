@@ -1,0 +1,126 @@
+"""config.json, recipe.yaml and README.md of a compressed-tensors checkpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ktconv import __version__
+from ktconv.card import model_name, yaml_name
+from ktconv.conversion import Plan
+from ktconv.quantize_gpu.names import target_pattern
+from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
+from ktconv.quantize_gpu.target import Options
+from ktconv.units import format_ranges, format_size
+
+FORMAT = "pack-quantized"
+
+
+def scheme_of(plan: Plan[Options]) -> Scheme:
+    return Scheme(plan.options.scheme, plan.options.group_size)
+
+
+def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
+    """What tells engines which modules are packed, and how."""
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    weights = scheme_of(plan).weight_arguments()
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "experts": {
+                "targets": [target_pattern(layers)],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": FORMAT,
+            }
+        },
+        "ignore": [],
+        "transform_config": {},
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def config_json(plan: Plan[Options]) -> bytes:
+    """The source's config.json, with our quantization_config in place of any other."""
+    content = _without_quantization(dict(plan.checkpoint.config))
+    content["quantization_config"] = quantization_config(plan)
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if key not in ("quantization_config", "compression_config")
+    }
+
+
+def recipe_yaml(plan: Plan[Options]) -> bytes:
+    """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    options = plan.options
+    group = {"targets": [target_pattern(layers)], "weights": scheme_of(plan).weight_arguments()}
+    values: dict[str, Any] = {"config_groups": {"experts": group}, "ignore": []}
+    name = "QuantizationModifier"
+    if options.method == "gptq":
+        name = "GPTQModifier"
+        values["dampening_frac"] = options.dampening
+    lines = ["default_stage:", "  default_modifiers:", f"    {name}:"]
+    lines += [f"      {key}: {json.dumps(value)}" for key, value in values.items()]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def card(plan: Plan[Options]) -> str:
+    """README.md: what the checkpoint is and how it was made."""
+    name, options = " ".join(model_name(plan.checkpoint.path).split()), plan.options
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    counts = sorted({len(unit.experts) for unit in plan.layers})
+    chosen = any(len(unit.experts) < len(unit.layer.experts) for unit in plan.layers if unit.layer)
+    size = options.group_size
+    groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
+    how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
+    return f"""---
+base_model: {yaml_name(name)}
+base_model_relation: quantized
+library_name: transformers
+tags:
+- ktconv
+- llm-compressor
+- compressed-tensors
+- mixture-of-experts
+- {options.scheme}
+---
+
+# {name}: experts in {options.scheme}
+
+{name} with its routed experts in {options.scheme} ({how}, {groups}), everything else as it was:
+{format_size(plan.output_bytes)} in the compressed-tensors format.
+
+- MoE layers: {format_ranges([layer.index for layer in layers])}
+- Experts per layer: {", ".join(map(str, counts))}
+- `ktconv.json` holds a checksum and the quantization error of every tensor.
+{note}
+Made with ktconv {__version__} and llm-compressor:
+
+    {command_line(name, options)}
+"""
+
+
+def command_line(name: str, options: Options) -> str:
+    """The command that gives the same checkpoint again."""
+    words = ["ktconv quantize-gpu", name, "OUTPUT", f"--method {options.method}"]
+    words += [f"--scheme {options.scheme}", f"--group-size {options.group_size}"]
+    words.append(f"--max-shard-size {options.max_shard_size}")
+    words += [] if options.mtp else ["--no-mtp"]
+    words += ["--experts FILE"] if options.experts else []
+    if options.calibration is not None:
+        used = options.calibration
+        words += [f"--dataset {used.dataset}", f"--split {used.split}"]
+        words += [f"--samples {used.samples}", f"--max-seq-len {used.max_seq_len}"]
+        words += [f"--seed {used.seed}", f"--dampening {options.dampening}"]
+    return " ".join(words)

@@ -1,0 +1,50 @@
+"""A block-quantized matrix that is no expert's, written as bf16."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ktconv.checkpoint import ExpertMatrix
+from ktconv.copying import Buffers, changed_on_disk
+from ktconv.pipeline import Span
+from ktconv.quantize_gpu.decode import decoded_rows
+from ktconv.quantize_gpu.rtn import span_of
+from ktconv.source import SourceReader
+from ktconv.writer.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedCopy:
+    """Decode and write, a few MiB at a time."""
+
+    reader: SourceReader
+    matrix: ExpertMatrix
+    name: str
+    verify: bool  # read back what was written
+
+    @property
+    def source_bytes(self) -> int:
+        return self.matrix.tensor.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return [span_of(self.matrix)]
+
+    def run(
+        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for first, rows in decoded_rows(self.reader, self.matrix, buffers, advance):
+            offset = 2 * first * self.matrix.cols
+            staging.write(self.name, rows.view(np.uint8).reshape(-1).data, offset)
+            digest.update(rows.data)
+            if self.verify:
+                written = np.empty(rows.nbytes, np.uint8)
+                staging.read(self.name, written.data, offset)
+                if not np.array_equal(written, rows.view(np.uint8).reshape(-1)):
+                    raise changed_on_disk(self.name)
+        return {self.name: {"sha256": digest.hexdigest(), "decoded_from": "fp8-block"}}

@@ -1,0 +1,124 @@
+"""One quantized matrix: into its place in the output, read back, and held against its source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.copying import changed_on_disk
+from ktconv.errors import VerificationError
+from ktconv.quantize_gpu.decode import U16
+from ktconv.quantize_gpu.scheme import PARTS, Scheme
+from ktconv.writer.shards import Tensor
+from ktconv.writer.staging import Staging
+
+# Rounding to the nearest level is off by half a step; scales and quotients in bf16 add to it.
+# GPTQ moves weights on purpose, so that only what cannot be right is refused.
+MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
+ROWS_AT_ONCE = 1 << 20  # elements that are compared at once
+F32 = NDArray[np.float32]
+
+
+def write_matrix(
+    staging: Staging, planned: list[Tensor], arrays: Mapping[str, NDArray[Any]], verify: bool
+) -> dict[str, Any]:
+    """Write the three tensors of a matrix; what the manifest says of each.
+
+    `arrays`: weight_packed int32, weight_scale (two-byte floats as uint16), weight_shape int64.
+    Raises VerificationError where one is not what was planned, or is read back otherwise.
+    """
+    records: dict[str, Any] = {}
+    for tensor, part in zip(planned, PARTS, strict=True):
+        array = arrays.get(part)
+        if array is None or array.shape != tensor.shape or array.nbytes != tensor.nbytes:
+            found = "is missing" if array is None else f"has shape {list(array.shape)}"
+            raise VerificationError(
+                f"{tensor.name} should have shape {list(tensor.shape)}, but {found}: "
+                "the installed llm-compressor packs otherwise than ktconv expects",
+                "install the version that ktconv names: pip install 'ktconv[gpu]'",
+            )
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        staging.write(tensor.name, data.data, 0)
+        if verify:
+            written = np.empty_like(data)
+            staging.read(tensor.name, written.data, 0)
+            if not np.array_equal(written, data):
+                raise changed_on_disk(tensor.name)
+        records[tensor.name] = {"sha256": hashlib.sha256(data.data).hexdigest()}
+    return records
+
+
+def dequantized(scheme: Scheme, arrays: Mapping[str, NDArray[Any]], half: bool) -> F32:
+    """The values [rows, cols] of a packed matrix, without llm-compressor's help."""
+    rows, cols = (int(size) for size in arrays["weight_shape"])
+    packed = np.ascontiguousarray(arrays["weight_packed"]).view(np.uint8)
+    if scheme.bits == 4:
+        levels = np.empty((rows, 2 * packed.shape[1]), np.uint8)
+        levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
+    else:
+        levels = packed
+    values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
+    scales = floats(arrays["weight_scale"], half)
+    values.reshape(rows, scales.shape[1], -1)[:] *= scales[:, :, None]
+    return values
+
+
+def floats(bits: U16, half: bool) -> F32:
+    """bf16 (or half precision) as float32, exactly."""
+    if half:
+        from_half: F32 = bits.view(np.float16).astype(np.float32)
+        return from_half
+    wide: F32 = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def error_of(
+    scheme: Scheme, method: str, name: str, arrays: Mapping[str, NDArray[Any]], source: U16,
+    half: bool,
+) -> dict[str, float]:  # fmt: skip
+    """How far a packed matrix is from its source, bits [rows, cols], for the manifest.
+
+    Raises VerificationError where it cannot be a rounding of it.
+    """
+    squared_error = squared_source = 0.0
+    most_steps, zeros = 0.0, 0
+    rows, cols = source.shape
+    step = max(1, ROWS_AT_ONCE // cols)
+    for first in range(0, rows, step):
+        here = slice(first, min(first + step, rows))
+        part = {
+            "weight_shape": np.array([here.stop - first, cols]),
+            "weight_packed": arrays["weight_packed"][here],
+            "weight_scale": arrays["weight_scale"][here],
+        }
+        value, wanted = dequantized(scheme, part, half), floats(source[here], half)
+        off = np.abs(value - wanted)
+        scales = floats(part["weight_scale"], half)
+        with np.errstate(all="ignore"):
+            steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2) / scales
+        most_steps = max(most_steps, float(np.nan_to_num(steps, nan=0.0, posinf=np.inf).max()))
+        squared_error += float(np.vdot(off, off))
+        squared_source += float(np.vdot(wanted, wanted))
+        zeros += int(np.count_nonzero(value == 0))
+    if not most_steps <= MOST_STEPS[method] or not np.isfinite(squared_error):
+        raise VerificationError(
+            f"{name} is {most_steps:.4g} steps off its source somewhere, where "
+            f"{MOST_STEPS[method]} are allowed",
+            "the installed llm-compressor may be another than ktconv was made for: "
+            "pip install 'ktconv[gpu]'",
+        )
+    relative = (squared_error / squared_source) ** 0.5 if squared_source else 0.0
+    return {
+        "relative_rms_error": _rounded(relative),
+        "max_error_steps": _rounded(most_steps),
+        "zero_share": _rounded(zeros / source.size),
+    }
+
+
+def _rounded(value: float) -> float:
+    """Four digits: enough to compare."""
+    return float(f"{value:.4g}")

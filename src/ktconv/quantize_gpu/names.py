@@ -1,0 +1,37 @@
+"""Names of expert modules in a compressed-tensors checkpoint: those of the unfused model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ktconv.checkpoint import MoELayer, Projection
+
+_USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
+    """model.layers.3.mlp.experts.5.gate_proj: the source's own name where it has one per
+    expert (Mixtral: w1, w3, w2), else the usual one."""
+    return f"{layer.source}.{expert}.{_spelling(layer, proj)}"
+
+
+def _spelling(layer: MoELayer, proj: Projection) -> str:
+    name = layer.experts[0][proj].tensor.name
+    match = re.fullmatch(re.escape(layer.source) + r"\.[0-9]+\.(\w+)\.weight", name)
+    return match[1] if match else _USUAL[proj]
+
+
+def target_pattern(layers: Sequence[MoELayer]) -> str:
+    """The pattern by which engines find the quantized modules; it never fits a shared expert.
+
+    The usual names are always in it: vLLM asks for them whatever the model calls its own.
+    """
+    names = {_spelling(layer, proj) for layer in layers for proj in _USUAL}
+    spelled = "|".join(sorted(names | set(_USUAL.values())))
+    return rf"re:.*\.experts\.[0-9]+\.({spelled})$"
+
+
+def fits(pattern: str, module: str) -> bool:
+    """Whether compressed-tensors would find `module` by `pattern`."""
+    return re.match(pattern.removeprefix("re:"), module) is not None
