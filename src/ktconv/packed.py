@@ -206,7 +206,11 @@ def _add_folders(found: PackedWeights) -> None:
             if file is None:
                 found.damaged[name] = f"{name} is no name of a packed tensor"
                 continue
-            size = path.stat().st_size
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                found.damaged[name] = f"{name} cannot be read: {error.strerror}"
+                continue
             if size != file.nbytes:
                 found.damaged[name] = f"{name} has {size} bytes"
             if file.tensor in found.tensors:

@@ -91,10 +91,9 @@ class PartProof:
         rows: int,
         cols: int,
         report: Callable[[Problem], None],
-        inherited: bool = False,  # the scales were chosen for wider parts (ktconv reshard)
     ) -> None:
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
-        self._report, self._inherited = report, inherited
+        self._report = report
         self._scale = np.zeros(rows, np.float32)
         self._error = np.zeros(rows, np.float32)
         self._amax = np.zeros(rows, np.float32)
@@ -234,8 +233,17 @@ class PartProof:
 
     # ---- scales ----
 
-    def judge(self) -> Sums:
-        """What whole rows tell, after all were compared."""
+    @property
+    def rule(self) -> F32:
+        """The scale of each row, as its largest weight in this part makes it."""
+        return self._rule
+
+    def judge(self, widest: F32 | None = None, exact: bool = True) -> Sums:
+        """What whole rows tell, after all were compared.
+
+        `widest`: scales that were chosen for wider parts (ktconv reshard) are these, or at least
+        within them and `rule` if not `exact`.
+        """
         odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
         if odd.any():
             row = int(np.flatnonzero(odd)[0])
@@ -244,21 +252,22 @@ class PartProof:
                 f"holds {self._scale[row]} at row {row}: scales are finite, not negative and "
                 "not denormal.",
             )
-        self._scales_by_rule(odd)
+        rule = self._rule if widest is None else widest
+        differs = rule != self._scale
+        if not exact:
+            differs = (self._rule > self._scale) | (self._scale > rule)
+        self._scales_by_rule(differs & ~odd & np.isfinite(rule), rule)
         return self._sums
 
-    def _scales_by_rule(self, odd: NDArray[np.bool_]) -> None:
+    def _scales_by_rule(self, differs: NDArray[np.bool_], rule: F32) -> None:
         """Every scale follows from the largest weight of its row."""
-        rule = self._rule
-        differs = rule > self._scale if self._inherited else rule != self._scale
-        wrong = np.flatnonzero(differs & ~odd & np.isfinite(rule))
+        wrong = np.flatnonzero(differs)
         if len(wrong):
             row = int(wrong[0])
             self._scale_problem(
                 row,
                 f"holds {float(self._scale[row]):.9g} at row {row}, but the largest weight "
-                f"{float(self._amax[row]):.9g} makes {float(rule[row]):.9g} "
-                f"({len(wrong)} of {self._rows} rows differ).",
+                f"makes {float(rule[row]):.9g} ({len(wrong)} of {self._rows} rows differ).",
                 float(rule[row]),
             )
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from converting import convert, ktconv
+from converting import ktconv
 
 from ktconv.cli import Level
-from ktconv.errors import ResourceError
+from ktconv.errors import ResourceError, UsageError
 from ktconv.verify import LEVELS, command
 from ktconv.verify.run import silent
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 Convert = Callable[..., Path]
 
 
@@ -99,16 +98,18 @@ def test_options_without_meaning_for_two(option: str, converted: Convert) -> Non
     assert done.returncode == 2 and f"{option} has no meaning" in done.stderr
 
 
-def test_text_that_is_none(tmp_path: Path) -> None:
-    """Told before anything is read."""
-    pytest.importorskip("transformers")
-    output = tmp_path / "out"
-    convert(EXAMPLE, output, method="int8")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    for text in (tmp_path / "missing.txt", tmp_path / "binary.txt"):
-        done = ktconv("verify", output, "--source", EXAMPLE, "--level", "model", "--text", text)
-        assert done.returncode == 2 and f"--text {text} cannot be read" in done.stderr
-        assert "ETA" not in done.stderr
+@pytest.mark.parametrize("level", ["weights", "layers"])
+@pytest.mark.parametrize("text", [None, b"", b" \n", b"\xff\xfe\x00"])
+def test_text_that_is_none(
+    text: bytes | None, level: str, model: Path, converted: Convert, tmp_path: Path
+) -> None:
+    """Told before anything is read, at whatever level."""
+    path = tmp_path / "file.txt"
+    if text is not None:
+        path.write_bytes(text)
+    options = command.Options(converted(), source=str(model), level=level, text=path)
+    with pytest.raises(UsageError, match=f"--text {path} (cannot be read|holds no text)"):
+        command.run(options, silent, print)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -12,62 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from converting import convert, read_header, read_json
+from damage import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from families import bf16, fused, numbered, random_weights, simple_config, write_checkpoint
 
 from ktconv.formats import FORMATS, reference
 from ktconv.packed import Place, open_packed
-from ktconv.verify import Request, Result, verify
+from ktconv.reshard import Request as ReshardRequest
+from ktconv.reshard import reshard
+from ktconv.verify import Request, verify
+from ktconv.verify.command import in_json
 
 Convert = Callable[..., Path]
 METHODS = ["int4", "int8"]
-
-
-def check(output: Path, source: Path | None = None, level: str | None = None) -> Result:
-    chosen = level or ("weights" if source else None)
-    return verify(Request(output, str(source) if source else None, chosen, threads=2))
-
-
-def found(result: Result, level: str, name: str) -> list[dict[str, Any]]:
-    """The failures of one check; none of another level may be there."""
-    assert not result.passed
-    assert {failure.level for failure in result.failures} == {level}, result.failures
-    mine = [failure.as_dict() for failure in result.failures if failure.check == name]
-    assert mine, result.failures
-    return mine
-
-
-def place_of(output: Path, name: str) -> Place:
-    for tensor, place in open_packed(output).tensors.items():
-        number = f"blk.{tensor.layer}.ffn_{tensor.proj}_exps.{tensor.expert}.numa.{tensor.part}"
-        if f"{number}.{tensor.kind}" == name:
-            return place
-    raise KeyError(name)
-
-
-def overwrite(place: Place, data: bytes, at: int = 0) -> None:
-    with place.file.open("r+b") as file:
-        file.seek(place.offset + at)
-        file.write(data)
-
-
-def bytes_of(place: Place) -> bytes:
-    with place.file.open("rb") as file:
-        file.seek(place.offset)
-        return file.read(place.nbytes)
-
-
-def swap(output: Path, one: str, two: str) -> None:
-    for kind in ("weight", "scale"):
-        first, second = place_of(output, f"{one}.{kind}"), place_of(output, f"{two}.{kind}")
-        a, b = bytes_of(first), bytes_of(second)
-        overwrite(first, b)
-        overwrite(second, a)
-
-
-def forget_manifest(output: Path) -> Path:
-    """As if another tool had written it: then there are no checksums to find faults by."""
-    (output / "ktconv.json").unlink()
-    return output
 
 
 # ---- nothing is wrong ------------------------------------------------------------------
@@ -304,7 +261,24 @@ def test_impossible_scale(value: float, model: Path, damaged: Convert) -> None:
     overwrite(place, np.array([value], "<f4").tobytes(), 4 * 9)
     failure = found(check(output, model), "weights", "scale")[0]
     assert failure["row"] == 9
-    json.dumps(check(output, model).facts)
+    text = json.dumps(in_json(check(output, model).facts), allow_nan=False)
+    assert math.isfinite(value) or f'"{value}"' in text
+
+
+@pytest.mark.parametrize("ulps", [1, -1])
+def test_scale_of_parts_that_were_cut_anew(
+    ulps: int, model: Path, converted: Convert, tmp_path: Path
+) -> None:
+    """They have the scale of the wider part: of both halves together, to the last bit."""
+    reshard(ReshardRequest(converted("int8", 1), tmp_path / "two", numa=2, threads=1))
+    assert check(tmp_path / "two", model).passed
+    for part in (0, 1):
+        place = place_of(tmp_path / "two", f"blk.0.ffn_down_exps.1.numa.{part}.scale")
+        bits = np.frombuffer(bytes_of(place), "<i4").copy()
+        bits[5] += ulps
+        overwrite(place, bits.tobytes())
+    failures = {(one.check, one.part, one.row) for one in check(tmp_path / "two", model).failures}
+    assert {("scale", 0, 5), ("scale", 1, 5)} <= failures
 
 
 def test_level_of_minus_eight(model: Path, damaged: Convert) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from converting import convert
+from damage import swap
 from families import (
     FAMILIES,
     numbered,
@@ -23,8 +24,11 @@ from families import (
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.packed import open_packed
 from ktconv.verify import LEVELS, Request, Thresholds, layers, prepare, verify
 from ktconv.verify import model as model_level
+from ktconv.verify.findings import Findings
+from ktconv.verify.subject import open_subject
 
 EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
@@ -171,6 +175,62 @@ def test_thresholds(example: Callable[[str], Path]) -> None:
     assert "divergence" in {failure.check for failure in result.failures}
     assert result.facts["model"]["thresholds"] == {"max_ppl_increase": 0.0, "max_kl": 0.0}
     assert not result.facts["model"]["passed"] and result.facts["layers"]["passed"]
+
+
+@needs_torch
+def test_level_model_runs_our_kernels(
+    example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels that lose every eighth channel, the model speaks otherwise."""
+    right = layers.Experts.forward
+
+    def wrong(self: layers.Experts, *inputs: Any) -> Any:
+        y = right(self, *inputs)
+        y[:, ::8] = 0
+        return y
+
+    monkeypatch.setattr(layers.Experts, "forward", wrong)
+    subject, findings = open_subject(example("int8"), str(EXAMPLE)), Findings()
+    request = Request(example("int8"), str(EXAMPLE), "model", windows=1)
+    about = model_level.check_model(subject, request, findings, print)
+    assert about is not None and about["kl_mean"] > 0.01
+    assert "divergence" in {failure.check for failure in findings.listed}
+
+
+@needs_torch
+def test_experts_of_another_model(example: Callable[[str], Path], tmp_path: Path) -> None:
+    """A failure that is named, not a run that could not be."""
+    output = tmp_path / "out"
+    shutil.copytree(example("int8"), output)
+    layer = min(open_packed(output).layers)
+    for proj in ("gate", "up", "down"):
+        for part in (0, 1):
+            name = f"blk.{layer}.ffn_{proj}_exps"
+            swap(output, f"{name}.0.numa.{part}", f"{name}.1.numa.{part}")
+    subject, findings = open_subject(output, str(EXAMPLE)), Findings()
+    request = Request(output, str(EXAMPLE), "model", windows=1)
+    assert model_level.check_model(subject, request, findings, print) is None
+    (failure,) = findings.listed
+    assert failure.check == "experts" and f"layer {layer}" in failure.message
+
+
+@needs_torch
+def test_model_code_that_fails(
+    example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level layers does without it, level model says why it cannot be run."""
+    import ktconv.model
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such attention\nand many lines more")
+
+    monkeypatch.setattr(ktconv.model, "load_model", broken, raising=False)
+    result = verify(Request(example("int8"), str(EXAMPLE), "layers"))
+    assert result.passed and result.facts["layers"]["states"] == "random"
+    assert any(note.endswith("because no such attention") for note in result.facts["notes"])
+    request = Request(example("int8"), str(EXAMPLE), "model", sample=1e-9)
+    with pytest.raises(CheckpointError, match=r"cannot be run by transformers: no such attention$"):
+        verify(request)
 
 
 # ---- requests that cannot be --------------------------------------------------------------

@@ -25,6 +25,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
 
 
+class UnlikeExperts(CheckpointError):
+    """Packed experts that answer otherwise than the model's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a model has the experts of a layer."""
@@ -251,8 +255,9 @@ def _check_plain(site: Site) -> None:
         raise UsageError(f"{site.path} is on packed experts already", "restore() the model first")
     if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
         raise CheckpointError(
-            f"{site.path} has more than matrices",
-            "experts with a bias or a norm of their own cannot be converted yet",
+            f"{site.path}, the experts of {type(module).__name__}, have a bias or a norm of their "
+            "own, which packed experts have not",
+            "the model can be converted, and verified up to --level layers",
         )
     if module.down_proj.device.type != "cpu":
         raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
@@ -312,7 +317,7 @@ def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
         theirs, ours = site.module(*arguments).float(), packed(*arguments).float()
     likeness = torch.nn.functional.cosine_similarity(theirs.flatten(), ours.flatten(), dim=0)
     if theirs.any() and not likeness > _LEAST_LIKENESS:
-        raise CheckpointError(
+        raise UnlikeExperts(
             f"the experts of layer {site.layer} in {directory} are not those of the model",
             "give the model that was converted",
         )

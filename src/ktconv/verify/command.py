@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
     )
     ready = prepare(request)
     result = verify(request, progression, ready, say)
-    return dict(result.facts), list(lines_of(result)), result.passed
+    return in_json(result.facts), list(lines_of(result)), result.passed
 
 
 def _compare(options: Options, other: Path, progression: Progression) -> Outcome:
@@ -112,6 +113,15 @@ def _write_report(path: Path, outcome: Outcome, say: Callable[[str], None]) -> N
         for line in lines:
             say(line)
         raise
+
+
+def in_json(value: Any) -> Any:
+    """JSON has no numbers for what is not finite: "nan", "inf" and "-inf" in their place."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: in_json(inner) for name, inner in value.items()}
+    return [in_json(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- for people ----
@@ -179,10 +189,15 @@ def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
         )
 
 
+def _badness(error: float) -> float:
+    """NaN is worse than everything."""
+    return math.inf if math.isnan(error) else error
+
+
 def _layers(about: Mapping[str, Any]) -> Iterator[str]:
     rows = about["layers"]
-    kernel = max(max(row["kernel_error"].values()) for row in rows)
-    worst = max(rows, key=lambda row: row["quantization_error"])
+    kernel = max((error for row in rows for error in row["kernel_error"].values()), key=_badness)
+    worst = max(rows, key=lambda row: _badness(row["quantization_error"]))
     yield (
         f"layers     {_mark(about)}: {len(rows)} layers on {', '.join(about['isas'])}, "
         f"{about['tokens']} tokens of {about['states_are']}: kernels within {kernel:.2g} of "

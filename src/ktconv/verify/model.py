@@ -7,9 +7,10 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
+from ktconv.verify.text import read_text
 
 LEVEL = "model"
 WINDOW = 512  # tokens
@@ -30,17 +31,39 @@ def refuse_impossible(subject: Subject, request: Any) -> None:
             "--level model needs transformers, which is not installed",
             "install it with: pip install 'ktconv[model]', or run --level layers",
         )
-    read_text(request)
     check_memory(subject.checkpoint.path, "auto")
 
 
 def check_model(
     subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Perplexities, divergence and a generation; facts for the report.
+) -> dict[str, Any] | None:
+    """Perplexities, divergence and a generation; facts for the report, None
+    where the experts are not the model's.
 
-    Raises UsageError without transformers, ResourceError where the model does not fit.
+    Raises UsageError without transformers, ResourceError where the model does not fit,
+    CheckpointError where the model's own code fails.
     """
+    assert subject.checkpoint is not None
+    from ktconv.model.replace import UnlikeExperts
+
+    try:
+        return _check(subject, request, findings, say)
+    except UnlikeExperts as error:
+        findings.fail(LEVEL, "experts", f"{error}.")
+        return None
+    except (KtconvError, MemoryError):
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{subject.checkpoint.path} cannot be run by transformers: {first}",
+            "run --level layers, which needs no model code",
+        ) from error
+
+
+def _check(
+    subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
+) -> dict[str, Any]:
     from ktconv.model import (
         greedy_side_by_side,
         load_model,
@@ -50,7 +73,7 @@ def check_model(
     )
 
     assert subject.checkpoint is not None
-    text, name = read_text(request)
+    text, name = read_text(request.text)
     say("loading the source model")
     model, tokenizer = load_model(subject.checkpoint.path)
     length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
@@ -77,18 +100,6 @@ def check_model(
     }
     _judge(facts, limits, findings)
     return facts
-
-
-def read_text(request: Any) -> tuple[str, str]:
-    """The text to read, and how to call it."""
-    from ktconv.model import sample_text
-
-    if request.text is None:
-        return sample_text(), "the sample of ktconv"
-    try:
-        return request.text.read_text(encoding="utf-8"), request.text.name
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {request.text} cannot be read: {error}") from error
 
 
 def thresholds(method: str, wanted: Any) -> dict[str, float]:

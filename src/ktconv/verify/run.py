@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktconv import __version__, machine
 from ktconv.copying import Buffers
-from ktconv.errors import UsageError
+from ktconv.errors import KtconvError, UsageError
 from ktconv.source import SourceReader
 from ktconv.verify.cover import LEVEL as COVERAGE
 from ktconv.verify.cover import check_cover
@@ -22,6 +22,7 @@ from ktconv.verify.findings import Failure, Findings
 from ktconv.verify.reading import Context
 from ktconv.verify.structure import check_structure
 from ktconv.verify.subject import Subject, open_subject
+from ktconv.verify.text import read_text
 from ktconv.verify.totals import Done, Totals
 from ktconv.verify.weights import Item, buffer_sizes, items_of
 
@@ -86,7 +87,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that was found. `facts` is the JSON document of `verify --json`."""
+    """All that was found. `facts` is the document of `verify --json`, but for numbers that are
+    not finite, which JSON lacks."""
 
     passed: bool
     failures: Sequence[Failure]
@@ -114,6 +116,8 @@ def prepare(request: Request) -> Prepared:
 
 def _refuse_impossible(level: str, subject: Subject, request: Request) -> None:
     """What cannot be run is told now, not after an hour of reading."""
+    if request.text is not None:
+        read_text(request.text)
     if level in ("layers", "model"):
         from ktconv.verify import layers
 
@@ -169,14 +173,29 @@ def verify(
     if reached >= 1:
         levels["weights"] = totals.as_dict(ready.subject)
     if reached >= 2 and _can_compute(ready):
+        for name in LEVELS[2 : reached + 1]:
+            try:
+                levels[name] = _compute(name, ready, progression, say)
+            except KtconvError as error:
+                if not ready.findings.count():
+                    raise
+                # What was found wrong explains it, and must be told.
+                ready.findings.note(f"level {name} could not be run: {error}")
+                break
+    return _result(ready, levels, time.monotonic() - started)
+
+
+def _compute(
+    name: str, ready: Prepared, progression: Progression, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Level layers or model."""
+    if name == "layers":
         from ktconv.verify.layers import check_layers
 
-        levels["layers"] = check_layers(ready.subject, request, ready.findings, progression, say)
-    if reached >= 3 and _can_compute(ready):
-        from ktconv.verify.model import check_model
+        return check_layers(ready.subject, ready.request, ready.findings, progression, say)
+    from ktconv.verify.model import check_model
 
-        levels["model"] = check_model(ready.subject, request, ready.findings, say)
-    return _result(ready, levels, time.monotonic() - started)
+    return check_model(ready.subject, ready.request, ready.findings, say)
 
 
 def _can_compute(ready: Prepared) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktconv.checkpoint import source_identity
-from ktconv.formats import TensorId, is_backward, parse_tensor_name
+from ktconv.formats import FORMATS, TensorId, is_backward, parse_tensor_name
 from ktconv.packed import Place, name_of
 from ktconv.plan import Plan
 from ktconv.verify.findings import Findings
+from ktconv.verify.side_files import absent, check_side_files
 from ktconv.verify.subject import Subject
 from ktconv.writer.finish import INDEX, MANIFEST
 from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact, parse_record
@@ -25,7 +26,7 @@ def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
     check.manifest()
     expected = check.tensors()
     check.index()
-    check.sidecars()
+    check_side_files(subject, findings)
     packed = subject.packed
     return {
         "tensors_expected": expected,
@@ -69,6 +70,8 @@ class _Structure:
                     "are no checksums, and how it was made follows from its tensors"
                 )
             return
+        if self._subject.contradiction:
+            self._fail("manifest", f"{self._subject.contradiction}.", file=MANIFEST)
         for key, unit in manifest["units"].items():
             if unit is None:
                 self._fail("manifest", f"{MANIFEST} has a damaged record of {key}.", file=MANIFEST)
@@ -82,6 +85,14 @@ class _Structure:
                         file=record["name"],
                     )
         self._source_identity(manifest)
+
+    def _told(self) -> set[str]:
+        """Tensors that the manifest lists."""
+        units = self._subject.manifest["units"].values() if self._subject.manifest else ()
+        return {name for unit in units if unit is not None for name in unit["tensors"]}
+
+    def _found(self) -> set[str]:
+        return {name_of(tensor) for tensor in self._packed.tensors} | self._packed.others.keys()
 
     def _source_identity(self, manifest: Mapping[str, Any]) -> None:
         before = manifest.get("source", {}).get("files", {})
@@ -104,13 +115,12 @@ class _Structure:
 
     def tensors(self) -> int:
         """How many tensors should be there."""
+        self._kinds()
         if self._subject.plan is not None:
             return self._tensors_of_plan(self._subject.plan)
         self._odd_sizes()
-        manifest = self._subject.manifest
-        if manifest is not None:
-            units = [unit for unit in manifest["units"].values() if unit is not None]
-            return self._names({name for unit in units for name in unit["tensors"]})
+        if self._subject.manifest is not None:
+            return self._names(self._told())
         return self._names(
             {
                 name_of(tensor)
@@ -120,6 +130,24 @@ class _Structure:
             others_too=False,
         )
 
+    def _kinds(self) -> None:
+        """All layers are of one method and have as many parts."""
+        options = self._subject.options
+        for layer, geometry in self._packed.layers.items():
+            if geometry.format is None or geometry.format.key != options.method:
+                self._fail(
+                    "dimensions",
+                    f"the tensors of layer {layer} do not have the sizes of "
+                    f"{FORMATS[options.method].name}.",
+                    layer=layer,
+                )
+            elif geometry.parts != options.numa:
+                self._fail(
+                    "dimensions",
+                    f"layer {layer} has {geometry.parts} NUMA part(s), not {options.numa}.",
+                    layer=layer,
+                )
+
     def _tensors_of_plan(self, plan: Plan) -> int:
         missing, expected = [], set()
         for unit in plan.units:
@@ -127,9 +155,23 @@ class _Structure:
                 expected.add(tensor.name)
                 if not self._check_tensor(tensor):
                     missing.append(tensor.name)
-        self._missing(missing)
+        told = self._told()
+        self._missing(missing + sorted(told - expected - self._found()))
         self._unexpected(expected)
+        if self._subject.manifest is not None:
+            self._unlisted(self._found() - told)
         return len(expected)
+
+    def _unlisted(self, names: set[str]) -> None:
+        """Without a checksum nothing tells a flipped bit that rounding might have made too."""
+        if names:
+            self._fail(
+                "manifest",
+                f"{MANIFEST} has no record of {min(names)}"
+                + (f" and {len(names) - 1} more tensor(s)." if len(names) > 1 else "."),
+                file=MANIFEST,
+                tensor=min(names),
+            )
 
     def _check_tensor(self, tensor: Tensor) -> bool:
         """Whether it is there; says so if it is not as planned."""
@@ -142,10 +184,9 @@ class _Structure:
         if place is None:
             return False
         if not self._as_planned(place, tensor, packed=key is not None):
-            found = f"{place.dtype or 'bytes'} {list(place.shape) or place.nbytes}"
             self._fail(
                 "wrong shape",
-                f"{tensor.name} in {place.file.name} is {found}, not {tensor.dtype} "
+                f"{tensor.name} in {place.file.name} is {_words(place)}, not {tensor.dtype} "
                 f"{list(tensor.shape)}.",
                 file=place.file.name,
                 tensor=tensor.name,
@@ -154,15 +195,15 @@ class _Structure:
         return True
 
     def _as_planned(self, place: Place, tensor: Tensor, *, packed: bool) -> bool:
-        if not place.dtype or (packed and not self._subject.ours):  # others may spell I8 U8
+        if not place.dtype:
             return place.nbytes == tensor.nbytes
-        return (place.dtype, tuple(place.shape)) == (tensor.dtype, tuple(tensor.shape))
+        found = place.dtype
+        if packed and not self._subject.ours and (found, tensor.dtype) == ("U8", "I8"):
+            found = "I8"  # others may spell it so
+        return (found, tuple(place.shape)) == (tensor.dtype, tuple(tensor.shape))
 
     def _names(self, expected: set[str], *, others_too: bool = True) -> int:
-        found = {name_of(tensor) for tensor in self._packed.tensors}
-        if others_too:
-            found |= self._packed.others.keys()
-        self._missing(sorted(expected - found))
+        self._missing(sorted(expected - self._found()))
         self._unexpected(expected, others_too=others_too)
         return len(expected)
 
@@ -210,17 +251,21 @@ class _Structure:
                 continue
             geometry = self._packed.layers[tensor.layer]
             expected = geometry.nbytes(tensor.proj, tensor.kind)  # type: ignore[arg-type]
-            if expected is not None and expected != place.nbytes:
+            if expected is None or tensor.part >= geometry.parts:
+                continue
+            dtype, size = ("F32", 4) if tensor.kind == "scale" else ("I8", 1)
+            planned = Tensor(name_of(tensor), dtype, (expected // size,), expected)
+            if not self._as_planned(place, planned, packed=True):
                 self._fail(
                     "wrong shape",
-                    f"{name_of(tensor)} in {place.file.name} has {place.nbytes} bytes, not "
-                    f"{expected}.",
+                    f"{name_of(tensor)} in {place.file.name} is {_words(place)}, not {dtype} "
+                    f"{list(planned.shape)}.",
                     file=place.file.name,
                     tensor=name_of(tensor),
                     **_where(tensor),
                 )
 
-    # ---- index and sidecars ----
+    # ---- index ----
 
     def index(self) -> None:
         if self._packed.layout != "safetensors":
@@ -229,7 +274,7 @@ class _Structure:
         try:
             content = parse_record(path.read_bytes())
         except OSError:
-            self._absent(INDEX, "an index")
+            absent(self._subject, self._findings, INDEX, "an index")
             return
         weight_map = content.get("weight_map") if content else None
         if content is None or not isinstance(weight_map, dict):
@@ -261,19 +306,10 @@ class _Structure:
         else:
             self._findings.note(f"{INDEX} says total_size {said}, not {true}")
 
-    def sidecars(self) -> None:
-        """Configuration and tokenizer, where the source has them."""
-        plan = self._subject.plan
-        names = [str(path) for path in plan.sidecars] if plan else ["config.json"]
-        for name in names:
-            if not (self._directory / name).is_file():
-                self._absent(name, f"{name}, which models need")
 
-    def _absent(self, name: str, what: str) -> None:
-        if self._subject.ours:
-            self._fail("missing file", f"{self._directory} has no {name}.", file=name)
-        else:
-            self._findings.note(f"{self._directory} has no {what}")
+def _words(place: Place) -> str:
+    """What a tensor is."""
+    return f"{place.dtype} {list(place.shape)}" if place.dtype else f"{place.nbytes} bytes"
 
 
 def _where(tensor: TensorId | None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ class Subject:
     """An opened output. `plan` and `checkpoint` are None without a source."""
 
     packed: PackedWeights
-    manifest: Mapping[str, Any] | None  # None: another tool's output
+    manifest: Mapping[str, Any] | None  # None: another tool's output, or an unusable one
     options: Options
     checkpoint: Checkpoint | None
     plan: Plan | None
+    contradiction: str | None = None  # of manifest and tensors: then `options` are the tensors'
 
     @property
     def directory(self) -> Path:
@@ -53,45 +55,81 @@ def open_subject(output: Path, source: str | None) -> Subject:
     if not output.is_dir():
         raise UsageError(f"{output} is no directory", "give an OUTPUT of ktconv quantize-cpu")
     packed = open_packed(output)
-    manifest = read_manifest(output)
+    manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(
             f"{output} holds no packed experts", "give an OUTPUT of ktconv quantize-cpu"
         )
     checkpoint = open_checkpoint(source) if source else None
-    options = _options(packed, manifest, checkpoint)
+    told = _options_of(manifest) if manifest else None
+    options = told or _options_by_tensors(packed, checkpoint)
+    contradiction = _contradiction(packed, options)
+    if contradiction:
+        true = _options_by_tensors(packed, checkpoint)
+        options = replace(options, method=true.method, numa=true.numa)
+    options = replace(options, max_shard_size=_NO_LIMIT)  # which shard holds what means nothing
     plan = make_plan(checkpoint, options) if checkpoint else None
-    return Subject(packed, manifest, options, checkpoint, plan)
+    return Subject(packed, manifest, options, checkpoint, plan, contradiction)
 
 
-def _options(
-    packed: PackedWeights, manifest: Mapping[str, Any] | None, checkpoint: Checkpoint | None
-) -> Options:
-    """How it was converted: as its manifest says, else as its tensors tell."""
-    if manifest is not None:
-        known = {field.name for field in fields(Options)}
-        options = Options(**{k: v for k, v in manifest["options"].items() if k in known})
-        if options.method not in FORMATS:
-            raise CheckpointError(
-                f"{packed.directory / MANIFEST} names the method {options.method!r}, which this "
-                "version does not know",
-                "verify with the version of ktconv that converted it",
-            )
-        return options
-    found = [layer for layer in packed.layers.values() if layer.format is not None]
-    if not found:
+def _usable(manifest: dict[str, Any] | None, output: Path) -> dict[str, Any] | None:
+    """A manifest whose options and source have the form of ours; None for any other."""
+    if manifest is None or _options_of(manifest) is None or not _tells_source(manifest):
+        return None
+    method = _options_of(manifest).method  # type: ignore[union-attr]
+    if method not in FORMATS:
+        raise CheckpointError(
+            f"{output / MANIFEST} names the method {method!r}, which this version does not know",
+            "verify with the version of ktconv that converted it",
+        )
+    return manifest
+
+
+def _options_of(manifest: Mapping[str, Any]) -> Options | None:
+    """How it was converted; None where a value is not of the type of ours."""
+    own = {field.name: getattr(Options(), field.name) for field in fields(Options)}
+    told = {name: value for name, value in manifest["options"].items() if name in own}
+    if not {"method", "numa"} <= told.keys():
+        return None
+    if any(type(v) is not type(own[k]) and own[k] is not None for k, v in told.items()):
+        return None
+    return Options(**told)
+
+
+def _tells_source(manifest: Mapping[str, Any]) -> bool:
+    source = manifest.get("source", {})
+    files = source.get("files", {}) if isinstance(source, dict) else None
+    return isinstance(files, dict) and all(isinstance(file, dict) for file in files.values())
+
+
+def _contradiction(packed: PackedWeights, options: Options) -> str | None:
+    """Why these cannot be the options of a conversion: no layer is of that kind."""
+    kinds = {(one.format.key, one.parts) for one in packed.layers.values() if one.format}
+    if not kinds or (options.method, options.numa) in kinds:
+        return None
+    method, parts = min(kinds)
+    return (
+        f"{MANIFEST} says {options.method.upper()} in {options.numa} NUMA part(s), but the "
+        f"tensors are {method.upper()} in {parts}"
+    )
+
+
+def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) -> Options:
+    """How it was converted, as its tensors tell: as most layers are."""
+    kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
+    if not kinds:
         raise CheckpointError(
             f"{packed.directory} holds tensors of no format that ktconv knows",
             f"it knows {', '.join(FORMATS)}",
         )
+    (fmt, parts), _ = kinds.most_common(1)[0]
     return Options(
-        method=found[0].format.key if found[0].format else "",
-        numa=found[0].parts,
+        method=fmt.key,
+        numa=parts,
         layout="layers" if packed.layout == "layers" else "safetensors",
         compat=True,  # the reference converter rounds to bf16 first
         mtp=_has_mtp(packed, checkpoint),
         experts_only=not packed.others,
-        max_shard_size=_NO_LIMIT,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import MoELayer
+from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.copying import Buffers, BufferSizes
 from ktconv.formats import (
     FORMATS,
@@ -22,6 +22,7 @@ from ktconv.formats import (
     Format,
     Projection,
     TensorId,
+    is_backward,
     packed_shape,
 )
 from ktconv.matrix_reader import MatrixReader, chunks
@@ -92,10 +93,37 @@ class MatrixItem:
                     first_col = part.index * part.cols if self.proj == "down" else 0
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows)
-        total = Sums()
+        total, before = Sums(), _parts_before(self.context.subject)
         for part in parts:
-            total.add(part.proof.judge())
+            if self.proj != "down" or before is None:
+                total.add(part.proof.judge())
+                continue
+            together = _within(part.index, len(parts), before[0])
+            widest = np.maximum.reduce([parts[index].proof.rule for index in together])
+            total.add(part.proof.judge(widest, exact=before[1]))
         return total
+
+
+def _parts_before(subject: Subject) -> tuple[int, bool] | None:
+    """The fewest parts that down ever had before it was cut anew, and whether its scales follow
+    from those alone; None: it never was."""
+    told = (subject.manifest or {}).get("resharded_from")
+    if not isinstance(told, dict):
+        return None
+    earlier, now = told.get("earlier"), subject.options.numa
+    chain = [told.get("numa"), *(earlier if isinstance(earlier, list) else [])]
+    parts = [count for count in chain if type(count) is int and count > 0]
+    if not parts:
+        return None
+    if any(count % now and now % count for count in parts):
+        return 1, False  # parts that were cut and joined at once
+    return min([*parts, now]), True
+
+
+def _within(part: int, parts: int, before: int) -> range:
+    """The parts that were one with `part` when there were `before`, which divides `parts`."""
+    width = parts // before
+    return range(part // width * width, part // width * width + width)
 
 
 class _Part:
@@ -113,8 +141,7 @@ class _Part:
         self.scale: F32 | None = None
         self.nbytes = 0
         weight = self.tensor("weight")
-        inherited = "resharded_from" in (subject.manifest or {}) and item.proj == "down"
-        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail, inherited)
+        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail)
 
     @property
     def complete(self) -> bool:
@@ -181,15 +208,24 @@ def items_of(context: Context, sample: float, seed: int) -> list[Item]:
     )
     for layer, geometry in subject.packed.layers.items():
         if geometry.format is None or geometry.format.key != subject.options.method:
-            _odd_layer(context, layer)
-            continue
+            continue  # level structure says so
         source = _matching(context, layer, sources.get(layer)) if context.compare else None
         count = max(1, round(len(geometry.here) * sample))
         for expert in sorted(rng.sample(geometry.here, count)):
             for proj in PROJECTIONS:
                 unit = f"layer-{layer:05d}"
                 found.append(MatrixItem(context, unit, layer, expert, proj, source))
-    return found + list(_copies(context, sample, rng))
+    return [*found, *_backward(context, sample, rng), *_copies(context, sample, rng)]
+
+
+def _backward(context: Context, sample: float, rng: random.Random) -> Iterator[CopyItem]:
+    """Transposed matrices, which only fine-tuning uses: their checksums."""
+    for tensor, place in context.subject.packed.tensors.items():
+        if is_backward(tensor.proj) and (sample >= 1 or rng.random() < sample):
+            ref = TensorRef(
+                name_of(tensor), place.file, place.dtype, place.shape, place.offset, place.nbytes
+            )
+            yield CopyItem(context, "backward", ref, None)
 
 
 def _copies(context: Context, sample: float, rng: random.Random) -> Iterator[CopyItem]:
@@ -219,16 +255,6 @@ def _matching(context: Context, layer: int, source: MoELayer | None) -> MoELayer
         layer=layer,
     )
     return None
-
-
-def _odd_layer(context: Context, layer: int) -> None:
-    context.findings.fail(
-        "structure",
-        "dimensions",
-        f"the tensors of layer {layer} do not have the sizes of "
-        f"{FORMATS[context.subject.options.method].name}.",
-        layer=layer,
-    )
 
 
 def buffer_sizes(subject: Subject) -> BufferSizes:
