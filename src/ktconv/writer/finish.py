@@ -64,7 +64,10 @@ def _manifest_lines(
         yield '\n   ],\n   "tensors": {\n    '
         tensors = sorted(record["tensors"].items())
         yield ",\n    ".join(f"{json.dumps(name)}: {json.dumps(about)}" for name, about in tensors)
-        yield "\n   }\n  }"
+        yield "\n   }"
+        for name in sorted(record.keys() - {"files", "tensors"}):
+            yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"
+        yield "\n  }"
     yield "\n }\n}\n"
 
 

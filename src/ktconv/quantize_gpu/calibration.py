@@ -1,0 +1,279 @@
+"""Calibration samples: what text a quantizer sees, as token ids.
+
+    samples = read_samples(Calibration("texts.jsonl"), load_tokenizer("path/to/model"))
+
+A local file needs no network: `.jsonl` with a "text" or "messages" per line, or `.txt`, which is
+cut into windows. Any other name goes to the library `datasets`. The same settings choose the same
+samples in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ktconv.errors import CheckpointError, UsageError
+
+_FILES = (".jsonl", ".txt")
+_RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Which text, and how much of it."""
+
+    dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
+    split: str = "train"
+    samples: int = 512
+    max_seq_len: int = 2048
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Token ids, a list per sample, and where they come from (JSON-ready, for the manifest)."""
+
+    ids: Sequence[Sequence[int]]
+    facts: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+    def first(self, count: int, length: int) -> Samples:
+        """The first `count` samples, at most `length` tokens of each."""
+        return Samples([ids[:length] for ids in self.ids[:count]], self.facts)
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer beside the weights; CheckpointError if there is none that can be loaded."""
+    from transformers import AutoTokenizer
+
+    hint = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
+    if not any(model.glob("tokenizer*")) and not any(model.glob("vocab*")):
+        raise CheckpointError(f"{model} holds no tokenizer, and calibration needs one", hint)
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the tokenizer of {model} cannot be loaded: {_first_line(error)}", hint
+        ) from error
+
+
+def check_settings(settings: Calibration) -> None:
+    """Refuse what can be refused without reading: numbers, and files that are not there."""
+    if settings.samples < 1:
+        raise UsageError(f"--samples {settings.samples} is not a positive number")
+    if settings.max_seq_len < 2:
+        raise UsageError(f"--max-seq-len {settings.max_seq_len} is too short", "use 2048")
+    if is_file(settings.dataset) and not Path(settings.dataset).is_file():
+        raise UsageError(
+            f"--dataset {settings.dataset} does not exist",
+            "give a .jsonl or .txt file, or the name of a dataset",
+        )
+
+
+def is_file(dataset: str) -> bool:
+    """Whether `dataset` means a file of ours, not the name of a dataset."""
+    return Path(dataset).suffix.lower() in _FILES
+
+
+def read_samples(settings: Calibration, tokenizer: Any) -> Samples:
+    """Draw `settings.samples` samples of at most `settings.max_seq_len` tokens each.
+
+    Fewer if the text has no more. Samples of less than two tokens are left out, since a model
+    learns nothing from them. Raises UsageError for a dataset that is missing, empty, has no text,
+    or has messages where the tokenizer has no chat template.
+    """
+    check_settings(settings)
+    if Path(settings.dataset).suffix.lower() == ".txt":
+        ids, facts = _from_text(settings, tokenizer)
+    else:
+        records = _Lines(settings.dataset) if is_file(settings.dataset) else _Named(settings)
+        ids, facts = _from_records(records, settings, tokenizer), records.facts()
+    if not ids:
+        raise UsageError(f"--dataset {settings.dataset} holds no text", _RECORDS)
+    found = {
+        "dataset": settings.dataset,
+        "split": None if is_file(settings.dataset) else settings.split,
+        "samples": len(ids),
+        "samples_wanted": settings.samples,
+        "max_seq_len": settings.max_seq_len,
+        "tokens": sum(map(len, ids)),
+        "seed": settings.seed,
+    }
+    return Samples(ids, found | facts)
+
+
+# ---- text files ------------------------------------------------------------------------
+
+
+def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Windows of a text file: they neither overlap nor leave a gap. A text that is shorter than
+    one window is one sample; else what is left at its end is not used."""
+    data = _read(settings.dataset)
+    text = _decoded(data, settings.dataset)
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    length = min(settings.max_seq_len, len(tokens))
+    if length < 2:
+        return [], {}
+    starts = list(range(0, len(tokens) - length + 1, length))
+    random.Random(settings.seed).shuffle(starts)
+    chosen = [list(tokens[start : start + length]) for start in starts[: settings.samples]]
+    return chosen, _file_facts(data)
+
+
+# ---- records ---------------------------------------------------------------------------
+
+
+class _Records(Protocol):
+    """Records that can be drawn in any order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def where(self, index: int) -> str:
+        """How an error names a record."""
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+class _Lines:
+    """The lines of a .jsonl file that are not blank."""
+
+    def __init__(self, dataset: str) -> None:
+        self._path = dataset
+        self._data = _read(dataset)
+        lines = enumerate(self._data.splitlines(), start=1)
+        self._lines = [(number, line) for number, line in lines if line.strip()]
+        if not self._lines:
+            raise UsageError(f"--dataset {dataset} is empty", _RECORDS)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Any:
+        line = _decoded(self._lines[index][1], self.where(index))
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{self.where(index)} is not JSON: {error}", _RECORDS) from None
+
+    def where(self, index: int) -> str:
+        return f"{self._path} line {self._lines[index][0]}"
+
+    def facts(self) -> dict[str, Any]:
+        return _file_facts(self._data)
+
+
+class _Named:
+    """A dataset that the library `datasets` knows or downloads."""
+
+    def __init__(self, settings: Calibration) -> None:
+        name, _, config = settings.dataset.partition(":")
+        self._name, self._split = settings.dataset, settings.split
+        hint = "give a .jsonl or .txt file, or the name and --split of a dataset on the hub"
+        try:
+            from datasets import load_dataset
+
+            self._rows: Any = load_dataset(name, config or None, split=settings.split)
+        except ImportError as error:
+            raise UsageError(
+                f"--dataset {settings.dataset} is no .jsonl or .txt file, and the library datasets "
+                "is not installed",
+                "install it with: pip install 'ktconv[gpu]'",
+            ) from error
+        except Exception as error:  # of many libraries: network, file systems, parsers
+            raise UsageError(
+                f"--dataset {settings.dataset} (split {settings.split}) cannot be loaded: "
+                f"{_first_line(error)}",
+                hint,
+            ) from error
+        if not len(self._rows):
+            raise UsageError(f"--dataset {self._name} has no records in {self._split}", hint)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return f"record {index} of {self._name} ({self._split})"
+
+    def facts(self) -> dict[str, Any]:
+        return {"fingerprint": str(getattr(self._rows, "_fingerprint", ""))}
+
+
+def _from_records(records: _Records, settings: Calibration, tokenizer: Any) -> list[list[int]]:
+    order = list(range(len(records)))
+    random.Random(settings.seed).shuffle(order)
+    chosen: list[list[int]] = []
+    for index in order:
+        ids = _tokens(records[index], records.where(index), tokenizer)[: settings.max_seq_len]
+        if len(ids) >= 2:
+            chosen.append(ids)
+        if len(chosen) == settings.samples:
+            break
+    return chosen
+
+
+def _tokens(record: Any, where: str, tokenizer: Any) -> list[int]:
+    """Token ids of one record, in full."""
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        text = _chat(record["messages"], where, tokenizer)
+        special = False  # the template writes them itself
+    elif isinstance(record, dict) and isinstance(record.get("text"), str):
+        text, special = record["text"], True
+    else:
+        raise UsageError(f"{where} has neither text nor messages", _RECORDS)
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _chat(messages: list[Any], where: str, tokenizer: Any) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"{where} has messages, but the model's tokenizer has no chat template",
+            'use records with "text", or put the chat template into tokenizer_config.json',
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # templates are programs
+        raise UsageError(
+            f"the chat template cannot render {where}: {_first_line(error)}", _RECORDS
+        ) from error
+
+
+# ---- reading ---------------------------------------------------------------------------
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--dataset {path} cannot be read: {error.strerror}") from error
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not UTF-8 text: {error.reason}") from None
+
+
+def _file_facts(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(_lines_of(error), type(error).__name__)
+
+
+def _lines_of(error: BaseException) -> Iterator[str]:
+    return (line.strip() for line in str(error).splitlines() if line.strip())

@@ -1,0 +1,149 @@
+"""The model that calibration runs: each expert's projections are linear layers of their own.
+
+transformers keeps the experts of a layer in two three-dimensional parameters, which a quantizer
+of linear layers passes by without a word; llm-compressor takes them apart while loading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
+from ktconv.errors import CheckpointError, ResourceError
+from ktconv.quantize_gpu.libraries import quiet
+
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
+_LINEAR: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearExperts:
+    """The experts of one layer: linear layers named `path`.EXPERT.PROJECTION_proj."""
+
+    layer: int
+    path: str
+    module: Any  # llmcompressor's LinearExperts2D
+
+    @property
+    def count(self) -> int:
+        return int(self.module.num_experts)
+
+    def linear(self, expert: int, projection: Projection) -> nn.Linear:
+        found: nn.Linear = getattr(self.module[expert], _LINEAR[projection])
+        return found
+
+    def linears(self) -> Iterator[tuple[int, Projection, nn.Linear]]:
+        for expert in range(self.count):
+            for projection in PROJECTIONS:
+                yield expert, projection, self.linear(expert, projection)
+
+
+def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype to load a checkpoint in: that of its experts' scales in the output.
+
+    CheckpointError where experts have to be decoded, or do not agree.
+    """
+    dtypes = set()
+    for layer in checkpoint.layers:
+        if layer.encoding == "fp8-block":
+            raise CheckpointError(
+                f"the experts of layer {layer.index} are FP8, and --method gptq needs a model that "
+                "is not quantized",
+                "--method rtn reads FP8; or take the bf16 version of this model",
+            )
+        dtypes |= {matrix.tensor.dtype for matrix in layer.experts[0].values()}
+    if "F16" in dtypes and len(dtypes) > 1:
+        raise CheckpointError("experts of different dtypes cannot be calibrated together")
+    return torch.float16 if dtypes == {"F16"} else torch.bfloat16
+
+
+def load_linear_model(
+    directory: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    max_cpu_memory: int | None = None,
+    offload: Path | None = None,
+) -> Any:
+    """A model of transformers with linear experts from a local checkpoint.
+
+    With `max_cpu_memory` weights beyond so many bytes lie in the folder `offload` and are read
+    when their layer is computed. Raises CheckpointError where transformers cannot load the
+    checkpoint or would make weights up, ResourceError where memory ends.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    if max_cpu_memory is not None:
+        options |= {"device_map": "auto", "max_memory": {"cpu": max_cpu_memory}}
+        options |= {"offload_folder": str(offload), "offload_buffers": True}
+    with quiet():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, output_loading_info=True, **options
+            )
+            model, report = loaded
+            _check_complete(directory, report)
+            _take_experts_apart(model)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ResourceError(f"memory ended while {directory} was loaded") from error
+        except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"transformers cannot load {directory}: {first}") from error
+    return model.eval()
+
+
+def _take_experts_apart(model: Any) -> None:
+    """One layer after the other, so that only one layer is in memory twice.
+
+    llm-compressor's own loop keeps all fused experts to its end. Its loading straight into linear
+    layers patches transformers for the whole process, and not every family has it.
+    """
+    from compressed_tensors.offload import disable_offloading, from_accelerate
+    from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+    from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
+
+    if hasattr(model, "hf_device_map"):
+        from_accelerate(model)
+    for path in [path for path, _ in get_non_linearized_moes(model)]:
+        fused = model.get_submodule(path)
+        linear_class = LinearExperts2D.get_linear_experts_cls(type(fused))
+        with disable_offloading():
+            config = getattr(fused, "config", model.config)
+            model.set_submodule(path, linear_class.from_experts_module(fused, config))
+
+
+def _check_complete(directory: Path, report: Mapping[str, Any]) -> None:
+    """transformers invents weights that it does not find, and only warns."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            name = sorted(map(str, report[kind]))[0]
+            raise CheckpointError(
+                f"{directory} lacks {name}, or has it in another shape ({len(report[kind])} "
+                "tensors in all)",
+                "check that config.json and the weights belong together",
+            )
+
+
+def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
+    """Layer -> its experts. CheckpointError for experts that were not taken apart, that have no
+    gate projection, or that are not in a numbered layer."""
+    from llmcompressor.modeling.moe.linearize import get_linearized_moes, get_non_linearized_moes
+
+    if left := get_non_linearized_moes(model):
+        raise CheckpointError(
+            f"the experts {left[0][0]} are fused and llm-compressor cannot take them apart",
+            "--method rtn works on the checkpoint itself",
+        )
+    found: dict[int, LinearExperts] = {}
+    for path, module in get_linearized_moes(model):
+        number = _LAYER.search(path)
+        if number is None or not module.has_gate or int(number[1]) in found:
+            raise CheckpointError(f"the experts {path} are of a kind that cannot be calibrated")
+        found[int(number[1])] = LinearExperts(int(number[1]), path, module)
+    return found

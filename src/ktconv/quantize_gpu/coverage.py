@@ -1,0 +1,105 @@
+"""What each expert saw while calibrating: tokens that the router sent, and how it was rounded.
+
+While calibrating every expert computes every token, so that none is quantized blind; what the
+router alone would have sent tells how well the text fits an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Share of the tokens that an expert would get if all were chosen equally often.
+SELDOM = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCoverage:
+    """One layer. `routed[e]` is the number of tokens that the router sent to expert e, `top_k`
+    the experts per token. `fell_back` names matrices ("12.up") that were rounded to the nearest
+    level because GPTQ could not be computed for them."""
+
+    tokens: int
+    top_k: int
+    routed: Sequence[int]
+    fell_back: Sequence[str] = ()
+
+    @property
+    def threshold(self) -> float:
+        """Experts with fewer routed tokens than this are named."""
+        return SELDOM * self.tokens * self.top_k / len(self.routed)
+
+    @property
+    def seldom(self) -> list[int]:
+        """Experts that the router chose less often than the threshold."""
+        return [expert for expert, count in enumerate(self.routed) if count < self.threshold]
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in the journal and in the manifest."""
+        return {
+            "tokens": self.tokens,
+            "top_k": self.top_k,
+            "routed": list(self.routed),
+            "seldom": self.seldom,
+            "fell_back": list(self.fell_back),
+        }
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> LayerCoverage:
+        return LayerCoverage(
+            int(record["tokens"]),
+            int(record["top_k"]),
+            [int(count) for count in record["routed"]],
+            [str(name) for name in record["fell_back"]],
+        )
+
+
+@dataclass(slots=True)
+class Counter:
+    """Adds up what routers chose, batch by batch, of one layer."""
+
+    experts: int
+    top_k: int = 0
+    tokens: int = 0
+    routed: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.routed = np.zeros(self.experts, np.int64)
+
+    def add(self, chosen: NDArray[np.int64]) -> None:
+        """`chosen` [M, K]: the experts of M tokens."""
+        self.tokens += len(chosen)
+        self.top_k = chosen.shape[1]
+        self.routed += np.bincount(chosen.reshape(-1), minlength=self.experts)
+
+    def result(self, fell_back: Iterable[str]) -> LayerCoverage:
+        return LayerCoverage(self.tokens, self.top_k, self.routed.tolist(), sorted(fell_back))
+
+
+def coverage_lines(layers: Mapping[int, LayerCoverage]) -> list[str]:
+    """The table that people read: a line per layer, then the experts that need a word."""
+    head = f"{'layer':>5}  {'tokens':>9}  {'least':>9}  {'median':>9}  {'most':>9}  seldom"
+    lines = [f"{head}  fell back"]
+    for index, layer in sorted(layers.items()):
+        routed = np.asarray(layer.routed)
+        numbers = (layer.tokens, routed.min(), int(np.median(routed)), routed.max())
+        columns = "  ".join(f"{number:>9}" for number in numbers)
+        lines.append(f"{index:>5}  {columns}  {len(layer.seldom):>6}  {len(layer.fell_back):>9}")
+    for index, layer in sorted(layers.items()):
+        if layer.seldom:
+            lines.append(
+                f"layer {index}: {_listed(layer.seldom)} got fewer than {layer.threshold:.0f} "
+                "routed tokens"
+            )
+        if layer.fell_back:
+            lines.append(f"layer {index}: {_listed(layer.fell_back)} rounded to nearest")
+    return lines
+
+
+def _listed(items: Sequence[object], shown: int = 12) -> str:
+    words = ", ".join(map(str, items[:shown]))
+    return words + (f" and {len(items) - shown} more" if len(items) > shown else "")

@@ -1,0 +1,207 @@
+"""A rehearsal before hours of work: one layer with its real weights, a few samples, the same path.
+
+    report = self_test(checkpoint, layer, experts, samples, weights, dampening, scratch_folder)
+
+The model is cut off behind the layer, loaded, calibrated and quantized as the whole one will be.
+Then the layer's experts must answer the samples at least as well as experts that are rounded to
+the nearest level. The scratch folder holds links and two small files, and is removed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+from torch import Tensor
+
+from ktconv.checkpoint import Checkpoint, read_header
+from ktconv.checkpoint.config import CONFIG_NAME
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.quantize_gpu.calibration import Samples
+from ktconv.quantize_gpu.calibration_model import (
+    LinearExperts,
+    linear_experts,
+    load_linear_model,
+    model_dtype,
+)
+from ktconv.quantize_gpu.coverage import LayerCoverage
+from ktconv.quantize_gpu.gptq import QuantizedMatrix, quantize_layers
+
+SAMPLES, TOKENS = 2, 512
+# GPTQ answers every token with every expert, and the comparison only those that were routed, so
+# that a layer with very few of them can come out a little behind.
+TOLERANCE = 1.05
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
+_INDEX = "model.safetensors.index.json"
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Relative RMS errors of what the layer's experts answer: with GPTQ, and rounded to nearest."""
+
+    layer: int
+    experts: int
+    gptq_error: float
+    rtn_error: float
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "experts": self.experts,
+            "gptq_error": self.gptq_error,
+            "rtn_error": self.rtn_error,
+            "seconds": self.seconds,
+        }
+
+
+def self_test(
+    checkpoint: Checkpoint,
+    layer: int,
+    experts: Sequence[int],
+    samples: Samples,
+    weights: QuantizationArgs,
+    dampening: float,
+    scratch: Path,
+    device: str = "cpu",
+) -> SelfTest:
+    """Quantize `experts` of `layer`. VerificationError if they are worse than rounded to nearest,
+    or no number; what cannot be loaded or calibrated fails as the whole run would."""
+    started = time.monotonic()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        _cut_model(checkpoint, layer + 1, scratch)
+        loaded = load_linear_model(scratch, model_dtype(checkpoint))
+        gptq, rtn = _errors(loaded, layer, experts, samples, weights, dampening, device)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    found = SelfTest(layer, len(experts), gptq, rtn, time.monotonic() - started)
+    if not gptq <= TOLERANCE * rtn:
+        raise VerificationError(
+            f"the self-test failed: experts of layer {layer} are {gptq:.4f} off with GPTQ and "
+            f"{rtn:.4f} rounded to nearest",
+            "try another --dataset, more --dampening or --method rtn; --no-self-test goes on",
+        )
+    return found
+
+
+# ---- a model that ends early -----------------------------------------------------------
+
+
+def _cut_model(checkpoint: Checkpoint, layers: int, scratch: Path) -> None:
+    """A checkpoint of the first `layers` layers: links to the shards, config and index cut."""
+    config = copy.deepcopy(dict(checkpoint.config))
+    _cut_config(config, layers)
+    shard_of = dict(_first_layers(checkpoint, layers))
+    index = {"metadata": {}, "weight_map": {name: path.name for name, path in shard_of.items()}}
+    (scratch / CONFIG_NAME).write_text(json.dumps(config))
+    (scratch / _INDEX).write_text(json.dumps(index))
+    for shard in sorted(set(shard_of.values())):
+        (scratch / shard.name).symlink_to(shard.resolve())
+
+
+def _cut_config(config: dict[str, Any], layers: int) -> None:
+    """Counts of layers, and lists with an entry per layer, in all sections."""
+    counts = [config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)]
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _cut_config(value, layers)
+        elif key in _LAYER_COUNTS and isinstance(value, int):
+            config[key] = min(value, layers)
+        elif isinstance(value, list) and counts and len(value) == counts[0]:
+            config[key] = value[:layers]
+
+
+def _first_layers(checkpoint: Checkpoint, layers: int) -> Iterator[tuple[str, Path]]:
+    """Names of tensors with their shards, less those of later layers."""
+    for file in checkpoint.files:
+        for tensor in read_header(file).tensors:
+            number = _LAYER.search(tensor.name)
+            if number is None or int(number[1]) < layers:
+                yield tensor.name, file
+
+
+# ---- measuring -------------------------------------------------------------------------
+
+
+class _Keeper:
+    """Events of a run that keep what was made."""
+
+    def __init__(self) -> None:
+        self.matrices: list[QuantizedMatrix] = []
+
+    def layer_started(self, layer: int) -> None:
+        pass
+
+    def progressed(self, layer: int, share: float) -> None:
+        pass
+
+    def layer_done(
+        self, layer: int, matrices: Iterator[QuantizedMatrix], coverage: LayerCoverage
+    ) -> None:
+        self.matrices += matrices
+
+
+def _errors(
+    model: Any,
+    layer: int,
+    experts: Sequence[int],
+    samples: Samples,
+    weights: QuantizationArgs,
+    dampening: float,
+    device: str,
+) -> tuple[float, float]:
+    """Relative RMS errors with GPTQ and rounded to nearest."""
+    few = samples.first(SAMPLES, TOKENS)
+    site = linear_experts(model).get(layer)
+    if site is None:
+        raise CheckpointError(f"transformers builds no experts for layer {layer}")
+    before = {(e, p): linear.weight.detach().clone() for e, p, linear in site.linears()}
+    inputs = _inputs(model, site, few)
+    wanted = [_answer(site, call) for call in inputs]
+    keeper = _Keeper()
+    quantize_layers(model, few, {layer: experts}, weights, dampening, keeper, device)
+    gptq = _relative(wanted, [_answer(site, call) for call in inputs])
+    for matrix in keeper.matrices:
+        original, scale = before[matrix.expert, matrix.projection], matrix.tensors["weight_scale"]
+        rounded = fake_quantize(original.cpu(), scale, torch.zeros_like(scale), weights)
+        linear = site.linear(matrix.expert, matrix.projection)
+        update_offload_parameter(linear, "weight", rounded.to(linear.weight.dtype))
+    return gptq, _relative(wanted, [_answer(site, call) for call in inputs])
+
+
+def _inputs(model: Any, site: LinearExperts, samples: Samples) -> list[tuple[Tensor, ...]]:
+    """What the layer's experts are called with."""
+    found: list[tuple[Tensor, ...]] = []
+    hook = site.module.register_forward_pre_hook(lambda _module, args: found.append(args))
+    try:
+        with torch.inference_mode():
+            for ids in samples.ids:
+                model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    finally:
+        hook.remove()
+    return found
+
+
+def _answer(site: LinearExperts, call: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad():
+        answer: Tensor = site.module(*(argument.clone() for argument in call))
+    return answer.float().cpu()
+
+
+def _relative(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    error = sum(float((a - b).square().sum()) for a, b in zip(wanted, found, strict=True))
+    size = sum(float(a.square().sum()) for a in wanted)
+    return (error / size) ** 0.5 if size else float("nan")
