@@ -174,6 +174,19 @@ def test_a_trace_of_nothing(tmp_path: Path) -> None:
         assert "Error: " in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_trace_that_starts_with_nothing(tmp_path: Path, model: Path) -> None:
+    """What is replayed is what counts: two tokens to warm up and one to time."""
+    ids = np.full((9, 2), -1)
+    ids[3] = 0, 1
+    np.savez(tmp_path / "trace.npz", ids=ids)
+    words = ("--routing", f"trace:{tmp_path / 'trace.npz'}", "--iters", "1", "--tokens")
+    for layer in (SMALL, ("--model", model, "--top-k", "2", "--threads", "1")):
+        result = bench(*layer, *words, "1")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "the first 3 tokens of the trace go to no expert" in result.stderr
+        assert bench(*layer, *words, "2").exit_code == 0
+
+
 # ---- levels ------------------------------------------------------------------------------
 
 

@@ -222,7 +222,7 @@ def test_tokens_that_have_experts_are_checked() -> None:
 def test_memory_of_a_batch_is_foreseen() -> None:
     """What NumPy asks for, from drawing to checking."""
     experts = experts_of("int8")
-    for tokens, effort in ((3000, Effort()), (20_000, Effort(iterations=1))):
+    for tokens, effort in ((3000, Effort()), (9000, Effort(iterations=1))):
         foreseen = batch_bytes(tokens, HIDDEN, TOP_K, effort)
         ids = parse_routing("concentrated").iterations(tokens, EXPERTS, TOP_K, 0)
         with Pool(1) as pool:
