@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.model import routers
 from ktconv.model.names import router_tensors, shared_expert_tensors
 from ktconv.model.routers import RouterSpec, route, router_of
 
@@ -29,7 +30,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTopKRouter", "Qwen3_5MoeTextConfig", {}),
     "qwen3_vl_moe": ("Qwen3VLMoeTextTopKRouter", "Qwen3VLMoeTextConfig", {}),
     "olmoe": ("OlmoeTopKRouter", "OlmoeConfig", {}),
-    "jamba": ("JambaTopKRouter", "JambaConfig", {}),
+    "jamba": ("JambaSparseMoeBlock", "JambaConfig", {}),
     "granitemoe": ("GraniteMoeTopKRouter", "GraniteMoeConfig", {}),
     "gpt_oss": ("GptOssTopKRouter", "GptOssConfig", {}),
     "deepseek_v2": ("DeepseekV2TopkRouter", "DeepseekV2Config", {"routed_scaling_factor": 16.0}),
@@ -47,6 +48,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_MoeTopKRouter", "Ernie4_5_MoeConfig", {}),
     "lfm2_moe": ("Lfm2MoeTopKRouter", "Lfm2MoeConfig", {}),
     "llama4": ("Llama4Router", "Llama4TextConfig", {}),
+    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextTopKRouter", "Qwen3OmniMoeTextConfig", {}),
+    "flex_olmo": ("FlexOlmoTopKRouter", "FlexOlmoConfig", {}),
+    "flex_olmo:norm": ("FlexOlmoTopKRouter", "FlexOlmoConfig", {"norm_topk_prob": True}),
+    "deepseek_v32": ("DeepseekV32TopkRouter", "DeepseekV32Config", {"n_group": 4}),
+    "kimi_linear": ("KimiLinearTopkRouter", "KimiLinearConfig", {}),
+    "glm4v_moe": ("Glm4vMoeTextTopkRouter", "Glm4vMoeTextConfig", {}),
+    "glm_moe_dsa": ("GlmMoeDsaTopkRouter", "GlmMoeDsaConfig", {}),
+    "exaone_moe": ("ExaoneMoeTopkRouter", "ExaoneMoeConfig", {}),
+    "dots1": ("Dots1TopkRouter", "Dots1Config", {}),
+    "solar_open": ("SolarOpenTopkRouter", "SolarOpenConfig", {}),
+    "minimax_m3_vl": ("MiniMaxM3VLTopKRouter", "MiniMaxM3VLTextConfig", {}),
+    "afmoe": ("AfmoeTokenChoiceRouter", "AfmoeConfig", {}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", "HunYuanMoEV1Config", {}),
 }
 
 
@@ -73,21 +87,30 @@ def transformers_router(case: str, top_k: int) -> tuple[Any, dict[str, Any]]:
     return router, config.to_dict()
 
 
-def their_choice(router: Any, x: Any, correction: Any) -> tuple[Any, Any]:
-    """(ids, weights) as the family's router gives them."""
+def their_choice(router: Any, x: Any, correction: Any, config: dict[str, Any]) -> tuple[Any, Any]:
+    """(ids, weights) as the family's router gives them, in whatever order it does."""
     import torch
 
+    name = type(router).__name__
     with torch.no_grad():
-        if correction is not None and "e_score" not in str(dict(router.named_buffers()).keys()):
-            given = () if hasattr(router, "moe_statics") else (correction,)
-            _, weights, ids = router(x, *given)
+        if name == "Llama4Router":
+            weights, ids = torch.topk(router(x)[0], router.top_k)
             return ids.numpy(), weights.numpy()
-        if type(router).__name__ == "Llama4Router":
-            scores, _ = router(x)
-            weights, ids = torch.topk(scores, router.top_k)
-            return ids.numpy(), weights.numpy()
-        _, weights, ids = router(x)
-        return ids.numpy(), weights.numpy()
+        if name == "JambaSparseMoeBlock":
+            given = router.route_tokens_to_experts(x, router.router(x))
+        elif name == "AfmoeTokenChoiceRouter":
+            given = router(x[None], correction)
+        elif correction is None or "e_score" in str(dict(router.named_buffers()).keys()):
+            given = router(x)
+        else:
+            given = router(x, *(() if hasattr(router, "moe_statics") else (correction,)))
+    (ids,) = (tensor for tensor in given if not tensor.is_floating_point())
+    *_, weights = (
+        tensor for tensor in given if tensor.is_floating_point() and tensor.shape == ids.shape
+    )
+    if name == "MiniMaxM3VLTopKRouter":  # its block scales what the experts add up to
+        weights = weights * config["routed_scaling_factor"]
+    return ids.numpy(), weights.numpy()
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
@@ -104,7 +127,7 @@ def test_routers_are_those_of_transformers(case: str, top_k: int) -> None:
     if spec.correction:
         fallback = torch.randn((EXPERTS,), generator=generator) * 0.3
         correction = own.get("e_score_correction_bias", fallback).reshape(-1)
-    theirs, their_weights = their_choice(router, x, correction)
+    theirs, their_weights = their_choice(router, x, correction, config)
 
     ids, weights = route(
         spec,
@@ -124,6 +147,13 @@ def test_routers_are_those_of_transformers(case: str, top_k: int) -> None:
         rtol=2e-6,  # the scaling factor of DeepSeek-V2 makes weights larger than 1
         atol=1e-6,
     )
+
+
+def test_every_family_is_compared() -> None:
+    """Also those that are added later; DeepSeek's code is Kimi K2's too."""
+    compared = {case.split(":")[0] for case in FAMILIES}
+    assert compared | {"kimi_k2"} == routers._FAMILIES.keys()
+    assert routers._FAMILIES["kimi_k2"] is routers._FAMILIES["deepseek_v3"]
 
 
 # ---- what every router does ------------------------------------------------------------
