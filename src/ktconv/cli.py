@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -24,8 +25,8 @@ from ktconv.errors import KtconvError
 from ktconv.units import format_ranges, format_size, parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.conversion import Report
-    from ktconv.quantize_cpu import Outlook
+    from ktconv.conversion import Outlook, Report
+    from ktconv.quantize_gpu import run as gpu
 
 app = typer.Typer(
     name="ktconv",
@@ -54,6 +55,20 @@ class Layout(str, Enum):
 
 class Scale(str, Enum):
     amax = "amax"
+
+
+class GpuMethod(str, Enum):
+    """Names of `quantize_gpu.run.METHODS`; a test keeps the two equal."""
+
+    rtn = "rtn"
+    gptq = "gptq"
+
+
+class Scheme(str, Enum):
+    """Names of `quantize_gpu.scheme.BITS`; a test keeps the two equal."""
+
+    w4a16 = "W4A16"
+    w8a16 = "W8A16"
 
 
 class BenchStage(str, Enum):
@@ -195,6 +210,142 @@ def quantize_cpu_command(
             with observer:
                 report = quantize_cpu(request, observer, outlook)
         _print_result(as_json, report_facts(report), lambda: _print_report(report))
+
+
+@app.command("quantize-gpu")
+def quantize_gpu_command(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    method: Annotated[
+        GpuMethod, typer.Option(help="rtn: round to nearest; gptq: calibrated on a text.")
+    ] = GpuMethod.rtn,
+    scheme: Annotated[
+        Scheme, typer.Option(help="4 or 8 bits per weight.", case_sensitive=False)
+    ] = Scheme.w4a16,
+    group_size: Annotated[
+        int, typer.Option(help="Weights of a row that share a scale; -1: all.", metavar="N")
+    ] = 128,
+    experts: Annotated[
+        Path | None, typer.Option(help="Only the experts that this file names.", metavar="FILE")
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", metavar="TEXT"
+        ),
+    ] = "",
+    split: Annotated[str, typer.Option(help="gptq: part of a named dataset.")] = "train",
+    samples: Annotated[int, typer.Option(help="gptq: samples to calibrate on.", metavar="N")] = 512,
+    max_seq_len: Annotated[
+        int, typer.Option("--max-seq-len", help="gptq: most tokens per sample.", metavar="N")
+    ] = 2048,
+    dampening: Annotated[
+        float, typer.Option(help="gptq: share of the mean diagonal added to it.", metavar="F")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="gptq: of the choice of samples.")] = 0,
+    self_test: Annotated[
+        bool, typer.Option("--self-test/--no-self-test", help="gptq: try one layer first.")
+    ] = True,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.")
+    ] = "auto",
+    layers: Annotated[
+        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+    ] = "",
+    mtp: Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+    ] = True,
+    max_shard_size: Annotated[
+        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
+    ] = "5GB",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    max_memory: Annotated[
+        str, typer.Option(help="rtn: use no more memory than this.", metavar="SIZE")
+    ] = "8GiB",
+    max_gpu_memory: Annotated[
+        str, typer.Option(help="gptq: use no more memory of the GPU.", metavar="SIZE")
+    ] = "",
+    max_cpu_memory: Annotated[
+        str, typer.Option(help="gptq: weights beyond this go to disk.", metavar="SIZE")
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+    ] = False,
+    finalize: Annotated[
+        bool,
+        typer.Option("--finalize", help="Only write the index of layers converted before."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
+
+    Everything but routed experts stays as it is. The same command again continues a run that
+    was interrupted.
+
+    Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
+    """
+    with _errors_shown():
+        from ktconv.quantize_gpu.calibration import Calibration
+        from ktconv.quantize_gpu.classes import class_lines
+        from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
+        from ktconv.quantize_gpu.target import Options
+
+        calibrated = method is GpuMethod.gptq
+        calibration = Calibration(dataset, split, samples, max_seq_len, seed) if dataset else None
+        options = Options(
+            method=method.value,
+            scheme=scheme.value,
+            group_size=group_size,
+            mtp=mtp,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+            calibration=calibration if calibrated else None,
+            dampening=dampening if calibrated else None,
+        )
+        request = Request(
+            model=model,
+            output=output,
+            options=options,
+            layers=parse_ranges(layers, "--layers") if layers else None,
+            experts=experts,
+            device=device,
+            threads=threads or None,
+            max_memory=parse_size(max_memory, "--max-memory"),
+            max_gpu_memory=_limit(max_gpu_memory, "--max-gpu-memory"),
+            max_cpu_memory=_limit(max_cpu_memory, "--max-cpu-memory"),
+            self_test=self_test,
+            verify=verify,
+            overwrite=overwrite,
+            finalize=finalize,
+        )
+        outlook = prepare(request)
+        if dry_run:
+            _print_result(as_json, gpu_facts(outlook), lambda: _print_gpu_outlook(outlook))
+            return
+        for line in class_lines(outlook.classes):
+            _say(line)
+        _say_notes(outlook)
+        with _interruptible(
+            f"Finished layers are kept: run the same command again to continue in {output}."
+        ):
+            observer = _observer(outlook)
+            with observer:
+                report = quantize_gpu(request, observer, outlook)
+        facts = report_facts(report) | gpu_facts(outlook, report)
+        _print_result(as_json, facts, lambda: _print_gpu_report(report))
+
+
+def _limit(text: str, option: str) -> int | None:
+    return parse_size(text, option) if text else None
 
 
 @app.command()
@@ -352,6 +503,12 @@ def stats(
         int | None,
         typer.Option(min=1, help="Tokens of the text; default: 20480.", metavar="N"),
     ] = None,
+    max_memory: Annotated[
+        str,
+        typer.Option(
+            help="Keep no more of the weights in memory, the rest in TMPDIR.", metavar="SIZE"
+        ),
+    ] = "",
     layers: Annotated[
         str, typer.Option(help="Only these layers, e.g. 0-3,7.", metavar="LIST")
     ] = "",
@@ -389,6 +546,7 @@ def stats(
             model=model,
             text=text,
             max_tokens=max_tokens,
+            max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,
             layers=parse_ranges(layers, "--layers") if layers else None,
             hot=hot,
             hot_share=hot_share,
@@ -629,7 +787,7 @@ def reshard_command(
 # ---- results ----
 
 
-def outlook_facts(outlook: Outlook) -> dict[str, Any]:
+def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:
     """The JSON of a dry run."""
     plan = outlook.plan
     chosen = [unit.layer for unit in outlook.units if unit.layer]
@@ -637,8 +795,7 @@ def outlook_facts(outlook: Outlook) -> dict[str, Any]:
     return {
         "schema": 1,
         "model_type": plan.checkpoint.config.get("model_type"),
-        "method": plan.options.method,
-        "numa": plan.options.numa,
+        **plan.target.facts(),
         "layers": len(chosen),
         "layer_indices": [layer.index for layer in chosen],
         "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
@@ -699,7 +856,7 @@ def _print_result(as_json: bool, facts: dict[str, Any], show: Callable[[], None]
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_outlook(outlook: Outlook) -> None:
+def _print_outlook(outlook: Outlook[Any]) -> None:
     facts, request = outlook_facts(outlook), outlook.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
@@ -711,7 +868,7 @@ def _print_outlook(outlook: Outlook) -> None:
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
-        "write": f"{outlook.plan.target.name}, {facts['numa']} NUMA part(s), {container}",
+        "write": f"{outlook.plan.target.description}, {container}",
         "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
         "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
         f"plus index and manifest",
@@ -753,6 +910,34 @@ def _print_report(report: Report) -> None:
         print(f"Another ktconv is at work in {output}; it completes it, else --finalize does.")
 
 
+def gpu_facts(outlook: gpu.Outlook, report: Report | None = None) -> dict[str, Any]:
+    """What the JSON of quantize-gpu says beside that of any conversion."""
+    facts = {} if report else outlook_facts(outlook)
+    facts["classes"] = [asdict(count) for count in outlook.classes]
+    if report and report.complete and outlook.plan.options.method == "gptq":
+        from ktconv.quantize_gpu.calibrated import coverage_of
+
+        coverage = coverage_of(outlook.request.output)
+        facts["coverage"] = {str(layer): seen.record() for layer, seen in coverage.items()}
+    return facts
+
+
+def _print_gpu_outlook(outlook: gpu.Outlook) -> None:
+    from ktconv.quantize_gpu.classes import class_lines
+
+    _print_outlook(outlook)
+    print("\n".join(class_lines(outlook.classes)))
+
+
+def _print_gpu_report(report: Report) -> None:
+    if report.complete and report.outlook.plan.options.method == "gptq":
+        from ktconv.quantize_gpu.calibrated import coverage_of
+        from ktconv.quantize_gpu.coverage import coverage_lines
+
+        print("\n".join(coverage_lines(coverage_of(report.outlook.request.output))))
+    _print_report(report)
+
+
 def _print_facts(facts: dict[str, Any]) -> None:
     """Names and values as aligned lines; nested names indented."""
     for line in _fact_lines(facts, 0):
@@ -790,14 +975,14 @@ def _say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def _say_notes(outlook: Outlook) -> None:
+def _say_notes(outlook: Outlook[Any]) -> None:
     for note in outlook.plan.notes:
         _say(f"note: {note}")
     for skipped in outlook.plan.skipped:
         _say(f"skipped: {skipped}")
 
 
-def _observer(outlook: Outlook) -> Any:
+def _observer(outlook: Outlook[Any]) -> Any:
     return _progression({unit.key: unit.source_bytes for unit in outlook.plan.units})
 
 

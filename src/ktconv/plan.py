@@ -125,6 +125,13 @@ class KtTarget(Target[Options]):
     def name(self) -> str:
         return self.format.name
 
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.options.numa} NUMA part(s)"
+
+    def facts(self) -> dict[str, object]:
+        return {"method": self.options.method, "numa": self.options.numa}
+
     def check(self, layers: Sequence[MoELayer]) -> None:
         """Refuse dimensions and NUMA counts that the format cannot hold."""
         fmt, numa = self.format, self.options.numa

@@ -42,6 +42,15 @@ class Target(ABC, Generic[O]):
     def name(self) -> str:
         """The format as people call it: AMXINT4, W4A16."""
 
+    @property
+    def description(self) -> str:
+        """The format with the options that shape it, in a few words."""
+        return self.name
+
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """The same for the JSON of a run."""
+
     @abstractmethod
     def check(self, layers: Sequence[MoELayer]) -> None:
         """Refuse dimensions that the format cannot hold."""

@@ -10,6 +10,7 @@ from ktconv.checkpoint import PROJECTIONS, TensorRef
 from ktconv.conversion import Unit
 from ktconv.errors import CheckpointError
 from ktconv.quantize_gpu.names import fits, module_name, target_pattern
+from ktconv.units import format_size
 
 ROUTED = "routed experts"
 # The first pattern found in a tensor's name decides.
@@ -50,6 +51,18 @@ def class_of(tensor: str) -> str:
     'shared experts'
     """
     return next((name for name, pattern in _PATTERNS if pattern.search(tensor)), _OTHER)
+
+
+def class_lines(classes: Sequence[ClassCount]) -> list[str]:
+    """The table that people read."""
+    lines = []
+    for count in classes:
+        fate = "quantized" if count.quantized else "kept as they are"
+        lines.append(
+            f"{count.name:<21} {count.modules:>8} modules  {format_size(count.source_bytes):>9}"
+            f"  {fate:<16}  {count.example}"
+        )
+    return lines
 
 
 def count_classes(units: Sequence[Unit], others: Iterable[TensorRef]) -> list[ClassCount]:

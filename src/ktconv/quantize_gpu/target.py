@@ -13,7 +13,7 @@ from ktconv.conversion.plan import find_sidecars
 from ktconv.quantize_gpu.calibration import Calibration
 from ktconv.quantize_gpu.foreign import decoded_others
 from ktconv.quantize_gpu.names import module_name
-from ktconv.quantize_gpu.scheme import Scheme
+from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
 from ktconv.writer.shards import Tensor
 
 CONFIG, RECIPE = "config.json", "recipe.yaml"
@@ -52,6 +52,20 @@ class GpuTarget(Target[Options]):
     @property
     def name(self) -> str:
         return self.options.scheme
+
+    @property
+    def description(self) -> str:
+        size = self.scheme.group_size
+        groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
+        return f"{self.name} by {self.options.method}, {groups}"
+
+    def facts(self) -> dict[str, object]:
+        options = self.options
+        return {
+            "method": options.method,
+            "scheme": options.scheme,
+            "group_size": options.group_size,
+        }
 
     def check(self, layers: Sequence[MoELayer]) -> None:
         self.scheme.check(layers)
