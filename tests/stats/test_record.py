@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from ktconv import machine
 from ktconv.cli import app
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.expert_sets import read_expert_set
 from ktconv.stats.command import Options, run
-from ktconv.stats.record import Recorder, text_pieces, token_windows
+from ktconv.stats.record import Recorder, _batches, text_pieces, token_windows
 
 EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 TRAINED = Path(__file__).parents[3] / "shared/models"
@@ -99,6 +100,41 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     assert list(token_windows(Letters(), endless(), 4, 8)) == [
         [ord(letter) for letter in part] for part in ("abcd", "efgh")
     ]
+
+
+def test_less_memory_gives_the_same_counts(
+    recorder: Recorder, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that lie in a folder, windows in batches; the folder is gone afterwards."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Recorder(EXAMPLE, max_memory=600_000) as offloaded:
+        assert list(tmp_path.glob("ktconv-*/*"))
+        for limit in (100, 2000):
+            expected, ids = recorder.read(text_pieces(EVAL), limit, keep=True)
+            found, same = offloaded.read(text_pieces(EVAL), limit, keep=True)
+            assert found.about["tokens"] == limit
+            for layer, other in zip(found.layers, expected.layers, strict=True):
+                assert layer.counts.tolist() == other.counts.tolist()
+                assert np.array_equal(same[layer.layer], ids[layer.layer])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small(
+    torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(machine, "disk_free", lambda path: 1000)
+    with pytest.raises(ResourceError, match=r"has 1\.0 kB free, but up to .* are kept there"):
+        Recorder(EXAMPLE, max_memory=600_000)
+
+
+def test_batches() -> None:
+    windows = [[1, 2], [3, 4], [5, 6], [7]]
+    assert list(_batches(windows, 2)) == [[[1, 2], [3, 4]], [[5, 6]], [[7]]]
+    assert list(_batches(windows, 8)) == [[[1, 2], [3, 4], [5, 6]], [[7]]]
+    assert list(_batches(windows, 1)) == [[window] for window in windows]
+    assert list(_batches([], 2)) == []
 
 
 def test_hooks_are_gone_afterwards(recorder: Recorder) -> None:

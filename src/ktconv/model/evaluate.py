@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +52,40 @@ class Divergence:
 # ---- loading ---------------------------------------------------------------------------
 
 
-def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
+def load_model(
+    source: str | Path,
+    dtype: str | torch.dtype = "auto",
+    *,
+    max_memory: int | None = None,
+    offload: Path | None = None,
+) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
-    Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
-    that is free; CheckpointError where transformers cannot load the checkpoint, or could only
-    by making weights up.
+    With `max_memory` weights beyond so many bytes lie in the folder `offload`, and are read
+    whenever their layer runs. Raises ResourceError, before anything is loaded, where the weights
+    do not fit into the memory (or disk) that is free; CheckpointError where transformers cannot
+    load the checkpoint, or could only by making weights up.
     """
     directory = Path(source)
     if not directory.is_dir():
         raise UsageError(f"there is no directory {directory}")
     wanted = _dtype(dtype)
-    check_memory(directory, wanted)
+    options: dict[str, Any] = {}
+    if max_memory is None or offload is None:
+        check_memory(directory, wanted)
+    else:
+        _check_offload(directory, wanted, offload)
+        options = {
+            "device_map": "auto",
+            "max_memory": {"cpu": max_memory},
+            "offload_folder": str(offload),
+        }
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         with _no_progress():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=wanted, local_files_only=True, output_loading_info=True
+                directory, dtype=wanted, local_files_only=True, output_loading_info=True, **options
             )
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
@@ -101,6 +118,23 @@ def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
             f"loading {directory} needs about {format_size(needed)} of memory, and "
             f"{format_size(free)} are free",
             "use a machine with more memory; a conversion itself does not load the model",
+        )
+
+
+def _check_offload(directory: Path, dtype: str | torch.dtype, offload: Path) -> None:
+    """UsageError without accelerate, ResourceError where the folder has too little room."""
+    if find_spec("accelerate") is None:
+        raise UsageError(
+            "loading a part of a model at a time needs accelerate, which is not installed",
+            "install it with: pip install accelerate",
+        )
+    needed = sum(_bytes_of(shard, dtype) for shard in directory.glob("*.safetensors"))
+    free = machine.disk_free(offload)
+    if needed > free:
+        raise ResourceError(
+            f"{offload} has {format_size(free)} free, but up to {format_size(needed)} of weights "
+            "are kept there",
+            "set TMPDIR to a directory on a larger disk",
         )
 
 

@@ -30,6 +30,7 @@ class Options:
     model: str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
     text: Path | None = None  # None: the text that ships with ktconv
     max_tokens: int | None = None
+    max_memory: int | None = None  # bytes of weights that are in memory; None: all
     layers: Sequence[int] | None = None
     hot: int | None = None
     hot_share: float | None = None
@@ -93,7 +94,7 @@ def _earlier(options: Options) -> Statistics | None:
     path = Path(options.model)
     if path.suffix not in (".json", ".safetensors") or not path.is_file():
         return None
-    for name in ("text", "max_tokens", "trace"):
+    for name in ("text", "max_tokens", "max_memory", "trace"):
         if getattr(options, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} has no meaning where {path} was recorded before",
@@ -110,12 +111,12 @@ def _record(options: Options, say: Say) -> _Recorded:
     directory = locate_model(options.model)
     pieces = _text(options.text)
     say("loading the model")
-    recorder = Recorder(directory)
-    _check_choice(recorder.experts, options)
     limit = options.max_tokens or MAX_TOKENS
     name = options.text.name if options.text else "the sample of ktconv"
-    say(f"reading at most {limit} tokens of {name}")
-    found, ids = recorder.read(pieces, limit, say, keep=options.trace is not None)
+    with Recorder(directory, options.max_memory) as recorder:
+        _check_choice(recorder.experts, options)
+        say(f"reading at most {limit} tokens of {name}")
+        found, ids = recorder.read(pieces, limit, say, keep=options.trace is not None)
     return _Recorded(Statistics(found.layers, {**found.about, "text": name}), ids)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
+_WINDOWS = 8  # that are read at once where reading the weights costs more than they do
 _PIECE = 1 << 20  # characters of a text that are in memory at a time
 _SAY_SECONDS = 5.0
 
@@ -40,20 +42,35 @@ class _Layer:
 class Recorder:
     """A loaded model with counters on the experts of its layers.
 
-    Memory is that of the loaded model; a window at a time goes through it, without its head.
-    Raises ResourceError before loading where the model does not fit, CheckpointError where
-    transformers cannot load it or finds no experts in it, UsageError without transformers.
+    Memory is that of the loaded model; a window at a time goes through it, without its head. With
+    `max_memory` the weights beyond so many bytes stay in a temporary folder, one layer at a time
+    is read from there, and a few windows at once go through it. Raises ResourceError before
+    loading where the model does not fit, CheckpointError where transformers cannot load it or
+    finds no experts in it, UsageError without transformers.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_memory: int | None = None) -> None:
         from ktconv.model import find_experts, load_model
 
-        self._model, self._tokenizer = load_model(directory)
+        self._folder = TemporaryDirectory(prefix="ktconv-") if max_memory is not None else None
+        self._windows = 1 if self._folder is None else _WINDOWS
+        self._model, self._tokenizer = load_model(
+            directory,
+            max_memory=max_memory,
+            offload=Path(self._folder.name) if self._folder else None,
+        )
         self._sites = find_experts(self._model)
         self.about = {
             "model": str(directory),
             "model_type": getattr(self._model.config, "model_type", None),
         }
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def experts(self) -> dict[int, int]:
@@ -86,10 +103,11 @@ class Recorder:
                 count = _counter(layer, site.module, found[layer], keep)
                 hook = site.module.register_forward_pre_hook(count, with_kwargs=True)
                 stack.callback(hook.remove)
-            for window in token_windows(self._tokenizer, pieces, min(WINDOW, length), max_tokens):
+            windows = token_windows(self._tokenizer, pieces, min(WINDOW, length), max_tokens)
+            for batch in _batches(windows, self._windows):
                 # The logits are not needed, and can be larger than all else that is computed.
-                self._model.base_model(input_ids=torch.tensor([window]), use_cache=False)
-                tokens += len(window)
+                self._model.base_model(input_ids=torch.tensor(batch), use_cache=False)
+                tokens += sum(map(len, batch))
                 progress.tell(tokens)
         if not tokens:
             raise UsageError("the text has no tokens", "give a longer text")
@@ -108,10 +126,11 @@ class Recorder:
 
 def _counter(layer: int, module: nn.Module, found: _Layer, keep: bool) -> Any:
     """A hook that counts with what ids an experts module is called."""
-    signature = inspect.signature(module.forward)
+    signature = inspect.signature(type(module).forward)  # of the object it may be a wrapper
 
     def count(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        ids = _chosen(layer, signature.bind(*args, **named).args, len(found.counts))
+        _, *arguments = signature.bind(_module, *args, **named).args
+        ids = _chosen(layer, arguments, len(found.counts))
         here = ids[(ids >= 0) & (ids < len(found.counts))]
         found.counts += np.bincount(here, minlength=len(found.counts))
         found.tokens += len(ids)
@@ -121,7 +140,7 @@ def _counter(layer: int, module: nn.Module, found: _Layer, keep: bool) -> Any:
     return count
 
 
-def _chosen(layer: int, arguments: tuple[Any, ...], experts: int) -> I32:
+def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
     """Chosen experts [M, K] of a call; -1 where a token chose fewer."""
     if len(arguments) == 3:  # hidden states, ids, weights
         tokens = arguments[0].numel() // arguments[0].shape[-1]
@@ -182,6 +201,18 @@ def token_windows(
             break
     if kept:
         yield kept
+
+
+def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """Up to `most` consecutive windows of one length."""
+    batch: list[list[int]] = []
+    for window in windows:
+        if len(batch) == most or (batch and len(batch[0]) != len(window)):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
 
 
 class _Progress:
