@@ -27,6 +27,7 @@ from ktconv.verify.report.html import (
 )
 from ktconv.verify.report.parts import as_section, banner, captioned, chart_by_layer, label
 
+_MOST_EXPERTS = 10_000
 _EQUAL = ("equal bytes", "equal weights")
 
 
@@ -53,10 +54,11 @@ def _head(result: Mapping[str, Any]) -> str:
     if sample is not None and sample < 1:
         words += f" · a sample of {show_share(sample)}, not everything"
     pairs = [("A", show_path(result.get("a"))), ("B", show_path(result.get("b")))]
-    for name, about in mapping(result.get("conversions")).items():
-        side = mapping(about)
-        for fact in ("method", "numa", "layout"):
-            pairs.append((f"{fact} of {escape(name).upper()}", show(side.get(fact))))
+    sides = mapping(result.get("conversions"))
+    for fact, words in (("method", "method"), ("numa", "NUMA parts"), ("layout", "layout")):
+        for name in ("a", "b"):
+            value = mapping(sides.get(name)).get(fact)
+            pairs.append((f"{words} of {name.upper()}", show(value)))
     pairs += [("sample", show_share(result.get("sample"))), ("seed", show_id(result.get("seed")))]
     title = comparison_title(result)
     return banner("pass" if equal else "fail", title, words, facts(pairs))
@@ -79,15 +81,22 @@ def _by_layer(layers: Sequence[Mapping[str, Any]]) -> str:
     body = chart_by_layer(
         "Differences by layer", words, layers, [Series("all experts", differences)]
     )
-    rows = [
-        [number(one.get("relative_rms_difference")) for one in records(layer.get("experts"))]
-        for layer in layers
-    ]
+    rows = [_row(records(layer.get("experts"))) for layer in layers]
     if any(rows):
         picture = heat_map([label(layer) for layer in layers], rows)
-        body += captioned("Every expert", "In the order of those that were compared.", picture)
+        body += captioned("Every expert", "Relative RMS difference, by layer and expert.", picture)
     body += table(_LAYER_COLUMNS, layers, "layers")
     return as_section("by-layer", "Layer by layer", "", body)
+
+
+def _row(experts: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """By expert; None for those that were not compared."""
+    found = {}
+    for one in experts:
+        expert = one.get("expert")
+        if isinstance(expert, int) and 0 <= expert < _MOST_EXPERTS:
+            found[expert] = number(one.get("relative_rms_difference"))
+    return [found.get(expert) for expert in range(1 + max(found, default=-1))]
 
 
 def _worst(matrices: Sequence[Mapping[str, Any]]) -> str:
