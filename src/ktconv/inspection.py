@@ -14,6 +14,8 @@ from ktconv.units import format_ranges
 from ktconv.writer.finish import INDEX, MANIFEST, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, parse_record
 
+GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
+
 
 def inspect_path(path: str) -> dict[str, Any]:
     """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError."""
@@ -21,9 +23,11 @@ def inspect_path(path: str) -> dict[str, Any]:
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
-        found = open_packed(directory)
-        if found.tensors or read_manifest(directory) is not None:
-            return _converted(directory, found)
+        found, manifest = open_packed(directory), read_manifest(directory)
+        if manifest is not None and manifest["options"].get("format") == GPU_FORMAT:
+            return _quantized(directory, found, manifest)
+        if found.tensors or manifest is not None:
+            return _converted(directory, found, manifest)
     return _source(open_checkpoint(path))
 
 
@@ -77,13 +81,52 @@ def _unfinished(directory: Path) -> dict[str, Any]:
         "layers_done": format_ranges(sorted(finished)) or "none",
         "layers_missing": format_ranges(sorted(layers - finished)) or "none",
         "complete": False,
-        "way_out": "run the same quantize-cpu command again",
+        "way_out": "run the same command again",
     }
 
 
-def _converted(directory: Path, found: PackedWeights) -> dict[str, Any]:
+def _quantized(
+    directory: Path, found: PackedWeights, manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What quantize-gpu wrote."""
+    options, layers = manifest["options"], manifest["geometry"]["layers"]
+    listed = {name for unit in _units(manifest) for name in unit["tensors"]}
+    missing = sorted(listed - found.others.keys())
+    experts = [tensor for name, tensor in found.others.items() if ".experts." in name]
+    here = {tensor.name.split(".experts.")[0] + _expert_of(tensor.name) for tensor in experts}
+    damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
+    return {
+        "schema": 1,
+        "kind": "experts for a GPU",
+        "path": str(directory),
+        "made_by": f"ktconv {manifest.get('ktconv_version')}",
+        "family": manifest["geometry"].get("model_type"),
+        "method": options.get("method"),
+        "scheme": options.get("scheme"),
+        "group_size": options.get("group_size"),
+        "moe_layers": format_ranges([int(index) for index in layers]) or "none",
+        "experts": sorted({layer["experts"] for layer in layers.values()}),
+        "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
+        "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
+        "intermediate_size": sorted({layer["intermediate_size"] for layer in layers.values()}),
+        "expert_bytes": sum(tensor.nbytes for tensor in experts),
+        "missing_tensors": len(missing),
+        "first_missing": missing[0] if missing else None,
+        "damaged_files": damaged,
+        "complete": bool(experts) and not (missing or damaged),
+    }
+
+
+def _expert_of(name: str) -> str:
+    """The number in model.layers.3.mlp.experts.5.gate_proj.weight_packed, with its dot."""
+    return "." + name.split(".experts.")[1].partition(".")[0]
+
+
+def _converted(
+    directory: Path, found: PackedWeights, manifest: Mapping[str, Any] | None
+) -> dict[str, Any]:
     packed = {tensor: place.nbytes for tensor, place in found.tensors.items()}
-    manifest, layers = read_manifest(directory), found.layers
+    layers = found.layers
     missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
     odd = [key for key, size in packed.items() if _is_odd(key, size, layers[key.layer])]
     damaged = sorted({*found.damaged, *_damaged(directory, manifest)})

@@ -471,7 +471,7 @@ def _chosen_experts(unit: Unit) -> Record:
     """Which experts are there, if not all are."""
     assert unit.layer is not None
     complete = len(unit.experts) == len(unit.layer.experts)
-    return {} if complete else {"expert_ids": list(unit.experts)}
+    return {} if complete else {"expert_ids": format_ranges(list(unit.experts))}
 
 
 def describe_units(keys: Sequence[str]) -> str:
