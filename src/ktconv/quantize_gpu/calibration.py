@@ -233,7 +233,12 @@ def _tokens(record: Any, where: str, tokenizer: Any) -> list[int]:
         text, special = record["text"], True
     else:
         raise UsageError(f"{where} has neither text nor messages", _RECORDS)
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    try:
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    except (TypeError, UnicodeError, ValueError) as error:  # half a surrogate pair, for one
+        raise UsageError(
+            f"the tokenizer cannot read {where}: {_first_line(error)}", _RECORDS
+        ) from error
 
 
 def _chat(messages: list[Any], where: str, tokenizer: Any) -> str:

@@ -14,7 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ktconv.quantize_gpu.libraries import quiet, replaced  # before the libraries that it silences
+from ktconv.quantize_gpu.libraries import (
+    causal_attention,
+    quiet,
+    replaced,
+)  # before the libraries that it silences
 
 # isort: split
 import torch
@@ -106,7 +110,7 @@ def quantize_layers(
     modifier._run = run
     batches = [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids]
     on_device = replaced(sequential, "get_main_device", lambda: torch.device(device))
-    with quiet(), on_device, _resources_translated():
+    with quiet(), causal_attention(), on_device, _resources_translated():
         oneshot(
             model=model,
             processor=_NoProcessor(),

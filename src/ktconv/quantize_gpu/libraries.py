@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from logging import getLogger
 from typing import Any
@@ -47,6 +47,35 @@ def quiet() -> Iterator[None]:
 
 def _no_bar(iterable: Any, *_: Any, **__: Any) -> Any:
     return iterable
+
+
+@contextmanager
+def causal_attention() -> Iterator[None]:
+    """The sequential pipeline with the attention that the model has anyway.
+
+    llm-compressor 0.14 switches models to eager attention and rebuilds their config on the way
+    without saying so: no mask is made then, eager attention takes that for no mask at all, and
+    every token sees the whole text. The model's own attention with a config that tells of it is
+    causal, and needs no matrix of all pairs of tokens.
+    """
+    from llmcompressor.pipelines.sequential.helpers import SequentialTracer
+    from llmcompressor.utils import helpers
+    from transformers import PreTrainedConfig
+
+    create_arg = SequentialTracer.create_arg
+
+    def with_attention(tracer: Any, value: Any) -> Any:
+        node = create_arg(tracer, value)
+        if isinstance(value, PreTrainedConfig):
+            told = {"attn_implementation": value._attn_implementation}
+            node.kwargs = {**node.kwargs, **told}
+        return node
+
+    with (
+        replaced(helpers, "use_eager_attention", lambda _model: nullcontext()),
+        replaced(SequentialTracer, "create_arg", with_attention),
+    ):
+        yield
 
 
 @contextmanager

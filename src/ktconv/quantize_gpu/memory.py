@@ -79,9 +79,8 @@ def estimate(
         layer=size[largest.index],
         sums=F32 * (hidden**2 + experts * inner**2),
         rounding=min(max(one, ROUNDING_BYTES), max(1, experts) * one),
-        # Two of hidden states, for a layer's inputs and outputs; one mask for each sample.
-        states=samples * max_seq_len * (2 * BF16 * hidden + BF16 * max_seq_len),
-        # Scores, their softmax in float32 and the copy that is multiplied with values.
+        states=samples * max_seq_len * 2 * BF16 * hidden,  # a layer's inputs and its outputs
+        # Where attention is not fused: scores, their softmax in float32, and its copy.
         attention=_heads(checkpoint.config) * max_seq_len**2 * (2 * BF16 + F32),
     )
 

@@ -1,0 +1,293 @@
+"""`--method gptq`: the whole model is calibrated, and each layer is final as soon as it is done.
+
+A killed run keeps its finished layers. The next one puts their weights back into the model as the
+first run computed with them, lets the samples run through, and goes on behind them; the result is
+the same as without the interruption.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import machine
+from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
+from ktconv.conversion import Outlook, Plan, Unit
+from ktconv.copying import Buffers
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.pipeline import Observer
+from ktconv.quantize_gpu.calibration import Samples, check_settings, load_tokenizer, read_samples
+from ktconv.quantize_gpu.coverage import LayerCoverage
+from ktconv.quantize_gpu.decode import U16, decoded_rows
+from ktconv.quantize_gpu.memory import Need, Placement, estimate, place
+from ktconv.quantize_gpu.names import module_name
+from ktconv.quantize_gpu.rtn import as_array, quantized
+from ktconv.quantize_gpu.run import Request, Rtn, device_of
+from ktconv.quantize_gpu.scheme import PARTS
+from ktconv.quantize_gpu.target import Options, held_dtype
+from ktconv.source import SourceReader
+from ktconv.writer.finish import read_manifest
+from ktconv.writer.journal import Record
+
+if TYPE_CHECKING:
+    from ktconv.quantize_gpu.gptq import QuantizedMatrix
+    from ktconv.quantize_gpu.selftest import SelfTest
+
+_LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+
+
+def check(request: Request, plan: Plan[Options]) -> Need:
+    """Refuse what headers and settings can tell, and say what memory it will take.
+
+    UsageError for options that do not go together or a dataset that is not there.
+    """
+    options = plan.options
+    if options.calibration is None:
+        raise UsageError(
+            "--method gptq needs --dataset", "give a .jsonl or .txt file, or a dataset's name"
+        )
+    if options.dampening is None or not 0 < options.dampening < 10:
+        raise UsageError(f"--dampening {options.dampening} is out of range", "use 0.01 to 0.1")
+    if request.layers is not None:
+        raise UsageError(
+            "--layers cannot be given with --method gptq: each layer is calibrated on what the "
+            "layers before it answer",
+            "leave it out; a run that is interrupted goes on where it was",
+        )
+    check_settings(options.calibration)
+    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}  # type: ignore[union-attr]
+    used = options.calibration
+    return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
+
+
+def coverage_of(output: Path) -> dict[int, LayerCoverage]:
+    """Layer -> what its experts saw, from the manifest of a finished output."""
+    units = (read_manifest(output) or {}).get("units", {})
+    return {
+        int(key.split("-")[1]): LayerCoverage.of_record(record["coverage"])
+        for key, record in units.items()
+        if "coverage" in record
+    }
+
+
+def _is_calibrated(unit: Unit) -> bool:
+    """transformers builds no layers for multi-token prediction: those are rounded to nearest."""
+    return unit.layer is not None and not unit.layer.is_mtp and len(unit.experts) > 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Shares of layers as bytes of source, whole ones that add up."""
+
+    observer: Observer
+    units: Mapping[int, Unit]
+    done: dict[int, float] = field(default_factory=dict)
+
+    def advance(self, layer: int, share: float) -> None:
+        before = self.done.get(layer, 0.0)
+        self.done[layer] = min(1.0, before + share)
+        size = self.units[layer].source_bytes
+        self.observer.advanced(round(size * self.done[layer]) - round(size * before))
+
+
+class Gptq(Rtn):
+    """One calibrated run. Layers that transformers does not build go the way of `Rtn`."""
+
+    def __init__(self, outlook: Outlook[Options], observer: Observer) -> None:
+        super().__init__(outlook, observer)
+        assert isinstance(self.request, Request)
+        assert self.plan.options.calibration is not None
+        self.settings = self.plan.options.calibration
+        self.device = device_of(self.request.device)
+        self.placement = self._place(self.request)
+        tokenizer = load_tokenizer(self.plan.checkpoint.path)
+        self.samples: Samples = read_samples(self.settings, tokenizer)
+        self.tested: SelfTest | None = None
+        self._coverage: dict[int, LayerCoverage] = {}
+        self._calibrated = {
+            unit.layer.index: unit
+            for unit in self.plan.layers
+            if unit.layer is not None and _is_calibrated(unit)
+        }
+        self._progress = _Progress(observer, self._calibrated)
+
+    def _place(self, request: Request) -> Placement:
+        free_gpu = None
+        if self.device != "cpu":
+            import torch
+
+            free_gpu, total = torch.accelerator.get_memory_info(torch.device(self.device).index)
+            if request.max_gpu_memory is not None and self.device.startswith("cuda"):
+                torch.cuda.set_per_process_memory_fraction(min(1, request.max_gpu_memory / total))
+        return place(
+            check(request, self.plan),
+            machine.available_memory(),
+            request.max_cpu_memory,
+            free_gpu,
+            request.max_gpu_memory,
+            machine.disk_free(request.output),
+        )
+
+    def origin(self) -> Record:
+        """What the samples were: a run with others would mix two calibrations."""
+        used = {name: version(name) for name in _LIBRARIES}
+        return {"calibration": {**self.samples.facts, "libraries": used}}
+
+    # ---- converting ----
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        mine = [unit for unit in pending if _is_calibrated(unit)]
+        if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
+            self._rehearse(mine[0])
+        if others := [unit for unit in pending if unit not in mine]:
+            super().convert(others)
+        if mine:
+            self.observer.begin([unit.key for unit in pending])
+            self._calibrate(mine)
+
+    def _rehearse(self, unit: Unit) -> None:
+        """Before the first layer: a mistake must show now, not after hours."""
+        from ktconv.quantize_gpu.selftest import self_test
+
+        assert unit.layer is not None and isinstance(self.request, Request)
+        if self.request.self_test:
+            self.tested = self_test(
+                self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
+                self._weights(), self._dampening(), self._scratch("self-test"), self.device,
+            )  # fmt: skip
+
+    def _calibrate(self, pending: Sequence[Unit]) -> None:
+        from ktconv.quantize_gpu.calibration_model import (
+            linear_experts,
+            load_linear_model,
+            model_dtype,
+        )
+        from ktconv.quantize_gpu.gptq import put_back, quantize_layers
+
+        checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
+        use_threads(self.outlook.threads)
+        try:
+            cpu_weights = self.placement.cpu_weights
+            model = load_linear_model(
+                checkpoint.path, model_dtype(checkpoint), cpu_weights, offload
+            )
+            present = linear_experts(model)
+            for unit in self._calibrated.values():
+                assert unit.layer is not None
+                layer = unit.layer.index
+                if layer not in present or present[layer].count != len(unit.layer.experts):
+                    raise CheckpointError(
+                        f"transformers builds other experts for layer {layer} than the checkpoint "
+                        "has",
+                        "--method rtn works on the checkpoint itself",
+                    )
+                if unit.key in self.done:
+                    put_back(present[layer], self._finished_matrices(unit), self._weights())
+            chosen = {unit.layer.index: unit.experts for unit in pending if unit.layer}
+            quantize_layers(
+                model, self.samples, chosen, self._weights(), self._dampening(), self, self.device
+            )
+        finally:
+            shutil.rmtree(offload, ignore_errors=True)
+
+    def _weights(self) -> Any:
+        from compressed_tensors.quantization import QuantizationArgs
+
+        return QuantizationArgs(**self.target.scheme.weight_arguments())
+
+    def _dampening(self) -> float:
+        assert self.plan.options.dampening is not None
+        return self.plan.options.dampening
+
+    def _scratch(self, name: str) -> Path:
+        """A folder that no loader looks at, empty."""
+        folder = self.journal.directory / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    # ---- what `gptq.Events` asks for ----
+
+    def layer_started(self, layer: int) -> None:
+        self.observer.unit_started(self._calibrated[layer].key)
+
+    def progressed(self, layer: int, share: float) -> None:
+        self._progress.advance(layer, share)
+
+    def layer_done(
+        self, layer: int, matrices: Iterator[QuantizedMatrix], coverage: LayerCoverage
+    ) -> None:
+        unit = self._calibrated[layer]
+        self._coverage[layer] = coverage
+        reader, buffers = self.reader(), Buffers(self.buffers())
+        staging = self.stage(unit)
+        tensors: dict[str, Any] = {}
+        try:
+            for matrix in matrices:
+                assert unit.layer is not None
+                source = unit.layer.experts[matrix.expert][matrix.projection]
+                arrays = {part: as_array(tensor) for part, tensor in matrix.tensors.items()}
+                tensors |= quantized(
+                    staging, self.target.scheme, "gptq",
+                    module_name(unit.layer, matrix.expert, matrix.projection),
+                    _decoded(reader, source, buffers), arrays, held_dtype(source),
+                    self.request.verify,
+                )  # fmt: skip
+            files = staging.commit()
+        except BaseException:
+            staging.abandon()
+            raise
+        self.finished(unit, files, tensors)
+        self.observer.unit_finished(unit.key)
+
+    def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
+        record: Record = {"files": files, "tensors": tensors}
+        if unit.layer is not None and unit.layer.index in self._coverage:
+            record["coverage"] = self._coverage[unit.layer.index].record()
+        self.journal.write_unit(unit.key, record)
+        self._mark_done(unit.key, record)
+
+    def _finished_matrices(self, unit: Unit) -> Iterator[QuantizedMatrix]:
+        """What an earlier run wrote of a layer."""
+        from safetensors import safe_open
+
+        from ktconv.quantize_gpu.gptq import QuantizedMatrix
+
+        assert unit.layer is not None
+        with ExitStack() as stack:
+            opened = {
+                name: stack.enter_context(safe_open(self.output / name, "pt"))
+                for name in unit.shard_names
+            }
+            shard_of = {name: opened[shard.name] for shard in unit.shards for name in shard.offsets}
+            for expert in unit.experts:
+                for projection in PROJECTIONS:
+                    module = module_name(unit.layer, expert, projection)
+                    names = {part: f"{module}.{part}" for part in PARTS}
+                    tensors = {
+                        part: shard_of[name].get_tensor(name) for part, name in names.items()
+                    }
+                    yield QuantizedMatrix(expert, projection, tensors)
+
+
+def use_threads(count: int) -> None:
+    """Rounding to nearest sets torch to one thread, since its workers are threads already."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def _decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers) -> U16:
+    """A matrix of the source as the bits of two-byte floats."""
+    weight: NDArray[np.uint16] = np.empty((matrix.rows, matrix.cols), np.uint16)
+    for first, rows in decoded_rows(reader, matrix, buffers, lambda _: None):
+        weight[first : first + len(rows)] = rows
+    return weight

@@ -1,0 +1,503 @@
+"""GPTQ on the trained tiny models: quality, what is quantized and what is not, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converting import read_shards
+
+from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
+from ktconv.quantize_gpu.calibration import Calibration, load_tokenizer, read_samples
+from ktconv.quantize_gpu.memory import estimate, place
+from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
+from ktconv.quantize_gpu.target import Options
+
+MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+EVALUATED = 10  # windows of 512 tokens from the start of a model's text; calibration has the rest
+
+if find_spec("llmcompressor") is None:  # not imported: ktconv quiets it before
+    pytest.skip("llmcompressor is not installed", allow_module_level=True)
+if not MODELS.is_dir():
+    pytest.skip("the trained models are not here", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch() -> Iterator[Any]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calibration text that evaluation does not see."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    content = (MODELS / "tiny-qwen3moe/eval.txt").read_bytes()
+    path.write_bytes(content[60_000:])
+    return path
+
+
+def request(model: Path, output: Path, text: object, **changes: Any) -> Request:
+    """A short calibration on one thread; `changes` are fields of Request and of Options."""
+    fields = Request.__dataclass_fields__.keys() & changes.keys()
+    of_request = {name: changes.pop(name) for name in fields}
+    settings = Calibration(str(text), samples=changes.pop("samples", 16), max_seq_len=128)
+    options: dict[str, Any] = {"method": "gptq", "calibration": settings, "dampening": 0.1}
+    wanted = {"threads": 1, "self_test": False, "device": "cpu"} | of_request
+    return Request(str(model), output, Options(**(options | changes)), **wanted)
+
+
+def tensors(output: Path) -> dict[str, Any]:
+    return read_shards(sorted(output.glob("*.safetensors")))
+
+
+# ---- the trained models ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tiny-qwen3moe", "tiny-deepseekv3"])
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, text: Path
+) -> tuple[Path, Path]:
+    """(model, its GPTQ W4A16)"""
+    model, output = MODELS / request.param, tmp_path_factory.mktemp("gptq") / "output"
+    quantize(model, output, text)
+    return model, output
+
+
+def quantize(model: Path, output: Path, text: object, **changes: Any) -> Any:
+    return quantize_gpu(request(model, output, text, **changes))
+
+
+def perplexity(torch: Any, directory: Path, windows: list[Any]) -> tuple[float, Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    losses = []
+    with torch.inference_mode():
+        for ids in windows:
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item())
+    return math.exp(sum(losses) / len(losses)), model
+
+
+def test_perplexity_is_not_worse_than_rounded_to_nearest(
+    torch: Any, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Loaded by transformers, which also generates."""
+    from ktconv.model import windows
+
+    model, output = trained
+    quantize_gpu(Request(str(model), tmp_path / "rtn", threads=1, device="cpu"))
+    tokenizer = load_tokenizer(output)
+    texts = windows(tokenizer, (model / "eval.txt").read_text(), 512, EVALUATED)
+    source, _ = perplexity(torch, model, texts)
+    rtn, _ = perplexity(torch, tmp_path / "rtn", texts)
+    gptq, loaded = perplexity(torch, output, texts)
+    assert source * 0.99 < gptq <= rtn < source * 1.05, (source, gptq, rtn)
+    prompt = texts[0][:, :16]
+    written = loaded.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert written.shape == (1, 24)
+
+
+def test_all_experts_are_quantized_and_nothing_else(trained: tuple[Path, Path]) -> None:
+    model, output = trained
+    source, found = tensors(model), tensors(output)
+    experts = {name.removesuffix(".weight") for name in source if ".mlp.experts." in name}
+    assert len(experts) >= 3 * 3 * 16
+    assert {name for name in found if ".mlp.experts." in name} == {
+        f"{module}.{part}" for module in experts for part in PARTS
+    }
+    assert {n: found[n] for n in found if ".mlp.experts." not in n} == {
+        n: source[n] for n in source if ".mlp.experts." not in n
+    }
+
+
+def test_every_expert_is_nearer_to_its_source_than_another(trained: tuple[Path, Path]) -> None:
+    """The manifest's errors: swapped experts or projections would be far off."""
+    _, output = trained
+    manifest = json.loads((output / "ktconv.json").read_text())
+    errors = [
+        about["relative_rms_error"]
+        for unit in manifest["units"].values()
+        for name, about in unit["tensors"].items()
+        if name.endswith("weight_packed")
+    ]
+    assert len(errors) >= 3 * 3 * 16 and min(errors) > 0.05 and max(errors) < 0.25
+
+
+def test_coverage_is_what_the_router_chooses(
+    torch: Any, trained: tuple[Path, Path], text: Path
+) -> None:
+    """Of the first MoE layer, whose router sees the same in the source model. It would not if
+    calibration let every token see the whole text, as llm-compressor by itself does."""
+    from transformers import AutoModelForCausalLM
+
+    from ktconv.model import find_experts
+    from ktconv.quantize_gpu.calibrated import coverage_of
+
+    model, output = trained
+    coverage = coverage_of(output)
+    first = min(coverage)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    chosen: list[Any] = []
+    module = find_experts(loaded)[first].module
+    module.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    samples = read_samples(
+        Calibration(str(text), samples=16, max_seq_len=128), load_tokenizer(model)
+    )
+    with torch.inference_mode():
+        for ids in samples.ids:
+            loaded(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    counted = torch.bincount(torch.cat(chosen).reshape(-1), minlength=16).tolist()
+    assert sum(counted) == 16 * 128 * 4
+    # Experts that run one by one sum up in another order, so a near tie can fall otherwise.
+    assert sum(abs(a - b) for a, b in zip(counted, coverage[first].routed, strict=True)) <= 8
+    assert all(layer.tokens == 16 * 128 and layer.top_k == 4 for layer in coverage.values())
+
+
+KILLED = """
+import os, signal, sys, torch
+torch.set_num_threads(1)
+sys.path[:0] = {paths!r}
+import test_gptq
+from pathlib import Path
+from ktconv.quantize_gpu.run import quantize_gpu, SilentObserver
+
+class Killer(SilentObserver):
+    def unit_finished(self, key):
+        if key == "layer-00001":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+quantize_gpu(test_gptq.request(*map(Path, sys.argv[1:]), samples=4), Killer())
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(text: Path, tmp_path: Path) -> None:
+    model = MODELS / "tiny-qwen3moe"
+    quantize(model, tmp_path / "clean", text, samples=4)
+    tests = Path(__file__).resolve().parent
+    script = KILLED.format(paths=[str(tests), str(tests.parent)])
+    output = tmp_path / "output"
+    words = [sys.executable, "-c", script, str(model), str(output), str(text)]
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    kept = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
+    report = quantize(model, output, text, samples=4)
+    assert report.complete and "layer-00001" in report.kept and "layer-00002" in report.converted
+    after = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
+    assert len(kept) >= 2 and after | kept == after
+    files = sorted(path.name for path in output.iterdir() if path.is_file())
+    assert files == sorted(path.name for path in (tmp_path / "clean").iterdir())
+    for name in files:
+        assert (output / name).read_bytes() == (tmp_path / "clean" / name).read_bytes(), name
+    again = quantize(model, output, text, samples=4)
+    assert again.complete and not again.converted
+
+
+# ---- one layer of a trained model ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer of tiny-qwen3moe as a model."""
+    return cut(tmp_path_factory.mktemp("small") / "model")
+
+
+def cut(directory: Path, fused: bool = False) -> Path:
+    """Writes it; `fused` as transformers holds experts, all of a layer in two tensors."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = MODELS / "tiny-qwen3moe"
+    directory.mkdir()
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config["layer_types"] = ["full_attention"]
+    (directory / "config.json").write_text(json.dumps(config))
+    for path in source.glob("tokenizer*"):
+        shutil.copy(path, directory / path.name)
+    weights = {
+        name: tensor
+        for shard in sorted(source.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+        if ".layers." not in name or ".layers.0." in name
+    }
+    if fused:
+        prefix = "model.layers.0.mlp.experts"
+        taken = {
+            proj: [weights.pop(f"{prefix}.{expert}.{proj}.weight") for expert in range(16)]
+            for proj in PROJECTIONS
+        }
+        both = [torch.cat(pair) for pair in zip(taken["gate_proj"], taken["up_proj"], strict=True)]
+        weights[f"{prefix}.gate_up_proj"] = torch.stack(both)
+        weights[f"{prefix}.down_proj"] = torch.stack(taken["down_proj"])
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def quantized(small: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("one") / "output"
+    quantize(small, output, text, samples=4)
+    return tensors(output)
+
+
+def test_what_is_added_to_the_library_does_not_change_its_result(
+    torch: Any, small: Path, text: Path, quantized: Mapping[str, Any]
+) -> None:
+    """Shared sums, batches and all: llm-compressor's own GPTQ gives the same levels."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from torch.utils.data import DataLoader
+
+    from ktconv.quantize_gpu.calibration_model import linear_experts, load_linear_model
+    from ktconv.quantize_gpu.gptq import QuantizedMatrix, dequantized
+    from ktconv.quantize_gpu.libraries import causal_attention, quiet
+
+    model = load_linear_model(small)
+    weights = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
+    scheme = QuantizationScheme(targets=["re:.*experts.*_proj$"], weights=weights)
+    samples = read_samples(
+        Calibration(str(text), samples=4, max_seq_len=128), load_tokenizer(small)
+    )
+    with quiet(), causal_attention():
+        oneshot(
+            model=model,
+            processor=object(),
+            recipe=GPTQModifier(config_groups={"g": scheme}, dampening_frac=0.1),
+            dataset=DataLoader(
+                [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids], batch_size=None
+            ),
+            pipeline="sequential",
+        )
+    same = total = 0
+    for expert, projection, linear in linear_experts(model)[0].linears():
+        prefix = f"model.layers.0.mlp.experts.{expert}.{projection}_proj"
+        packed = QuantizedMatrix(
+            expert,
+            projection,
+            {part: as_tensor(torch, quantized[f"{prefix}.{part}"]) for part in PARTS},
+        )
+        ours = dequantized(packed.tensors, weights)
+        same += int((ours == linear.weight).sum())
+        total += ours.numel()
+    # One matrix at a time is factorized in another order than sixteen at once.
+    assert same > 0.99 * total, same / total
+
+
+def as_tensor(torch: Any, raw: Any) -> Any:
+    dtype = {"I32": torch.int32, "BF16": torch.bfloat16, "I64": torch.int64}[raw.dtype]
+    return torch.frombuffer(bytearray(raw.data), dtype=dtype).reshape(raw.shape)
+
+
+def test_fused_experts_come_out_quantized_and_the_same(
+    text: Path, tmp_path: Path, quantized: Mapping[str, Any]
+) -> None:
+    model = cut(tmp_path / "fused", fused=True)
+    quantize(model, tmp_path / "output", text, samples=4)
+    assert tensors(tmp_path / "output") == quantized
+
+
+def test_weights_on_disk_give_the_same(
+    small: Path, text: Path, tmp_path: Path, quantized: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from ktconv.quantize_gpu import calibrated
+    from ktconv.quantize_gpu.memory import Placement
+
+    place_all = calibrated.place
+    monkeypatch.setattr(
+        calibrated, "place", lambda *args: Placement(place_all(*args).need, 4_000_000, 1)
+    )
+    loaded: list[int] = []
+    scratch = tmp_path / "output/.ktconv/offload"
+    from ktconv.quantize_gpu import calibration_model
+
+    taken_apart = calibration_model._take_experts_apart
+    monkeypatch.setattr(
+        calibration_model,
+        "_take_experts_apart",
+        lambda model: (loaded.append(len(list(scratch.iterdir()))), taken_apart(model)),
+    )
+    quantize(small, tmp_path / "output", text, samples=4)
+    assert loaded and loaded[0] > 0
+    assert tensors(tmp_path / "output") == quantized
+
+
+def test_only_chosen_experts_are_quantized(small: Path, text: Path, tmp_path: Path) -> None:
+    chosen = tmp_path / "hot.json"
+    chosen.write_text(json.dumps({"schema": 1, "experts": {"0": [2, 7, 11]}}))
+    quantize(small, tmp_path / "output", text, samples=4, experts=chosen)
+    found = {name.split(".")[5] for name in tensors(tmp_path / "output") if ".experts." in name}
+    assert found == {"2", "7", "11"}
+
+
+def test_eight_bits_with_a_scale_per_row(small: Path, text: Path, tmp_path: Path) -> None:
+    quantize(small, tmp_path / "output", text, samples=4, scheme="W8A16", group_size=-1)
+    found = tensors(tmp_path / "output")
+    assert found["model.layers.0.mlp.experts.3.up_proj.weight_packed"].shape == (256, 64)
+    assert found["model.layers.0.mlp.experts.3.up_proj.weight_scale"].shape == (256, 1)
+
+
+def test_the_self_test_runs_before_the_first_layer(
+    small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    quantized: Mapping[str, Any],
+) -> None:  # fmt: skip
+    from ktconv.quantize_gpu import selftest
+    from ktconv.quantize_gpu.calibrated import Gptq
+
+    asked = request(small, tmp_path / "output", text, samples=4, self_test=True)
+    with monkeypatch.context() as changed:
+        changed.setattr(selftest, "TOLERANCE", 0.0)
+        with pytest.raises(VerificationError, match=r"self-test failed.*layer 0"):
+            quantize_gpu(asked)
+    assert not (tmp_path / "output").exists()
+    run = Gptq(prepare(asked), Silent())
+    run.run()
+    assert run.tested is not None and 0 < run.tested.gptq_error < run.tested.rtn_error < 0.2
+    assert tensors(tmp_path / "output") == quantized
+    assert not (tmp_path / "output/.ktconv").exists()
+
+
+class Silent:
+    """Adds up what it is told."""
+
+    def __init__(self) -> None:
+        self.done, self.keys = 0, set[str]()
+
+    def begin(self, keys: list[str]) -> None:
+        self.keys |= set(keys)
+
+    def advanced(self, source_bytes: int) -> None:
+        self.done += source_bytes
+
+    def unit_started(self, key: str) -> None:
+        pass
+
+    def unit_finished(self, key: str) -> None:
+        pass
+
+
+def test_progress_adds_up(small: Path, text: Path, tmp_path: Path) -> None:
+    observer = Silent()
+    asked = request(small, tmp_path / "output", text, samples=4)
+    report = quantize_gpu(asked, observer)
+    assert observer.keys == set(report.converted)
+    assert observer.done == report.source_bytes
+
+
+# ---- bad input -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dampening": None}, "--dampening"),
+        ({"dampening": 0.0}, "--dampening"),
+        ({"calibration": None}, "needs --dataset"),
+        ({"layers": [0]}, "--layers cannot be given"),
+        ({"scheme": "W3A16"}, "--scheme W3A16"),
+        ({"group_size": 96}, "--group-size 96"),
+        ({"calibration": Calibration("nosuch.txt")}, "does not exist"),
+        ({"calibration": Calibration("x.txt", samples=0)}, "--samples 0"),
+    ],
+)
+def test_impossible_options(
+    small: Path, text: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare(request(small, tmp_path / "output", text, **changes))
+    assert not (tmp_path / "output").exists()
+
+
+def fails(model: Path, output: Path, text: object, **changes: Any) -> KtconvError:
+    """The error of a run that leaves nothing behind."""
+    with pytest.raises(KtconvError) as raised:
+        quantize(model, output, text, **changes)
+    assert not output.exists()
+    assert raised.value.hint and "\n" not in str(raised.value)
+    return raised.value
+
+
+def test_a_dataset_without_text(small: Path, tmp_path: Path) -> None:
+    dataset = tmp_path / "empty.jsonl"
+    dataset.write_text('{"text": ""}\n')
+    assert "holds no text" in str(fails(small, tmp_path / "output", dataset))
+
+
+def test_messages_without_a_chat_template(small: Path, tmp_path: Path) -> None:
+    dataset = tmp_path / "talks.jsonl"
+    dataset.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    assert "no chat template" in str(fails(small, tmp_path / "output", dataset))
+
+
+def test_a_model_without_tokenizer(small: Path, text: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "holds no tokenizer" in str(fails(model, tmp_path / "output", text))
+
+
+def test_a_model_with_a_missing_tensor(small: Path, text: Path, tmp_path: Path) -> None:
+    """transformers would make it up."""
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(small, model)
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.self_attn.k_proj.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    error = fails(model, tmp_path / "output", text, self_test=True)
+    assert isinstance(error, CheckpointError) and "self_attn.k_proj.weight" in str(error)
+
+
+def test_too_little_memory_is_told_before_loading(
+    small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktconv import machine
+
+    monkeypatch.setattr(machine, "available_memory", lambda: 1_000_000_000)
+    error = fails(small, tmp_path / "output", text)
+    assert isinstance(error, ResourceError) and "1.0 GB may be used" in str(error)
+
+
+def test_where_weights_are_placed() -> None:
+    """By the numbers: memory, GPU and disk each refuse, and in between weights lie on disk."""
+    from ktconv.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(MODELS / "tiny-deepseekv3")
+    chosen = {layer.index: range(16) for layer in checkpoint.layers}
+    need = estimate(checkpoint, chosen, samples=512, max_seq_len=2048)
+    assert need.layer == 16 * 3 * 256 * 256 * 2
+    assert need.weights > 3 * need.layer
+    assert need.sums == 4 * (256**2 + 16 * 256**2)
+    assert need.states == 2 * 512 * 2048 * 256 * 2
+    everything, least = need.cpu(gpu=False), need.cpu_beside_weights(gpu=False)
+    huge = 1 << 50
+    assert place(need, everything, None, None, None, 0).cpu_weights is None
+    with pytest.raises(ResourceError, match="calibration needs"):
+        place(need, everything - 1, None, None, None, huge)
+    offloaded = place(need, huge, least, None, None, huge)
+    assert offloaded.cpu_weights == need.layer
+    assert offloaded.disk == need.weights - need.layer
+    with pytest.raises(ResourceError, match="calibration needs"):
+        place(need, huge, least - 1, None, None, huge)
+    with pytest.raises(ResourceError, match="must lie on disk"):
+        place(need, huge, least, None, None, offloaded.disk - 1)
+    assert place(need, need.cpu(gpu=True), None, need.gpu, None, 0).cpu_weights is None
+    with pytest.raises(ResourceError, match="on the GPU"):
+        place(need, huge, None, huge, need.gpu - 1, huge)
