@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,18 @@ def test_impossible_options(
     with pytest.raises(UsageError, match=message):
         prepare(request(small, tmp_path / "output", text, **changes))
     assert not (tmp_path / "output").exists()
+
+
+def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: Path) -> None:
+    from ktconv.quantize_gpu.calibrated import check
+
+    asked = request(small, tmp_path / "output", text)
+    plan = prepare(asked).plan
+    layer = plan.layers[0].layer
+    assert layer is not None
+    unit = replace(plan.layers[0], layer=replace(layer, encoding="fp8-block"))
+    with pytest.raises(CheckpointError, match="layer 0 are FP8"):
+        check(asked, replace(plan, layers=[unit]))
 
 
 def fails(model: Path, output: Path, text: object, **changes: Any) -> KtconvError:

@@ -63,9 +63,21 @@ def check(request: Request, plan: Plan[Options]) -> Need:
             "leave it out; a run that is interrupted goes on where it was",
         )
     check_settings(options.calibration)
+    _check_encodings(plan)
     chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}  # type: ignore[union-attr]
     used = options.calibration
     return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
+
+
+def _check_encodings(plan: Plan[Options]) -> None:
+    """The whole model is loaded by transformers, which computes with FP8 weights only on GPUs."""
+    for unit in plan.layers:
+        if unit.layer is not None and unit.layer.encoding == "fp8-block":
+            raise CheckpointError(
+                f"the experts of layer {unit.layer.index} are FP8, and --method gptq needs a model "
+                "that is not quantized",
+                "--method rtn reads FP8; or take the bf16 version of this model",
+            )
 
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
@@ -101,13 +113,14 @@ class _Progress:
 class Gptq(Rtn):
     """One calibrated run. Layers that transformers does not build go the way of `Rtn`."""
 
+    _placement: Placement
+
     def __init__(self, outlook: Outlook[Options], observer: Observer) -> None:
         super().__init__(outlook, observer)
         assert isinstance(self.request, Request)
         assert self.plan.options.calibration is not None
         self.settings = self.plan.options.calibration
         self.device = device_of(self.request.device)
-        self.placement = self._place(self.request)
         tokenizer = load_tokenizer(self.plan.checkpoint.path)
         self.samples: Samples = read_samples(self.settings, tokenizer)
         self.tested: SelfTest | None = None
@@ -119,8 +132,10 @@ class Gptq(Rtn):
         }
         self._progress = _Progress(observer, self._calibrated)
 
-    def _place(self, request: Request) -> Placement:
-        free_gpu = None
+    def _place(self) -> Placement:
+        """Where the weights will lie; ResourceError, before anything is loaded, if nowhere."""
+        request, free_gpu = self.request, None
+        assert isinstance(request, Request)
         if self.device != "cpu":
             import torch
 
@@ -145,6 +160,8 @@ class Gptq(Rtn):
 
     def convert(self, pending: Sequence[Unit]) -> None:
         mine = [unit for unit in pending if _is_calibrated(unit)]
+        if mine:
+            self._placement = self._place()
         if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
             self._rehearse(mine[0])
         if others := [unit for unit in pending if unit not in mine]:
@@ -159,6 +176,8 @@ class Gptq(Rtn):
 
         assert unit.layer is not None and isinstance(self.request, Request)
         if self.request.self_test:
+            self.observer.unit_started("self-test")
+            use_threads(self.outlook.threads)
             self.tested = self_test(
                 self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
                 self._weights(), self._dampening(), self._scratch("self-test"), self.device,
@@ -174,8 +193,9 @@ class Gptq(Rtn):
 
         checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
         use_threads(self.outlook.threads)
+        self.observer.unit_started("loading")
         try:
-            cpu_weights = self.placement.cpu_weights
+            cpu_weights = self._placement.cpu_weights
             model = load_linear_model(
                 checkpoint.path, model_dtype(checkpoint), cpu_weights, offload
             )

@@ -48,17 +48,10 @@ class LinearExperts:
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype to load a checkpoint in: that of its experts' scales in the output.
 
-    CheckpointError where experts have to be decoded, or do not agree.
+    CheckpointError where experts do not agree.
     """
-    dtypes = set()
-    for layer in checkpoint.layers:
-        if layer.encoding == "fp8-block":
-            raise CheckpointError(
-                f"the experts of layer {layer.index} are FP8, and --method gptq needs a model that "
-                "is not quantized",
-                "--method rtn reads FP8; or take the bf16 version of this model",
-            )
-        dtypes |= {matrix.tensor.dtype for matrix in layer.experts[0].values()}
+    layers = checkpoint.layers
+    dtypes = {matrix.tensor.dtype for layer in layers for matrix in layer.experts[0].values()}
     if "F16" in dtypes and len(dtypes) > 1:
         raise CheckpointError("experts of different dtypes cannot be calibrated together")
     return torch.float16 if dtypes == {"F16"} else torch.bfloat16
