@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from breaking import write_model
 from converting import convert
 
+from ktconv import verify
 from ktconv.errors import CheckpointError
 from ktconv.merge import Request, merge
 
@@ -64,6 +66,45 @@ def test_a_gap_that_the_config_explains(foreign: Made, tmp_path: Path) -> None:
     shutil.rmtree(root / "_layer_1")
     (root / "config.json").write_text('{"moe_layers": [0, 2]}')
     assert merge(Request(root, tmp_path / "out")).complete
+
+
+@pytest.mark.parametrize(
+    ("lost", "changes", "phrase"),
+    [
+        ("_layer_2", {"first_k_dense_replace": 0}, r"lacks layer\(s\) 2 of the config\.json"),
+        ("_layer_*/_numa_1", {}, "has an intermediate size of .* but config.json says"),
+        ("nothing", {"hidden_size": 512}, "has a hidden size of .* but config.json says"),
+        ("nothing", {"num_experts": 99}, "has a number of experts of .* num_experts 99"),
+    ],
+)
+def test_a_config_beside_the_folders_tells(
+    lost: str, changes: dict[str, int], phrase: str, foreign: Made, model: Path
+) -> None:
+    root = foreign("int4", 2)
+    config = json.loads((model / "config.json").read_text()) | changes
+    (root / "config.json").write_text(json.dumps(config))
+    for path in root.glob(lost):
+        shutil.rmtree(path)
+    refused(root, phrase)
+
+
+def test_denormal_scale(foreign: Made) -> None:
+    """No rule makes one: the kernels take it for zero."""
+    root = foreign("int4", 1)
+    path = one(root, "_layer_0/_numa_0/*_gate_0_*scale*")
+    data = bytearray(path.read_bytes())
+    data[:4] = b"\x01\x00\x00\x00"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="denormal"):
+        merge(Request(root, root.parent / "never"))
+
+
+def test_merged_without_config(foreign: Made, model: Path, tmp_path: Path) -> None:
+    """Nothing had one: that is no failure of the merge."""
+    merge(Request(foreign("int4", 1), tmp_path / "out"))
+    result = verify.verify(verify.Request(tmp_path / "out", str(model), "weights"))
+    assert result.passed, result.failures
+    assert any("has no config.json" in note for note in result.facts["notes"])
 
 
 def test_expert_missing(foreign: Made) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
+from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS
@@ -165,11 +166,29 @@ def check_alone(tree: Tree) -> None:
                 f"{_words(_dimensions(layer))}",
                 "convert again; if the model is like that, give --source MODEL",
             )
+    _check_config(tree)
     between = set(range(layers[0].index, layers[-1].index)) - tree.layers.keys()
     if gaps := sorted(between - _dense_layers(tree.root, between)):
         raise CheckpointError(
             f"{tree.root} lacks layer(s) {format_ranges(gaps)} between {layers[0].index} and "
             f"{layers[-1].index}",
+            "convert the missing layers; if the model has no experts there, give --source MODEL",
+        )
+
+
+def _check_config(tree: Tree) -> None:
+    """A config.json beside the folders tells sizes, and layers before and after them."""
+    if not (tree.root / CONFIG_NAME).exists():
+        return
+    config = interpret_config(read_config(tree.root).content)
+    found = {n: (one.experts, one.hidden, one.intermediate) for n, one in tree.layers.items()}
+    for message, _ in contradictions(config, found):
+        raise CheckpointError(
+            f"{tree.root}: {message}", "convert again, or copy the config.json of this model there"
+        )
+    if absent := absent_layers(config, tree.layers):
+        raise CheckpointError(
+            f"{tree.root} lacks layer(s) {format_ranges(absent)} of the {CONFIG_NAME} there",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
 

@@ -114,11 +114,12 @@ def _refuse_changed(fd: int, entry: KtEntry, path: Path) -> None:
 
 
 def refuse_odd_scales(data: U8, where: str) -> None:
-    """A scale that is negative or not finite is none."""
+    """A scale that is negative, denormal or not finite is none."""
     scale = data.view("<f4")
-    if not (np.isfinite(scale) & (scale >= 0)).all():
+    sound = np.isfinite(scale) & ((scale == 0) | (scale >= np.finfo(np.float32).tiny))
+    if not sound.all():
         raise CheckpointError(
-            f"{where} holds a scale that is negative, infinite or NaN",
+            f"{where} holds a scale that is negative, denormal, infinite or NaN",
             "the file is damaged, or the model had such weights: convert it again",
         )
 

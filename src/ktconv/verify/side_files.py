@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from ktconv.checkpoint import read_header
-from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
+from ktconv.checkpoint.agreement import absent_layers, contradictions
+from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats import FORMATS, parse_kt_path, parse_tensor_name
 from ktconv.plan import find_sidecars
@@ -27,12 +27,15 @@ def check_side_files(subject: Subject, findings: Findings) -> None:
     _names_of_files(subject, findings)
 
 
-def absent(subject: Subject, findings: Findings, name: str, what: str) -> None:
-    """A failure for our own outputs; other tools leave some files out."""
-    if subject.ours:
+def _absent(subject: Subject, findings: Findings, name: str) -> None:
+    """A failure for our own outputs; other tools leave files out, and folders that were merged
+    without a source may have had none."""
+    manifest = subject.manifest or {}
+    alone = "merged_from" in manifest and not manifest.get("source", {}).get("files")
+    if subject.ours and not alone:
         findings.fail(LEVEL, "missing file", f"{subject.directory} has no {name}.", file=name)
     else:
-        findings.note(f"{subject.directory} has no {what}")
+        findings.note(f"{subject.directory} has no {name}, which models need")
 
 
 def _sidecars(subject: Subject, findings: Findings) -> None:
@@ -40,7 +43,7 @@ def _sidecars(subject: Subject, findings: Findings) -> None:
     planned = subject.plan.sidecars if subject.plan else [Path(CONFIG_NAME)]
     for name in planned:
         if not (subject.directory / name).is_file():
-            absent(subject, findings, str(name), f"{name}, which models need")
+            _absent(subject, findings, str(name))
         elif source is not None and not _same(subject.directory / name, source / name):
             message = f"{name} is not the source's"
             if subject.ours:
@@ -81,36 +84,18 @@ def _config(subject: Subject, findings: Findings) -> None:
     except KtconvError as error:
         findings.fail(LEVEL, "damaged file", f"{str(error).rstrip('.')}.", file=CONFIG_NAME)
         return
-    for message, layer in _unlike(subject, config):
+    layers = {
+        index: (here.experts, here.hidden, here.intermediate)
+        for index, here in subject.packed.layers.items()
+        if here.format is not None
+    }
+    for message, layer in contradictions(config, layers):
+        findings.fail(LEVEL, "dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
+    if subject.plan or subject.manifest:  # which tell what is absent
+        return
+    for layer in absent_layers(config, subject.packed.layers):
+        message = f"layer {layer} is one of experts by {CONFIG_NAME}, but none are there."
         findings.fail(LEVEL, "dimensions", message, file=CONFIG_NAME, layer=layer)
-
-
-def _unlike(subject: Subject, config: ModelConfig) -> Iterator[tuple[str, int]]:
-    told = (config.num_experts, config.hidden_size, config.intermediate_size)
-    for index, here in subject.packed.layers.items():
-        sizes = (here.experts, here.hidden, here.intermediate)
-        for words, size, setting in zip(_SIZES, sizes, told, strict=True):
-            if here.format is not None and setting is not None and setting.value != size:
-                yield (
-                    f"layer {index} has {words} {size}, but {CONFIG_NAME} says "
-                    f"{setting.key} {setting.value}.",
-                    index,
-                )
-    for index in _absent_layers(subject, config):
-        yield f"layer {index} is one of experts by {CONFIG_NAME}, but none are there.", index
-
-
-_SIZES = ("a number of experts of", "a hidden size of", "an intermediate size of")
-
-
-def _absent_layers(subject: Subject, config: ModelConfig) -> list[int]:
-    """Where neither source nor manifest tell: MoE layers by config.json without any tensor."""
-    if subject.plan or subject.manifest or not config.num_layers or not config.dense_layers:
-        return []
-    every = range(config.num_layers.value)
-    return [
-        n for n in every if n not in subject.packed.layers and not config.dense_layers.key_of(n)
-    ]
 
 
 # ---- other files ----

@@ -10,7 +10,7 @@ from ktconv.formats import FORMATS, TensorId, is_backward, parse_tensor_name
 from ktconv.packed import Place, name_of
 from ktconv.plan import Plan
 from ktconv.verify.findings import Findings
-from ktconv.verify.side_files import absent, check_side_files
+from ktconv.verify.side_files import check_side_files
 from ktconv.verify.subject import Subject
 from ktconv.writer.finish import INDEX, MANIFEST
 from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact, parse_record
@@ -274,7 +274,10 @@ class _Structure:
         try:
             content = parse_record(path.read_bytes())
         except OSError:
-            absent(self._subject, self._findings, INDEX, "an index")
+            if self._subject.ours:
+                self._fail("missing file", f"{self._directory} has no {INDEX}.", file=INDEX)
+            else:
+                self._findings.note(f"{self._directory} has no index")
             return
         weight_map = content.get("weight_map") if content else None
         if content is None or not isinstance(weight_map, dict):
