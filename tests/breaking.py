@@ -100,7 +100,8 @@ def check_refusal(got: int, stdout: str, stderr: str, code: int, *phrases: str) 
 
 
 def _is_progress(line: str) -> bool:
-    return " done, " in line or line.startswith(("note: ", "skipped: "))
+    told = " done, ", " modules "  # units, and the classes that quantize-gpu counts
+    return any(word in line for word in told) or line.startswith(("note: ", "skipped: "))
 
 
 def start(model: object, output: object, *more: object) -> subprocess.Popen[str]:

@@ -38,6 +38,7 @@ from ktconv.quantize_gpu import config
 from ktconv.quantize_gpu.classes import ClassCount, count_classes
 from ktconv.quantize_gpu.decode import source_buffer
 from ktconv.quantize_gpu.decoded_copy import DecodedCopy
+from ktconv.quantize_gpu.loading import loading_notes
 from ktconv.quantize_gpu.names import target_pattern
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rounder, RtnTask
 from ktconv.quantize_gpu.target import CONFIG, GpuTarget, Options
@@ -87,6 +88,7 @@ def prepare(request: Request) -> Outlook:
     refuse_nested(checkpoint.path, request.output)
     options, selection = _choose_experts(request, checkpoint)
     plan = plan_checkpoint(checkpoint, GpuTarget(options, checkpoint), selection)
+    plan = replace(plan, notes=[*plan.notes, *loading_notes(checkpoint)])
     classes = count_classes(plan.layers, [tensor for u in plan.others for tensor, _ in u.copies])
     OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)
@@ -202,6 +204,13 @@ class Rtn(GpuConversion):
         assert isinstance(request, Request)
         device = device_of(request.device)
         self._rounder = Rounder(self.target.scheme, target_pattern(layers), device)
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        from transformers.initialization import no_init_weights
+
+        # llm-compressor makes a linear layer for every matrix, to fill it at once.
+        with no_init_weights():
+            super().convert(pending)
 
     def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
         assert unit.layer is not None

@@ -1,0 +1,261 @@
+"""quantize-gpu as a command: plan, resume, refusals, what is printed where."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from breaking import STATE, contents, layer_tensors, refused, write_model
+from click.testing import Result
+from families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
+from typer.testing import CliRunner
+
+from ktconv.cli import GpuMethod, Scheme, app
+
+SOURCE = "model.layers.0.mlp.experts"
+LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, torch: Any) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model", layers=LAYERS)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["quantize-gpu", *map(str, words)])
+
+
+def done(*words: object) -> Result:
+    result = run(*words, "--threads=1")
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+# ---- what is told ----------------------------------------------------------------------
+
+
+def test_dry_run_counts_classes_and_writes_nothing(model: Path, tmp_path: Path) -> None:
+    result = done(model, tmp_path / "out", "--dry-run", "--json")
+    facts = json.loads(result.stdout)
+    assert not (tmp_path / "out").exists()
+    assert facts["scheme"] == "W4A16" and facts["group_size"] == 128 and facts["method"] == "rtn"
+    counts = {item["name"]: (item["modules"], item["quantized"]) for item in facts["classes"]}
+    assert counts == {
+        "routed experts": (LAYERS * 4 * 3, True),
+        "router gates": (LAYERS, False),
+        "embeddings": (1, False),
+    }
+    text = done(model, tmp_path / "out", "--dry-run").stdout
+    assert re.search(rf"routed experts +{LAYERS * 4 * 3} modules .*quantized", text)
+
+
+def test_plan_knows_every_byte(model: Path, tmp_path: Path) -> None:
+    planned = json.loads(done(model, tmp_path / "out", "--dry-run", "--json").stdout)
+    result = done(model, tmp_path / "out", "--json", "--max-shard-size=60kB")
+    facts = json.loads(result.stdout)
+    shards = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == facts["files"] > planned["files"]
+    assert all(shard.stat().st_size <= 60_000 for shard in shards)
+    assert sum(shard.stat().st_size for shard in shards) == facts["output_bytes"]
+    assert facts["complete"] and facts["peak_rss_bytes"] > 0
+
+
+def test_stdout_is_one_document_and_stderr_ours(model: Path, tmp_path: Path) -> None:
+    """In a process of its own: llm-compressor writes logs while it is imported."""
+    from converting import ktconv
+
+    result = ktconv("quantize-gpu", model, tmp_path / "out", "--json", "--threads=1")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["complete"]
+    known = re.compile(r"(layer|other)-\d+ done|.* modules  ")
+    assert [line for line in result.stderr.splitlines() if not known.match(line)] == []
+
+
+def test_manifest_card_and_recipe(model: Path, tmp_path: Path) -> None:
+    done(model, tmp_path / "out", "--group-size=32")
+    manifest = json.loads((tmp_path / "out/ktconv.json").read_text())
+    assert manifest["options"] == {
+        "format": "pack-quantized",
+        "method": "rtn",
+        "scheme": "W4A16",
+        "group_size": 32,
+        "mtp": True,
+        "max_shard_size": 5_000_000_000,
+    }
+    assert manifest["geometry"]["layers"]["3"]["experts"] == 4
+    card = (tmp_path / "out/README.md").read_text()
+    command = re.search(r"^    ktconv quantize-gpu (.*)$", card, re.M)
+    assert command is not None
+    words = [word for word in command[1].split() if word not in ("model", "OUTPUT")]
+    done(model, tmp_path / "again", *words)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    assert "QuantizationModifier" in (tmp_path / "out/recipe.yaml").read_text()
+
+
+def test_names_are_those_of_the_library() -> None:
+    from ktconv.quantize_gpu.run import METHODS
+    from ktconv.quantize_gpu.scheme import BITS
+
+    assert [method.value for method in GpuMethod] == list(METHODS)
+    assert [scheme.value for scheme in Scheme] == list(BITS)
+
+
+# ---- resume ----------------------------------------------------------------------------
+
+
+def test_kill_9_loses_nothing_that_was_finished(model: Path, tmp_path: Path) -> None:
+    done(model, tmp_path / "clean")
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "ktconv", "quantize-gpu", str(model), str(output)]
+    process = subprocess.Popen(
+        [*command, "--threads=1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    state, deadline = output / STATE, time.monotonic() + 60
+    while len(list(state.glob("layer-*.json"))) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
+    assert 2 <= len(finished) < LAYERS + 1
+    result = done(model, output)
+    assert contents(output) == contents(tmp_path / "clean")
+    kept = {name: (output / name).stat().st_mtime_ns for name in finished}
+    assert kept == finished
+    assert "nothing to do" in done(model, output).stdout
+    assert "Converted" in result.stdout
+
+
+def test_layers_in_several_runs(model: Path, tmp_path: Path) -> None:
+    done(model, tmp_path / "clean")
+    assert "still lacks" in done(model, tmp_path / "out", "--layers=5-7").stdout
+    assert not (tmp_path / "out/config.json").exists()
+    done(model, tmp_path / "out", "--layers=0-4")
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_other_settings_are_refused(model: Path, tmp_path: Path) -> None:
+    done(model, tmp_path / "out", "--layers=1")
+    refused(run(model, tmp_path / "out", "--scheme=W8A16"), 2, "options.scheme: W4A16 there")
+    done(model, tmp_path / "out", "--scheme=W8A16", "--overwrite")
+    assert (tmp_path / "out/recipe.yaml").exists()
+
+
+def test_an_output_of_quantize_cpu_is_refused(model: Path, tmp_path: Path) -> None:
+    CliRunner().invoke(app, ["quantize-cpu", str(model), str(tmp_path / "out"), "--layers=0"])
+    refused(run(model, tmp_path / "out"), 2, "was begun with other settings")
+
+
+# ---- refusals --------------------------------------------------------------------------
+
+
+def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any) -> Path:
+    tensors = {**numbered(SOURCE, random_weights()), **(extra or {})}
+    return write_checkpoint(directory, tensors, simple_config(**config))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--group-size=100",), "--group-size 100 is none that engines can compute"),
+        (("--max-memory=200MB",), "is too small"),
+        (("--layers=99",), f"the last MoE layer is {LAYERS - 1}"),
+        (("--max-shard-size=1kB",), "too small for tensor"),
+        (("--device=nothing",), "--device nothing cannot be used"),
+        (("--experts=nowhere.json",), "there is no file nowhere.json"),
+    ],
+)
+def test_options_that_cannot_be(
+    words: tuple[str, ...], told: str, model: Path, tmp_path: Path
+) -> None:
+    result = run(model, tmp_path / "out", *words)
+    assert result.exit_code in (2, 3)
+    assert told in " ".join(result.stderr.split()), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_scheme_and_method(model: Path, tmp_path: Path) -> None:
+    for words in (("--scheme=W3A16",), ("--method=awq",)):
+        assert run(model, tmp_path / "out", *words).exit_code == 2
+
+
+def test_group_size_that_does_not_divide(tmp_path: Path, torch: Any) -> None:
+    weights = random_weights(128, 96, 2)
+    config = simple_config(moe_intermediate_size=96, num_experts=2)
+    model = write_checkpoint(tmp_path / "model", numbered(SOURCE, weights), config)
+    result = run(model, tmp_path / "out")
+    refused(result, 2, "--group-size 128 does not divide the 96 columns of down in layer 0")
+    assert "--group-size can be 32, -1" in result.stderr
+
+
+def test_without_llm_compressor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktconv.quantize_gpu import run as module
+
+    find = module.find_spec
+    monkeypatch.setattr(
+        module, "find_spec", lambda name: None if name == "llmcompressor" else find(name)
+    )
+    result = run(model, tmp_path / "out")
+    refused(result, 2, "quantize-gpu needs llmcompressor, which is not installed")
+    assert "pip install 'ktconv[gpu]'" in result.stderr
+
+
+def test_quantized_in_a_way_that_cannot_be_used(tmp_path: Path, torch: Any) -> None:
+    awq = written(tmp_path / "awq", quantization_config={"quant_method": "awq"})
+    refused(run(awq, tmp_path / "out"), 2, "the model is quantized by awq already")
+    codes = np.zeros((128, 128), np.uint8)
+    odd = written(tmp_path / "odd", {"model.layers.0.self_attn.q_proj.weight": fp8(codes)})
+    refused(run(odd, tmp_path / "out"), 2, "q_proj.weight is F8_E4M3 without scales")
+
+
+def test_an_expert_that_would_stay_unquantized(tmp_path: Path, torch: Any) -> None:
+    """A place for experts that the reader takes for something else."""
+    stray = {"encoder.moe.experts.0.gate_proj.weight": bf16(np.ones((128, 128), np.float32))}
+    model = written(tmp_path / "model", stray)
+    refused(run(model, tmp_path / "out"), 2, "belongs to an expert that would stay unquantized")
+
+
+def test_nan_is_named(tmp_path: Path, torch: Any) -> None:
+    weights = random_weights(128, 128, 2)
+    weights.up[1, 5, 7] = np.nan
+    config = simple_config(num_experts=2)
+    model = write_checkpoint(tmp_path / "model", numbered(SOURCE, weights), config)
+    refused(run(model, tmp_path / "out"), 2, "1.up_proj.weight", "a NaN or an infinity at [5, 7]")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_llm_compressor_that_packs_otherwise_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: Any
+) -> None:
+    from ktconv.quantize_gpu.rtn import Rounder
+
+    right = Rounder.round
+
+    def change(part: str, changed: Any) -> Any:
+        def wrong(self: Rounder, *words: Any) -> Any:
+            found = right(self, *words)
+            return {**found, part: changed(found[part])}
+
+        return wrong
+
+    model = write_checkpoint(tmp_path / "model", {**layer_tensors(0)}, simple_config(num_experts=4))
+    cases = {
+        "should have shape [128, 16], but has shape [16, 128]": ("weight_packed", np.transpose),
+        "steps off its source": ("weight_packed", lambda array: array[::-1].copy()),
+        "weight_scale": ("weight_scale", lambda array: array[:, :0]),
+    }
+    for told, (part, changed) in cases.items():
+        monkeypatch.setattr(Rounder, "round", change(part, changed))
+        refused(run(model, tmp_path / "out"), 1, told)
