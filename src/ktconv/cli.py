@@ -509,12 +509,6 @@ def stats(
             help="Keep no more of the weights in memory, the rest in TMPDIR.", metavar="SIZE"
         ),
     ] = "",
-    max_memory: Annotated[
-        str,
-        typer.Option(
-            help="Keep no more of the weights in memory, the rest in TMPDIR.", metavar="SIZE"
-        ),
-    ] = "",
     layers: Annotated[
         str, typer.Option(help="Only these layers, e.g. 0-3,7.", metavar="LIST")
     ] = "",
@@ -552,7 +546,6 @@ def stats(
             model=model,
             text=text,
             max_tokens=max_tokens,
-            max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,
             max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,
             layers=parse_ranges(layers, "--layers") if layers else None,
             hot=hot,
