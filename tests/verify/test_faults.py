@@ -16,11 +16,12 @@ from converting import convert, read_header, read_json
 from damage import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from families import bf16, fused, numbered, random_weights, simple_config, write_checkpoint
 
+from ktconv import native
 from ktconv.formats import FORMATS, reference
 from ktconv.packed import Place, open_packed
 from ktconv.reshard import Request as ReshardRequest
 from ktconv.reshard import reshard
-from ktconv.verify import Request, verify
+from ktconv.verify import Request, copies, verify
 from ktconv.verify.command import in_json
 
 Convert = Callable[..., Path]
@@ -96,6 +97,23 @@ def test_one_bit_of_a_copied_tensor(model: Path, damaged: Convert) -> None:
     assert found(result, "structure", "checksum")
 
 
+def test_one_byte_of_any_piece_of_a_copied_tensor(
+    model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large tensors are read piece by piece; without checksums only the source tells."""
+    monkeypatch.setattr(copies, "COPY_BYTES", 128)
+    output = forget_manifest(damaged())
+    ref = open_packed(output).others["blk.1.input_layernorm.weight"]
+    place = Place(ref.file, ref.offset, ref.nbytes)
+    right = bytes_of(place)
+    for at in (0, 300, ref.nbytes - 1):
+        overwrite(place, bytes([right[at] ^ 4]), at)
+        result = check(output, model, "structure")
+        assert found(result, "structure", "copied tensor")[0]["tensor"] == ref.name
+        overwrite(place, right)
+    assert check(output, model, "structure").passed
+
+
 def test_one_bit_of_a_header(damaged: Convert) -> None:
     output = damaged()
     shard = min(output.glob("*.safetensors"))
@@ -162,13 +180,15 @@ def test_index_that_names_a_wrong_shard(damaged: Convert) -> None:
     assert found(check(output), "structure", "index")[0]["tensor"] == name
 
 
-@pytest.mark.parametrize("change", ["total_size", "extra", "lost", "garbage"])
+@pytest.mark.parametrize("change", ["total_size", "no total_size", "extra", "lost", "garbage"])
 def test_damaged_index(change: str, damaged: Convert) -> None:
     output = damaged()
     path = output / "model.safetensors.index.json"
     index = read_json(path)
     if change == "total_size":
         index["metadata"]["total_size"] += 1
+    elif change == "no total_size":
+        del index["metadata"]
     elif change == "extra":
         index["weight_map"]["blk.9.ffn_up_exps.0.numa.0.weight"] = "model-00009.safetensors"
     elif change == "lost":
@@ -238,6 +258,23 @@ def test_one_bit_of_a_weight(method: str, model: Path, damaged: Convert) -> None
     source = random_weights(256, 256, 3, seed=1).down[2][0, 128]
     assert failure["source_value"] == pytest.approx(float(source))
     assert failure["steps"] > 1.4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_level_off(method: str, model: Path, damaged: Convert) -> None:
+    """Less than a step from the source, but not where rounding takes it; named by its row of the
+    whole matrix."""
+    output, fmt = forget_manifest(damaged(method)), FORMATS[method]
+    source = random_weights(256, 256, 3, seed=1).gate[2][128:]  # part 1
+    codes, scale = reference.quantize(fmt, source)
+    above = source / (scale * fmt.scale_units)[:, None] - codes
+    row, column = (int(i) for i in np.argwhere((above > 0.25) & (above < 0.35))[0])
+    codes[row, column] += 1
+    packed = native.pack(method, codes).tobytes()
+    overwrite(place_of(output, "blk.1.ffn_gate_exps.2.numa.1.weight"), packed)
+    (failure,) = found(check(output, model), "weights", "element")
+    assert (failure["row"], failure["column"]) == (128 + row, column)
+    assert 0.6 < failure["steps"] < 0.8
 
 
 @pytest.mark.parametrize("method", METHODS)
