@@ -170,6 +170,20 @@ def test_fp8_is_decoded(torch: Any, tmp_path: Path) -> None:
         assert (tmp_path / "found" / file).read_text() == (tmp_path / "wanted" / file).read_text()
 
 
+@pytest.mark.parametrize("kind", ["zeros", "denormal", "tiny", "half"])
+def test_weights_that_are_next_to_nothing(kind: str, torch: Any, tmp_path: Path) -> None:
+    """Dead experts: whatever their scales round to, they are written and stay next to nothing."""
+    size = {"zeros": 0.0, "denormal": 2.0**-131, "tiny": 2.0**-120, "half": 2.0**-20}[kind]
+    weights = random_weights(128, 128, 2)
+    encode = (lambda v: v.astype(np.float16)) if kind == "half" else bf16
+    small = type(weights)(*(stack * np.float32(size) for stack in weights))
+    tensors = numbered(SOURCE, small, encode=encode)
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(num_experts=2))
+    quantize(model, tmp_path / "out", scheme="W8A16")
+    for matrix in experts_of(tmp_path / "out").values():
+        assert np.abs(matrix).max() <= 8 * size
+
+
 # ---- loading ---------------------------------------------------------------------------
 
 

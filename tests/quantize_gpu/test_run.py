@@ -162,6 +162,14 @@ def test_other_settings_are_refused(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/recipe.yaml").exists()
 
 
+def test_another_llm_compressor_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done(model, tmp_path / "out", "--layers=1")
+    monkeypatch.setattr("ktconv.quantize_gpu.run.version", lambda name: "99")
+    refused(run(model, tmp_path / "out"), 2, "other files or tools", "quantizer.", "99 now")
+
+
 def test_an_output_of_quantize_cpu_is_refused(model: Path, tmp_path: Path) -> None:
     CliRunner().invoke(app, ["quantize-cpu", str(model), str(tmp_path / "out"), "--layers=0"])
     refused(run(model, tmp_path / "out"), 2, "was begun with other settings")

@@ -263,12 +263,12 @@ class Conversion(ABC, Generic[O]):
     def _resume(self, claimed: Sequence[Unit]) -> bool:
         """Find what is done. True if the whole conversion is, and there is nothing to do."""
         ours = run_record(self.plan)
-        self._refuse_other_origin()
         earlier = self.journal.read_run()
         manifest = read_manifest(self.output) if earlier is None else None
         for there in (earlier, manifest):
             if there is not None:
                 _refuse_difference(ours, there, self.output)
+                self._refuse_other_origin(there)
         if manifest is not None and self._adopt(manifest):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
@@ -279,14 +279,13 @@ class Conversion(ABC, Generic[O]):
         self.state.remove_stale_staging(claimed)
         return False
 
-    def _refuse_other_origin(self) -> None:
-        there = self.journal.read_run() or read_manifest(self.output) or {}
+    def _refuse_other_origin(self, there: Record) -> None:
         ours = self.origin()
         found = differences(ours, {key: there.get(key) for key in ours})
-        if there and found:
+        if found:
             raise OutputError(
-                f"{self.output} was begun from other files than these: {found[0]}",
-                "use the same files to continue (copies must have their modification times: "
+                f"{self.output} was begun from other files or tools than these: {found[0]}",
+                "use the same to continue (copies of files must have their modification times: "
                 "cp -p), or --overwrite to start again",
             )
 

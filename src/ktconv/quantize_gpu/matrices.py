@@ -20,6 +20,7 @@ from ktconv.writer.staging import Staging
 # GPTQ moves weights on purpose, so that only what cannot be right is refused.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
 ROWS_AT_ONCE = 1 << 20  # elements that are compared at once
+SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
 F32 = NDArray[np.float32]
 
 
@@ -97,10 +98,7 @@ def error_of(
         }
         value, wanted = dequantized(scheme, part, half), floats(source[here], half)
         off = np.abs(value - wanted)
-        scales = floats(part["weight_scale"], half)
-        with np.errstate(all="ignore"):
-            steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2) / scales
-        most_steps = max(most_steps, float(np.nan_to_num(steps, nan=0.0, posinf=np.inf).max()))
+        most_steps = max(most_steps, _most_steps(off, floats(part["weight_scale"], half), half))
         squared_error += float(np.vdot(off, off))
         squared_source += float(np.vdot(wanted, wanted))
         zeros += int(np.count_nonzero(value == 0))
@@ -117,6 +115,13 @@ def error_of(
         "max_error_steps": _rounded(most_steps),
         "zero_share": _rounded(zeros / source.size),
     }
+
+
+def _most_steps(off: F32, scales: F32, half: bool) -> float:
+    """The largest error [rows, cols] in steps. Denormal scales are too coarse to be held to it."""
+    steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2)
+    precise = scales >= (SMALLEST_HALF if half else SMALLEST_BF16)
+    return float(np.max(steps[precise] / scales[precise], initial=0.0))
 
 
 def _rounded(value: float) -> float:

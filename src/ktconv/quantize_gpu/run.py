@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,11 +44,12 @@ from ktconv.quantize_gpu.names import target_pattern
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rounder, RtnTask
 from ktconv.quantize_gpu.target import CONFIG, GpuTarget, Options
 from ktconv.source import SourceReader
-from ktconv.writer.journal import Journal
+from ktconv.writer.journal import Journal, Record
 
 LIBRARIES_MEMORY = 700 << 20  # torch, transformers and llm-compressor once imported
 INSTALL = "pip install 'ktconv[gpu]'"
 METHODS = ("rtn", "gptq")
+QUANTIZERS = ("llmcompressor", "compressed-tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,10 @@ class Rtn(GpuConversion):
         assert isinstance(request, Request)
         device = device_of(request.device)
         self._rounder = Rounder(self.target.scheme, target_pattern(layers), device)
+
+    def origin(self) -> Record:
+        """Who rounds: another version might round otherwise."""
+        return {"quantizer": {name: version(name) for name in QUANTIZERS}}
 
     def convert(self, pending: Sequence[Unit]) -> None:
         from transformers.initialization import no_init_weights
