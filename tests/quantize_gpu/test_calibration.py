@@ -143,6 +143,7 @@ def test_messages_that_the_template_cannot_render_are_named(tmp_path: Path) -> N
     [
         (Calibration("no/such.txt"), "does not exist"),
         (Calibration("no/such.jsonl"), "does not exist"),
+        (Calibration(__file__), "is neither .jsonl nor .txt"),
         (Calibration("a.txt", samples=0), "--samples 0"),
         (Calibration("a.txt", max_seq_len=1), "--max-seq-len 1"),
     ],

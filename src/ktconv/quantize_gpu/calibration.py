@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,11 +73,12 @@ def check_settings(settings: Calibration) -> None:
         raise UsageError(f"--samples {settings.samples} is not a positive number")
     if settings.max_seq_len < 2:
         raise UsageError(f"--max-seq-len {settings.max_seq_len} is too short", "use 2048")
-    if is_file(settings.dataset) and not Path(settings.dataset).is_file():
-        raise UsageError(
-            f"--dataset {settings.dataset} does not exist",
-            "give a .jsonl or .txt file, or the name of a dataset",
-        )
+    hint = "give a .jsonl or .txt file, or the name of a dataset"
+    there = Path(settings.dataset).is_file()
+    if is_file(settings.dataset) and not there:
+        raise UsageError(f"--dataset {settings.dataset} does not exist", hint)
+    if there and not is_file(settings.dataset):
+        raise UsageError(f"--dataset {settings.dataset} is neither .jsonl nor .txt", hint)
 
 
 def is_file(dataset: str) -> bool:
@@ -182,7 +185,8 @@ class _Named:
         try:
             from datasets import load_dataset
 
-            self._rows: Any = load_dataset(name, config or None, split=settings.split)
+            with _no_warnings():  # each attempt to reach the hub is one
+                self._rows: Any = load_dataset(name, config or None, split=settings.split)
         except ImportError as error:
             raise UsageError(
                 f"--dataset {settings.dataset} is no .jsonl or .txt file, and the library datasets "
@@ -209,6 +213,16 @@ class _Named:
 
     def facts(self) -> dict[str, Any]:
         return {"fingerprint": str(getattr(self._rows, "_fingerprint", ""))}
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _from_records(records: _Records, settings: Calibration, tokenizer: Any) -> list[list[int]]:
