@@ -6,6 +6,7 @@ SomeConversion(outlook, observer).run()         # run: which tasks write them
 
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.plan import Plan, Selection, Unit, plan_checkpoint
+from ktconv.conversion.records import describe_units, peak_rss
 from ktconv.conversion.run import (
     MANIFEST_EXPANSION,
     MEMORY_MARGIN,
@@ -15,10 +16,8 @@ from ktconv.conversion.run import (
     Report,
     Request,
     SilentObserver,
-    describe_units,
     fit_threads,
     manifest_memory,
-    peak_rss,
     refuse_nested,
 )
 from ktconv.conversion.target import Target

@@ -8,7 +8,6 @@ Subclasses say which tasks write the experts, and what the files around the shar
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -17,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias
 
-from ktconv import __version__, machine
-from ktconv.checkpoint import Checkpoint, TensorRef, source_identity
+from ktconv import machine
+from ktconv.checkpoint import TensorRef
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.records import describe_units, refuse_difference, run_record
 from ktconv.conversion.target import O
 from ktconv.copying import Buffers, BufferSizes, CopyTask
 from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
@@ -267,7 +267,7 @@ class Conversion(ABC, Generic[O]):
         manifest = read_manifest(self.output) if earlier is None else None
         for there in (earlier, manifest):
             if there is not None:
-                _refuse_difference(ours, there, self.output)
+                refuse_difference(ours, there, self.output)
                 self._refuse_other_origin(there)
         if manifest is not None and self._adopt(manifest):
             if self.lock.try_acquire(self._all_bytes()):
@@ -433,73 +433,3 @@ class Conversion(ABC, Generic[O]):
             worst=errors.worst,
             mean_error=errors.total / errors.count if errors.count else None,
         )
-
-
-def run_record(plan: Plan[Any]) -> Record:
-    """What a conversion is: two runs with the same record write the same bytes."""
-    return {
-        "schema": 1,
-        "ktconv_version": __version__,
-        "options": plan.options.as_dict(),
-        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
-        "geometry": geometry(plan.checkpoint, plan),
-    }
-
-
-def geometry(checkpoint: Checkpoint, plan: Plan[Any]) -> Record:
-    """Family and dimensions of the converted layers."""
-    return {
-        "model_type": checkpoint.config.get("model_type"),
-        "layers": {
-            str(unit.layer.index): {
-                "experts": len(unit.layer.experts),
-                "hidden_size": unit.layer.hidden_size,
-                "intermediate_size": unit.layer.intermediate_size,
-                "encoding": unit.layer.encoding,
-                "mtp": unit.layer.is_mtp,
-                "source": unit.layer.source,
-            }
-            | _chosen_experts(unit)
-            for unit in plan.layers
-            if unit.layer
-        },
-    }
-
-
-def _chosen_experts(unit: Unit) -> Record:
-    """Which experts are there, if not all are."""
-    assert unit.layer is not None
-    complete = len(unit.experts) == len(unit.layer.experts)
-    return {} if complete else {"expert_ids": format_ranges(list(unit.experts))}
-
-
-def describe_units(keys: Sequence[str]) -> str:
-    """ "layers 3-5 and non-expert tensors" """
-    layers = [int(key.split("-")[1]) for key in keys if key.startswith("layer-")]
-    words = [f"layer(s) {format_ranges(layers)}"] if layers else []
-    if len(layers) < len(keys):
-        words.append("non-expert tensors")
-    return " and ".join(words)
-
-
-def _refuse_difference(ours: Record, there: Record, output: Path) -> None:
-    found = differences(ours, {key: there.get(key) for key in ours})
-    if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
-        raise OutputError(
-            f"{output} was begun with other settings or another source: {shown}",
-            "use the same settings and source to continue (a copy of the source must have its "
-            "modification times: cp -p), or --overwrite to start again",
-        )
-
-
-def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    with contextlib.suppress(OSError):
-        # ru_maxrss can be the parent's: Linux lets it survive fork and exec.
-        status = Path("/proc/self/status").read_text()
-        if match := re.search(r"VmHWM:\s+([0-9]+) kB", status):
-            return int(match[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

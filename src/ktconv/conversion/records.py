@@ -1,0 +1,87 @@
+"""What a conversion is, in the words of run.json and manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconv import __version__
+from ktconv.checkpoint import Checkpoint, source_identity
+from ktconv.conversion.plan import Plan, Unit
+from ktconv.errors import OutputError
+from ktconv.units import format_ranges
+from ktconv.writer.journal import Record, differences
+
+
+def run_record(plan: Plan[Any]) -> Record:
+    """What a conversion is: two runs with the same record write the same bytes."""
+    return {
+        "schema": 1,
+        "ktconv_version": __version__,
+        "options": plan.options.as_dict(),
+        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
+        "geometry": geometry(plan.checkpoint, plan),
+    }
+
+
+def geometry(checkpoint: Checkpoint, plan: Plan[Any]) -> Record:
+    """Family and dimensions of the converted layers."""
+    return {
+        "model_type": checkpoint.config.get("model_type"),
+        "layers": {
+            str(unit.layer.index): {
+                "experts": len(unit.layer.experts),
+                "hidden_size": unit.layer.hidden_size,
+                "intermediate_size": unit.layer.intermediate_size,
+                "encoding": unit.layer.encoding,
+                "mtp": unit.layer.is_mtp,
+                "source": unit.layer.source,
+            }
+            | _chosen_experts(unit)
+            for unit in plan.layers
+            if unit.layer
+        },
+    }
+
+
+def _chosen_experts(unit: Unit) -> Record:
+    """Which experts are there, if not all are."""
+    assert unit.layer is not None
+    complete = len(unit.experts) == len(unit.layer.experts)
+    return {} if complete else {"expert_ids": format_ranges(list(unit.experts))}
+
+
+def describe_units(keys: Sequence[str]) -> str:
+    """ "layers 3-5 and non-expert tensors" """
+    layers = [int(key.split("-")[1]) for key in keys if key.startswith("layer-")]
+    words = [f"layer(s) {format_ranges(layers)}"] if layers else []
+    if len(layers) < len(keys):
+        words.append("non-expert tensors")
+    return " and ".join(words)
+
+
+def refuse_difference(ours: Record, there: Record, output: Path) -> None:
+    """OutputError if an output was begun otherwise."""
+    found = differences(ours, {key: there.get(key) for key in ours})
+    if found:
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
+        raise OutputError(
+            f"{output} was begun with other settings or another source: {shown}",
+            "use the same settings and source to continue (a copy of the source must have its "
+            "modification times: cp -p), or --overwrite to start again",
+        )
+
+
+def peak_rss() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    with contextlib.suppress(OSError):
+        # ru_maxrss can be the parent's: Linux lets it survive fork and exec.
+        status = Path("/proc/self/status").read_text()
+        if match := re.search(r"VmHWM:\s+([0-9]+) kB", status):
+            return int(match[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
