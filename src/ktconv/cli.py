@@ -569,7 +569,10 @@ class Level(str, Enum):
 
 @app.command()
 def verify(
-    output: Annotated[Path, typer.Argument(help="What quantize-cpu, or another converter, wrote.")],
+    output: Annotated[
+        Path,
+        typer.Argument(help="What quantize-cpu, quantize-gpu or another converter wrote."),
+    ],
     other: Annotated[
         Path | None, typer.Argument(help="Another conversion to compare OUTPUT with.")
     ] = None,
@@ -614,6 +617,19 @@ def verify(
             "--with", help="Together with this one, is each expert there once?", metavar="OTHER"
         ),
     ] = None,
+    tp: Annotated[
+        str,
+        typer.Option(
+            help="Experts for GPUs must split evenly on these numbers of GPUs, e.g. 1,2,4.",
+            metavar="LIST",
+        ),
+    ] = "",
+    ep: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of GPUs that must hold equally many experts each.", metavar="LIST"
+        ),
+    ] = "",
     report: Annotated[
         Path | None, typer.Option(help="Write a self-contained HTML report.", metavar="FILE.html")
     ] = None,
@@ -622,9 +638,9 @@ def verify(
     """Prove that a conversion is complete, uncorrupted and as good as its format allows.
 
     Levels, each with the ones before: structure (every tensor, checksum and copy), weights
-    (every element against the source), layers (the kernels' results), model (perplexity). With
-    two conversions: whether they are equal, or where they differ. Exit code 1: something does
-    not hold.
+    (every element against the source), layers (the kernels' results), model (perplexity). Experts
+    for GPUs are held against how engines load and split them, too (--tp, --ep). With two
+    conversions: whether they are equal, or where they differ. Exit code 1: something does not hold.
 
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """
@@ -645,6 +661,8 @@ def verify(
             max_ppl_increase=max_ppl_increase,
             max_kl=max_kl,
             beside=beside,
+            tp=parse_ranges(tp, "--tp") if tp else None,
+            ep=parse_ranges(ep, "--ep") if ep else None,
             report=report,
         )
         with _interruptible("Nothing was written."):

@@ -25,7 +25,15 @@ from families import (
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.packed import open_packed
-from ktconv.verify import LEVELS, Request, Thresholds, layers, prepare, verify
+from ktconv.verify import (
+    LEVELS,
+    Request,
+    Thresholds,
+    hidden_states,
+    layers,
+    prepare,
+    verify,
+)
 from ktconv.verify import model as model_level
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import open_subject
@@ -53,7 +61,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if only the base dependencies were installed."""
-    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])

@@ -229,12 +229,12 @@ def test_failures_are_told_though_a_level_cannot_be_run(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktconv.errors import CheckpointError
-    from ktconv.verify import layers
+    from ktconv.verify import hidden_states, layers
 
     def fails(*_: object) -> None:
         raise CheckpointError("the kernels refuse these weights")
 
-    monkeypatch.setattr(layers, "refuse_impossible", lambda subject: None)
+    monkeypatch.setattr(hidden_states, "refuse_impossible", lambda subject: None)
     monkeypatch.setattr(layers, "check_layers", fails)
     request = Request(damaged(), str(model), "layers", threads=1)
     with pytest.raises(CheckpointError):  # nothing was wrong: it could not be run

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.units import format_size
-from ktconv.verify.run import Progression, Request, Result, Thresholds, prepare, verify
+from ktconv.verify.gpu.lines import layers_line, mapping_lines
+from ktconv.verify.kinds import Progression
+from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
 from ktconv.writer.files import translated, write_durably
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
@@ -34,6 +36,8 @@ class Options:
     max_ppl_increase: float | None = None
     max_kl: float | None = None
     beside: Path | None = None
+    tp: Sequence[int] | None = None
+    ep: Sequence[int] | None = None
     report: Path | None = None
 
 
@@ -65,6 +69,8 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
         windows=options.windows,
         thresholds=Thresholds(options.max_ppl_increase, options.max_kl),
         beside=options.beside,
+        tp=options.tp,
+        ep=options.ep,
     )
     ready = prepare(request)
     result = verify(request, progression, ready, say)
@@ -75,7 +81,7 @@ def _compare(options: Options, other: Path, progression: Progression) -> Outcome
     from ktconv.verify.compare import make_plan, sizes_of
     from ktconv.verify.compare import run as compare_planned
 
-    for name in ("source", "level", "text", "max_ppl_increase", "max_kl", "beside"):
+    for name in ("source", "level", "text", "max_ppl_increase", "max_kl", "beside", "tp", "ep"):
         if getattr(options, name) is not None:
             option = "with" if name == "beside" else name.replace("_", "-")
             raise UsageError(
@@ -132,7 +138,7 @@ def lines_of(result: Result) -> Iterator[str]:
     facts = result.facts
     yield from _failures(result)
     yield from _structure(facts["structure"])
-    if facts["coverage"]:
+    if facts.get("coverage"):
         yield from _coverage(facts["coverage"])
     if facts["weights"]:
         yield from _weights(facts["weights"], facts["sample"])
@@ -140,6 +146,8 @@ def lines_of(result: Result) -> Iterator[str]:
         yield from _layers(facts["layers"])
     if facts["model"]:
         yield from _model(facts["model"])
+    if facts.get("mapping"):
+        yield from mapping_lines(facts["mapping"], _mark(facts["mapping"]))
     for note in facts["notes"]:
         yield f"note: {note}"
     verdict = "holds" if result.passed else f"FAILS: {facts['failure_count']} failure(s)"
@@ -178,7 +186,7 @@ def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
     yield (
         f"weights    {_mark(about)}: {about['matrices']} matrices{part}, relative RMS error "
         f"{about['relative_rms_error']:.4f}, cosine {about['cosine']:.6f}, at most "
-        f"{about['max_error_steps']:.4f} steps off ({about['bound_steps']:.4f} allowed), "
+        f"{about['max_error_steps']:.4f} steps off{_allowed(about['bound_steps'])}, "
         f"{100 * about['zero_share']:.1f} % zeros"
     )
     if about["worst"]:
@@ -189,6 +197,10 @@ def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
         )
 
 
+def _allowed(bound: float | None) -> str:
+    return "" if bound is None else f" ({bound:.4f} allowed)"
+
+
 def _badness(error: float) -> float:
     """NaN is worse than everything."""
     return math.inf if math.isnan(error) else error
@@ -196,6 +208,9 @@ def _badness(error: float) -> float:
 
 def _layers(about: Mapping[str, Any]) -> Iterator[str]:
     rows = about["layers"]
+    if not about["isas"]:
+        yield layers_line(about, _mark(about))
+        return
     kernel = max((error for row in rows for error in row["kernel_error"].values()), key=_badness)
     worst = max(rows, key=lambda row: _badness(row["quantization_error"]))
     yield (

@@ -98,7 +98,7 @@ def _check(
         "thresholds": limits,
         "generation": {"prompt": prompt, "source": source, "converted": converted},
     }
-    _judge(facts, limits, findings)
+    judge(facts, limits, findings)
     return facts
 
 
@@ -113,7 +113,7 @@ def thresholds(method: str, wanted: Any) -> dict[str, float]:
     }
 
 
-def _judge(facts: dict[str, Any], limits: dict[str, float], findings: Findings) -> None:
+def judge(facts: dict[str, Any], limits: dict[str, float], findings: Findings) -> None:
     measures = (
         ("perplexity", "perplexity_increase", "max_ppl_increase", "the perplexity grows by"),
         ("divergence", "kl_mean", "max_kl", "the mean KL divergence is"),

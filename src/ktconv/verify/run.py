@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ktconv import __version__, machine
-from ktconv.copying import Buffers
+from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
 from ktconv.source import SourceReader
-from ktconv.verify.cover import LEVEL as COVERAGE
-from ktconv.verify.cover import check_cover
 from ktconv.verify.findings import Failure, Findings
+from ktconv.verify.kinds import Kind, Progression, kind_of
 from ktconv.verify.reading import Context
-from ktconv.verify.structure import check_structure
-from ktconv.verify.subject import Subject, open_subject
+from ktconv.verify.subject import Subject
+from ktconv.verify.sweep import Item, read_everything
 from ktconv.verify.text import read_text
-from ktconv.verify.totals import Done, Totals
-from ktconv.verify.weights import Item, buffer_sizes, items_of
-
-if TYPE_CHECKING:
-    from ktconv.pipeline import Observer
-
-Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
 
 LEVELS = ("structure", "weights", "layers", "model")
 
@@ -61,6 +49,8 @@ class Request:
     text: Path | None = None  # None: the text that ships with ktconv
     windows: int = 40  # of 512 tokens, of level model
     beside: Path | None = None  # an output that must hold the experts that this one lacks
+    tp: Sequence[int] | None = None  # tensor-parallel sizes that must be possible
+    ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
     thresholds: Thresholds = field(default_factory=Thresholds)
 
 
@@ -70,11 +60,12 @@ class Prepared:
 
     request: Request
     level: str
+    kind: Kind
     subject: Subject
     findings: Findings
     items: Sequence[Item]
     structure: Mapping[str, Any]
-    coverage: Mapping[str, Any] | None  # None: not asked for
+    more: Mapping[str, Any]  # facts that only this kind has; None: not asked for
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -100,32 +91,21 @@ def prepare(request: Request) -> Prepared:
     level = _level(request)
     if not 0 < request.sample <= 1:
         raise UsageError(f"--sample {request.sample} is no share", "give more than 0, at most 1")
-    subject = open_subject(request.output, request.source)
-    _refuse_impossible(level, subject, request)
+    if request.text is not None:
+        read_text(request.text)  # a KtconvError now, not after an hour of reading
+    kind = kind_of(request.output)
+    subject = kind.open_output(request.output, request.source)
+    kind.refuse_impossible(level, subject, request)
     findings = Findings()
-    coverage = check_cover(subject, request.beside, findings) if request.beside else None
-    structure = check_structure(subject, findings)
+    more = kind.check_more(subject, request, findings)
+    structure = kind.check_structure(subject, findings)
     reader = None
     if subject.checkpoint is not None:
         reader = SourceReader(subject.checkpoint.files, subject.checkpoint.sources)
     compare = reader is not None and level != "structure"
     context = Context(subject, findings, subject.checksums(), reader, compare)
-    items = items_of(context, request.sample, request.seed)
-    return Prepared(request, level, subject, findings, items, structure, coverage)
-
-
-def _refuse_impossible(level: str, subject: Subject, request: Request) -> None:
-    """What cannot be run is told now, not after an hour of reading."""
-    if request.text is not None:
-        read_text(request.text)
-    if level in ("layers", "model"):
-        from ktconv.verify import layers
-
-        layers.refuse_impossible(subject)
-    if level == "model":
-        from ktconv.verify import model
-
-        model.refuse_impossible(subject, request)
+    items = kind.items_of(context, request.sample, request.seed)
+    return Prepared(request, level, kind, subject, findings, items, structure, more)
 
 
 def _level(request: Request) -> str:
@@ -156,7 +136,8 @@ def verify(
     started = time.monotonic()
     ready = prepared or prepare(request)
     with progression(ready.sizes) as observer:
-        totals = _read_everything(ready, observer)
+        sizes = ready.kind.buffer_sizes(ready.subject)
+        totals = read_everything(ready.items, sizes, ready.request.threads, observer)
     reached = LEVELS.index(ready.level)
     structure = dict(ready.structure) | {
         "bytes_checked": totals.bytes_checked,
@@ -168,10 +149,10 @@ def verify(
         "weights": None,
         "layers": None,
         "model": None,
-        COVERAGE: None if ready.coverage is None else dict(ready.coverage),
+        **ready.more,
     }
     if reached >= 1:
-        levels["weights"] = totals.as_dict(ready.subject)
+        levels["weights"] = ready.kind.weights_facts(totals, ready.subject)
     if reached >= 2 and _can_compute(ready):
         for name in LEVELS[2 : reached + 1]:
             try:
@@ -189,13 +170,10 @@ def _compute(
     name: str, ready: Prepared, progression: Progression, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Level layers or model."""
+    kind, subject, findings = ready.kind, ready.subject, ready.findings
     if name == "layers":
-        from ktconv.verify.layers import check_layers
-
-        return check_layers(ready.subject, ready.request, ready.findings, progression, say)
-    from ktconv.verify.model import check_model
-
-    return check_model(ready.subject, ready.request, ready.findings, say)
+        return kind.check_layers(subject, ready.request, findings, progression, say)
+    return kind.check_model(subject, ready.request, findings, say)
 
 
 def _can_compute(ready: Prepared) -> bool:
@@ -221,8 +199,7 @@ def _result(ready: Prepared, levels: dict[str, Any], seconds: float) -> Result:
         "level": ready.level,
         "output": str(subject.directory),
         "source": str(subject.checkpoint.path) if subject.checkpoint else None,
-        "method": subject.options.method,
-        "numa": subject.options.numa,
+        **subject.described,
         "sample": request.sample,
         "seed": request.seed,
         "seconds": round(seconds, 3),
@@ -242,77 +219,3 @@ def _machine() -> dict[str, Any]:
     from ktconv.bench.fingerprint import fingerprint
 
     return fingerprint()
-
-
-# ---- reading ----
-
-
-def _read_everything(ready: Prepared, observer: Observer | None) -> Totals:
-    """All items through worker threads, each with buffers of its own. The first error ends it."""
-    totals, sizes = Totals(), buffer_sizes(ready.subject)
-    threads = ready.request.threads or machine.usable_cpus()
-    progress = _Progress(ready, observer)
-    work = _Worker(lambda: Buffers(sizes), progress.advance)
-    with ThreadPoolExecutor(threads) as pool:
-        running = []
-        try:
-            for item in ready.items:
-                progress.start(item)
-                running.append(pool.submit(work, item))
-                if len(running) >= 2 * threads:
-                    progress.finish(running.pop(0).result(), totals)
-            for future in running:
-                progress.finish(future.result(), totals)
-        except BaseException:
-            work.stopped = True
-            pool.shutdown(cancel_futures=True)
-            raise
-    return totals
-
-
-class _Worker:
-    """Runs items in pool threads; buffers stay with their thread."""
-
-    def __init__(self, make: Callable[[], Buffers], advance: Callable[[int], None]) -> None:
-        self._make, self._advance = make, advance
-        self._local = threading.local()
-        self.stopped = False
-
-    def __call__(self, item: Item) -> Done:
-        if self.stopped:
-            return Done(0)
-        if not hasattr(self._local, "buffers"):
-            self._local.buffers = self._make()
-        return item.run(self._local.buffers, self._advance)
-
-
-class _Progress:
-    """Tells an observer about units, whose items come one after the other."""
-
-    def __init__(self, ready: Prepared, observer: Observer | None) -> None:
-        self._observer, self._lock = observer, threading.Lock()
-        self._left = Counter(item.unit for item in ready.items)
-        self._started: set[str] = set()
-        self._order = deque(item.unit for item in ready.items)
-        if observer:
-            observer.begin(list(self._left))
-
-    def advance(self, nbytes: int) -> None:
-        if self._observer:
-            with self._lock:
-                self._observer.advanced(nbytes)
-
-    def start(self, item: Item) -> None:
-        if self._observer and item.unit not in self._started:
-            self._started.add(item.unit)
-            with self._lock:
-                self._observer.unit_started(item.unit)
-
-    def finish(self, done: Done, totals: Totals) -> None:
-        """The oldest item that was not finished yet is."""
-        totals.add(done)
-        unit = self._order.popleft()
-        self._left[unit] -= 1
-        if self._observer and not self._left[unit]:
-            with self._lock:
-                self._observer.unit_finished(unit)

@@ -91,7 +91,7 @@ def _config(subject: Subject, findings: Findings) -> None:
     }
     for message, layer in contradictions(config, layers):
         findings.fail(LEVEL, "dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
-    if subject.plan or subject.manifest:  # which tell what is absent
+    if subject.plan or subject.manifest or not subject.packed.layers:  # nothing is absent, or known
         return
     for layer in absent_layers(config, subject.packed.layers):
         message = f"layer {layer} is one of experts by {CONFIG_NAME}, but none are there."

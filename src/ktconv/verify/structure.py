@@ -21,24 +21,28 @@ LEVEL = "structure"
 
 def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
     """Headers, names, shapes, index, manifest and sidecar files; reads no weight."""
-    check = _Structure(subject, findings)
-    check.files()
-    check.manifest()
-    expected = check.tensors()
-    check.index()
-    check_side_files(subject, findings)
-    packed = subject.packed
-    return {
-        "tensors_expected": expected,
-        "tensors_found": len(packed.tensors) + len(packed.others),
-        "files": len({place.file for place in packed.tensors.values()} | {*packed.headers}),
-    }
+    return StructureCheck(subject, findings).run()
 
 
-class _Structure:
+class StructureCheck:
+    """`check_structure`, step by step; other kinds of outputs have steps of their own."""
+
     def __init__(self, subject: Subject, findings: Findings) -> None:
         self._subject, self._findings = subject, findings
         self._packed, self._directory = subject.packed, subject.directory
+
+    def run(self) -> dict[str, Any]:
+        self.files()
+        self.manifest()
+        expected = self.tensors()
+        self.index()
+        check_side_files(self._subject, self._findings)
+        packed = self._packed
+        return {
+            "tensors_expected": expected,
+            "tensors_found": len(packed.tensors) + len(packed.others),
+            "files": len({place.file for place in packed.tensors.values()} | {*packed.headers}),
+        }
 
     def _fail(self, check: str, message: str, **where: Any) -> None:
         self._findings.fail(LEVEL, check, message, **where)
@@ -56,7 +60,7 @@ class _Structure:
                 tensor=tensor,
             )
         if (self._directory / STATE_DIRECTORY / "run.json").exists():
-            self._fail("unfinished", f"{self._directory} is not finished: run quantize-cpu again.")
+            self._fail("unfinished", f"{self._directory} is not finished: continue it first.")
 
     def manifest(self) -> None:
         """Files as the manifest records them, and a source that is still the same."""

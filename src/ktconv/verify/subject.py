@@ -34,6 +34,11 @@ class Subject:
         return self.packed.directory
 
     @property
+    def described(self) -> dict[str, Any]:
+        """What the report says of how it was made."""
+        return {"method": self.options.method, "numa": self.options.numa}
+
+    @property
     def ours(self) -> bool:
         return self.manifest is not None
 

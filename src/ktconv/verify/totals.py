@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktconv.formats import (
-    FORMATS,
-)
 from ktconv.proof import Sums
-from ktconv.verify.subject import Subject
 
 WORST_KEPT = 20
 
@@ -59,20 +56,19 @@ class Totals:
         self.worst.sort(key=lambda one: (-one["relative_rms_error"], one["layer"], one["expert"]))
         del self.worst[WORST_KEPT:]
 
-    def as_dict(self, subject: Subject) -> dict[str, Any]:
+    def as_dict(self, bound: float | None, experts: Mapping[int, int]) -> dict[str, Any]:
+        """`bound`: of the largest error in steps; `experts`: how many each layer has."""
         self._keep_worst()
-        fmt = FORMATS[subject.options.method]
         return {
             "matrices": self.matrices,
             "elements": self.sums.elements,
             **self.sums.as_dict(),
-            "bound_steps": fmt.max_error_steps,
-            "layers": [self._layer(subject, layer) for layer in sorted(self.by_layer)],
+            "bound_steps": bound,
+            "layers": [self._layer(layer, experts[layer]) for layer in sorted(self.by_layer)],
             "worst": self.worst,
         }
 
-    def _layer(self, subject: Subject, layer: int) -> dict[str, Any]:
-        count = subject.packed.layers[layer].experts
+    def _layer(self, layer: int, count: int) -> dict[str, Any]:
         errors = [self.by_expert.get((layer, expert)) for expert in range(count)]
         return {
             "layer": layer,

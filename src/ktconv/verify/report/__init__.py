@@ -21,6 +21,7 @@ from ktconv.verify.report.failures import failures_section, notes_section
 from ktconv.verify.report.html import escape, mapping, show_id
 from ktconv.verify.report.layers import by_layer_section, layers_section
 from ktconv.verify.report.model import model_section
+from ktconv.verify.report.placement import mapping_section
 from ktconv.verify.report.provenance import provenance_section
 from ktconv.verify.report.style import SCRIPT, STYLE
 from ktconv.verify.report.verdict import TITLES, name_of, tone_of, verdict
@@ -45,6 +46,7 @@ def render_report(result: Mapping[str, Any]) -> str:
         layers_section(layers),
         by_layer_section(weights, layers),
         model_section(mapping(result.get("model"))),
+        mapping_section(mapping(result.get("mapping"))),
         provenance_section(result),
     ]
     return _page(result, title, sections)

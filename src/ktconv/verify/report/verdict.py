@@ -44,13 +44,22 @@ def verdict(result: Mapping[str, Any]) -> str:
         ("output", show_path(result.get("output"))),
         ("source", show_path(result.get("source"))),
         ("method", show(result.get("method"))),
-        ("NUMA parts", show(result.get("numa"))),
+        *_shape(result),
         ("sample", show_share(result.get("sample"))),
         ("seed", show_id(result.get("seed"))),
     ]
     levels = "".join(_level(result, level) for level in LEVELS)
     inside = f'<ol class="levels">\n{levels}</ol>\n{facts(pairs)}'
     return banner(tone, TITLES[tone], words, inside)
+
+
+def _shape(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What weights for CPUs or GPUs have beside a method."""
+    if "scheme" not in result:
+        return [("NUMA parts", show(result.get("numa")))]
+    size = result.get("group_size")
+    groups = "one scale per row" if size is None else show(size)
+    return [("scheme", show(result.get("scheme"))), ("group size", groups)]
 
 
 def _duration(seconds: float) -> str:

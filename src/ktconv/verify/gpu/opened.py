@@ -1,0 +1,259 @@
+"""A compressed-tensors checkpoint as it lies on the disk: which modules are packed, by whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef, open_checkpoint
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.conversion import plan_checkpoint
+from ktconv.errors import CheckpointError, KtconvError, UsageError
+from ktconv.expert_sets import set_of_record
+from ktconv.packed import PackedWeights, open_packed
+from ktconv.plan import Options as CpuOptions
+from ktconv.quantize_gpu.scheme import BITS, CHANNEL
+from ktconv.quantize_gpu.target import GpuTarget, Options
+from ktconv.verify.gpu.quantization import (
+    FORMAT,
+    Group,
+    Quantization,
+    read_quantization,
+    told_quantization,
+)
+from ktconv.verify.subject import Subject
+from ktconv.writer.files import translated
+from ktconv.writer.finish import MANIFEST, read_manifest
+
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+_OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
+_PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]*)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
+_LAYER = re.compile(r"(?:^|\.)(layers|mtp)\.([0-9]{1,6})\.")
+PROJECTION: Mapping[str, Projection] = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+    "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertName:
+    """Which matrix the name of a module means."""
+
+    source: str  # "model.layers.3.mlp.experts"
+    expert: int
+    proj: Projection
+
+
+def expert_name(module: str) -> ExpertName | None:
+    """
+    >>> expert_name("model.layers.3.mlp.experts.5.w3").proj
+    'up'
+    """
+    found = _EXPERT.fullmatch(module)
+    return ExpertName(found[1], int(found[2]), PROJECTION[found[3]]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A packed module: its tensors by the last word of their names."""
+
+    name: str
+    parts: Mapping[str, TensorRef]
+    where: ExpertName | None  # None: no routed expert
+    layer: int | None
+
+    @property
+    def whole(self) -> bool:
+        return all(part in self.parts for part in PARTS)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """The fields of a failure that tell which module it is about."""
+        if self.where is None:
+            return {}
+        return {
+            "layer": self.layer,
+            "expert": self.where.expert,
+            "projection": self.where.proj,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOutput(Subject):
+    """An opened output. `options` of the base mean nothing here; `packed` has all tensors among
+    its others."""
+
+    quantization: Quantization
+    why_not: str | None  # what is wrong with config.json, if `quantization` is the manifest's
+    modules: Mapping[str, Module]
+    others: Mapping[str, TensorRef]  # tensors of no packed module
+    method: str  # rtn, gptq or unknown
+    config: Mapping[str, Any]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        groups = {(group.scheme, group.group_size) for group in self.quantization.groups}
+        scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
+        return {"method": self.method, "numa": None, "scheme": scheme, "group_size": size}
+
+    def layers(self) -> dict[int, list[int]]:
+        """Layer -> ids of the experts of which anything is there."""
+        found: dict[int, set[int]] = {}
+        for module in self.modules.values():
+            if module.where is not None and module.layer is not None:
+                found.setdefault(module.layer, set()).add(module.where.expert)
+        return {layer: sorted(found[layer]) for layer in sorted(found)}
+
+    def sources(self) -> dict[int, MoELayer]:
+        """The layers of the source that should be there."""
+        units = self.plan.layers if self.plan else ()
+        return {unit.layer.index: unit.layer for unit in units if unit.layer}
+
+
+def is_gpu_output(directory: Path) -> bool:
+    """Whether it is a compressed-tensors checkpoint: by its manifest, else by its config.json
+    unless the tensors are KTransformers' (which keep the config of their source)."""
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        return bool(manifest["options"].get("format") == FORMAT)
+    try:
+        config = read_config(directory).content
+    except KtconvError:
+        return False
+    return told_quantization(config) is not None and not open_packed(directory).tensors
+
+
+def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
+    """Raises CheckpointError for a checkpoint of a kind that ktconv does not verify, UsageError
+    where no module is packed."""
+    packed = open_packed(output)
+    manifest = _usable(read_manifest(output))
+    quantization, why_not, config = _quantization(output, manifest)
+    checkpoint = open_checkpoint(source) if source else None
+    plan = _plan(checkpoint, manifest) if checkpoint else None
+    numbers = _numbers(checkpoint, manifest)
+    modules, others = _sort(packed, numbers)
+    if not modules and not packed.damaged and manifest is None:
+        raise UsageError(f"{output} holds no packed modules", "give an OUTPUT of quantize-gpu")
+    return GpuOutput(
+        packed=packed,
+        manifest=manifest,
+        options=CpuOptions(),
+        checkpoint=checkpoint,
+        plan=plan,
+        quantization=quantization,
+        why_not=why_not,
+        modules=modules,
+        others=others,
+        method=_method(output, manifest, quantization),
+        config=config,
+    )
+
+
+def _usable(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A manifest of the form of ours; None for any other."""
+    if manifest is None:
+        return None
+    options = manifest["options"]
+    size, scheme = options.get("group_size"), options.get("scheme")
+    source = manifest.get("source", {})
+    files = source.get("files", {}) if isinstance(source, dict) else None
+    sound = scheme in BITS and type(size) is int and isinstance(options.get("method"), str)
+    return manifest if sound and isinstance(files, dict) else None
+
+
+def _quantization(
+    output: Path, manifest: Mapping[str, Any] | None
+) -> tuple[Quantization, str | None, Mapping[str, Any]]:
+    """What config.json says; where it cannot be used and the manifest is ours, what that says."""
+    config: Mapping[str, Any] = {}
+    try:
+        config = read_config(output).content
+        section = told_quantization(config)
+        if section is None:
+            raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
+        return read_quantization(section), None, config
+    except CheckpointError as error:
+        if manifest is None:
+            raise
+        options = manifest["options"]
+        size = None if options["group_size"] == CHANNEL else options["group_size"]
+        group = Group("manifest", [r"re:.*\.experts\.[0-9]+\."], BITS[options["scheme"]], size, "")
+        return Quantization([group], []), str(error), config
+
+
+def _plan(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> Any:
+    """What the source should have become: its copies and side files, and which experts. Scheme and
+    group size are the output's own affair."""
+    options = manifest["options"] if manifest else {}
+    selection = None
+    if options.get("experts"):
+        chosen = set_of_record(options["experts"], MANIFEST)
+        selection = {layer.index: chosen.of(layer.index) for layer in checkpoint.layers}
+    told = Options(group_size=CHANNEL, mtp=options.get("mtp", True), max_shard_size=_NO_LIMIT)
+    return plan_checkpoint(checkpoint, GpuTarget(told, checkpoint), selection)
+
+
+def _numbers(checkpoint: Checkpoint | None, manifest: Mapping[str, Any] | None) -> dict[str, int]:
+    """Where experts lie -> layer, as far as source or manifest tell."""
+    if checkpoint is not None:
+        return {layer.source: layer.index for layer in checkpoint.layers}
+    geometry = (manifest or {}).get("geometry", {})
+    layers = geometry.get("layers", {}) if isinstance(geometry, dict) else {}
+    return {about["source"]: int(index) for index, about in layers.items() if "source" in about}
+
+
+def _number(source: str, numbers: Mapping[str, int]) -> int | None:
+    if source in numbers:
+        return numbers[source]
+    found = _LAYER.search(source)
+    return int(found[2]) if found and found[1] == "layers" else None
+
+
+def _sort(
+    packed: PackedWeights, numbers: Mapping[str, int]
+) -> tuple[dict[str, Module], dict[str, TensorRef]]:
+    """Tensors of packed modules, and all others."""
+    parts: dict[str, dict[str, TensorRef]] = {}
+    others = {}
+    for name, tensor in packed.others.items():
+        found = _PART.fullmatch(name)
+        if found:
+            parts.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            others[name] = tensor
+    modules = {}
+    for name, tensors in parts.items():
+        where = expert_name(name)
+        layer = _number(where.source, numbers) if where else None
+        modules[name] = Module(name, tensors, where, layer)
+    return modules, others
+
+
+def _method(output: Path, manifest: Mapping[str, Any] | None, quantization: Quantization) -> str:
+    """How weights were rounded: by the manifest; another tool's by its recipe, if it has one."""
+    if manifest is not None:
+        return str(manifest["options"]["method"])
+    recipe = output / "recipe.yaml"
+    if not recipe.is_file():
+        return "unknown"
+    with translated("read", recipe):
+        text = recipe.read_text(encoding="utf-8", errors="replace")
+    modifiers = set(re.findall(r"\b(\w+Modifier)\b", text))
+    plain = all(_takes_largest(group.observer) for group in quantization.groups)
+    known = {"GPTQModifier": "gptq", "QuantizationModifier": "rtn"}
+    return known.get(modifiers.pop(), "unknown") if len(modifiers) == 1 and plain else "unknown"
+
+
+def _takes_largest(observer: str) -> bool:
+    """Whether the scale follows from the largest weight."""
+    return observer in ("", "minmax", "memoryless_minmax", "static_minmax")

@@ -1,0 +1,142 @@
+"""What config.json's quantization_config says: which modules are packed, and how.
+
+Read as engines read it, from the published format: a group's targets name modules by their whole
+name, by a regular expression after "re:" that must match from the start, or by class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktconv.errors import CheckpointError
+
+QUANT_METHOD = "compressed-tensors"
+FORMAT = "pack-quantized"
+BITS = (4, 8)
+LINEAR = "Linear"  # the class that targets and ignore lists name
+_HINT = "ktconv verifies W4A16 and W8A16 in the pack-quantized format"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that are quantized alike."""
+
+    name: str
+    targets: Sequence[str]
+    bits: int
+    group_size: int | None  # None: one scale per row
+    observer: str  # "" where it is not told
+
+    @property
+    def max_level(self) -> int:
+        return int(2 ** (self.bits - 1)) - 1
+
+    @property
+    def half_range(self) -> float:
+        """The largest weight of a group in steps: 7.5 or 127.5."""
+        return float(2**self.bits - 1) / 2
+
+    def words(self, cols: int) -> int:
+        """int32 words of a row."""
+        return -(-cols * self.bits // 32)
+
+    def scales(self, cols: int) -> int | None:
+        """Scales of a row; None if the group size does not divide the columns."""
+        if self.group_size is None:
+            return 1
+        return None if cols % self.group_size else cols // self.group_size
+
+    @property
+    def scheme(self) -> str:
+        return f"W{self.bits}A16"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """All groups, and what none of them means."""
+
+    groups: Sequence[Group]
+    ignore: Sequence[str]
+
+    def group_of(self, module: str, linear: bool = True) -> Group | None:
+        """The group whose targets mean `module`; `linear`: whether it is a linear layer."""
+        for group in self.groups:
+            if any(_means(target, module, linear) for target in group.targets):
+                return group
+        return None
+
+    def ignores(self, module: str, linear: bool = True) -> bool:
+        return any(_means(target, module, linear) for target in self.ignore)
+
+
+def _means(target: str, module: str, linear: bool) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module or (linear and target == LINEAR)
+
+
+def told_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The section of config.json; None if it is another method's, or there is none."""
+    section = config.get("quantization_config")
+    if isinstance(section, Mapping) and section.get("quant_method") == QUANT_METHOD:
+        return section
+    return None
+
+
+def read_quantization(section: Mapping[str, Any]) -> Quantization:
+    """Raises CheckpointError for what ktconv cannot verify, or engines cannot read."""
+    groups, ignore = section.get("config_groups"), section.get("ignore") or []
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError("config.json: quantization_config has no config_groups", _HINT)
+    if not _is_texts(ignore):
+        raise CheckpointError("config.json: quantization_config's ignore is no list of names")
+    _check_patterns(ignore)
+    formats = section.get("format")
+    return Quantization([_group(name, about, formats) for name, about in groups.items()], ignore)
+
+
+def _group(name: str, about: Any, outer: Any) -> Group:
+    where = f"config.json: quantization group {name!r}"
+    weights = about.get("weights") if isinstance(about, Mapping) else None
+    targets = about.get("targets") if isinstance(about, Mapping) else None
+    if not isinstance(weights, Mapping) or not _is_texts(targets) or not targets:
+        raise CheckpointError(f"{where} has no targets or no weights", _HINT)
+    _check_patterns(targets)
+    if (about.get("format") or outer) != FORMAT:
+        raise CheckpointError(f"{where} is in the format {about.get('format') or outer}", _HINT)
+    if about.get("input_activations") or about.get("output_activations"):
+        raise CheckpointError(f"{where} quantizes activations", _HINT)
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if bits not in BITS or kind != "int" or weights.get("symmetric", True) is not True:
+        raise CheckpointError(f"{where} is not of symmetric integers of 4 or 8 bits", _HINT)
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise CheckpointError(f"{where} has reordered columns (actorder)", _HINT)
+    observer = weights.get("observer")
+    size = _group_size(weights, where)
+    return Group(name, targets, bits, size, observer if isinstance(observer, str) else "")
+
+
+def _group_size(weights: Mapping[str, Any], where: str) -> int | None:
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy == "channel" or (strategy is None and size == -1):
+        return None
+    if strategy not in ("group", None) or type(size) is not int or size <= 0:
+        raise CheckpointError(f"{where} has strategy {strategy} and group size {size}", _HINT)
+    return size
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _check_patterns(targets: Sequence[str]) -> None:
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointError(
+                f"config.json: {target!r} is no regular expression: {error}"
+            ) from error

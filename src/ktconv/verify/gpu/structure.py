@@ -1,0 +1,248 @@
+"""Level 1 for experts on GPUs: every expert packed once and as config.json says, nothing else
+packed, everything else as the source has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
+from ktconv.checkpoint.config import CONFIG_NAME
+from ktconv.quantize_gpu.classes import class_of
+from ktconv.quantize_gpu.names import module_name
+from ktconv.quantize_gpu.scheme import CHANNEL
+from ktconv.quantize_gpu.target import held_dtype
+from ktconv.verify.findings import Findings
+from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
+from ktconv.verify.gpu.quantization import Group
+from ktconv.verify.gpu.unpack import SCALE_DTYPES
+from ktconv.verify.structure import StructureCheck
+from ktconv.verify.subject import Subject
+from ktconv.writer.finish import MANIFEST
+
+NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no engine packs them
+_SECTIONS = ("quantization_config", "compression_config")
+
+
+def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
+    """Headers, names, shapes, index, manifest, config.json; reads no weight."""
+    assert isinstance(subject, GpuOutput)
+    return GpuStructureCheck(subject, findings).run()
+
+
+class GpuStructureCheck(StructureCheck):
+    """Files, manifest and index are those of any output; tensors are not."""
+
+    def __init__(self, subject: GpuOutput, findings: Findings) -> None:
+        super().__init__(subject, findings)
+        self._output = subject
+
+    def tensors(self) -> int:
+        self._config()
+        planned = dict(self._planned())
+        for name, matrix in planned.items():
+            self._expert(name, matrix)
+        for name, module in self._output.modules.items():
+            if name not in planned:
+                self._stray(module, known=bool(self._output.plan))
+        self._plain_weights()
+        return len(PARTS) * len(planned) + self._copies(planned)
+
+    # ---- config.json ----
+
+    def _config(self) -> None:
+        output = self._output
+        if output.why_not is not None:
+            self._wrong_config(f"{output.why_not}.")
+            return
+        if output.manifest is not None:
+            options = output.manifest["options"]
+            size = None if options["group_size"] == CHANNEL else options["group_size"]
+            for group in output.quantization.groups:
+                if (group.scheme, group.group_size) != (options["scheme"], size):
+                    self._wrong_config(
+                        f"{CONFIG_NAME} says {_words(group)}, but {MANIFEST} says "
+                        f"{options['scheme']} with group size {options['group_size']}."
+                    )
+        if output.checkpoint is not None and _plain(output.config) != _plain(
+            output.checkpoint.config
+        ):
+            self._unlike_source()
+
+    def _unlike_source(self) -> None:
+        """Engines build the model by this file: beside the quantization it is the source's."""
+        assert self._output.checkpoint is not None
+        here, there = _plain(self._output.config), _plain(self._output.checkpoint.config)
+        names = sorted(
+            name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
+        )
+        message = f"{CONFIG_NAME} differs from the source's: {', '.join(names)}"
+        if self._output.ours:
+            self._wrong_config(f"{message}.")
+        else:
+            self._findings.note(message)
+
+    def _wrong_config(self, message: str, **where: Any) -> None:
+        self._fail("config", message, file=CONFIG_NAME, **where)
+
+    # ---- experts ----
+
+    def _planned(self) -> Iterator[tuple[str, ExpertMatrix | None]]:
+        """Modules that should be there: by the source, else the manifest, else by what is there
+        of every expert. The matrix is that of the source."""
+        output = self._output
+        if output.plan is not None:
+            for unit in output.plan.layers:
+                for expert in unit.experts:
+                    assert unit.layer is not None
+                    for proj in PROJECTIONS:
+                        yield (
+                            module_name(unit.layer, expert, proj),
+                            unit.layer.experts[expert][proj],
+                        )
+        elif output.manifest is not None:
+            for name in sorted(self._told()):
+                if name.endswith(f".{PARTS[0]}"):
+                    yield name.removesuffix(f".{PARTS[0]}"), None
+        else:
+            yield from ((name, None) for name, module in output.modules.items() if module.where)
+
+    def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
+        module = self._output.modules.get(name, Module(name, {}, None, None))
+        lacking = [f"{name}.{part}" for part in PARTS if part not in module.parts]
+        for tensor in lacking:
+            self._fail("missing tensor", f"{tensor} is missing.", tensor=tensor, **module.at)
+        for part in sorted(module.parts.keys() - set(PARTS)):
+            self._unexpected_tensor(module.parts[part], module)
+        if not lacking:
+            group = self._group(module)
+            if group is not None:
+                self._shapes(module, group, matrix)
+
+    def _group(self, module: Module) -> Group | None:
+        """The group that config.json gives it; says so if engines would not know that it is
+        packed."""
+        told = self._output.quantization
+        group = told.group_of(module.name)
+        if group is None:
+            self._wrong_config(
+                f"{module.name} is packed, but no target of {CONFIG_NAME} means it.", **module.at
+            )
+        elif told.ignores(module.name):
+            self._wrong_config(
+                f"{module.name} is packed, but the ignore list of {CONFIG_NAME} names it.",
+                **module.at,
+            )
+        return group
+
+    def _shapes(self, module: Module, group: Group, matrix: ExpertMatrix | None) -> None:
+        packed, scale, shape = (module.parts[part] for part in PARTS)
+        rows = matrix.rows if matrix else (packed.shape[0] if packed.shape else 0)
+        # Without a source the number of words tells the columns: groups fill whole words.
+        cols = matrix.cols if matrix else packed.shape[-1] * 32 // group.bits if packed.shape else 0
+        per_row = group.scales(cols)
+        if per_row is None:
+            self._wrong_config(
+                f"{CONFIG_NAME} says group size {group.group_size}, which does not divide the "
+                f"{cols} columns of {module.name}.",
+                **module.at,
+            )
+            return
+        held = (held_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
+        self._as_expected(packed, ("I32",), (rows, group.words(cols)), module)
+        self._as_expected(scale, held, (rows, per_row), module)
+        self._as_expected(shape, ("I64", "I32"), (2,), module)
+
+    def _as_expected(
+        self, tensor: TensorRef, dtypes: tuple[str, ...], shape: tuple[int, ...], module: Module
+    ) -> None:
+        if tensor.dtype in dtypes and tensor.shape == shape:
+            return
+        self._fail(
+            "wrong shape",
+            f"{tensor.name} in {tensor.file.name} is {tensor.dtype} {list(tensor.shape)}, not "
+            f"{' or '.join(dtypes)} {list(shape)}.",
+            file=tensor.file.name,
+            tensor=tensor.name,
+            **module.at,
+        )
+
+    def _stray(self, module: Module, known: bool) -> None:
+        """A packed module that is none of the experts that should be."""
+        if module.where is None:
+            for tensor in module.parts.values():
+                self._fail(
+                    "packed module",
+                    f"{tensor.name} in {tensor.file.name} is packed, but it is no routed expert.",
+                    file=tensor.file.name,
+                    tensor=tensor.name,
+                )
+        elif known or self._output.manifest is not None:
+            for tensor in module.parts.values():
+                self._unexpected_tensor(tensor, module)
+
+    def _unexpected_tensor(self, tensor: TensorRef, module: Module | None = None) -> None:
+        self._fail(
+            "unexpected tensor",
+            f"{tensor.name} in {tensor.file.name} should not be there.",
+            file=tensor.file.name,
+            tensor=tensor.name,
+            **(module.at if module else {}),
+        )
+
+    # ---- everything else ----
+
+    def _plain_weights(self) -> None:
+        """Weights that are not packed, though an engine would expect them to be."""
+        told = self._output.quantization
+        for name, tensor in self._output.others.items():
+            if not name.endswith(".weight") or len(tensor.shape) != 2:
+                continue
+            module = name.removesuffix(".weight")
+            linear = class_of(name) not in NOT_LINEAR
+            if told.group_of(module, linear) is not None and not told.ignores(module, linear):
+                self._wrong_config(
+                    f"{CONFIG_NAME} says that {module} is packed, but it is {tensor.dtype}.",
+                    tensor=name,
+                )
+
+    def _copies(self, experts: Mapping[str, Any]) -> int:
+        """Copies against the plan, everything against the manifest; how many copies there are."""
+        output, told = self._output, self._told()
+        expected = {f"{name}.{part}" for name in experts for part in PARTS}
+        if output.plan is None:
+            if output.manifest is None:
+                return len(output.others)
+            copies = told - expected
+            self._missing(sorted(copies - self._found()))
+            for name, tensor in output.others.items():
+                if name not in copies:
+                    self._unexpected_tensor(tensor)
+            return len(copies)
+        copies = set()
+        for unit in output.plan.others:
+            for planned in unit.tensors():
+                copies.add(planned.name)
+                if not self._check_tensor(planned):
+                    self._missing([planned.name])
+        for name, ref in output.others.items():
+            if name not in copies:
+                self._unexpected_tensor(ref)
+        self._missing(sorted(told - expected - copies - self._found()))
+        if output.manifest is not None:
+            self._unlisted(self._found() - told)
+        return len(copies)
+
+
+def _words(group: Group) -> str:
+    size = CHANNEL if group.group_size is None else group.group_size
+    return f"{group.scheme} with group size {size}"
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what tells of quantization, at any depth."""
+    return {
+        key: _plain(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _SECTIONS
+    }

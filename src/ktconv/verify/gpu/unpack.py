@@ -1,0 +1,63 @@
+"""The pack-quantized format as numbers, by its published layout and none of its code.
+
+A row of levels lies in int32 words, little-endian, 32 / bits levels each, the first column in the
+lowest bits; level q is stored as q + 2^(bits - 1). The value of a weight is its level times the
+scale of its group, or of its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.formats.decode import bf16_to_f32, f16_to_f32
+
+U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+F32 = NDArray[np.float32]
+
+SCALE_DTYPES = ("BF16", "F16", "F32")
+
+
+def levels(packed: U8, rows: int, cols: int, bits: int) -> I8:
+    """Levels [rows, cols] from the bytes of weight_packed, rows one after the other.
+
+    Raises ValueError if there are not as many bytes as that takes.
+    """
+    words = -(-cols * bits // 32)
+    if packed.size != rows * words * 4:
+        raise ValueError(f"{packed.size} bytes are not {rows} rows of {words} words")
+    data = packed.reshape(rows, words * 4)
+    if bits == 8:
+        found: I8 = (data[:, :cols] ^ np.uint8(128)).view(
+            np.int8
+        )  # q + 128 with its top bit turned
+        return found
+    stored = np.empty((rows, words * 8), np.uint8)
+    np.bitwise_and(data, 15, out=stored[:, 0::2])
+    np.right_shift(data, 4, out=stored[:, 1::2])
+    found = stored[:, :cols].view(np.int8)
+    found -= np.int8(8)
+    return found
+
+
+def scales(data: U8, dtype: str, rows: int) -> F32:
+    """Scales [rows, groups] from the bytes of weight_scale. ValueError for another dtype."""
+    if dtype == "BF16":
+        return bf16_to_f32(data.view(np.uint16)).reshape(rows, -1)
+    if dtype == "F16":
+        return f16_to_f32(data.view(np.uint16)).reshape(rows, -1)
+    if dtype == "F32":
+        return data.view(np.float32).reshape(rows, -1)
+    raise ValueError(f"scales of {dtype}")
+
+
+def values(level: I8, scale: F32) -> F32:
+    """What levels [rows, cols] with scales [rows, groups] stand for, in float32, exactly: a
+    product of 8 bits and a scale of at most 16 has no more than 24."""
+    found: F32 = level.astype(np.float32)
+    grouped: NDArray[Any] = found.reshape(*scale.shape, -1)
+    grouped *= scale[:, :, None]
+    return found
