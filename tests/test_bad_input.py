@@ -506,6 +506,19 @@ def test_source_that_changes_while_it_is_read(model: Path) -> None:
         edit(checkpoint.files[0])
 
 
+def test_source_that_shrinks_while_it_is_read(model: Path) -> None:
+    """The read fails, but the reason is told."""
+    checkpoint = open_checkpoint(model)
+    reader = SourceReader(checkpoint.files, checkpoint.sources)
+    tensor = checkpoint.layers[0].experts[0]["gate"].tensor
+    with (
+        pytest.raises(CheckpointError, match="changed during the conversion"),
+        reader.open(tensor.file) as fd,
+    ):
+        os.truncate(tensor.file, 0)
+        reader.read(fd, tensor, memoryview(bytearray(16)), 0)
+
+
 class Shown(SilentObserver):
     """An observer as the command line uses it."""
 

@@ -47,8 +47,10 @@ class SourceReader:
             raise io_error("read", path, error) from error
         try:
             self._refuse_changed(fd, path)
-            yield fd
-            self._refuse_changed(fd, path)
+            try:
+                yield fd
+            finally:  # also where reading failed: that can be the change's doing
+                self._refuse_changed(fd, path)
         finally:
             os.close(fd)
 
