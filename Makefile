@@ -1,5 +1,5 @@
 # make demo    set up, convert the example checkpoint, show the result
-# make test    set up, run all tests
+# make test    set up, run all tests (in two processes; plain `pytest` uses one)
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
@@ -26,7 +26,7 @@ demo: $(VENV)/.core
 	$(BIN)/python docs/example/compare.py docs/example/tiny-moe build/demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 asan: build/asan/check build/asan/moe_check
 	build/asan/check

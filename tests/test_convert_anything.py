@@ -213,7 +213,7 @@ def test_anything(case: dict[str, Any]) -> None:
         limit = options.get("max_shard_size", 0)
         assert_output(root / "out", matrices, others, **limits, max_shard_size=limit)
         check_elements_aligned(root / "out")
-        convert(model, root / "again", **options, threads=1, max_memory=2 << 30)
+        convert(model, root / "again", **options, threads=1, max_memory=64 << 30)
         assert_same(all_files(root / "out"), all_files(root / "again"))
         manifest = json.loads((root / "out" / "ktconv.json").read_text())
         assert len(manifest["units"]) >= case["layers"]
