@@ -8,7 +8,7 @@ us and put into the source model, whose other experts stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,7 +72,8 @@ def check_model(
     """
     assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
     try:
-        return _check(subject, request, findings, say)
+        with nullcontext() if _is_partial(subject) else _quiet():
+            return _check(subject, request, findings, say)
     except (KtconvError, MemoryError):
         raise
     except Exception as error:  # whatever a model's own code raises
@@ -104,7 +105,7 @@ def _check(
         )
     else:
         say("loading the converted model")
-        both, own = _Pair(model, _load_converted(output)), 0
+        both, own = _Pair(model, load_model(output.directory)[0]), 0
     say(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
     found = perplexity_and_divergence(both, both, runs)
     say(f"writing {NEW_TOKENS} tokens with both")
@@ -115,7 +116,7 @@ def _check(
         "text": name,
         "windows": len(runs),
         "experts_of_source": own,
-        "loaded_by": "ktconv" if own else "transformers",
+        "loaded_by": "ktconv" if _is_partial(output) else "transformers",
         "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
         "thresholds": limits,
         "generation": {"prompt": prompt, "source": source, "converted": converted},
@@ -142,21 +143,10 @@ def _is_partial(output: GpuOutput) -> bool:
     )
 
 
-def _load_converted(output: GpuOutput) -> Any:
-    """Through transformers and compressed-tensors, with weights unpacked.
-
-    CheckpointError where an expert's weights would be made up.
-    """
-    from ktconv.model import load_model
-
-    with _quiet():
-        model, _ = load_model(output.directory)
-    return model
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without compressed-tensors' bars, and its warnings of names that only engines know."""
+    """Without compressed-tensors' bars, which it draws when a model is first called, too, and its
+    warnings of names that only engines know."""
     from transformers.utils import logging as untyped
 
     from ktconv.quantize_gpu.libraries import replaced

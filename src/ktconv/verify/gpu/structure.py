@@ -39,6 +39,11 @@ class GpuStructureCheck(StructureCheck):
 
     def tensors(self) -> int:
         self._config()
+        if self._output.method == "unknown":
+            self._findings.note(
+                "nothing tells how these weights were rounded, so that only errors of whole "
+                "matrices are judged, not every element"
+            )
         planned = dict(self._planned())
         for name, matrix in planned.items():
             self._expert(name, matrix)
