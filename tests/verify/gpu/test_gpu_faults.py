@@ -369,6 +369,40 @@ def test_fp8_and_fused_sources(name: str, tmp_path: Path) -> None:
         found(check(tmp_path / "out", tmp_path / "model"), "structure", "copied tensor")
 
 
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_other_dtypes_tiny_and_zero_weights(
+    dtype: str, scheme: str, group_size: int, tmp_path: Path
+) -> None:
+    """Scales of half precision that are denormal or replaced by eps; one scale per row."""
+    from families import Raw, numbered, random_weights, simple_config, write_checkpoint
+    from gpu import quantize
+
+    def encode(matrix: Any) -> Raw:
+        kind = {"F16": np.float16, "F32": np.float32}[dtype]
+        return Raw(dtype, matrix.shape, matrix.astype(kind).tobytes())
+
+    pytest.importorskip("llmcompressor")
+    weights = random_weights(128, 128, 1, seed=2)
+    weights.gate[0, 0] *= 1e-4
+    weights.gate[0, 1] = 0
+    weights.up[0] *= 1e-6
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 1}
+    config = simple_config(num_hidden_layers=1, **sizes)
+    tensors = numbered("model.layers.0.mlp.experts", weights, encode=encode)
+    write_checkpoint(tmp_path / "model", tensors, config)
+    quantize(tmp_path / "model", tmp_path / "out", scheme=scheme, group_size=group_size)
+    result = check(tmp_path / "out", tmp_path / "model")
+    assert result.passed, result.failures
+    about = result.facts["weights"]
+    assert 0.4 < about["max_error_steps"] <= about["bound_steps"]
+    name = "model.layers.0.mlp.experts.0.up_proj.weight_packed"
+    change(tmp_path / "out", name, lambda data: data.__setitem__(40, data[40] ^ 1))
+    (tmp_path / "out" / "ktconv.json").unlink()
+    assert of(found(check(tmp_path / "out", tmp_path / "model"), "weights", "element"), tensor=name)
+
+
 def test_some_experts_only(model: Path, tmp_path: Path) -> None:
     """What --experts left out is not missed; what it named is."""
     from gpu import quantize

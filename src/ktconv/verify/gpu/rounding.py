@@ -46,6 +46,9 @@ MOST_RELATIVE_ERROR = 0.5
 MOST_RMS_STEPS = 2.0
 UNIT = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24}  # what rounding adds, relative
 
+# Scales below are rounded more coarsely: their levels are computed again, but have no bound.
+SMALLEST_NORMAL = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -99,7 +102,9 @@ class MatrixProof:
         steps /= scale[:, :, None]
         steps[~sound] = 0
         flat = steps.reshape(source.shape)
-        self.sums.max_steps = max(self.sums.max_steps, float(flat.max(initial=0)))
+        normal = scale >= SMALLEST_NORMAL[self.dtype]
+        largest = float(steps.max(axis=2)[normal].max(initial=0))
+        self.sums.max_steps = max(self.sums.max_steps, largest)
         self.squared_steps += _squares(flat)
         if not np.isfinite(source).all():
             self._name_source(source, first)
