@@ -1,4 +1,4 @@
-# make demo    set up, convert the example checkpoint, show the result
+# make demo    set up, convert the example checkpoint, prove the result
 # make test    set up, run all tests (in two processes; plain `pytest` uses one)
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
@@ -23,7 +23,7 @@ demo: $(VENV)/.core
 	rm -rf build/demo
 	$(BIN)/ktconv quantize-cpu docs/example/tiny-moe build/demo --method int4 --numa 2
 	$(BIN)/ktconv inspect build/demo
-	$(BIN)/python docs/example/compare.py docs/example/tiny-moe build/demo
+	$(BIN)/ktconv verify build/demo --source docs/example/tiny-moe
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
