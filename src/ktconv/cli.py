@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ktconv import __version__
-from ktconv.errors import KtconvError
+from ktconv.errors import KtconvError, UsageError
 from ktconv.units import format_ranges, format_size, parse_ranges, parse_size
 
 if TYPE_CHECKING:
@@ -214,6 +214,7 @@ def quantize_cpu_command(
 
 @app.command("quantize-gpu")
 def quantize_gpu_command(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
     ],
@@ -301,6 +302,7 @@ def quantize_gpu_command(
         from ktconv.quantize_gpu.target import Options
 
         calibrated = method is GpuMethod.gptq
+        _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, _given(context))
         calibration = Calibration(dataset, split, samples, max_seq_len, seed) if dataset else None
         options = Options(
             method=method.value,
@@ -329,7 +331,8 @@ def quantize_gpu_command(
         )
         outlook = prepare(request)
         if dry_run:
-            _print_result(as_json, gpu_facts(outlook), lambda: _print_gpu_outlook(outlook))
+            facts = outlook_facts(outlook) | gpu_facts(outlook)
+            _print_result(as_json, facts, lambda: _print_gpu_outlook(outlook))
             return
         for line in class_lines(outlook.classes):
             _say(line)
@@ -339,9 +342,28 @@ def quantize_gpu_command(
         ):
             observer = _observer(outlook)
             with observer:
-                report = quantize_gpu(request, observer, outlook)
-        facts = report_facts(report) | gpu_facts(outlook, report)
+                report = quantize_gpu(request, observer, outlook, _say)
+        facts = report_facts(report) | gpu_facts(outlook)
         _print_result(as_json, facts, lambda: _print_gpu_report(report))
+
+
+_OPTIONS_OF = {
+    GpuMethod.rtn: {"--max-memory"},
+    GpuMethod.gptq: {
+        "--dataset", "--split", "--samples", "--max-seq-len", "--dampening", "--seed",
+        "--self-test", "--max-gpu-memory", "--max-cpu-memory",
+    },
+}  # fmt: skip
+
+
+def _refuse_options_of(other: GpuMethod, given: frozenset[str]) -> None:
+    """Who gives an option of another method means that one."""
+    if wrong := sorted(given & _OPTIONS_OF[other]):
+        limit = "; --max-cpu-memory is the limit of gptq" if other is GpuMethod.rtn else ""
+        raise UsageError(
+            f"{wrong[0]} belongs to --method {other.value}",
+            f"add --method {other.value}, or leave it out{limit}",
+        )
 
 
 def _limit(text: str, option: str) -> int | None:
@@ -856,6 +878,7 @@ def report_facts(report: Report) -> dict[str, Any]:
         "mean_relative_rms_error": report.mean_error,
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        **report.more,
     }
 
 
@@ -928,16 +951,9 @@ def _print_report(report: Report) -> None:
         print(f"Another ktconv is at work in {output}; it completes it, else --finalize does.")
 
 
-def gpu_facts(outlook: gpu.Outlook, report: Report | None = None) -> dict[str, Any]:
+def gpu_facts(outlook: gpu.Outlook) -> dict[str, Any]:
     """What the JSON of quantize-gpu says beside that of any conversion."""
-    facts = {} if report else outlook_facts(outlook)
-    facts["classes"] = [asdict(count) for count in outlook.classes]
-    if report and report.complete and outlook.plan.options.method == "gptq":
-        from ktconv.quantize_gpu.calibrated import coverage_of
-
-        coverage = coverage_of(outlook.request.output)
-        facts["coverage"] = {str(layer): seen.record() for layer, seen in coverage.items()}
-    return facts
+    return {"classes": [asdict(count) for count in outlook.classes]}
 
 
 def _print_gpu_outlook(outlook: gpu.Outlook) -> None:
@@ -948,11 +964,11 @@ def _print_gpu_outlook(outlook: gpu.Outlook) -> None:
 
 
 def _print_gpu_report(report: Report) -> None:
-    if report.complete and report.outlook.plan.options.method == "gptq":
-        from ktconv.quantize_gpu.calibrated import coverage_of
-        from ktconv.quantize_gpu.coverage import coverage_lines
+    if coverage := report.more.get("coverage"):
+        from ktconv.quantize_gpu.coverage import LayerCoverage, coverage_lines
 
-        print("\n".join(coverage_lines(coverage_of(report.outlook.request.output))))
+        seen = {int(layer): LayerCoverage.of_record(told) for layer, told in coverage.items()}
+        print("\n".join(coverage_lines(seen)))
     _print_report(report)
 
 

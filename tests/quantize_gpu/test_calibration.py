@@ -121,6 +121,8 @@ def test_names_go_to_datasets(tmp_path: Path) -> None:
         ("a.jsonl", b'{"messages": [{"role": "u", "content": "x"}]}\n', "no chat template"),
         ("a.txt", b"", "holds no text"),
         ("a.txt", b"x", "holds no text"),
+        ("a.txt", b" \n\n ", "holds no text"),
+        ("a.jsonl", b'{"text": " \\n "}\n', "holds no text"),
         ("a.txt", b"\xff\xfe\x00", "is not UTF-8"),
     ],
 )
@@ -143,12 +145,17 @@ def test_messages_that_the_template_cannot_render_are_named(tmp_path: Path) -> N
     [
         (Calibration("no/such.txt"), "does not exist"),
         (Calibration("no/such.jsonl"), "does not exist"),
+        (Calibration("folder.txt"), "is a directory"),
         (Calibration(__file__), "is neither .jsonl nor .txt"),
         (Calibration("a.txt", samples=0), "--samples 0"),
         (Calibration("a.txt", max_seq_len=1), "--max-seq-len 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: Calibration, message: str) -> None:
+def test_settings_that_cannot_be_are_refused(
+    settings: Calibration, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.txt").mkdir()
     with pytest.raises(UsageError, match=message):
         read_samples(settings, Letters())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -360,7 +361,6 @@ def test_the_self_test_runs_before_the_first_layer(
     quantized: Mapping[str, Any],
 ) -> None:  # fmt: skip
     from ktconv.quantize_gpu import selftest
-    from ktconv.quantize_gpu.calibrated import Gptq
 
     asked = request(small, tmp_path / "output", text, samples=4, self_test=True)
     with monkeypatch.context() as changed:
@@ -368,9 +368,13 @@ def test_the_self_test_runs_before_the_first_layer(
         with pytest.raises(VerificationError, match=r"self-test failed.*layer 0"):
             quantize_gpu(asked)
     assert not (tmp_path / "output").exists()
-    run = Gptq(prepare(asked), Silent())
-    run.run()
-    assert run.tested is not None and 0 < run.tested.gptq_error < run.tested.rtn_error < 0.2
+    said: list[str] = []
+    report = quantize_gpu(asked, Silent(), say=said.append)
+    tested = report.more["self_test"]
+    assert 0 < tested["gptq_error"] < tested["rtn_error"] < 0.2
+    assert f"layer 0 are {tested['gptq_error']:.4f} off with GPTQ" in said[1]
+    assert said[0] == "calibrating on 4 samples, 512 tokens"
+    assert report.more["coverage"]["0"]["tokens"] == 512
     assert tensors(tmp_path / "output") == quantized
     assert not (tmp_path / "output/.ktconv").exists()
 
@@ -379,10 +383,11 @@ class Silent:
     """Adds up what it is told."""
 
     def __init__(self) -> None:
-        self.done, self.keys = 0, set[str]()
+        self.done, self.keys = 0, list[str]()
 
     def begin(self, keys: list[str]) -> None:
-        self.keys |= set(keys)
+        assert not self.keys, "a second beginning would make the bar jump back"
+        self.keys = keys
 
     def advanced(self, source_bytes: int) -> None:
         self.done += source_bytes
@@ -398,7 +403,7 @@ def test_progress_adds_up(small: Path, text: Path, tmp_path: Path) -> None:
     observer = Silent()
     asked = request(small, tmp_path / "output", text, samples=4)
     report = quantize_gpu(asked, observer)
-    assert observer.keys == set(report.converted)
+    assert set(observer.keys) == set(report.converted)
     assert observer.done == report.source_bytes
 
 
@@ -463,6 +468,31 @@ def test_a_model_without_tokenizer(small: Path, text: Path, tmp_path: Path) -> N
     model = tmp_path / "model"
     shutil.copytree(small, model, ignore=shutil.ignore_patterns("tokenizer*"))
     assert "holds no tokenizer" in str(fails(model, tmp_path / "output", text))
+
+
+def test_a_tokenizer_of_another_model(small: Path, text: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: number + 50 for word, number in vocabulary.items()}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    error = fails(model, tmp_path / "output", text)
+    assert isinstance(error, CheckpointError)
+    assert re.search(r"makes token 20[0-9]{2}, but the model knows 2048", str(error))
+
+
+def test_what_the_library_raises_is_one_sentence(
+    small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktconv.quantize_gpu import gptq
+
+    def broken(**_: Any) -> None:
+        raise ValueError("cannot trace this\nat line 7")
+
+    monkeypatch.setattr(gptq, "oneshot", broken)
+    with pytest.raises(CheckpointError, match="cannot calibrate this model: cannot trace this$"):
+        quantize(small, tmp_path / "output", text, samples=4)
 
 
 def test_a_model_with_a_missing_tensor(small: Path, text: Path, tmp_path: Path) -> None:

@@ -191,6 +191,10 @@ def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any)
         (("--layers=99",), f"the last MoE layer is {LAYERS - 1}"),
         (("--max-shard-size=1kB",), "too small for tensor"),
         (("--device=nothing",), "--device nothing cannot be used"),
+        (("--device=meta",), "--device meta cannot be used"),
+        (("--dataset=x.txt",), "--dataset belongs to --method gptq"),
+        (("--no-self-test",), "--self-test belongs to --method gptq"),
+        (("--method=gptq", "--max-memory=8GB"), "--max-memory belongs to --method rtn"),
         (("--experts=nowhere.json",), "there is no file nowhere.json"),
     ],
 )

@@ -12,7 +12,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias
 
@@ -98,6 +98,7 @@ class Report:
     source_bytes: int  # read by this run
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
     mean_error: float | None = None
+    more: Record = field(default_factory=dict)  # what only this kind of conversion tells
 
 
 class SilentObserver:
@@ -197,6 +198,10 @@ class Conversion(ABC, Generic[O]):
     def origin(self) -> Record:
         """What the bytes come from beside the source, for run.json and manifest; a run into
         an output with another one is refused."""
+        return {}
+
+    def more(self) -> Record:
+        """What the report tells beside what all conversions do; JSON-ready."""
         return {}
 
     def made_file(self, name: str) -> bytes:
@@ -432,4 +437,5 @@ class Conversion(ABC, Generic[O]):
             source_bytes=sum(unit.source_bytes for unit in pending),
             worst=errors.worst,
             mean_error=errors.total / errors.count if errors.count else None,
+            more=self.more() if complete else {},
         )

@@ -8,7 +8,7 @@ the same as without the interruption.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from ktconv.copying import Buffers
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.pipeline import Observer
 from ktconv.quantize_gpu.calibration import Samples, check_settings, load_tokenizer, read_samples
+from ktconv.quantize_gpu.classes import class_of
 from ktconv.quantize_gpu.coverage import LayerCoverage
 from ktconv.quantize_gpu.decode import U16, decoded_rows
 from ktconv.quantize_gpu.memory import Need, Placement, estimate, place
@@ -110,19 +111,40 @@ class _Progress:
         self.observer.advanced(round(size * self.done[layer]) - round(size * before))
 
 
+class _OneBegin:
+    """The observer of a run in two parts: the second does not begin anew."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer, self._begun = observer, False
+        self.advanced = observer.advanced
+        self.unit_started, self.unit_finished = observer.unit_started, observer.unit_finished
+
+    def begin(self, keys: list[str]) -> None:
+        if not self._begun:
+            self._begun = True
+            self._observer.begin(keys)
+
+
 class Gptq(Rtn):
     """One calibrated run. Layers that transformers does not build go the way of `Rtn`."""
 
     _placement: Placement
 
-    def __init__(self, outlook: Outlook[Options], observer: Observer) -> None:
-        super().__init__(outlook, observer)
+    def __init__(
+        self,
+        outlook: Outlook[Options],
+        observer: Observer,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        super().__init__(outlook, _OneBegin(observer))
+        self._say = say
         assert isinstance(self.request, Request)
         assert self.plan.options.calibration is not None
         self.settings = self.plan.options.calibration
         self.device = device_of(self.request.device)
         tokenizer = load_tokenizer(self.plan.checkpoint.path)
         self.samples: Samples = read_samples(self.settings, tokenizer)
+        self._check_vocabulary()
         self.tested: SelfTest | None = None
         self._coverage: dict[int, LayerCoverage] = {}
         self._calibrated = {
@@ -156,19 +178,45 @@ class Gptq(Rtn):
         used = {name: version(name) for name in _LIBRARIES}
         return {"calibration": {**self.samples.facts, "libraries": used}}
 
+    def more(self) -> Record:
+        """What experts saw, of all layers, and the self-test of this run."""
+        coverage = coverage_of(self.output)
+        return {
+            "self_test": self.tested.record() if self.tested else None,
+            "coverage": {str(layer): seen.record() for layer, seen in coverage.items()},
+        }
+
     # ---- converting ----
 
     def convert(self, pending: Sequence[Unit]) -> None:
         mine = [unit for unit in pending if _is_calibrated(unit)]
         if mine:
             self._placement = self._place()
+            self._say_samples()
         if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
             self._rehearse(mine[0])
+        self.observer.begin([unit.key for unit in pending])
         if others := [unit for unit in pending if unit not in mine]:
             super().convert(others)
         if mine:
-            self.observer.begin([unit.key for unit in pending])
             self._calibrate(mine)
+
+    def _check_vocabulary(self) -> None:
+        """A tokenizer of another model has tokens that this one does not know."""
+        tensors = self.plan.checkpoint.other_tensors
+        rows = [tensor.shape[0] for tensor in tensors if class_of(tensor.name) == "embeddings"]
+        size, largest = max(rows, default=None), max(map(max, self.samples.ids))
+        if size is not None and largest >= size:
+            raise CheckpointError(
+                f"the tokenizer of {self.plan.checkpoint.path} makes token {largest}, but the "
+                f"model knows {size}",
+                "copy tokenizer.json and tokenizer_config.json of this model beside its weights",
+            )
+
+    def _say_samples(self) -> None:
+        count, wanted = len(self.samples.ids), self.settings.samples
+        fewer = f" (there are no more: --samples is {wanted})" if count < wanted else ""
+        self._say(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
 
     def _rehearse(self, unit: Unit) -> None:
         """Before the first layer: a mistake must show now, not after hours."""
@@ -182,6 +230,7 @@ class Gptq(Rtn):
                 self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
                 self._weights(), self._dampening(), self._scratch("self-test"), self.device,
             )  # fmt: skip
+            self._say(self.tested.words())
 
     def _calibrate(self, pending: Sequence[Unit]) -> None:
         from ktconv.quantize_gpu.calibration_model import (
@@ -194,6 +243,7 @@ class Gptq(Rtn):
         checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
         use_threads(self.outlook.threads)
         self.observer.unit_started("loading")
+        self._say("loading the model")
         try:
             cpu_weights = self._placement.cpu_weights
             model = load_linear_model(

@@ -76,7 +76,8 @@ def check_settings(settings: Calibration) -> None:
     hint = "give a .jsonl or .txt file, or the name of a dataset"
     there = Path(settings.dataset).is_file()
     if is_file(settings.dataset) and not there:
-        raise UsageError(f"--dataset {settings.dataset} does not exist", hint)
+        what = "is a directory" if Path(settings.dataset).is_dir() else "does not exist"
+        raise UsageError(f"--dataset {settings.dataset} {what}", hint)
     if there and not is_file(settings.dataset):
         raise UsageError(f"--dataset {settings.dataset} is neither .jsonl nor .txt", hint)
 
@@ -121,6 +122,8 @@ def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], 
     one window is one sample; else what is left at its end is not used."""
     data = _read(settings.dataset)
     text = _decoded(data, settings.dataset)
+    if not text.strip():
+        return [], {}
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     length = min(settings.max_seq_len, len(tokens))
     if length < 2:
@@ -245,6 +248,8 @@ def _tokens(record: Any, where: str, tokenizer: Any) -> list[int]:
         special = False  # the template writes them itself
     elif isinstance(record, dict) and isinstance(record.get("text"), str):
         text, special = record["text"], True
+        if not text.strip():
+            return []
     else:
         raise UsageError(f"{where} has neither text nor messages", _RECORDS)
     try:

@@ -42,6 +42,7 @@ from ktconv.quantize_gpu.memory import ROUNDING_BYTES
 
 # Of the time that a layer takes; it only steadies the ETA.
 _CALIBRATING, _ROUNDING, _PROPAGATING = 0.4, 0.4, 0.2
+_OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def quantize_layers(
     modifier._run = run
     batches = [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids]
     on_device = replaced(sequential, "get_main_device", lambda: torch.device(device))
-    with quiet(), causal_attention(), on_device, _resources_translated():
+    with quiet(), causal_attention(), on_device, _errors_translated():
         oneshot(
             model=model,
             processor=_NoProcessor(),
@@ -299,11 +300,18 @@ class ExpertGPTQ(GPTQModifier):  # type: ignore[misc]
 
 
 @contextmanager
-def _resources_translated() -> Iterator[None]:
+def _errors_translated() -> Iterator[None]:
+    """What libraries and the model's own code raise. Errors of ours pass through."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ResourceError(
             "memory ended while calibrating",
             "use fewer --samples or a smaller --max-seq-len; layers that are done are kept",
+        ) from error
+    except _OF_LIBRARIES as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"llm-compressor cannot calibrate this model: {first}",
+            "--method rtn works on the checkpoint itself; layers that are done are kept",
         ) from error

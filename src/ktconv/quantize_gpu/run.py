@@ -8,7 +8,7 @@ memory and disk; convert layer by layer; write config, index and manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -104,15 +104,18 @@ def prepare(request: Request) -> Outlook:
 
 
 def quantize_gpu(
-    request: Request, observer: Observer | None = None, outlook: Outlook | None = None
+    request: Request,
+    observer: Observer | None = None,
+    outlook: Outlook | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Quantize; see `Request`. Raises KtconvError, or KeyboardInterrupt
-    with all state kept."""
+    """Quantize; see `Request`. `say` is told what happens around the layers. Raises KtconvError,
+    or KeyboardInterrupt with all state kept."""
     outlook = outlook or prepare(request)
     if request.options.method == "gptq":
         from ktconv.quantize_gpu.calibrated import Gptq
 
-        return Gptq(outlook, observer or SilentObserver()).run()
+        return Gptq(outlook, observer or SilentObserver(), say).run()
     return Rtn(outlook, observer or SilentObserver()).run()
 
 
@@ -157,17 +160,23 @@ def buffer_sizes(plan: Plan[Options]) -> BufferSizes:
 
 
 def device_of(name: str) -> str:
-    """The device that `--device` means. UsageError for one that is not there."""
+    """The device that `--device` means. UsageError for one that PyTorch does not see here."""
     import torch
 
+    found = torch.accelerator.current_accelerator(check_available=True)
+    there = ["cpu"]
+    if found is not None:
+        there += [
+            found.type,
+            *(f"{found.type}:{n}" for n in range(torch.accelerator.device_count())),
+        ]
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found.type if found else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {name} cannot be used: {reason}", "use --device cpu") from error
+        return there[1] if found else "cpu"
+    if name not in there:
+        raise UsageError(
+            f"--device {name} cannot be used: PyTorch sees {', '.join(there)} here",
+            "use one of these, or install the PyTorch that is made for your GPU",
+        )
     return name
 
 

@@ -56,6 +56,13 @@ class SelfTest:
     rtn_error: float
     seconds: float
 
+    def words(self) -> str:
+        """In a line."""
+        return (
+            f"self-test: the experts of layer {self.layer} are {self.gptq_error:.4f} off with "
+            f"GPTQ, {self.rtn_error:.4f} rounded to nearest ({self.seconds:.1f} s)"
+        )
+
     def record(self) -> dict[str, Any]:
         return {
             "layer": self.layer,
