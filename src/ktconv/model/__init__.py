@@ -88,6 +88,6 @@ def __getattr__(name: str) -> Any:
         if missing not in ("torch", "transformers"):
             raise
         raise UsageError(
-            f"ktconv.model.{name} needs {missing}, which is not installed",
+            f"running the model itself needs {missing}, which is not installed",
             "install it with: pip install 'ktconv[model]'",
         ) from None
