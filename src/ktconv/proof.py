@@ -51,7 +51,8 @@ class Sums:
         both_zero = 1.0 if source == value == 0 else 0.0
         return {
             "relative_rms_error": math.sqrt(self.squared_error / source) if source else 0.0,
-            "cosine": min(1.0, product / length) if length else both_zero,
+            # In this order a NaN stays one.
+            "cosine": min(product / length, 1.0) if length else both_zero,
             "max_error_steps": self.max_steps,
             "zero_share": self.zeros / self.elements if self.elements else 0.0,
         }

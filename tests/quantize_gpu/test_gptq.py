@@ -491,7 +491,7 @@ def test_what_the_library_raises_is_one_sentence(
         raise ValueError("cannot trace this\nat line 7")
 
     monkeypatch.setattr(gptq, "oneshot", broken)
-    with pytest.raises(CheckpointError, match="cannot calibrate this model: cannot trace this$"):
+    with pytest.raises(CheckpointError, match=r"cannot calibrate this model: cannot trace this$"):
         quantize(small, tmp_path / "output", text, samples=4)
 
 

@@ -58,12 +58,15 @@ class Subject:
 def open_subject(output: Path, source: str | None) -> Subject:
     """Raises UsageError if there is nothing to verify, CheckpointError for an unusable source."""
     if not output.is_dir():
-        raise UsageError(f"{output} is no directory", "give an OUTPUT of ktconv quantize-cpu")
+        raise UsageError(
+            f"{output} is no directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
+        )
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(
-            f"{output} holds no packed experts", "give an OUTPUT of ktconv quantize-cpu"
+            f"{output} holds no packed experts",
+            "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
         )
     checkpoint = open_checkpoint(source) if source else None
     told = _options_of(manifest) if manifest else None

@@ -290,6 +290,40 @@ def test_a_config_of_another_model(model: Path, copied: Copy) -> None:
     assert "rope_theta" in failures[0]["message"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 9},
+        {"num_experts": 4},
+        {"hidden_size": 512},
+        {"moe_intermediate_size": 128},
+    ],
+)
+def test_sizes_of_another_model(changes: dict[str, int], model: Path, copied: Copy) -> None:
+    """Other tools change what they like in config.json, but not these."""
+    output = forget_manifest(copied())
+    edit_config(output, lambda c: c.update(changes))
+    assert found(check(output, model), "structure", "config")
+    if changes != {"num_hidden_layers": 9}:  # which layers have experts is not told there
+        assert found(check(output), "structure", "dimensions")
+
+
+def test_tensors_tell_what_it_is(copied: Copy) -> None:
+    output = forget_manifest(copied())
+    edit_config(output, lambda c: c.pop("quantization_config"))
+    with pytest.raises(CheckpointError, match=r"has no quantization_config of compressed-tensors"):
+        check(output)
+
+
+@pytest.mark.parametrize("geometry", [5, {}, {"layers": 5}, {"layers": {"1": 5, "x": {}}}])
+def test_a_manifest_with_odd_geometry(geometry: Any, model: Path, copied: Copy) -> None:
+    output = copied()
+    manifest = json.loads((output / "ktconv.json").read_text())
+    (output / "ktconv.json").write_text(json.dumps(manifest | {"geometry": geometry}))
+    check(output)
+    check(output, model)
+
+
 def test_a_dense_tensor_that_changed(model: Path, copied: Copy) -> None:
     output = copied()
 

@@ -120,16 +120,20 @@ class GpuOutput(Subject):
 
 
 def is_gpu_output(directory: Path) -> bool:
-    """Whether it is a compressed-tensors checkpoint: by its manifest, else by its config.json
-    unless the tensors are KTransformers' (which keep the config of their source)."""
+    """Whether it is a compressed-tensors checkpoint: by its manifest, else by its config.json or
+    the names of its tensors, unless there are KTransformers' (which keep their source's config)."""
     manifest = read_manifest(directory)
     if manifest is not None:
         return bool(manifest["options"].get("format") == FORMAT)
+    packed = open_packed(directory)
+    if packed.tensors:
+        return False
+    if any(name.endswith(f".{PARTS[0]}") for name in packed.others):
+        return True
     try:
-        config = read_config(directory).content
+        return told_quantization(read_config(directory).content) is not None
     except KtconvError:
         return False
-    return told_quantization(config) is not None and not open_packed(directory).tensors
 
 
 def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
@@ -207,9 +211,19 @@ def _numbers(checkpoint: Checkpoint | None, manifest: Mapping[str, Any] | None) 
     """Where experts lie -> layer, as far as source or manifest tell."""
     if checkpoint is not None:
         return {layer.source: layer.index for layer in checkpoint.layers}
-    geometry = (manifest or {}).get("geometry", {})
-    layers = geometry.get("layers", {}) if isinstance(geometry, dict) else {}
-    return {about["source"]: int(index) for index, about in layers.items() if "source" in about}
+    return {
+        about["source"]: int(index)
+        for index, about in told_layers(manifest).items()
+        if index.isdecimal() and isinstance(about.get("source"), str)
+    }
+
+
+def told_layers(manifest: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
+    """What a manifest says of layers, by their numbers; what has another form is left out."""
+    geometry = (manifest or {}).get("geometry")
+    layers = geometry.get("layers") if isinstance(geometry, dict) else None
+    told = layers if isinstance(layers, dict) else {}
+    return {index: about for index, about in told.items() if isinstance(about, dict)}
 
 
 def _number(source: str, numbers: Mapping[str, int]) -> int | None:

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
-from ktconv.checkpoint.config import CONFIG_NAME
+from ktconv.checkpoint.agreement import Dimensions, absent_layers, contradictions
+from ktconv.checkpoint.config import CONFIG_NAME, interpret_config
+from ktconv.errors import KtconvError
 from ktconv.quantize_gpu.classes import class_of
 from ktconv.quantize_gpu.names import module_name
 from ktconv.quantize_gpu.scheme import CHANNEL
 from ktconv.quantize_gpu.target import held_dtype
 from ktconv.verify.findings import Findings
-from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
+from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module, told_layers
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
@@ -73,6 +75,8 @@ class GpuStructureCheck(StructureCheck):
             output.checkpoint.config
         ):
             self._unlike_source()
+        if output.checkpoint is None:
+            self._dimensions()
 
     def _unlike_source(self) -> None:
         """Engines build the model by this file: beside the quantization it is the source's."""
@@ -82,10 +86,25 @@ class GpuStructureCheck(StructureCheck):
             name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
         )
         message = f"{CONFIG_NAME} differs from the source's: {', '.join(names)}"
-        if self._output.ours:
+        if self._output.ours or _sizes(here) != _sizes(there):
             self._wrong_config(f"{message}.")
         else:
             self._findings.note(message)
+
+    def _dimensions(self) -> None:
+        """Without a source: the sizes, experts and layers of config.json are those there are."""
+        output = self._output
+        try:
+            config = interpret_config(output.config)
+        except KtconvError:
+            return  # what lies beside the tensors is checked elsewhere
+        layers = dict(_dimensions_of(output))
+        for message, layer in contradictions(config, layers):
+            self._fail("dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
+        if output.manifest is None:
+            for layer in absent_layers(config, layers):
+                message = f"layer {layer} is one of experts by {CONFIG_NAME}, but none are there."
+                self._fail("dimensions", message, file=CONFIG_NAME, layer=layer)
 
     def _wrong_config(self, message: str, **where: Any) -> None:
         self._fail("config", message, file=CONFIG_NAME, **where)
@@ -237,6 +256,32 @@ class GpuStructureCheck(StructureCheck):
         if output.manifest is not None:
             self._unlisted(self._found() - told)
         return len(copies)
+
+
+def _sizes(config: Mapping[str, Any]) -> Any:
+    """What experts and layers must agree with; None if it cannot be told."""
+    try:
+        told = interpret_config(config)
+    except KtconvError:
+        return None
+    settings = (told.hidden_size, told.intermediate_size, told.num_experts, told.num_layers)
+    return [setting and setting.value for setting in settings]
+
+
+def _dimensions_of(output: GpuOutput) -> Iterator[tuple[int, Dimensions]]:
+    """Layers with their sizes by rows of packed matrices. Where a manifest tells that experts are
+    left out, it tells how many the model has."""
+    experts = output.layers()
+    told = told_layers(output.manifest)
+    rows: dict[int, dict[str, int]] = {}
+    for module in output.modules.values():
+        packed = module.parts.get(PARTS[0])
+        if module.where is not None and module.layer is not None and packed and packed.shape:
+            rows.setdefault(module.layer, {}).setdefault(module.where.proj, packed.shape[0])
+    for layer, found in sorted(rows.items()):
+        if {"gate", "down"} <= found.keys():
+            count = told.get(str(layer), {}).get("experts", len(experts[layer]))
+            yield layer, (count, found["down"], found["gate"])
 
 
 def _words(group: Group) -> str:
