@@ -20,6 +20,7 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.quantize_gpu.libraries import quiet
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
+OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _LINEAR: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -62,8 +63,10 @@ def load_linear_model(
     dtype: torch.dtype = torch.bfloat16,
     max_cpu_memory: int | None = None,
     offload: Path | None = None,
+    name: Path | None = None,
 ) -> Any:
-    """A model of transformers with linear experts from a local checkpoint.
+    """A model of transformers with linear experts from a local checkpoint, which errors call
+    `name` if it is given.
 
     With `max_cpu_memory` weights beyond so many bytes lie in the folder `offload` and are read
     when their layer is computed. Raises CheckpointError where transformers cannot load the
@@ -71,6 +74,7 @@ def load_linear_model(
     """
     from transformers import AutoModelForCausalLM
 
+    name = name or directory
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     if max_cpu_memory is not None:
         options |= {"device_map": "auto", "max_memory": {"cpu": max_cpu_memory}}
@@ -81,13 +85,18 @@ def load_linear_model(
                 directory, output_loading_info=True, **options
             )
             model, report = loaded
-            _check_complete(directory, report)
+            _check_complete(name, report)
             _take_experts_apart(model)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise ResourceError(f"memory ended while {directory} was loaded") from error
-        except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise ResourceError(f"memory ended while {name} was loaded") from error
+        except (ImportError, OSError, *OF_LIBRARIES) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # a full disk, and not what transformers found
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"transformers cannot load {directory}: {first}") from error
+            raise CheckpointError(
+                f"transformers cannot load {name} as a language model: {first}",
+                "--method rtn works on the checkpoint itself",
+            ) from error
     return model.eval()
 
 

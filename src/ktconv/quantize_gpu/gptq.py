@@ -36,13 +36,12 @@ from torch.utils.data import DataLoader
 from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.quantize_gpu.calibration import Samples
-from ktconv.quantize_gpu.calibration_model import LinearExperts, linear_experts
+from ktconv.quantize_gpu.calibration_model import OF_LIBRARIES, LinearExperts, linear_experts
 from ktconv.quantize_gpu.coverage import Counter, LayerCoverage
 from ktconv.quantize_gpu.memory import ROUNDING_BYTES
 
 # Of the time that a layer takes; it only steadies the ETA.
 _CALIBRATING, _ROUNDING, _PROPAGATING = 0.4, 0.4, 0.2
-_OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +308,7 @@ def _errors_translated() -> Iterator[None]:
             "memory ended while calibrating",
             "use fewer --samples or a smaller --max-seq-len; layers that are done are kept",
         ) from error
-    except _OF_LIBRARIES as error:
+    except OF_LIBRARIES as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"llm-compressor cannot calibrate this model: {first}",

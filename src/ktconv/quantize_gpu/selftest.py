@@ -90,7 +90,7 @@ def self_test(
     scratch.mkdir(parents=True)
     try:
         _cut_model(checkpoint, layer + 1, scratch)
-        loaded = load_linear_model(scratch, model_dtype(checkpoint))
+        loaded = load_linear_model(scratch, model_dtype(checkpoint), name=checkpoint.path)
         gptq, rtn = _errors(loaded, layer, experts, samples, weights, dampening, device)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
