@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 import ktconv as package
 from ktconv import native
-from ktconv.cli import Layout, Method, Scale, app
+from ktconv.cli import app
+from ktconv.cli.quantize_cpu import Layout, Method, Scale
 from ktconv.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]

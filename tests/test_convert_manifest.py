@@ -32,7 +32,7 @@ from families import (
 )
 
 import ktconv
-from ktconv.cli import Method
+from ktconv.cli.quantize_cpu import Method
 from ktconv.formats import FORMATS, reference, tensor_name
 
 SOURCE = "model.layers.{}.mlp.experts"

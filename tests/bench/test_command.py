@@ -25,7 +25,8 @@ from ktconv.bench import command, pack_stage, plots, run
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
-from ktconv.cli import BenchFormat, app
+from ktconv.cli import app
+from ktconv.cli.bench import BenchFormat
 from ktconv.errors import ResourceError, UsageError
 from ktconv.moe import METHODS, Experts
 from ktconv.units import parse_size

@@ -18,7 +18,8 @@ from converting import all_files, assert_same, convert, read_json, read_model
 from families import bf16, numbered, random_weights, simple_config, write_checkpoint
 from typer.testing import CliRunner
 
-from ktconv.cli import app, outlook_facts, report_facts
+from ktconv.cli import app
+from ktconv.cli.conversions import outlook_facts, report_facts
 from ktconv.errors import CheckpointError, OutputError, ResourceError, UsageError, VerificationError
 from ktconv.merge import Request, merge, prepare
 from ktconv.quantize_cpu import SilentObserver

@@ -16,7 +16,7 @@ from converting import assert_same, assert_shards, convert, read_json, read_mode
 from families import Raw, bf16, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
-from ktconv.cli import outlook_facts
+from ktconv.cli.conversions import outlook_facts
 from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError, VerificationError
 from ktconv.formats import FORMATS, reference
 from ktconv.merge.recut import Share, UnequalScales, joined_scales, shares

@@ -17,7 +17,8 @@ from click.testing import Result
 from families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
 from typer.testing import CliRunner
 
-from ktconv.cli import GpuMethod, Scheme, app
+from ktconv.cli import app
+from ktconv.cli.quantize_gpu import GpuMethod, Scheme
 
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from converting import ktconv
 
-from ktconv.cli import Level
+from ktconv.cli.verify import Level
 from ktconv.errors import ResourceError, UsageError
 from ktconv.verify import LEVELS, command
 from ktconv.verify.run import silent

@@ -1,0 +1,126 @@
+"""`ktconv bench`: options, handed to `bench.command`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.show import errors_shown, given, interruptible, print_text, say
+
+
+class BenchStage(str, Enum):
+    forward = "forward"
+    pack = "pack"
+
+
+class BenchFormat(str, Enum):
+    """Names of `bench.render.FORMATS`; a test keeps the two equal."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+    jsonl = "jsonl"
+    csv = "csv"
+
+
+def bench(
+    context: typer.Context,
+    method: Annotated[
+        str, typer.Option(help="Weight formats, e.g. int4,bf16; or all.", metavar="LIST")
+    ] = "",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="A model's name or hidden,intermediate,experts,top-k; may be repeated."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Measure a converted model's own weights.", metavar="DIR")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="Which layer of --model.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Experts per token of --model.")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many experts.", metavar="N")
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="balanced, concentrated, zipf:S or trace:FILE.")
+    ] = "balanced",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per step, e.g. 1,16,1024.", metavar="LIST")
+    ] = "1,4,16,64,1024",
+    threads: Annotated[
+        str, typer.Option(help="Threads, e.g. 1,2; default: one per core.", metavar="LIST")
+    ] = "",
+    isa: Annotated[
+        str, typer.Option(help="auto, all, or levels: scalar, avx512, amx.", metavar="LIST")
+    ] = "auto",
+    numa: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Parts of the weights; 0: as many as this machine has nodes.", metavar="N"
+        ),
+    ] = 0,
+    iters: Annotated[
+        int | None, typer.Option(min=1, help="Iterations per row.", metavar="N")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and routing.")] = 0,
+    stage: Annotated[
+        BenchStage, typer.Option(help="forward: an MoE layer; pack: quantizing and packing.")
+    ] = BenchStage.forward,
+    form: Annotated[BenchFormat, typer.Option("--format", help="Of stdout.")] = BenchFormat.table,
+    plot: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw a roofline, or tokens/s if the name starts with sweep."),
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Compare with a report of --format json.", metavar="FILE")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="A row that is so much slower than then is a regression.")
+    ] = 0.1,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Other implementations too, if they are installed.")
+    ] = False,
+) -> None:
+    """Measure the MoE kernels against this machine's own limits.
+
+    Every kernel is proven right before it is timed. Exit code 1: a kernel was wrong, or a row
+    became slower than in --compare.
+
+    Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
+    """
+    with errors_shown():
+        from ktconv.bench import command
+
+        options = command.Options(
+            methods=method,
+            shapes=tuple(shape or ()),
+            model=model,
+            layer=layer,
+            top_k=top_k,
+            experts=experts,
+            routing=routing,
+            tokens=tokens,
+            threads=threads,
+            isas=isa,
+            parts=numa,
+            iterations=iters,
+            seconds=seconds,
+            seed=seed,
+            plots=tuple(plot or ()),
+            compare=compare,
+            tolerance=tolerance,
+            peers=peers,
+            given=given(context),
+        )
+        with interruptible("Nothing was written."):
+            if stage is BenchStage.pack:
+                command.run_packing(options, form.value, say, print_text)
+                return
+            regressions = command.run(options, form.value, say, print_text)
+        if regressions:
+            raise typer.Exit(1)

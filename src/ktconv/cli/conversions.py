@@ -1,0 +1,138 @@
+"""What the commands that convert print: plans, progress, results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ktconv.cli.show import print_facts, say
+from ktconv.units import format_ranges, format_size
+
+if TYPE_CHECKING:
+    from ktconv.conversion import Outlook, Report
+
+
+def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:
+    """The JSON of a dry run."""
+    plan = outlook.plan
+    chosen = [unit.layer for unit in outlook.units if unit.layer]
+    units = [*outlook.units, *plan.others]
+    return {
+        "schema": 1,
+        "model_type": plan.checkpoint.config.get("model_type"),
+        **plan.target.facts(),
+        "layers": len(chosen),
+        "layer_indices": [layer.index for layer in chosen],
+        "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
+        "experts": max(len(unit.experts) for unit in outlook.units),
+        "experts_left_out": sum(
+            len(unit.layer.experts) - len(unit.experts) for unit in outlook.units if unit.layer
+        ),
+        "hidden_size": chosen[0].hidden_size,
+        "intermediate_size": chosen[0].intermediate_size,
+        "encodings": sorted({layer.encoding for layer in chosen}),
+        "source_bytes": sum(unit.source_bytes for unit in units),
+        "output_bytes": sum(unit.output_bytes for unit in units),
+        "files": sum(len(unit.shard_counts) for unit in units),
+        "copied_tensors": sum(len(unit.copies) for unit in plan.others),
+        "copied_bytes": sum(unit.data_bytes for unit in plan.others),
+        "copied_files": [str(path) for path in plan.sidecars],
+        "skipped": list(plan.skipped),
+        "notes": list(plan.notes),
+        "threads": outlook.threads,
+        "peak_memory_bytes": outlook.peak_memory,
+        "disk_needed_bytes": sum(unit.output_bytes for unit in units),
+        "disk_free_bytes": outlook.disk_free,
+        "seconds": 0.0,
+    }
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """The JSON of a finished run."""
+    from ktconv.conversion import peak_rss
+
+    return outlook_facts(report.outlook) | {
+        "seconds": round(report.seconds, 3),
+        "source_bytes_read": report.source_bytes,
+        "gb_per_second": round(report.source_bytes / 1e9 / max(report.seconds, 1e-9), 3),
+        "peak_rss_bytes": peak_rss(),
+        "complete": report.complete,
+        "converted_units": list(report.converted),
+        "kept_units": list(report.kept),
+        "missing_units": list(report.missing),
+        "mean_relative_rms_error": report.mean_error,
+        "worst_tensor": report.worst[0] if report.worst else None,
+        "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        **report.more,
+    }
+
+
+def print_outlook(outlook: Outlook[Any]) -> None:
+    facts, request = outlook_facts(outlook), outlook.request
+    layers = format_ranges(facts["layer_indices"])
+    mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
+    copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
+    enough = "" if facts["disk_free_bytes"] > facts["disk_needed_bytes"] else "  NOT ENOUGH"
+    container = f"{facts['files']} shards" if facts["files"] else "layer folders"
+    rows = {
+        "model": f"{request.model} ({facts['model_type']})",
+        "MoE layers": f"{facts['layers']} ({layers}{mtp})",
+        "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
+        f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
+        "write": f"{outlook.plan.target.description}, {container}",
+        "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
+        "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
+        f"plus index and manifest",
+        "copied as is": copied if facts["copied_tensors"] else "nothing",
+        "files copied": ", ".join(facts["copied_files"]) or "none",
+        "skipped": "; ".join(facts["skipped"]) or "nothing",
+        "memory": f"{format_size(facts['peak_memory_bytes'])} peak with {facts['threads']} threads",
+        "disk": f"{format_size(facts['disk_needed_bytes'])} needed, "
+        f"{format_size(facts['disk_free_bytes'])} free{enough}",
+    }
+    for note in facts["notes"]:
+        rows[f"note {len(rows) - 10}"] = note
+    print_facts(rows)
+
+
+def print_report(report: Report) -> None:
+    from ktconv.conversion import describe_units
+
+    output = report.outlook.request.output
+    if not report.converted and report.complete:
+        print(f"{output} is complete: nothing to do.")
+        return
+    if report.converted:
+        rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
+        print(
+            f"Converted {describe_units(report.converted)} in {report.seconds:.1f} s "
+            f"({rate:.2f} GB/s of source)."
+        )
+    if report.worst and report.mean_error is not None:
+        print(
+            f"Relative RMS error: mean {report.mean_error:.4f}, "
+            f"worst {report.worst[1]:.4f} ({report.worst[0]})."
+        )
+    if report.complete:
+        print(f"{output} is complete.")
+    elif report.missing:
+        print(f"{output} still lacks {describe_units(report.missing)}; the rest comes with them.")
+    else:
+        print(f"Another ktconv is at work in {output}; it completes it, else --finalize does.")
+
+
+def say_notes(outlook: Outlook[Any]) -> None:
+    for note in outlook.plan.notes:
+        say(f"note: {note}")
+    for skipped in outlook.plan.skipped:
+        say(f"skipped: {skipped}")
+
+
+def progress_of(outlook: Outlook[Any]) -> Any:
+    return progress_over({unit.key: unit.source_bytes for unit in outlook.plan.units})
+
+
+def progress_over(sizes: dict[str, int]) -> Any:
+    """Progress over units of these sizes, as the terminal allows."""
+    from ktconv.progress import BarObserver, LineObserver
+
+    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, say)

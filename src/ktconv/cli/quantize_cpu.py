@@ -1,0 +1,140 @@
+"""`ktconv quantize-cpu`: options, and what they mean to `quantize_cpu`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.conversions import (
+    outlook_facts,
+    print_outlook,
+    print_report,
+    progress_of,
+    report_facts,
+    say_notes,
+)
+from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result
+from ktconv.units import parse_ranges, parse_size
+
+
+class Method(str, Enum):
+    """Names of `formats.FORMATS`; a test keeps the two equal."""
+
+    int4 = "int4"
+    int8 = "int8"
+
+
+class Layout(str, Enum):
+    safetensors = "safetensors"
+    layers = "layers"
+
+
+class Scale(str, Enum):
+    amax = "amax"
+
+
+def quantize_cpu_command(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    method: Annotated[Method, typer.Option(help="Weight format.")] = Method.int4,
+    numa: Annotated[
+        int,
+        typer.Option(min=0, help="NUMA parts; 0: as many as this machine has nodes.", metavar="N"),
+    ] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    layers: Annotated[
+        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+    ] = "",
+    layout: Annotated[
+        Layout, typer.Option(help="Shards with an index, or _layer_L/_numa_N/*.kt folders.")
+    ] = Layout.safetensors,
+    scale: Annotated[
+        Scale, typer.Option(help="How row scales are chosen; amax: from the largest weight.")
+    ] = Scale.amax,
+    max_shard_size: Annotated[
+        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
+    ] = "5GB",
+    max_memory: Annotated[
+        str, typer.Option(help="Use no more memory than this.", metavar="SIZE")
+    ] = "8GiB",
+    experts_only: Annotated[
+        bool, typer.Option("--experts-only", help="Leave non-expert tensors out.")
+    ] = False,
+    mtp: Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+    ] = True,
+    compat: Annotated[
+        bool,
+        typer.Option("--compat", help="Round to bf16 first, for the reference converter's bytes."),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Read back and unpack everything written."),
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+    ] = False,
+    finalize: Annotated[
+        bool,
+        typer.Option("--finalize", help="Only write the index of layers converted before."),
+    ] = False,
+    exclude_experts: Annotated[
+        Path | None,
+        typer.Option(help="Leave out the experts that this file names.", metavar="FILE"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert the routed experts of a checkpoint into quantized CPU weights.
+
+    The same command again continues a run that was interrupted.
+
+    Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
+    """
+    with errors_shown():
+        from ktconv.plan import Options
+        from ktconv.quantize_cpu import Request, prepare, quantize_cpu
+
+        options = Options(
+            method=method.value,
+            numa=numa,
+            layout=layout.value,
+            scale=scale.value,
+            compat=compat,
+            mtp=mtp,
+            experts_only=experts_only,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        )
+        request = Request(
+            model=model,
+            output=output,
+            options=options,
+            layers=parse_ranges(layers, "--layers") if layers else None,
+            threads=threads or None,
+            max_memory=parse_size(max_memory, "--max-memory"),
+            verify=verify,
+            overwrite=overwrite,
+            finalize=finalize,
+            exclude_experts=exclude_experts,
+        )
+        outlook = prepare(request)
+        if dry_run:
+            print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
+            return
+        say_notes(outlook)
+        with interruptible(
+            f"Finished layers are kept: run the same command again to continue in {output}."
+        ):
+            observer = progress_of(outlook)
+            with observer:
+                report = quantize_cpu(request, observer, outlook)
+        print_result(as_json, report_facts(report), lambda: print_report(report))

@@ -1,0 +1,218 @@
+"""`ktconv quantize-gpu`: options of both methods, and what is printed beside `conversions`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktconv.cli.conversions import (
+    outlook_facts,
+    print_outlook,
+    print_report,
+    progress_of,
+    report_facts,
+    say_notes,
+)
+from ktconv.cli.show import JsonOption, errors_shown, given, interruptible, print_result, say
+from ktconv.errors import UsageError
+from ktconv.units import parse_ranges, parse_size
+
+if TYPE_CHECKING:
+    from ktconv.conversion import Report
+    from ktconv.quantize_gpu import run as gpu
+
+
+class GpuMethod(str, Enum):
+    """Names of `quantize_gpu.run.METHODS`; a test keeps the two equal."""
+
+    rtn = "rtn"
+    gptq = "gptq"
+
+
+class Scheme(str, Enum):
+    """Names of `quantize_gpu.scheme.BITS`; a test keeps the two equal."""
+
+    w4a16 = "W4A16"
+    w8a16 = "W8A16"
+
+
+def quantize_gpu_command(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    method: Annotated[
+        GpuMethod, typer.Option(help="rtn: round to nearest; gptq: calibrated on a text.")
+    ] = GpuMethod.rtn,
+    scheme: Annotated[
+        Scheme, typer.Option(help="4 or 8 bits per weight.", case_sensitive=False)
+    ] = Scheme.w4a16,
+    group_size: Annotated[
+        int, typer.Option(help="Weights of a row that share a scale; -1: all.", metavar="N")
+    ] = 128,
+    experts: Annotated[
+        Path | None, typer.Option(help="Only the experts that this file names.", metavar="FILE")
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", metavar="TEXT"
+        ),
+    ] = "",
+    split: Annotated[str, typer.Option(help="gptq: part of a named dataset.")] = "train",
+    samples: Annotated[int, typer.Option(help="gptq: samples to calibrate on.", metavar="N")] = 512,
+    max_seq_len: Annotated[
+        int, typer.Option("--max-seq-len", help="gptq: most tokens per sample.", metavar="N")
+    ] = 2048,
+    dampening: Annotated[
+        float, typer.Option(help="gptq: share of the mean diagonal added to it.", metavar="F")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="gptq: of the choice of samples.")] = 0,
+    self_test: Annotated[
+        bool, typer.Option("--self-test/--no-self-test", help="gptq: try one layer first.")
+    ] = True,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.")
+    ] = "auto",
+    layers: Annotated[
+        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+    ] = "",
+    mtp: Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+    ] = True,
+    max_shard_size: Annotated[
+        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
+    ] = "5GB",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    max_memory: Annotated[
+        str, typer.Option(help="rtn: use no more memory than this.", metavar="SIZE")
+    ] = "8GiB",
+    max_gpu_memory: Annotated[
+        str, typer.Option(help="gptq: use no more memory of the GPU.", metavar="SIZE")
+    ] = "",
+    max_cpu_memory: Annotated[
+        str, typer.Option(help="gptq: weights beyond this go to disk.", metavar="SIZE")
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+    ] = False,
+    finalize: Annotated[
+        bool,
+        typer.Option("--finalize", help="Only write the index of layers converted before."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
+
+    Everything but routed experts stays as it is. The same command again continues a run that
+    was interrupted.
+
+    Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
+    """
+    with errors_shown():
+        from ktconv.quantize_gpu.calibration import Calibration
+        from ktconv.quantize_gpu.classes import class_lines
+        from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
+        from ktconv.quantize_gpu.target import Options
+
+        calibrated = method is GpuMethod.gptq
+        _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given(context))
+        calibration = Calibration(dataset, split, samples, max_seq_len, seed) if dataset else None
+        options = Options(
+            method=method.value,
+            scheme=scheme.value,
+            group_size=group_size,
+            mtp=mtp,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+            calibration=calibration if calibrated else None,
+            dampening=dampening if calibrated else None,
+        )
+        request = Request(
+            model=model,
+            output=output,
+            options=options,
+            layers=parse_ranges(layers, "--layers") if layers else None,
+            experts=experts,
+            device=device,
+            threads=threads or None,
+            max_memory=parse_size(max_memory, "--max-memory"),
+            max_gpu_memory=_limit(max_gpu_memory, "--max-gpu-memory"),
+            max_cpu_memory=_limit(max_cpu_memory, "--max-cpu-memory"),
+            self_test=self_test,
+            verify=verify,
+            overwrite=overwrite,
+            finalize=finalize,
+        )
+        outlook = prepare(request)
+        if dry_run:
+            facts = outlook_facts(outlook) | gpu_facts(outlook)
+            print_result(as_json, facts, lambda: _print_gpu_outlook(outlook))
+            return
+        for line in class_lines(outlook.classes):
+            say(line)
+        say_notes(outlook)
+        with interruptible(
+            f"Finished layers are kept: run the same command again to continue in {output}."
+        ):
+            observer = progress_of(outlook)
+            with observer:
+                report = quantize_gpu(request, observer, outlook, say)
+        facts = report_facts(report) | gpu_facts(outlook)
+        print_result(as_json, facts, lambda: _print_gpu_report(report))
+
+
+_OPTIONS_OF = {
+    GpuMethod.rtn: {"--max-memory"},
+    GpuMethod.gptq: {
+        "--dataset", "--split", "--samples", "--max-seq-len", "--dampening", "--seed",
+        "--self-test", "--max-gpu-memory", "--max-cpu-memory",
+    },
+}  # fmt: skip
+
+
+def _refuse_options_of(other: GpuMethod, given: frozenset[str]) -> None:
+    """Who gives an option of another method means that one."""
+    if wrong := sorted(given & _OPTIONS_OF[other]):
+        limit = "; --max-cpu-memory is the limit of gptq" if other is GpuMethod.rtn else ""
+        raise UsageError(
+            f"{wrong[0]} belongs to --method {other.value}",
+            f"add --method {other.value}, or leave it out{limit}",
+        )
+
+
+def _limit(text: str, option: str) -> int | None:
+    return parse_size(text, option) if text else None
+
+
+def gpu_facts(outlook: gpu.Outlook) -> dict[str, Any]:
+    """What the JSON of quantize-gpu says beside that of any conversion."""
+    return {"classes": [asdict(count) for count in outlook.classes]}
+
+
+def _print_gpu_outlook(outlook: gpu.Outlook) -> None:
+    from ktconv.quantize_gpu.classes import class_lines
+
+    print_outlook(outlook)
+    print("\n".join(class_lines(outlook.classes)))
+
+
+def _print_gpu_report(report: Report) -> None:
+    if coverage := report.more.get("coverage"):
+        from ktconv.quantize_gpu.coverage import LayerCoverage, coverage_lines
+
+        seen = {int(layer): LayerCoverage.of_record(told) for layer, told in coverage.items()}
+        print("\n".join(coverage_lines(seen)))
+    print_report(report)

@@ -1,0 +1,81 @@
+"""`ktconv stats`: options, handed to `stats.command`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result, say
+from ktconv.units import parse_ranges, parse_size
+
+
+def stats(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint directory or hub id; or what --json or --trace wrote, to choose anew."
+        ),
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to read instead of the one that ships.", metavar="FILE"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the text; default: 20480.", metavar="N"),
+    ] = None,
+    max_memory: Annotated[
+        str,
+        typer.Option(
+            help="Keep no more of the weights in memory, the rest in TMPDIR.", metavar="SIZE"
+        ),
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(help="Only these layers, e.g. 0-3,7.", metavar="LIST")
+    ] = "",
+    hot: Annotated[
+        int | None, typer.Option(min=1, help="Choose the N most used of each layer.", metavar="N")
+    ] = None,
+    hot_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose the fewest of each layer that take this share, e.g. 0.9.", metavar="F"
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write the chosen, for --experts and --exclude-experts.", metavar="FILE"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all ids, for bench --routing trace:FILE.", metavar="FILE.safetensors"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count how often a model's own router chooses each expert on a text.
+
+    Needs transformers, and memory for the model.
+
+    Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
+    """
+    with errors_shown():
+        from ktconv.stats import command
+
+        options = command.Options(
+            model=model,
+            text=text,
+            max_tokens=max_tokens,
+            max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,
+            layers=parse_ranges(layers, "--layers") if layers else None,
+            hot=hot,
+            hot_share=hot_share,
+            write=write,
+            trace=trace,
+        )
+        with interruptible("Nothing was written."):
+            facts, lines = command.run(options, say)
+        print_result(as_json, facts, lambda: print("\n".join(lines)))

@@ -1,0 +1,126 @@
+"""`ktconv verify`: options, handed to `verify.command`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.conversions import progress_over
+from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result, say
+from ktconv.units import parse_ranges
+
+
+class Level(str, Enum):
+    """Names of `verify.LEVELS`; a test keeps the two equal."""
+
+    structure = "structure"
+    weights = "weights"
+    layers = "layers"
+    model = "model"
+
+
+def verify(
+    output: Annotated[
+        Path,
+        typer.Argument(help="What quantize-cpu, quantize-gpu or another converter wrote."),
+    ],
+    other: Annotated[
+        Path | None, typer.Argument(help="Another conversion to compare OUTPUT with.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="The checkpoint that was converted: a directory or hub id.", metavar="MODEL"
+        ),
+    ] = None,
+    level: Annotated[
+        Level | None,
+        typer.Option(help="How far to go; default: layers, or structure without --source."),
+    ] = None,
+    sample: Annotated[
+        float, typer.Option(help="Share of experts and layers to read, more than 0, at most 1.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample and of random inputs.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="Tokens per layer of level layers.", metavar="N")
+    ] = 16,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to read instead of the one that ships.", metavar="FILE"),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Windows of 512 tokens of level model.", metavar="N")
+    ] = 40,
+    max_ppl_increase: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Accepted growth of perplexity; 0.02 is 2 %.", metavar="F"),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Accepted mean KL divergence, in nats.", metavar="F"),
+    ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            "--with", help="Together with this one, is each expert there once?", metavar="OTHER"
+        ),
+    ] = None,
+    tp: Annotated[
+        str,
+        typer.Option(
+            help="Experts for GPUs must split evenly on these numbers of GPUs, e.g. 1,2,4.",
+            metavar="LIST",
+        ),
+    ] = "",
+    ep: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of GPUs that must hold equally many experts each.", metavar="LIST"
+        ),
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option(help="Write a self-contained HTML report.", metavar="FILE.html")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that a conversion is complete, uncorrupted and as good as its format allows.
+
+    Levels, each with the ones before: structure (every tensor, checksum and copy), weights
+    (every element against the source), layers (the kernels' results), model (perplexity). Experts
+    for GPUs are held against how engines load and split them, too (--tp, --ep). With two
+    conversions: whether they are equal, or where they differ. Exit code 1: something does not hold.
+
+    Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
+    """
+    with errors_shown():
+        from ktconv.verify import command
+
+        options = command.Options(
+            output=output,
+            other=other,
+            source=source,
+            level=level.value if level else None,
+            sample=sample,
+            seed=seed,
+            threads=threads or None,
+            tokens=tokens,
+            text=text,
+            windows=windows,
+            max_ppl_increase=max_ppl_increase,
+            max_kl=max_kl,
+            beside=beside,
+            tp=parse_ranges(tp, "--tp") if tp else None,
+            ep=parse_ranges(ep, "--ep") if ep else None,
+            report=report,
+        )
+        with interruptible("Nothing was written."):
+            facts, lines, passed = command.run(options, progress_over, say)
+        print_result(as_json, facts, lambda: print("\n".join(lines)))
+        if not passed:
+            raise typer.Exit(1)
