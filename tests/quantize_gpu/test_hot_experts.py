@@ -60,6 +60,12 @@ def test_only_the_named_experts_are_there(parts: Path) -> None:
     assert manifests[0]["exclude_experts"] == manifests[1]["experts"] == chosen.as_record()
 
 
+def test_what_is_left_out_is_told(parts: Path, tmp_path: Path) -> None:
+    words = ("quantize-gpu", EXAMPLE, tmp_path / "out", "--experts", parts / "hot.json")
+    done = run(*words, "--dry-run", "--json")
+    assert json.loads(done.stdout)["skipped"] == ["12 experts of 2 layers: not in --experts"]
+
+
 def test_a_gap_and_a_double_are_found(parts: Path, tmp_path: Path) -> None:
     """A GPU part of another choice."""
     hot = read_expert_set(parts / "hot.json")

@@ -103,9 +103,11 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
 
 
 def test_less_memory_gives_the_same_counts(
-    recorder: Recorder, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights that lie in a folder, windows in batches; the folder is gone afterwards."""
+    recorder: Recorder, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Weights that lie in a folder, windows in batches; the folder is gone afterwards, and no
+    library said a word."""
     pytest.importorskip("accelerate")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Recorder(EXAMPLE, max_memory=600_000) as offloaded:
@@ -118,6 +120,7 @@ def test_less_memory_gives_the_same_counts(
                 assert layer.counts.tolist() == other.counts.tolist()
                 assert np.array_equal(same[layer.layer], ids[layer.layer])
     assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_disk_that_is_too_small(
@@ -182,9 +185,9 @@ def test_table(torch: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"text": "absent.txt"}, "absent.txt cannot be read"),
+        ({"text": "absent.txt"}, "absent.txt cannot be read: No such file or directory$"),
         ({"text": "empty.txt"}, "empty.txt holds no text"),
-        ({"text": "binary.txt"}, "binary.txt cannot be read"),
+        ({"text": "binary.txt"}, "binary.txt cannot be read: it is no UTF-8 text"),
         ({"hot": 9}, "--hot 9 is more than the 8 experts of layer 0"),
         ({"layers": [5]}, "--layers names layer 5"),
     ],

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +148,18 @@ def _bytes_of(shard: Path, dtype: str | torch.dtype) -> int:
 
 @contextmanager
 def _no_progress() -> Iterator[None]:
-    """transformers draws no bars meanwhile."""
+    """transformers draws no bars meanwhile, and accelerate does not tell what lies on disk."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    offloading = getLogger("accelerate.big_modeling")
+    told, offloading.disabled = offloading.disabled, True
     try:
         yield
     finally:
+        offloading.disabled = told
         if shown:
             logging.enable_progress_bar()
 

@@ -90,7 +90,11 @@ def prepare(request: Request) -> Outlook:
     refuse_nested(checkpoint.path, request.output)
     options, selection = _choose_experts(request, checkpoint)
     plan = plan_checkpoint(checkpoint, GpuTarget(options, checkpoint), selection)
-    plan = replace(plan, notes=[*plan.notes, *loading_notes(checkpoint)])
+    plan = replace(
+        plan,
+        notes=[*plan.notes, *loading_notes(checkpoint)],
+        skipped=[*plan.skipped, *_left_out(plan)],
+    )
     classes = count_classes(plan.layers, [tensor for u in plan.others for tensor, _ in u.copies])
     OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)
@@ -133,6 +137,13 @@ def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, 
     check_expert_set(chosen, counts, request.experts)
     selection = {index: chosen.of(index) for index in counts}
     return replace(request.options, experts=chosen.as_record()), selection
+
+
+def _left_out(plan: Plan[Options]) -> list[str]:
+    """Experts that --experts does not name."""
+    counts = [len(unit.layer.experts) - len(unit.experts) for unit in plan.layers if unit.layer]
+    left = [count for count in counts if count]
+    return [f"{sum(left)} experts of {len(left)} layers: not in --experts"] if left else []
 
 
 def _fit_memory(request: Request, plan: Plan[Options]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
 _PIECE = 1 << 20  # characters of a text that are in memory at a time
 _SAY_SECONDS = 5.0
+_TEXT = "give a text in UTF-8"
 
 I32 = NDArray[np.int32]
 Say = Callable[[str], None]
@@ -181,8 +182,10 @@ def text_pieces(path: Path | None) -> Iterator[str]:
         with path.open(encoding="utf-8") as file:
             while piece := file.read(_PIECE):
                 yield piece + file.readline(_PIECE)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--text {path} cannot be read: {error.strerror}", _TEXT) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path} cannot be read: it is no UTF-8 text", _TEXT) from error
 
 
 def token_windows(
