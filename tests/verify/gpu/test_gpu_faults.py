@@ -315,6 +315,14 @@ def test_tensors_tell_what_it_is(copied: Copy) -> None:
         check(output)
 
 
+def test_an_unfinished_output(model: Path, tmp_path: Path) -> None:
+    from gpu import quantize
+
+    quantize(model, tmp_path / "out", layers=[0])
+    with pytest.raises(CheckpointError, match="is not finished"):
+        check(tmp_path / "out", model)
+
+
 @pytest.mark.parametrize("geometry", [5, {}, {"layers": 5}, {"layers": {"1": 5, "x": {}}}])
 def test_a_manifest_with_odd_geometry(geometry: Any, model: Path, copied: Copy) -> None:
     output = copied()

@@ -27,6 +27,7 @@ from ktconv.verify.gpu.quantization import (
 from ktconv.verify.subject import Subject
 from ktconv.writer.files import translated
 from ktconv.writer.finish import MANIFEST, read_manifest
+from ktconv.writer.journal import STATE_DIRECTORY
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
@@ -187,6 +188,10 @@ def _quantization(
             raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
         return read_quantization(section), None, config
     except CheckpointError as error:
+        if manifest is None and (output / STATE_DIRECTORY / "run.json").exists():
+            raise CheckpointError(
+                f"{output} is not finished", "run the same quantize-gpu command again, then verify"
+            ) from error
         if manifest is None:
             raise
         options = manifest["options"]
