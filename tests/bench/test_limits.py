@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
 from bench.reports import LIMITS
 
 from ktconv import native
-from ktconv.bench.limits import Limits, Meter
+from ktconv.bench.limits import Limits, Meter, settle
 from ktconv.native import ffi, lib
 from ktconv.pool import Pool
 
@@ -63,3 +66,20 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_a_round_has_as_many_operations_everywhere() -> None:
     """So the loops of all levels must divide it: 4 AMX products have the most."""
     assert native.limit_ops() % (2 * 4 * 16 * 16 * 64) == 0
+
+
+def test_limits_wait_for_threads_that_still_compute() -> None:
+    """As those of a BLAS do for a while after a product."""
+    done = threading.Event()
+
+    def compute() -> None:
+        data, end = bytes(8 << 20), time.perf_counter() + 0.15
+        while time.perf_counter() < end:
+            hashlib.sha256(data)  # without the interpreter's lock
+        done.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    settle()
+    assert done.is_set()
+    thread.join()

@@ -258,7 +258,7 @@ def test_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy time of all CPUs beyond this process's own; less than two ticks is rounding."""
     busy = iter([10.0, 14.0, 10.0, 10.001])
     monkeypatch.setattr(measure, "_busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(measure, "_own_seconds", lambda: 1.0)
+    monkeypatch.setattr(measure, "own_seconds", lambda: 1.0)
     assert measure._Others().share() > 0.5
     assert measure._Others().share() == 0.0
 

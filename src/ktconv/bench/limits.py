@@ -6,6 +6,7 @@ means something only if both were measured together.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ _CACHES, _LEAST_BYTES, _MOST_BYTES = 6, 192 << 20, 2 << 30
 _STREAMS = (1, 2, 4, 8, 16)
 _REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
 _DOT_SECONDS, _DOT_AGAIN_SECONDS = 0.02, 0.005
+_SETTLE_SLICE, _SETTLE_SECONDS = 0.01, 1.0  # of waiting at a time, and at most
+_IDLE = 0.05  # of one core's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Meter:
 
     def measure(self, pool: Pool) -> Limits:
         """Thoroughly. The best of a few, as a limit should be."""
+        settle()
         times = {
             streams: _best(partial(native.limit_read, pool, self._memory, streams), _REPEATS)
             for streams in _STREAMS
@@ -83,6 +87,7 @@ class Meter:
 
     def again(self, pool: Pool) -> Limits:
         """Quickly, for a row that is measured now."""
+        settle()
         streams = self._streams.get(pool.threads, _STREAMS[0])
         read = _best(partial(native.limit_read, pool, self._memory, streams), _AGAIN)
         rates = (_dot_rate(pool, unit, _AGAIN, _DOT_AGAIN_SECONDS) for unit in native.UNITS)
@@ -98,6 +103,23 @@ class Meter:
         before = self.found.get((limits.isa, limits.threads), limits)
         self.found[limits.isa, limits.threads] = limits.best(before)
         return limits
+
+
+def settle() -> None:
+    """Waits until no thread of this process computes: those of NumPy's BLAS spin on for a tenth of
+    a second after a product, and would take a core from what is measured next."""
+    end = time.perf_counter() + _SETTLE_SECONDS
+    while (start := time.perf_counter()) < end:
+        used = own_seconds()
+        time.sleep(_SETTLE_SLICE)
+        if own_seconds() - used < _IDLE * (time.perf_counter() - start):
+            return
+
+
+def own_seconds() -> float:
+    """CPU time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _dot_rate(pool: Pool, unit: str, repeats: int, seconds: float) -> float:

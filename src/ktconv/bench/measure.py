@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktconv.bench.limits import own_seconds
 from ktconv.bench.rows import Errors, Sample
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -282,12 +282,12 @@ class _Others:
     """CPU time that is not this process's, from now on: other processes' and other machines'."""
 
     def __init__(self) -> None:
-        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
+        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), own_seconds()
 
     def share(self) -> float:
         """Of the time of all CPUs; 0 where the system does not tell, or in doubt."""
         elapsed = time.perf_counter() - self._start
-        taken = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        taken = _busy_seconds() - self._busy - (own_seconds() - self._own)
         if taken <= _TICKS / os.sysconf("SC_CLK_TCK"):
             return 0.0
         return taken / max(elapsed * (os.cpu_count() or 1), 1e-9)
@@ -301,8 +301,3 @@ def _busy_seconds() -> float:
     except (OSError, ValueError):
         return 0.0
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
