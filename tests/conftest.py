@@ -14,6 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What several processes divide among themselves (`make test`): files, and the kernels' tests
     as a whole, which share what they compile."""

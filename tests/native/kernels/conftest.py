@@ -10,12 +10,13 @@ from native.kernels.product import Products, compile_products
 
 
 @pytest.fixture(scope="session")
-def products(pytestconfig: pytest.Config) -> Products:
+def products(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Products:
     """All kernels, one product at a time."""
     compiler = Products.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    library = compile_products(compiler, amx.kept_directory(pytestconfig, "ktconv-products"))
+    cache = amx.kept_directory(pytestconfig, "ktconv-products")
+    library = compile_products(compiler, cache, tmp_path_factory.mktemp("products"))
     emulated = pytestconfig.stash[amx.EMULATOR] is not None
     with amx.claimed() if emulated else contextlib.nullcontext():
         return Products(library)

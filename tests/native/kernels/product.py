@@ -63,8 +63,9 @@ class Activation(ctypes.Structure):
     )
 
 
-def compile_products(compiler: str, cache: Path) -> Path:
-    """The shared object. Objects are kept in `cache` as long as no source changes."""
+def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
+    """The shared object, in `directory`. Objects are kept in `cache` as long as no source changes;
+    several processes may do this at once."""
     headers = hashlib.sha256(" ".join([compiler, *FLAGS]).encode())
     for header in sorted(NATIVE.rglob("*.h")):
         headers.update(header.read_bytes())
@@ -85,9 +86,9 @@ def compile_products(compiler: str, cache: Path) -> Path:
     sources = [*sorted(NATIVE.glob("src/**/*.c")), NATIVE / "test/product.c"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
-    for old in {*cache.glob("*.o"), *cache.glob("*.so")} - {*objects}:
-        old.unlink()
-    library = cache / f"products-{os.getpid()}.so"
+    for old in {*cache.glob("*.o")} - {*objects}:
+        old.unlink(missing_ok=True)
+    library = directory / "products.so"
     command = [compiler, "-shared", *map(str, objects), "-lm", "-pthread", "-o", str(library)]
     subprocess.run(command, check=True)
     return library
