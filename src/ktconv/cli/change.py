@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.conversions import (
-    outlook_facts,
-    print_outlook,
-    print_report,
-    progress_of,
-    report_facts,
-    say_notes,
+    CopyThreadsOption,
+    DryRunOption,
+    OutputArgument,
+    OverwriteOption,
+    ShardSizeOption,
+    VerifyOption,
+    convert,
 )
-from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result
+from ktconv.cli.show import JsonOption, errors_shown
 from ktconv.units import parse_size
 
 
@@ -24,7 +25,7 @@ def merge_command(
         Path,
         typer.Argument(help="Directory of _layer_L/_numa_N/*.kt, ours or another converter's."),
     ],
-    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    output: OutputArgument,
     source: Annotated[
         str | None,
         typer.Option(help="The model: its other tensors, config and tokenizer.", metavar="MODEL"),
@@ -35,21 +36,11 @@ def merge_command(
     mtp: Annotated[
         bool | None, typer.Option("--mtp/--no-mtp", help="Whether MTP layers belong to it.")
     ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
-    ] = "5GB",
-    threads: Annotated[
-        int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
-    ] = 0,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
-    ] = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
-    ] = False,
+    max_shard_size: ShardSizeOption = "5GB",
+    threads: CopyThreadsOption = 0,
+    verify: VerifyOption = True,
+    overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
@@ -73,22 +64,12 @@ def merge_command(
             overwrite=overwrite,
         )
         outlook = prepare(request)
-        if dry_run:
-            print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
-            return
-        say_notes(outlook)
-        with interruptible(
-            f"Finished layers are kept: run the same command again to continue in {output}."
-        ):
-            observer = progress_of(outlook)
-            with observer:
-                report = merge(request, observer, outlook)
-        print_result(as_json, report_facts(report), lambda: print_report(report))
+        convert(outlook, lambda observer: merge(request, observer, outlook), dry_run, as_json)
 
 
 def reshard_command(
     packed: Annotated[Path, typer.Argument(help="A conversion: shards or layer folders.")],
-    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    output: OutputArgument,
     numa: Annotated[int, typer.Option(min=1, help="NUMA parts to cut into.", metavar="N")],
     source: Annotated[
         str | None,
@@ -96,21 +77,11 @@ def reshard_command(
             help="Convert again from the model instead, which is always exact.", metavar="MODEL"
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
-    ] = "5GB",
-    threads: Annotated[
-        int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
-    ] = 0,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
-    ] = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
-    ] = False,
+    max_shard_size: ShardSizeOption = "5GB",
+    threads: CopyThreadsOption = 0,
+    verify: VerifyOption = True,
+    overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Cut a conversion into another number of NUMA parts, where no weight changes by that.
@@ -134,14 +105,4 @@ def reshard_command(
             overwrite=overwrite,
         )
         outlook = prepare(request)
-        if dry_run:
-            print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
-            return
-        say_notes(outlook)
-        with interruptible(
-            f"Finished layers are kept: run the same command again to continue in {output}."
-        ):
-            observer = progress_of(outlook)
-            with observer:
-                report = reshard(request, observer, outlook)
-        print_result(as_json, report_facts(report), lambda: print_report(report))
+        convert(outlook, lambda observer: reshard(request, observer, outlook), dry_run, as_json)

@@ -1,14 +1,70 @@
-"""What the commands that convert print: plans, progress, results."""
+"""What the commands that convert share: options, plans, progress, results."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ktconv.cli.show import print_facts, say
+import typer
+
+from ktconv.cli.show import interruptible, print_facts, print_result, say
 from ktconv.units import format_ranges, format_size
 
 if TYPE_CHECKING:
     from ktconv.conversion import Outlook, Report
+
+# Options that several commands have.
+ModelArgument = Annotated[
+    str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+]
+OutputArgument = Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")]
+LayersOption = Annotated[
+    str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+]
+MtpOption = Annotated[
+    bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+]
+ShardSizeOption = Annotated[str, typer.Option(help="No shard is larger than this.", metavar="SIZE")]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+]
+CopyThreadsOption = Annotated[
+    int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+]
+FinalizeOption = Annotated[
+    bool, typer.Option("--finalize", help="Only write the index of layers converted before.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")]
+
+
+def convert(
+    outlook: Outlook[Any], work: Callable[[Any], Report], dry_run: bool, as_json: bool
+) -> None:
+    """Prints the plan, or does the work and prints what came of it."""
+    if dry_run:
+        print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
+        return
+    report = done(outlook, work)
+    print_result(as_json, report_facts(report), lambda: print_report(report))
+
+
+def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
+    """The work, done with notes and progress; who interrupts it is told how to go on."""
+    say_notes(outlook)
+    with interruptible(
+        "Finished layers are kept: run the same command again to continue in "
+        f"{outlook.request.output}."
+    ):
+        observer = progress_of(outlook)
+        with observer:
+            return work(observer)
 
 
 def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:

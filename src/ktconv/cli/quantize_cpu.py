@@ -9,14 +9,18 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.conversions import (
-    outlook_facts,
-    print_outlook,
-    print_report,
-    progress_of,
-    report_facts,
-    say_notes,
+    DryRunOption,
+    FinalizeOption,
+    LayersOption,
+    ModelArgument,
+    MtpOption,
+    OutputArgument,
+    OverwriteOption,
+    ShardSizeOption,
+    ThreadsOption,
+    convert,
 )
-from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result
+from ktconv.cli.show import JsonOption, errors_shown
 from ktconv.units import parse_ranges, parse_size
 
 
@@ -37,39 +41,29 @@ class Scale(str, Enum):
 
 
 def quantize_cpu_command(
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
-    ],
-    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    model: ModelArgument,
+    output: OutputArgument,
     method: Annotated[Method, typer.Option(help="Weight format.")] = Method.int4,
     numa: Annotated[
         int,
         typer.Option(min=0, help="NUMA parts; 0: as many as this machine has nodes.", metavar="N"),
     ] = 0,
-    threads: Annotated[
-        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
-    ] = 0,
-    layers: Annotated[
-        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
-    ] = "",
+    threads: ThreadsOption = 0,
+    layers: LayersOption = "",
     layout: Annotated[
         Layout, typer.Option(help="Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = Layout.safetensors,
     scale: Annotated[
         Scale, typer.Option(help="How row scales are chosen; amax: from the largest weight.")
     ] = Scale.amax,
-    max_shard_size: Annotated[
-        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
-    ] = "5GB",
+    max_shard_size: ShardSizeOption = "5GB",
     max_memory: Annotated[
         str, typer.Option(help="Use no more memory than this.", metavar="SIZE")
     ] = "8GiB",
     experts_only: Annotated[
         bool, typer.Option("--experts-only", help="Leave non-expert tensors out.")
     ] = False,
-    mtp: Annotated[
-        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
-    ] = True,
+    mtp: MtpOption = True,
     compat: Annotated[
         bool,
         typer.Option("--compat", help="Round to bf16 first, for the reference converter's bytes."),
@@ -78,20 +72,13 @@ def quantize_cpu_command(
         bool,
         typer.Option("--verify/--no-verify", help="Read back and unpack everything written."),
     ] = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
-    ] = False,
-    finalize: Annotated[
-        bool,
-        typer.Option("--finalize", help="Only write the index of layers converted before."),
-    ] = False,
+    overwrite: OverwriteOption = False,
+    finalize: FinalizeOption = False,
     exclude_experts: Annotated[
         Path | None,
         typer.Option(help="Leave out the experts that this file names.", metavar="FILE"),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
-    ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the routed experts of a checkpoint into quantized CPU weights.
@@ -127,14 +114,6 @@ def quantize_cpu_command(
             exclude_experts=exclude_experts,
         )
         outlook = prepare(request)
-        if dry_run:
-            print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
-            return
-        say_notes(outlook)
-        with interruptible(
-            f"Finished layers are kept: run the same command again to continue in {output}."
-        ):
-            observer = progress_of(outlook)
-            with observer:
-                report = quantize_cpu(request, observer, outlook)
-        print_result(as_json, report_facts(report), lambda: print_report(report))
+        convert(
+            outlook, lambda observer: quantize_cpu(request, observer, outlook), dry_run, as_json
+        )

@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktconv.cli.conversions import (
+    DryRunOption,
+    FinalizeOption,
+    LayersOption,
+    ModelArgument,
+    MtpOption,
+    OutputArgument,
+    OverwriteOption,
+    ShardSizeOption,
+    ThreadsOption,
+    VerifyOption,
+    done,
     outlook_facts,
     print_outlook,
     print_report,
-    progress_of,
     report_facts,
-    say_notes,
 )
-from ktconv.cli.show import JsonOption, errors_shown, given, interruptible, print_result, say
+from ktconv.cli.show import JsonOption, errors_shown, given, print_result, say
 from ktconv.errors import UsageError
 from ktconv.units import parse_ranges, parse_size
 
@@ -42,10 +51,8 @@ class Scheme(str, Enum):
 
 def quantize_gpu_command(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
-    ],
-    output: Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")],
+    model: ModelArgument,
+    output: OutputArgument,
     method: Annotated[
         GpuMethod, typer.Option(help="rtn: round to nearest; gptq: calibrated on a text.")
     ] = GpuMethod.rtn,
@@ -79,18 +86,10 @@ def quantize_gpu_command(
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.")
     ] = "auto",
-    layers: Annotated[
-        str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
-    ] = "",
-    mtp: Annotated[
-        bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
-    ] = True,
-    max_shard_size: Annotated[
-        str, typer.Option(help="No shard is larger than this.", metavar="SIZE")
-    ] = "5GB",
-    threads: Annotated[
-        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
-    ] = 0,
+    layers: LayersOption = "",
+    mtp: MtpOption = True,
+    max_shard_size: ShardSizeOption = "5GB",
+    threads: ThreadsOption = 0,
     max_memory: Annotated[
         str, typer.Option(help="rtn: use no more memory than this.", metavar="SIZE")
     ] = "8GiB",
@@ -100,19 +99,10 @@ def quantize_gpu_command(
     max_cpu_memory: Annotated[
         str, typer.Option(help="gptq: weights beyond this go to disk.", metavar="SIZE")
     ] = "",
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
-    ] = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
-    ] = False,
-    finalize: Annotated[
-        bool,
-        typer.Option("--finalize", help="Only write the index of layers converted before."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, write nothing.")
-    ] = False,
+    verify: VerifyOption = True,
+    overwrite: OverwriteOption = False,
+    finalize: FinalizeOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
@@ -163,13 +153,7 @@ def quantize_gpu_command(
             return
         for line in class_lines(outlook.classes):
             say(line)
-        say_notes(outlook)
-        with interruptible(
-            f"Finished layers are kept: run the same command again to continue in {output}."
-        ):
-            observer = progress_of(outlook)
-            with observer:
-                report = quantize_gpu(request, observer, outlook, say)
+        report = done(outlook, lambda observer: quantize_gpu(request, observer, outlook, say))
         facts = report_facts(report) | gpu_facts(outlook)
         print_result(as_json, facts, lambda: _print_gpu_report(report))
 

@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias
@@ -204,9 +204,9 @@ class Conversion(ABC, Generic[O]):
         """What the report tells beside what all conversions do; JSON-ready."""
         return {}
 
-    def made_file(self, name: str) -> bytes:
-        """The content of one of the target's `made_files`."""
-        raise NotImplementedError(name)
+    def made_files(self) -> Mapping[str, bytes]:
+        """The target's `made_files` by name."""
+        return {}
 
     def __init__(self, outlook: Outlook[O], observer: Observer) -> None:
         self.outlook, self.plan, self.request = outlook, outlook.plan, outlook.request
@@ -401,8 +401,8 @@ class Conversion(ABC, Generic[O]):
     def _write_final_files(self) -> None:
         staging, plan = self.journal.directory, self.plan
         copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
-        for name in plan.target.made_files:
-            write_durably(self.output / name, self.made_file(name), staging)
+        for name, content in self.made_files().items():
+            write_durably(self.output / name, content, staging)
         write_card(self.card(), self.output, staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
         run = run_record(plan) | self.state.claim() | self.origin()

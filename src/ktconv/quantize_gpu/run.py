@@ -8,7 +8,7 @@ memory and disk; convert layer by layer; write config, index and manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ from ktconv.quantize_gpu.decoded_copy import DecodedCopy
 from ktconv.quantize_gpu.loading import loading_notes
 from ktconv.quantize_gpu.names import target_pattern
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rounder, RtnTask
-from ktconv.quantize_gpu.target import CONFIG, GpuTarget, Options
+from ktconv.quantize_gpu.target import CONFIG, RECIPE, GpuTarget, Options
 from ktconv.source import SourceReader
 from ktconv.writer.journal import Journal, Record
 
@@ -208,8 +208,8 @@ class GpuConversion(Conversion[Options]):
             return super().copy_task(reader, tensor, name)
         return DecodedCopy(reader, matrix, name, self.request.verify)
 
-    def made_file(self, name: str) -> bytes:
-        return config.config_json(self.plan) if name == CONFIG else config.recipe_yaml(self.plan)
+    def made_files(self) -> Mapping[str, bytes]:
+        return {CONFIG: config.config_json(self.plan), RECIPE: config.recipe_yaml(self.plan)}
 
     def card(self) -> str:
         return config.card(self.plan)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, KtconvError, UsageError
@@ -47,16 +49,24 @@ def check_model(
     from ktconv.model.replace import UnlikeExperts
 
     try:
-        return _check(subject, request, findings, say)
+        with model_code_of(subject.checkpoint.path):
+            return _check(subject, request, findings, say)
     except UnlikeExperts as error:
         findings.fail(LEVEL, "experts", f"{error}.")
         return None
+
+
+@contextmanager
+def model_code_of(directory: Path) -> Iterator[None]:
+    """Whatever a model's own code raises becomes a CheckpointError that names its directory."""
+    try:
+        yield
     except (KtconvError, MemoryError):
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{subject.checkpoint.path} cannot be run by transformers: {first}",
+            f"{directory} cannot be run by transformers: {first}",
             "run --level layers, which needs no model code",
         ) from error
 

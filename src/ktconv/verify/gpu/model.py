@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ktconv import machine
 from ktconv.checkpoint import PROJECTIONS
-from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError
+from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.units import format_size
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.kinds import Facts
-from ktconv.verify.model import NEW_TOKENS, PROMPT_CHARACTERS, WINDOW, judge
+from ktconv.verify.model import NEW_TOKENS, PROMPT_CHARACTERS, WINDOW, judge, model_code_of
 from ktconv.verify.subject import Subject
 from ktconv.verify.text import read_text
 
@@ -71,17 +71,9 @@ def check_model(
     Raises CheckpointError where the model's own code fails.
     """
     assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
-    try:
-        with nullcontext() if _is_partial(subject) else _quiet():
-            return _check(subject, request, findings, say)
-    except (KtconvError, MemoryError):
-        raise
-    except Exception as error:  # whatever a model's own code raises
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{subject.directory} cannot be run by transformers: {first}",
-            "run --level layers, which needs no model code",
-        ) from error
+    quiet = nullcontext() if _is_partial(subject) else _quiet()
+    with model_code_of(subject.directory), quiet:
+        return _check(subject, request, findings, say)
 
 
 def _check(
