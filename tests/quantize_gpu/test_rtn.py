@@ -45,7 +45,7 @@ def test_bits_are_those_of_model_free_ptq(
         from compressed_tensors.quantization import QuantizationConfig
         from llmcompressor import model_free_ptq
 
-        config = QuantizationConfig(config_groups=ours["config_groups"])
+        config = QuantizationConfig(config_groups=ours["config_groups"], ignore=ours["ignore"])
         model_free_ptq(str(EXAMPLE), str(tmp_path / "theirs"), config=config, device="cpu")
     theirs = read_json(tmp_path / "theirs/config.json")["quantization_config"]
     assert read_model(output) == read_model(tmp_path / "theirs")

@@ -8,6 +8,7 @@ from typing import Any
 from ktconv import __version__
 from ktconv.card import model_name, yaml_name
 from ktconv.conversion import Plan
+from ktconv.quantize_gpu.ignored import ignored_modules
 from ktconv.quantize_gpu.names import target_pattern
 from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
 from ktconv.quantize_gpu.target import Options
@@ -18,6 +19,12 @@ FORMAT = "pack-quantized"
 
 def scheme_of(plan: Plan[Options]) -> Scheme:
     return Scheme(plan.options.scheme, plan.options.group_size)
+
+
+def ignored(plan: Plan[Options]) -> list[str]:
+    """Every module of the output that is not packed, as quantization_config lists it."""
+    tensors = (tensor for unit in plan.others for tensor in unit.tensors())
+    return ignored_modules((tensor.name, tensor.shape) for tensor in tensors)
 
 
 def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
                 "format": FORMAT,
             }
         },
-        "ignore": [],
+        "ignore": ignored(plan),
         "transform_config": {},
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,18 @@ Copy = Callable[..., Path]
 EXPERT = "model.layers.1.mlp.experts.2"
 UP = f"{EXPERT}.up_proj"
 SCHEMES = ["W4A16", "W8A16"]
+EXAMPLE = Path(__file__).parents[3] / "docs/example/tiny-moe"
+
+
+@pytest.fixture(scope="module")
+def quantized_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that ships here: it has attention and routers beside its experts."""
+    from gpu import quantize
+
+    pytest.importorskip("llmcompressor")
+    output = tmp_path_factory.mktemp("example") / "out"
+    quantize(EXAMPLE, output)
+    return output
 
 
 def of(failures: list[dict[str, Any]], **wanted: Any) -> bool:
@@ -220,6 +233,25 @@ def test_an_ignored_expert(model: Path, copied: Copy) -> None:
     assert of(failures, file="config.json", layer=1, expert=0, projection="up")
 
 
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_plain_layer_that_is_not_ignored(
+    manifest: bool, quantized_example: Path, tmp_path: Path
+) -> None:
+    """SGLang, and vLLM before 0.24, raise for it."""
+    output = tmp_path / "copy"
+    shutil.copytree(quantized_example, output)
+    if not manifest:
+        (output / "ktconv.json").unlink()
+    lost = "model.layers.1.self_attn.o_proj"
+    edit_config(output, lambda c: c["quantization_config"]["ignore"].remove(lost))
+    said = f"neither quantizes nor ignores {lost}: SGLang"
+    assert any(said in f["message"] for f in found(check(output, EXAMPLE), "structure", "config"))
+    edit_config(output, lambda c: c["quantization_config"].update(ignore=[]))
+    result = check(output, EXAMPLE)
+    said = "ignores lm_head and 8 more: SGLang"
+    assert any(said in f["message"] for f in found(result, "structure", "config"))
+
+
 def test_a_target_that_misses_an_expert(model: Path, copied: Copy) -> None:
     output = copied()
     edit_config(output, lambda c: group(c).update(targets=["re:.*experts.*(gate|up)_proj"]))
@@ -243,6 +275,7 @@ def test_a_target_that_means_a_plain_weight(target: str, tmp_path: Path) -> None
     write_checkpoint(tmp_path / "model", tensors, config)
     quantize(tmp_path / "model", tmp_path / "out")
     edit_config(tmp_path / "out", lambda c: group(c)["targets"].append(target))
+    edit_config(tmp_path / "out", lambda c: c["quantization_config"].update(ignore=[]))
     result = check(tmp_path / "out", tmp_path / "model")
     assert of(found(result, "structure", "config"), tensor=f"{plain}.weight")
     edit_config(tmp_path / "out", lambda c: c["quantization_config"].update(ignore=[plain]))

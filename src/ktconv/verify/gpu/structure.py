@@ -217,18 +217,29 @@ class GpuStructureCheck(StructureCheck):
     # ---- everything else ----
 
     def _plain_weights(self) -> None:
-        """Weights that are not packed, though an engine would expect them to be."""
-        told = self._output.quantization
+        """Weights that are not packed, though an engine would expect them to be, or would not
+        know."""
+        told, unnamed = self._output.quantization, []
         for name, tensor in self._output.others.items():
             if not name.endswith(".weight") or len(tensor.shape) != 2:
                 continue
             module = name.removesuffix(".weight")
             linear = class_of(name) not in NOT_LINEAR
-            if told.group_of(module, linear) is not None and not told.ignores(module, linear):
+            if told.ignores(module, linear):
+                continue
+            if told.group_of(module, linear) is not None:
                 self._wrong_config(
                     f"{CONFIG_NAME} says that {module} is packed, but it is {tensor.dtype}.",
                     tensor=name,
                 )
+            elif linear:
+                unnamed.append(module)
+        if unnamed and self._output.why_not is None:
+            more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+            self._wrong_config(
+                f"{CONFIG_NAME} neither quantizes nor ignores {unnamed[0]}{more}: SGLang, and vLLM "
+                "before 0.24, refuse to load such a checkpoint."
+            )
 
     def _copies(self, experts: Mapping[str, Any]) -> int:
         """Copies against the plan, everything against the manifest; how many copies there are."""
