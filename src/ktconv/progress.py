@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ktconv.text import printable
 from ktconv.units import format_size
 
 WINDOW_SECONDS = 30.0
@@ -133,7 +134,7 @@ class BarObserver(Progression):
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__(sizes)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             _Live(lambda: f"{format_size(self.done)} of {format_size(self.total)}"),
             _Live(lambda: f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"),
@@ -153,7 +154,7 @@ class BarObserver(Progression):
 
     def unit_started(self, key: str) -> None:
         super().unit_started(key)
-        self._bar.update(self._task, description=key)
+        self._bar.update(self._task, description=printable(key))
 
     def __enter__(self) -> Progression:
         self._bar.start()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktconv.cli.show import interruptible, print_facts, print_result, say
+from ktconv.cli.show import fact_lines, interruptible, print_result, say
 from ktconv.units import format_ranges, format_size
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def convert(
 ) -> None:
     """Prints the plan, or does the work and prints what came of it."""
     if dry_run:
-        print_result(as_json, outlook_facts(outlook), lambda: print_outlook(outlook))
+        print_result(as_json, outlook_facts(outlook), lambda: outlook_lines(outlook))
         return
     report = done(outlook, work)
-    print_result(as_json, report_facts(report), lambda: print_report(report))
+    print_result(as_json, report_facts(report), lambda: report_lines(report))
 
 
 def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
@@ -122,7 +122,8 @@ def report_facts(report: Report) -> dict[str, Any]:
     }
 
 
-def print_outlook(outlook: Outlook[Any]) -> None:
+def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
+    """The plan, for people."""
     facts, request = outlook_facts(outlook), outlook.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
@@ -147,33 +148,34 @@ def print_outlook(outlook: Outlook[Any]) -> None:
     }
     for note in facts["notes"]:
         rows[f"note {len(rows) - 10}"] = note
-    print_facts(rows)
+    return fact_lines(rows)
 
 
-def print_report(report: Report) -> None:
+def report_lines(report: Report) -> Iterator[str]:
+    """What a run did, for people."""
     from ktconv.conversion import describe_units
 
     output = report.outlook.request.output
     if not report.converted and report.complete:
-        print(f"{output} is complete: nothing to do.")
+        yield f"{output} is complete: nothing to do."
         return
     if report.converted:
         rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
-        print(
+        yield (
             f"Converted {describe_units(report.converted)} in {report.seconds:.1f} s "
             f"({rate:.2f} GB/s of source)."
         )
     if report.worst and report.mean_error is not None:
-        print(
+        yield (
             f"Relative RMS error: mean {report.mean_error:.4f}, "
             f"worst {report.worst[1]:.4f} ({report.worst[0]})."
         )
     if report.complete:
-        print(f"{output} is complete.")
+        yield f"{output} is complete."
     elif report.missing:
-        print(f"{output} still lacks {describe_units(report.missing)}; the rest comes with them.")
+        yield f"{output} still lacks {describe_units(report.missing)}; the rest comes with them."
     else:
-        print(f"Another ktconv is at work in {output}; it completes it, else --finalize does.")
+        yield f"Another ktconv is at work in {output}; it completes it, else --finalize does."
 
 
 def say_notes(outlook: Outlook[Any]) -> None:

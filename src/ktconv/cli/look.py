@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.show import JsonOption, errors_shown, print_facts, print_result
+from ktconv.cli.show import JsonOption, errors_shown, fact_lines, print_result
 
 
 def inspect(
@@ -22,7 +22,7 @@ def inspect(
         from ktconv.inspection import inspect_path
 
         facts = inspect_path(path)
-        print_result(as_json, facts, lambda: print_facts(facts))
+        print_result(as_json, facts, lambda: fact_lines(facts))
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -34,4 +34,4 @@ def doctor(as_json: JsonOption = False) -> None:
         from ktconv.doctor import examine
 
         facts = examine(Path.cwd())
-        print_result(as_json, facts, lambda: print_facts(facts))
+        print_result(as_json, facts, lambda: fact_lines(facts))

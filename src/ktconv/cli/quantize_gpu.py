@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -22,9 +23,9 @@ from ktconv.cli.conversions import (
     VerifyOption,
     done,
     outlook_facts,
-    print_outlook,
-    print_report,
+    outlook_lines,
     report_facts,
+    report_lines,
 )
 from ktconv.cli.show import JsonOption, errors_shown, given, print_result, say
 from ktconv.errors import UsageError
@@ -149,13 +150,13 @@ def quantize_gpu_command(
         outlook = prepare(request)
         if dry_run:
             facts = outlook_facts(outlook) | gpu_facts(outlook)
-            print_result(as_json, facts, lambda: _print_gpu_outlook(outlook))
+            print_result(as_json, facts, lambda: _gpu_outlook_lines(outlook))
             return
         for line in class_lines(outlook.classes):
             say(line)
         report = done(outlook, lambda observer: quantize_gpu(request, observer, outlook, say))
         facts = report_facts(report) | gpu_facts(outlook)
-        print_result(as_json, facts, lambda: _print_gpu_report(report))
+        print_result(as_json, facts, lambda: _gpu_report_lines(report))
 
 
 _OPTIONS_OF = {
@@ -186,17 +187,17 @@ def gpu_facts(outlook: gpu.Outlook) -> dict[str, Any]:
     return {"classes": [asdict(count) for count in outlook.classes]}
 
 
-def _print_gpu_outlook(outlook: gpu.Outlook) -> None:
+def _gpu_outlook_lines(outlook: gpu.Outlook) -> Iterator[str]:
     from ktconv.quantize_gpu.classes import class_lines
 
-    print_outlook(outlook)
-    print("\n".join(class_lines(outlook.classes)))
+    yield from outlook_lines(outlook)
+    yield from class_lines(outlook.classes)
 
 
-def _print_gpu_report(report: Report) -> None:
+def _gpu_report_lines(report: Report) -> Iterator[str]:
     if coverage := report.more.get("coverage"):
         from ktconv.quantize_gpu.coverage import LayerCoverage, coverage_lines
 
         seen = {int(layer): LayerCoverage.of_record(told) for layer, told in coverage.items()}
-        print("\n".join(coverage_lines(seen)))
-    print_report(report)
+        yield from coverage_lines(seen)
+    yield from report_lines(report)

@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from ktconv.errors import KtconvError
+from ktconv.text import printable, valid_unicode
 from ktconv.units import format_size
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -29,24 +30,37 @@ def given(context: typer.Context) -> frozenset[str]:
 
 
 def print_text(text: str) -> None:
-    print_result(False, {}, lambda: print(text))
+    """A table or document on stdout, line by line."""
+    _print(map(printable, text.split("\n")))
 
 
-def print_result(as_json: bool, facts: dict[str, Any], show: Callable[[], None]) -> None:
+def print_result(as_json: bool, facts: dict[str, Any], lines: Callable[[], Iterable[str]]) -> None:
+    """On stdout: `facts` as one JSON document, or `lines` for people."""
+    if as_json:
+        _print([json.dumps(valid_unicode(facts), indent=1)])
+    else:
+        _print(map(printable, lines()))
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Everything on stdout passes here, and its lines hold no control characters."""
+    text = "".join(f"{line}\n" for line in lines)
     try:
-        if as_json:
-            print(json.dumps(facts, indent=1))
-        else:
-            show()
+        sys.stdout.write(_encodable(text, sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader left, as `| head` does: the work is done all the same
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_facts(facts: dict[str, Any]) -> None:
+def _encodable(text: str, stream: TextIO) -> str:
+    """`text` with escapes for what the stream's encoding lacks, as ASCII lacks most."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
     """Names and values as aligned lines; nested names indented."""
-    for line in _fact_lines(facts, 0):
-        print(line)
+    return _fact_lines(facts, 0)
 
 
 def _fact_lines(facts: dict[str, Any], indent: int) -> Iterator[str]:
@@ -71,10 +85,10 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def say(text: str) -> None:
-    """On stderr, if anybody still reads it: a lost log must not end an hour of work."""
+    """One line on stderr, if anybody still reads it: a lost log must not end an hour of work."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -88,7 +102,8 @@ def interruptible(way_out: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"\nInterrupted. {way_out}")
+        say("")  # leaves the line on which the terminal shows ^C
+        say(f"Interrupted. {way_out}")
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -118,4 +133,5 @@ def errors_shown() -> Iterator[None]:
 
 def _sentence(text: str) -> str:
     """With one full stop at its end, and names of absurd length cut in the middle."""
-    return re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", text).rstrip(".") + "."
+    shown = re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", printable(text))
+    return shown.rstrip(".") + "."

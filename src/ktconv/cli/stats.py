@@ -78,4 +78,4 @@ def stats(
         )
         with interruptible("Nothing was written."):
             facts, lines = command.run(options, say)
-        print_result(as_json, facts, lambda: print("\n".join(lines)))
+        print_result(as_json, facts, lambda: lines)

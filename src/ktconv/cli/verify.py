@@ -121,6 +121,6 @@ def verify(
         )
         with interruptible("Nothing was written."):
             facts, lines, passed = command.run(options, progress_over, say)
-        print_result(as_json, facts, lambda: print("\n".join(lines)))
+        print_result(as_json, facts, lambda: lines)
         if not passed:
             raise typer.Exit(1)

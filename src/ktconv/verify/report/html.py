@@ -5,24 +5,19 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Nobody sees these, or they reorder the line, or no file in UTF-8 can hold them.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069"
-    "\ud800-\udfff\ufeff\ufff9-\uffff]"
-)
+from ktconv.text import printable
+
 MISSING = '<span class="none" title="not measured">–</span>'
 _NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 
 
 def escape(value: Any) -> str:
     """Text for an element or a quoted attribute; what cannot be seen is written as \\uXXXX."""
-    text = value if isinstance(value, str) else str(value)
-    return html.escape(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    return html.escape(printable(value if isinstance(value, str) else str(value), keep="\t\n"))
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

@@ -1,0 +1,48 @@
+"""Strings from files and paths: as text that a terminal, a page or a JSON document can hold."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# What moves the cursor, changes colours, reorders a line, or cannot be seen; and halves of
+# surrogate pairs, which no UTF-8 holds.
+_UNSEEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    "\ufeff\ufff9-\uffff\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
+)
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` as one line without control characters, line breaks, or marks that reorder it.
+
+    They are written as \\u001b or \\U000e0001, and bytes of a file name that are not text as
+    \\xff. Characters of `keep` stay.
+    """
+    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else _escaped(found), text)
+
+
+def path_text(path: str | Path) -> str:
+    """A path of the system as valid Unicode, the same in every locale: its bytes as UTF-8, those
+    that are not UTF-8 as \\xff."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def valid_unicode(value: Any) -> Any:
+    """A JSON-ready value with `\\xff` or `\\ud800` in place of halves of surrogate pairs."""
+    if isinstance(value, str):
+        return _SURROGATES.sub(_escaped, value)
+    if isinstance(value, Mapping):
+        return {valid_unicode(name): valid_unicode(inner) for name, inner in value.items()}
+    return [valid_unicode(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # how Python marks byte 0x80 + n of an undecodable name
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
