@@ -76,6 +76,9 @@ class Observer(Protocol):
 
     def unit_finished(self, key: str) -> None: ...
 
+    def noted(self, text: str) -> None:
+        """A sentence that a user should read, as what the run waits for."""
+
 
 class Pipeline(Generic[Buffers]):
     """Runs jobs in order with `threads` workers, each with buffers of its own."""

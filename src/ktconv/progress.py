@@ -77,6 +77,9 @@ class Progression:
     def unit_finished(self, key: str) -> None:
         pass
 
+    def noted(self, text: str) -> None:
+        pass
+
     def eta(self) -> str:
         speed = self.rate.per_second(self.done)
         return format_duration((self.total - self.done) / speed) if speed else "?"
@@ -107,6 +110,9 @@ class LineObserver(Progression):
             f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
             f"{speed:.2f} GB/s, ETA {self.eta()}"
         )
+
+    def noted(self, text: str) -> None:
+        self._say(text)
 
 
 class _Live(ProgressColumn):
@@ -155,6 +161,9 @@ class BarObserver(Progression):
     def unit_started(self, key: str) -> None:
         super().unit_started(key)
         self._bar.update(self._task, description=printable(key))
+
+    def noted(self, text: str) -> None:
+        self._bar.console.print(Text(text))  # above the bar
 
     def __enter__(self) -> Progression:
         self._bar.start()

@@ -142,6 +142,53 @@ def test_no_permission(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "output").exists()
 
 
+class DeniesNewNames:
+    """mkdir of a file system that has none of the names it is asked to make."""
+
+    def __init__(self, first: type[BaseException] = FileNotFoundError) -> None:
+        self.first, self.calls = first, 0
+
+    def __call__(self, path: Path, *_: object, **__: object) -> None:
+        self.calls += 1
+        assert self.calls < 1000, "tried for ever"
+        kind = self.first if self.calls == 1 else FileNotFoundError
+        raise kind(2, "No such file or directory", str(path))
+
+
+def test_a_directory_that_never_comes_to_be(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on /proc and stale network mounts."""
+    denies = DeniesNewNames()
+    monkeypatch.setattr(Path, "mkdir", lambda *words, **named: denies(*words, **named))
+    refused(run(model, tmp_path / "a" / "b"), 3, f"cannot create directory {tmp_path / 'a'}")
+    assert denies.calls < 100
+
+
+def test_one_interrupt_ends_a_run_that_cannot_make_its_directory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denies = DeniesNewNames(KeyboardInterrupt)
+    monkeypatch.setattr(Path, "mkdir", lambda *words, **named: denies(*words, **named))
+    assert run(model, tmp_path / "output").exit_code == 130
+    assert denies.calls == 1
+
+
+def test_an_empty_output_directory_is_removed_if_no_state_fits_into_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def refuse(self: Path, *words: object, **named: object) -> None:
+        if self.name == STATE:
+            raise PermissionError(13, "Permission denied", str(self))
+        mkdir(self, *words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    refused(run(model, tmp_path / "output"), 3, STATE, "permission denied")
+    assert not (tmp_path / "output").exists()
+
+
 def test_output_that_may_not_even_be_looked_at(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

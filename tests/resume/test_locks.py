@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -265,6 +267,63 @@ def test_patience_at_the_door_has_an_end(
     monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", 0.05)
     with OutputLock(Journal(tmp_path / "output")).door():
         refused(run(model, tmp_path / "output"), 2, "does not come to an end")
+
+
+def test_who_waits_at_the_door_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    output, notices = tmp_path / "output", []
+    holder = contextlib.ExitStack()
+    holder.enter_context(OutputLock(Journal(output)).door())
+
+    def noticed(text: str) -> None:
+        notices.append(text)
+        holder.close()  # the first leaves: nothing here depends on time
+
+    with OutputLock(Journal(output)).door(noticed):
+        pass
+    assert len(notices) == 1
+    assert "waiting for another ktconv" in notices[0] and str(output) in notices[0]
+
+
+def test_who_waits_at_the_door_names_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", -1.0)
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from ktconv.writer.journal import Journal, OutputLock\n"
+        "with OutputLock(Journal(Path(sys.argv[1]))).door():\n    print(flush=True)\n    input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "output")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        lock = OutputLock(Journal(tmp_path / "output"))
+        with pytest.raises(OutputError, match=rf"process {process.pid}\)"), lock.door():
+            pass
+        process.communicate(b"\n")
+
+
+def test_an_interrupted_run_does_not_wait_at_the_door_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run begins or finishes, and whoever waits for it is interrupted."""
+    tries: list[bool] = []
+
+    def locked_by_another(lock: OutputLock) -> bool:
+        Journal(tmp_path / "output").create()
+        tries.append(False)
+        assert len(tries) < 10
+        return False
+
+    monkeypatch.setattr(OutputLock, "_try_door", locked_by_another)
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    monkeypatch.setattr("ktconv.conversion.run.WITHDRAW_SECONDS", -1.0)
+    monkeypatch.setattr(SilentObserver, "noted", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_cpu(Request(str(model), tmp_path / "output", Options(numa=1)))
 
 
 def test_lock_file_that_was_removed_is_not_trusted(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
 MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
+WITHDRAW_SECONDS = 1.0  # a run that was interrupted ends soon
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 BufferedTask: TypeAlias = "Task[Buffers]"
@@ -114,6 +115,9 @@ class SilentObserver:
         pass
 
     def unit_finished(self, key: str) -> None:
+        pass
+
+    def noted(self, text: str) -> None:
         pass
 
 
@@ -232,7 +236,7 @@ class Conversion(ABC, Generic[O]):
             self.lock.release()
 
     def _run(self, started: float) -> Report:
-        with self.lock.door():
+        with self.lock.door(self.observer.noted):
             units = self._claim()
             complete = self._resume(units)
         pending = [unit for unit in units if unit.key not in self.done]
@@ -240,7 +244,7 @@ class Conversion(ABC, Generic[O]):
             if pending:
                 self._check_disk(pending)
                 self.convert(pending)
-            with self.lock.door():
+            with self.lock.door(self.observer.noted):
                 self._finish()
                 # Before the door opens: who comes last must find all units unlocked.
                 self.lock.release()
@@ -322,12 +326,20 @@ class Conversion(ABC, Generic[O]):
         self.errors.add(record)
 
     def _withdraw(self, existed: bool) -> None:
-        """After a failure of a run that found nothing and finished nothing: leave no trace."""
-        with contextlib.suppress(OSError, KtconvError), self.lock.door():
-            if self.state.nothing_is_kept() and self.lock.try_acquire(self._all_bytes()):
-                shutil.rmtree(self.journal.directory)
-                if not existed:
-                    self.output.rmdir()
+        """After a failure of a run that found nothing and finished nothing: leave no trace.
+
+        Whoever else is at the door has a use for what is there, so it is not waited for long.
+        """
+        with contextlib.suppress(OSError, KtconvError):
+            if self.journal.directory.exists():
+                with self.lock.door(patience=WITHDRAW_SECONDS):
+                    if not self.state.nothing_is_kept():
+                        return
+                    if not self.lock.try_acquire(self._all_bytes()):
+                        return
+                    shutil.rmtree(self.journal.directory)
+            if not existed:
+                self.output.rmdir()  # only if it is empty
 
     def _check_disk(self, pending: Sequence[Unit]) -> None:
         needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN

@@ -118,6 +118,7 @@ class _OneBegin:
         self._observer, self._begun = observer, False
         self.advanced = observer.advanced
         self.unit_started, self.unit_finished = observer.unit_started, observer.unit_finished
+        self.noted = observer.noted
 
     def begin(self, keys: list[str]) -> None:
         if not self._begun:

@@ -31,6 +31,8 @@ _HINTS = {
     errno.EFBIG: "raise the limit of the file system or process, or lower --max-shard-size",
 }
 
+MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directory meanwhile
+
 
 def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
     """An OSError as one sentence that names the file."""
@@ -109,13 +111,19 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> N
 def make_directory(path: Path) -> None:
     """Create a directory and its parents; they survive a power loss.
 
-    Another run may create or remove it at the same time.
+    Another run may create or remove it at the same time. Some file systems, /proc and stale
+    mounts among them, say of every new name that it does not exist: tries are counted.
     """
     with translated("create directory", path):
-        while not _is_directory(path):
+        for attempt in range(MKDIR_ATTEMPTS):
+            if _is_directory(path):
+                return
             make_directory(path.parent)
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
+            try:
                 path.mkdir()
+            except (FileExistsError, FileNotFoundError):
+                if attempt == MKDIR_ATTEMPTS - 1:
+                    raise
             with contextlib.suppress(OSError):  # a parent that may be entered but not read
                 sync_directory(path.parent)
 

@@ -11,6 +11,7 @@ when a run fails that finished nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -18,9 +19,10 @@ import json
 import math
 import os
 import re
+import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
@@ -33,6 +35,8 @@ OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
 DOOR_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.door
 DOOR_POLL_SECONDS = 0.02
 DOOR_PATIENCE_SECONDS = 120.0  # what is done inside takes seconds even on slow disks
+DOOR_NOTICE_SECONDS = 2.0  # who waits longer is told for what
+_FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
 _LAYER = re.compile("[0-9]{1,9}")
@@ -217,21 +221,47 @@ class OutputLock:
         self._mine: set[int] = set()
 
     @contextmanager
-    def door(self) -> Iterator[None]:
-        """One run at a time begins or finishes; others wait. Creates the state directory."""
-        deadline = time.monotonic() + DOOR_PATIENCE_SECONDS
-        while not self._try_door():
-            if time.monotonic() > deadline:
-                raise OutputError(
-                    f"another ktconv is beginning or finishing in {self._journal.output} and does "
-                    "not come to an end",
-                    "if it is stopped or hangs, end it; then run the same command again",
-                )
-            time.sleep(DOOR_POLL_SECONDS)
+    def door(
+        self, say: Callable[[str], None] = lambda text: None, patience: float | None = None
+    ) -> Iterator[None]:
+        """One run at a time begins or finishes; others wait. Creates the state directory.
+
+        `say` gets one sentence if that takes a while. OutputError after `patience` seconds.
+        """
+        self._wait_at_door(say, DOOR_PATIENCE_SECONDS if patience is None else patience)
         try:
             yield
         finally:
             self._give_back({DOOR_BYTE})
+
+    def _wait_at_door(self, say: Callable[[str], None], patience: float) -> None:
+        started, noticed = time.monotonic(), False
+        while not self._try_door():
+            waited = time.monotonic() - started
+            if waited > patience:
+                raise OutputError(
+                    f"another ktconv{self._who()} is beginning or finishing in "
+                    f"{self._journal.output} and does not come to an end",
+                    "if it is stopped or hangs, end it; then run the same command again",
+                )
+            if waited > DOOR_NOTICE_SECONDS and not noticed:
+                noticed = True
+                say(
+                    f"waiting for another ktconv{self._who()} that is beginning or finishing in "
+                    f"{self._journal.output}"
+                )
+            time.sleep(DOOR_POLL_SECONDS)
+
+    def _who(self) -> str:
+        """ " (process 4711)" where the door is locked by another process of this machine."""
+        question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, DOOR_BYTE, 1, 0)
+        answer = question
+        with self._guard, contextlib.suppress(OSError):
+            fd, _ = self._open()
+            answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
+            self._forget_if_unused()
+        process = struct.unpack(_FLOCK, answer)[-1]  # as it was asked, 0, if there is none
+        return f" (process {process})" if process > 0 else ""
 
     def acquire(self, units: Iterable[int], what: str) -> None:
         """Lock these bytes, all or none. OutputError if another run has one of them."""
