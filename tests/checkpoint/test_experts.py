@@ -157,8 +157,10 @@ def test_expert_size_of_its_own_key(tmp_path: Path, tensors: dict[str, Tensor]) 
     assert opened(tmp_path, tensors, moe_intermediate_size=None, intermediate_size=128).layers
     message = refusal(tmp_path, tensors, moe_intermediate_size=None, intermediate_size=999)
     assert "intermediate_size 999" in message
-    # One size per modality says nothing that can be checked, nor does the dense size then.
-    assert opened(tmp_path, tensors, moe_intermediate_size=[1, 2], intermediate_size=999).layers
+    # With one size per modality it is one of them; the dense size says nothing then.
+    assert opened(tmp_path, tensors, moe_intermediate_size=[128, 2], intermediate_size=999).layers
+    message = refusal(tmp_path, tensors, moe_intermediate_size=[1, 2], intermediate_size=999)
+    assert "intermediate size 128, but config.json has moe_intermediate_size [1, 2]" in message
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ __all__ = [
     "Projection",
     "SourceFile",
     "TensorRef",
+    "check_headers",
     "load_block_scale",
     "locate_model",
     "open_checkpoint",
@@ -60,6 +61,15 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     """
     with _collector_paused():
         return _open_directory(locate_model(model))
+
+
+def check_headers(directory: Path) -> None:
+    """Raises CheckpointError where headers, index or config.json contradict themselves.
+
+    For what transformers loads, of which `open_checkpoint` knows not every encoding.
+    """
+    read_shards(select_shards(directory))
+    interpret_config(read_config(directory).content)
 
 
 def _open_directory(directory: Path) -> Checkpoint:

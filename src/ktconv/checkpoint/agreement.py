@@ -17,6 +17,8 @@ def contradictions(
     """Sentences about layers that are not of the sizes of config.json, and their numbers."""
     told = (config.num_experts, config.hidden_size, config.intermediate_size)
     for index, sizes in layers.items():
+        if fault := config.top_k_fault(sizes[0]):
+            yield fault, index
         for words, size, setting in zip(_SIZES, sizes, told, strict=True):
             if setting is not None and setting.value != size:
                 yield (

@@ -8,11 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.config_values import (
+    CONFIG_HINT,
+    CONFIG_NAME,
+    TOP_K_KEYS,
+    check_values,
+    is_whole,
+    wrong_value,
+)
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
 
-CONFIG_NAME = "config.json"
-_HINT = "Copy the config.json that belongs to this checkpoint beside its weights."
+__all__ = [
+    "CONFIG_NAME",
+    "MAX_SIZE",
+    "TOP_K_KEYS",
+    "ConfigFile",
+    "DenseLayers",
+    "ListSetting",
+    "ModelConfig",
+    "Setting",
+    "interpret_config",
+    "read_config",
+    "text_section",
+]
 
 # Multimodal models keep the language model's sizes in a section of their own.
 _TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -35,6 +54,20 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class ListSetting:
+    """A list of config.json with one value for each layer, or for text and for vision."""
+
+    key: str
+    values: Sequence[int]
+
+    def allows(self, layer: int, value: int) -> bool:
+        """Whether decoder layer `layer` can have `value` by one of the two readings."""
+        if layer < len(self.values) and self.values[layer] == value:
+            return True
+        return len(self.values) == 2 and value in (*self.values, sum(self.values))
+
+
+@dataclass(frozen=True, slots=True)
 class DenseLayers:
     """Which layers config.json makes dense, by each key that does; all others are MoE."""
 
@@ -53,11 +86,24 @@ class ModelConfig:
     hidden_size: Setting | None
     intermediate_size: Setting | None  # of one expert
     num_experts: Setting | None
+    listed_sizes: Sequence[ListSetting]  # of intermediate_size, where it is a list
+    listed_experts: Sequence[ListSetting]
+    top_k: Sequence[Setting | ListSetting]  # experts per token, by every key that gives them
+    zero_experts: int  # that a router can choose too, and that have no weights
     num_layers: Setting | None  # without MTP layers
     num_mtp_layers: int
     dense_layers: DenseLayers | None  # None: no known key tells dense layers from MoE ones
     quant_method: str | None
+    fp8_format: str | None  # quantization_config.fmt
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
+
+    def top_k_fault(self, experts: int) -> str | None:
+        """A sentence if a token is to go to more experts than the `experts` of a layer."""
+        for setting in self.top_k:
+            most = max(setting.values) if isinstance(setting, ListSetting) else setting.value
+            if most > experts + self.zero_experts:
+                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +121,10 @@ def read_config(directory: Path) -> ConfigFile:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", _HINT) from None
+        raise CheckpointError(f"{path} does not exist", CONFIG_HINT) from None
     except OSError as error:
         raise ResourceError(f"{path} cannot be read: {error.strerror}") from error
-    content = parse_object(data, str(path), _HINT, allow_same_twice=True)
+    content = parse_object(data, str(path), CONFIG_HINT, allow_same_twice=True)
     return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -87,42 +133,56 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
     """
-    text = _text_section(content)
-    sections = (text, content)
-    mtp_layers = _first_size(sections, _MTP_KEYS)
-    quantization = next(_objects(sections, "quantization_config"), {})
-    method = quantization.get("quant_method")
-    return ModelConfig(
+    text = text_section(content)
+    sections = (text,) if text is content else (text, content)
+    check_values(sections)
+    num_layers = _first_size(sections, _LAYER_KEYS)
+    quantization = _quantization(sections)
+    size_keys = _expert_size_keys(sections)
+    config = ModelConfig(
         model_types=frozenset(_strings(sections, "model_type")),
         hidden_size=_one_size(sections, ("hidden_size",)),
-        intermediate_size=_expert_size(sections),
-        num_experts=_one_size(sections, _EXPERT_COUNT_KEYS),
-        num_layers=_first_size(sections, _LAYER_KEYS),
-        num_mtp_layers=mtp_layers.value if mtp_layers else 0,
-        dense_layers=_dense_layers(text),
-        quant_method=method if isinstance(method, str) else None,
+        intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
+        num_experts=_one_size(sections, _EXPERT_COUNT_KEYS, or_lists=True),
+        listed_sizes=_lists(text, size_keys, num_layers),
+        listed_experts=_lists(text, _EXPERT_COUNT_KEYS, num_layers),
+        top_k=[*_scalars(sections, TOP_K_KEYS), *_lists(text, TOP_K_KEYS, num_layers)],
+        zero_experts=sum(setting.value for setting in _scalars(sections, ("zero_expert_num",))),
+        num_layers=num_layers,
+        num_mtp_layers=_mtp_layers(sections),
+        dense_layers=_dense_layers(text, num_layers),
+        quant_method=quantization.get("quant_method"),
+        fp8_format=quantization.get("fmt"),
         block_size=_block_size(quantization),
     )
+    experts = config.num_experts.value if config.num_experts else 0
+    if experts and (fault := config.top_k_fault(experts)):
+        raise CheckpointError(fault, CONFIG_HINT)
+    return config
 
 
-def _text_section(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in _TEXT_SECTIONS:
-        section = content.get(key)
-        if isinstance(section, dict):
-            return _text_section(section)
+def text_section(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's section of config.json, which is all of it for a text model."""
+    section: Any = content
+    while section is not None:
+        content = section
+        inner = (content.get(key) for key in _TEXT_SECTIONS)
+        section = next((one for one in inner if isinstance(one, dict)), None)
     return content
 
 
-def _one_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
-    """The positive integer that the first section with any of `keys` gives.
+def _one_size(
+    sections: Sequence[Mapping[str, Any]], keys: Sequence[str], or_lists: bool = False
+) -> Setting | None:
+    """The size that the first section with any of `keys` gives.
 
-    Lists (a size per layer or modality) say nothing that can be checked here.
+    With `or_lists`, lists are left to `_lists`.
     """
     for section in sections:
         found = [
             Setting(key, section[key])
             for key in keys
-            if section.get(key) is not None and not isinstance(section[key], list)
+            if section.get(key) is not None and not (or_lists and isinstance(section[key], list))
         ]
         for setting in found:
             _check_size(setting)
@@ -130,47 +190,83 @@ def _one_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Set
                 raise CheckpointError(
                     f"{CONFIG_NAME} contradicts itself: {found[0].key} is {found[0].value} "
                     f"but {setting.key} is {setting.value}",
-                    _HINT,
+                    CONFIG_HINT,
                 )
         if found:
-            return found[0] if found[0].value else None
+            return found[0]
     return None
 
 
 def _check_size(setting: Setting) -> None:
-    if type(setting.value) is not int or setting.value < 0:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: {setting.key} is {setting.value!r}, not a size", _HINT
-        )
+    if not is_whole(setting.value):
+        raise wrong_value(setting.key, setting.value, "a size")
     if setting.value > MAX_SIZE:
         raise CheckpointError(
             f"{CONFIG_NAME}: {setting.key} is {setting.value}, beyond the limit of {MAX_SIZE}",
-            _HINT,
+            CONFIG_HINT,
         )
+
+
+def _not_zero(setting: Setting | None) -> Setting | None:
+    return setting if setting is not None and setting.value else None
 
 
 def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
     """Of the first key that gives one: these keys need not agree."""
-    return next(filter(None, (_one_size(sections, (key,)) for key in keys)), None)
+    sizes = (_one_size(sections, (key,)) for key in keys)
+    return next((size for size in sizes if size is not None), None)
 
 
-def _expert_size(sections: Sequence[Mapping[str, Any]]) -> Setting | None:
-    """An expert's intermediate size; plain intermediate_size where it has no key of its own."""
-    if any(section.get(key) is not None for section in sections for key in _EXPERT_SIZE_KEYS):
-        return _one_size(sections, _EXPERT_SIZE_KEYS)
-    return _one_size(sections, ("intermediate_size",))
+def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:
+    sizes = (_not_zero(_one_size(sections, (key,))) for key in _MTP_KEYS)
+    return next((size.value for size in sizes if size is not None), 0)
 
 
-def _objects(sections: Sequence[Mapping[str, Any]], key: str) -> Iterator[Mapping[str, Any]]:
-    for section in sections:
-        if isinstance(section.get(key), dict):
-            yield section[key]
+def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Keys of an expert's intermediate size; plain intermediate_size where it has none."""
+    own = any(section.get(key) is not None for section in sections for key in _EXPERT_SIZE_KEYS)
+    return _EXPERT_SIZE_KEYS if own else ("intermediate_size",)
+
+
+def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Setting]:
+    """The numbers that the first section with any of `keys` gives, by key."""
+    found = ([Setting(k, s[k]) for k in keys if type(s.get(k)) is int] for s in sections)
+    return next(filter(None, found), [])
+
+
+def _lists(
+    text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None
+) -> list[ListSetting]:
+    """The lists that the text section gives under `keys`.
+
+    CheckpointError for one that has neither a number for each layer nor two, for the text and
+    the vision model.
+    """
+    found = [ListSetting(key, text[key]) for key in keys if isinstance(text.get(key), list)]
+    least = num_layers.value if num_layers else 1
+    for listed in found:
+        enough = len(listed.values) == 2 or len(listed.values) >= least
+        if not enough or not all(is_whole(value) and value <= MAX_SIZE for value in listed.values):
+            raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
+    return found
 
 
 def _strings(sections: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:
     for section in sections:
         if isinstance(section.get(key), str):
             yield section[key]
+
+
+def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first section's quantization_config, with texts where it must have them."""
+    found = (section.get("quantization_config") for section in sections)
+    quantization: Any = next((one for one in found if one is not None), {})
+    if not isinstance(quantization, dict):
+        raise wrong_value("quantization_config", quantization, "an object")
+    for key in ("quant_method", "fmt"):
+        if not isinstance(quantization.get(key), (str, type(None))):
+            raise wrong_value(f"quantization_config.{key}", quantization[key], "a name")
+    return quantization
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -181,15 +277,20 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
         rows, columns = value
         if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
             return rows, columns
-    raise CheckpointError(
-        f"{CONFIG_NAME}: quantization_config.weight_block_size is {value!r}, "
-        "not two positive integers",
-        _HINT,
-    )
+    key = "quantization_config.weight_block_size"
+    raise wrong_value(key, value, "two positive integers")
 
 
-def _dense_layers(text: Mapping[str, Any]) -> DenseLayers | None:
+def _dense_layers(text: Mapping[str, Any], num_layers: Setting | None) -> DenseLayers | None:
     """By the first rule whose keys are there."""
+    for key in ("mlp_layer_types", "moe_layer_freq"):
+        listed = text.get(key)
+        if num_layers and isinstance(listed, list) and len(listed) < num_layers.value:
+            raise CheckpointError(
+                f"{CONFIG_NAME} contradicts itself: {key} lists {len(listed)} layers but "
+                f"{num_layers.key} is {num_layers.value}",
+                CONFIG_HINT,
+            )
     for rule in (_by_layer_types, _by_layer_list, _by_leading_dense, _by_sparse_step):
         layers = rule(text)
         if layers is not None:

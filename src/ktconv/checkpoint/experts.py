@@ -185,6 +185,8 @@ class _EncodingOfLayer:
         weight = parts[WEIGHT]
         if self._first is None:
             self._first = (encoding, weight)
+            if encoding.check is not None:
+                encoding.check(weight, self._config)
         elif encoding is not self._first[0]:
             raise CheckpointError(
                 f"{weight.name} is {encoding.name}, but {self._first[1].name} of the same layer "

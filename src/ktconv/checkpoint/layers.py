@@ -16,8 +16,8 @@ from ktconv.errors import CheckpointError
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 # What only a multi-token-prediction layer has beside attention and experts.
 _MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
-_DENSE_MLP = re.compile(
-    r"(?:mlp|block_sparse_moe|ffn|feed_forward)\."
+_DENSE_MLP = (
+    r"([0-9]{1,6})\.(?:mlp|block_sparse_moe|ffn|feed_forward)\."
     r"(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2)\."
 )
 
@@ -47,6 +47,10 @@ def build_layers(split: Split, config: ModelConfig) -> MoELayers:
         for index, stack in sorted(stacks.items())
     ]
     _check_equal_counts(layers)
+    for layer in layers:
+        _check_lists(layer, config)
+    if fault := config.top_k_fault(len(layers[0].experts)):
+        raise CheckpointError(fault, _CONTRADICTION)
     return MoELayers(layers, _notes(split, layers, config))
 
 
@@ -145,15 +149,12 @@ def _check_not_dense(stacks: Mapping[int, Stack], config: ModelConfig) -> None:
 
 def _seen_dense(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
     """Decoder layers with an ordinary MLP, by the names under the decoder's prefix."""
-    prefixes = tuple({f"{stack.prefix}layers." for stack in stacks.values() if not stack.in_mtp})
-    dense = set()
-    for tensor in split.others:
-        for prefix in prefixes:
-            if tensor.name.startswith(prefix):
-                number, _, rest = tensor.name[len(prefix) :].partition(".")
-                if number.isdecimal() and _DENSE_MLP.match(rest):
-                    dense.add(int(number))
-    return dense
+    prefixes = {
+        re.escape(f"{stack.prefix}layers.") for stack in stacks.values() if not stack.in_mtp
+    }
+    pattern = re.compile(f"(?:{'|'.join(prefixes)}){_DENSE_MLP}")
+    found = (pattern.match(tensor.name) for tensor in split.others)
+    return {int(match[1]) for match in found if match}
 
 
 def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
@@ -168,6 +169,23 @@ def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
             )
 
 
+def _check_lists(layer: MoELayer, config: ModelConfig) -> None:
+    """Sizes that config.json gives for each layer are those of the tensors."""
+    if layer.is_mtp:
+        return
+    found = [("experts", len(layer.experts), setting) for setting in config.listed_experts]
+    found += [
+        ("intermediate size", layer.intermediate_size, setting) for setting in config.listed_sizes
+    ]
+    for what, size, setting in found:
+        if not setting.allows(layer.index, size):
+            raise CheckpointError(
+                f"{layer.source} has {what} {size}, but config.json has {setting.key} "
+                f"{list(setting.values)!r:.80}",
+                _CONTRADICTION,
+            )
+
+
 def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> list[str]:
     notes = []
     mtp = [layer for layer in layers if layer.is_mtp]
@@ -178,7 +196,7 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
             f"config.json declares {config.num_mtp_layers} MTP layer(s), but the checkpoint "
             f"holds experts of {len(mtp)}"
         )
-    if config.num_experts is None:
+    if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
     if split.unrecognised:
         notes.append(

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -57,6 +57,8 @@ def read_header(path: Path) -> Header:
     """
     raw, status = _read_raw_header(path)
     entries = parse_object(raw, f"the header of {path}", _DAMAGED)
+    if b"\\u0000" in raw:
+        _refuse_nul(path, entries)
     metadata = _check_metadata(path, entries.pop("__metadata__", {}))
     data_start = 8 + len(raw)
     tensors = [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
@@ -125,6 +127,13 @@ def _pread_exactly(path: Path, descriptor: int, count: int, offset: int) -> byte
         count -= len(piece)
         offset += len(piece)
     return b"".join(pieces)
+
+
+def _refuse_nul(path: Path, names: Iterable[str]) -> None:
+    """No record of a conversion holds such a name, and C programs would read half of it."""
+    for name in names:
+        if "\0" in name:
+            raise CheckpointError(f"{path}: the name of tensor {name!r} holds a NUL", _DAMAGED)
 
 
 def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:

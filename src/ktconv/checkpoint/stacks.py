@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ktconv.checkpoint.types import TensorRef
+from ktconv.errors import CheckpointError
 
 # mtp.{j} without "layers." is how DeepSeek V4 names its multi-token-prediction layers.
 _STACK = re.compile(
-    r"(?P<prefix>(?:.+\.)?)(?P<list>layers|mtp)\.(?P<number>[0-9]{1,6})\."
+    r"(?P<prefix>(?:.+\.)?)(?P<list>layers|mtp)\.(?P<number>[0-9]+)\."
     r"(?:mlp|block_sparse_moe|ffn|feed_forward)"
 )
+_MOST_DIGITS = 6  # of a layer's number; no model comes near
 LOOKED_FOR = "[prefix.]layers.<L>.(mlp|block_sparse_moe|ffn|feed_forward).experts.*"
 _TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
@@ -71,9 +73,15 @@ def split_tensors(tensors: Iterable[TensorRef]) -> Split:
 
 
 def _parse_stack(start: str) -> Stack | None:
+    """The empty stack of a layer; None where nothing else says that experts are a layer's."""
     match = _STACK.fullmatch(start)
     if match is None:
         return None
+    if len(match["number"]) > _MOST_DIGITS:
+        raise CheckpointError(
+            f"{start}.experts has a layer number of more than {_MOST_DIGITS} digits",
+            "The checkpoint is damaged, or not what it seems; get it again.",
+        )
     prefix = match["prefix"]
     in_mtp = match["list"] == "mtp" or "mtp" in prefix.split(".")
     return Stack(start + ".experts", prefix, int(match["number"]), in_mtp)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ktconv.checkpoint.config import TOP_K_KEYS, text_section
 from ktconv.errors import CheckpointError, UsageError
 
 F32 = NDArray[np.float32]
@@ -110,13 +111,10 @@ _REFUSED = {
     "deepseek_v4": "routes some layers by token",
 }
 
-_TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
 _KEYS = {
     "model_type": ("model_type",),
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": (
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
-    ),
+    "top_k": TOP_K_KEYS,
     "scoring": (
         "scoring_func", "score_func", "score_function", "moe_router_activation_func",
     ),
@@ -135,7 +133,7 @@ def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
     Raises CheckpointError where config.json names a router that is not known here, contradicts
     the family's, or, for a family that is not in the table, does not say how it routes.
     """
-    text = _text_section(config)
+    text = text_section(config)
     name = str(_value(text, "model_type") or "").removesuffix("_text")
     if name in _REFUSED:
         raise CheckpointError(f"the router of {name} is not known: it {_REFUSED[name]}", _HINT)
@@ -145,13 +143,6 @@ def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
 
 
 _HINT = "load the model with transformers, which has its own router"
-
-
-def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in _TEXT_SECTIONS:
-        if isinstance(config.get(key), dict):
-            return _text_section(config[key])
-    return config
 
 
 def _value(text: Mapping[str, Any], what: str) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.config import CONFIG_NAME, TOP_K_KEYS, read_config, text_section
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import KINDS, PROJECTIONS, TensorId
 from ktconv.moe.experts import Experts, Matrices
@@ -32,7 +32,6 @@ _FUNCTIONS = {
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
 def activation_of(config: Mapping[str, Any]) -> Activation:
@@ -60,7 +59,7 @@ def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise _odd("text_config", text, "an object")
-    return text
+    return text_section(config)
 
 
 def _positive(text: Mapping[str, Any], key: str) -> float | None:
@@ -94,7 +93,7 @@ def _odd(key: str, value: object, wanted: str) -> CheckpointError:
 def experts_per_token(directory: Path) -> int:
     """The model's top-k; 8 where config.json is missing or does not say."""
     text = _text_section(_config(directory))
-    for key in _TOP_K:
+    for key in TOP_K_KEYS:
         value = text.get(key)
         if value is None:
             continue

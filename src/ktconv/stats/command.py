@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import locate_model
+from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
 from ktconv.expert_sets import write_expert_set
@@ -109,6 +109,7 @@ def _earlier(options: Options) -> Statistics | None:
 
 def _record(options: Options, say: Say) -> _Recorded:
     directory = locate_model(options.model)
+    check_headers(directory)
     pieces = _text(options.text)
     say("loading the model")
     limit = options.max_tokens or MAX_TOKENS

@@ -19,10 +19,12 @@ class Encoding:
     """How the numbers of an expert weight are stored.
 
     A weight has this encoding if its dtype is `dtype` and the tensors beside it are
-    exactly `companions`. `make_scale` finds a view's block scales, and checks them.
+    exactly `companions`. `make_scale` finds a view's block scales, and checks them;
+    `check` refuses a config.json that declares another encoding.
     """
 
     name: str
     dtype: str
     companions: tuple[str, ...] = ()
     make_scale: Callable[[Parts, StoredView, ModelConfig], BlockScale] | None = None
+    check: Callable[[TensorRef, ModelConfig], None] | None = None

@@ -83,4 +83,16 @@ def _check_grid(
         )
 
 
-FP8_BLOCK = Encoding("fp8-block", "F8_E4M3", (SCALE,), block_scale)
+def check_declared(weight: TensorRef, config: ModelConfig) -> None:
+    """CheckpointError if quantization_config says that `weight` is something else."""
+    declared = {"quant_method": (config.quant_method, "fp8"), "fmt": (config.fp8_format, "e4m3")}
+    for key, (value, expected) in declared.items():
+        if value is not None and expected not in value.lower():
+            raise CheckpointError(
+                f"{weight.name} is {weight.dtype} with block scales, but quantization_config."
+                f"{key} in config.json is {value!r:.80}",
+                "Check that config.json and the weights belong to one checkpoint.",
+            )
+
+
+FP8_BLOCK = Encoding("fp8-block", "F8_E4M3", (SCALE,), block_scale, check_declared)

@@ -1,0 +1,109 @@
+"""Types and ranges of the values of config.json that decide what a model computes.
+
+Only what no model can mean is refused: readers differ in what they make of it (a text where a
+number is due, a NaN), and the converted model would carry it on. A null always means "not given".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktconv.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+CONFIG_HINT = "Copy the config.json that belongs to this checkpoint beside its weights."
+# How many experts a token goes to.
+TOP_K_KEYS = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+    "moe_top_k",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a value must be, and the words for it."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """Whether this is an integer of at least `least`; True and 1.0 are not integers here."""
+    return type(value) is int and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """For keys that can have one value for all layers, or a list with one for each."""
+    return lambda value: all(map(holds, value)) if isinstance(value, list) else holds(value)
+
+
+_NAME = _Rule(lambda value: isinstance(value, str) and "\0" not in value, "a name")
+_FLAG = _Rule(lambda value: type(value) is bool or value in (0, 1), "true or false")
+_COUNT = _Rule(is_whole, "a number of experts")
+_INTEGER = _Rule(lambda value: type(value) is int, "an integer")  # -1 can mean "none"
+_LIST = _Rule(
+    lambda value: isinstance(value, list) and all(type(one) is int for one in value),
+    "a list of layers",
+)
+_WORDS = _Rule(
+    lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
+    "a list of names",
+)
+_EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+_FACTOR = _Rule(_each(lambda value: value is None or _is_number(value)), "a finite number")
+_ROPE = _Rule(
+    lambda value: isinstance(value, dict) or _each(lambda one: _is_number(one) and one > 0)(value),
+    "a number above 0",
+)
+_TOP_K = _Rule(
+    lambda value: _each(is_whole)(value) and value != 0, "a number of experts or a list of them"
+)
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), _NAME),
+    **dict.fromkeys(
+        ("scoring_func", "score_func", "score_function", "topk_method",
+         "moe_router_activation_func"), _NAME,
+    ),
+    **dict.fromkeys(
+        ("norm_topk_prob", "moe_renormalize", "route_norm", "use_routing_bias", "use_expert_bias"),
+        _FLAG,
+    ),
+    **dict.fromkeys(
+        ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps",
+         "layer_norm_epsilon", "layernorm_epsilon"), _EPSILON,
+    ),
+    **dict.fromkeys(
+        ("routed_scaling_factor", "route_scale", "router_scaling_factor", "swiglu_limit",
+         "swiglu_alpha"), _FACTOR,
+    ),
+    **dict.fromkeys(TOP_K_KEYS, _TOP_K),
+    **dict.fromkeys(
+        ("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "num_dense_layers",
+         "decoder_sparse_step"), _INTEGER,
+    ),
+    "zero_expert_num": _COUNT,
+    "mlp_only_layers": _LIST,
+    "mlp_layer_types": _WORDS,
+    "rope_theta": _ROPE,
+}  # fmt: skip
+
+
+def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
+    """CheckpointError naming the first value of these sections that no model can have."""
+    for section in sections:
+        for key, rule in _RULES.items():
+            value = section.get(key)
+            if value is not None and not rule.holds(value):
+                raise wrong_value(key, value, rule.words)
+
+
+def wrong_value(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.80}, not {wanted}", CONFIG_HINT)
