@@ -11,8 +11,8 @@ from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
 from ktconv.packed import Geometry, PackedWeights, name_of, open_packed
 from ktconv.units import format_ranges
-from ktconv.writer.finish import INDEX, MANIFEST, read_manifest
-from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, parse_record
+from ktconv.writer.finish import MANIFEST, read_index, read_manifest
+from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact
 
 GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
@@ -167,11 +167,7 @@ def _expected(
 def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:
     if manifest is not None:
         return [name for unit in _units(manifest) for name in unit["tensors"]]
-    try:
-        index = parse_record((directory / INDEX).read_bytes())
-    except OSError:
-        return []
-    weight_map = index.get("weight_map") if index else None
+    weight_map = (read_index(directory) or {}).get("weight_map")
     return weight_map if isinstance(weight_map, dict) else []
 
 

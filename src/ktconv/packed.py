@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from ktconv.formats import (
     parse_tensor_name,
     tensor_name,
 )
+from ktconv.regular_files import opened_regular
 from ktconv.writer.finish import MANIFEST, read_manifest
 
 U8 = NDArray[np.uint8]
@@ -167,8 +169,8 @@ def left_out_of(directory: Path) -> ExpertSet:
 def map_file(path: Path) -> U8:
     """All bytes of a file, mapped read-only."""
     try:
-        with path.open("rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        with opened_regular(path) as fd:
+            return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ResourceError(f"{path} cannot be mapped: {error}") from error
 
@@ -207,10 +209,14 @@ def _add_folders(found: PackedWeights) -> None:
                 found.damaged[name] = f"{name} is no name of a packed tensor"
                 continue
             try:
-                size = path.stat().st_size
+                status = path.stat()
             except OSError as error:
                 found.damaged[name] = f"{name} cannot be read: {error.strerror}"
                 continue
+            if not stat.S_ISREG(status.st_mode):
+                found.damaged[name] = f"{name} is not a regular file"
+                continue
+            size = status.st_size
             if size != file.nbytes:
                 found.damaged[name] = f"{name} has {size} bytes"
             if file.tensor in found.tensors:

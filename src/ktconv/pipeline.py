@@ -221,7 +221,7 @@ class _Stopped(BaseException):
 def advise(span: Span) -> None:
     """Ask the kernel to read ahead. Advice only: errors show when the bytes are read."""
     with contextlib.suppress(OSError):
-        fd = os.open(span.file, os.O_RDONLY)
+        fd = os.open(span.file, os.O_RDONLY | os.O_NONBLOCK)
         try:
             os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
         finally:

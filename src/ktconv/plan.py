@@ -16,7 +16,6 @@ from ktconv.conversion.plan import (
     LayerContent,
     Selection,
     Unit,
-    find_sidecars,
     lay_out,
     matrix_source_bytes,
     plan_checkpoint,
@@ -35,6 +34,7 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.renaming import rename_tensors
+from ktconv.side_files import find_side_files
 from ktconv.writer.shards import Tensor
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "Plan",
     "Selection",
     "Unit",
-    "find_sidecars",
     "lay_out",
     "make_plan",
     "matrix_source_bytes",
@@ -189,7 +188,7 @@ class KtTarget(Target[Options]):
         return rename_tensors(tensors)
 
     def sidecars(self, directory: Path) -> list[Path]:
-        return find_sidecars(directory)
+        return find_side_files(directory)
 
     def folder(self, layer: MoELayer) -> str | None:
         return f"_layer_{layer.index}" if self.options.layout == "layers" else None

@@ -40,7 +40,8 @@ from ktconv.merge.sources import layer_alone
 from ktconv.merge.tree import TreeLayer, matrices
 from ktconv.packed import name_of
 from ktconv.pipeline import Observer
-from ktconv.plan import Options, Plan, Unit, find_sidecars
+from ktconv.plan import Options, Plan, Unit
+from ktconv.side_files import find_side_files
 from ktconv.source import SourceReader
 from ktconv.writer.journal import Record
 
@@ -138,7 +139,7 @@ def _content(request: Request, given: CompleteWeights) -> Content:
         sources=given.manifest.source_files if given.manifest else (),
     )
     copies = [(tensor, name) for name, tensor in given.weights.others.items()]
-    notes, sidecars = [_down_scales(given.tree.parts, request.numa)], find_sidecars(directory)
+    notes, sidecars = [_down_scales(given.tree.parts, request.numa)], find_side_files(directory)
     return Content(checkpoint, _options(request, given), layers, copies, sidecars, notes)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ktconv.checkpoint import SourceFile, TensorRef
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, ResourceError
+from ktconv.regular_files import MissingFileError, open_regular
 from ktconv.writer.files import io_error, read_exactly
 
 BOUNCE_BYTES = 1 << 20
@@ -42,9 +43,9 @@ class SourceReader:
     def open(self, path: Path) -> Iterator[int]:
         """A descriptor of a shard that is as it was when the headers were read, to the end."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise io_error("read", path, error) from error
+            fd = open_regular(path)
+        except MissingFileError as error:  # it was there when the headers were read
+            raise ResourceError(f"cannot read {path}: No such file or directory") from error
         try:
             self._refuse_changed(fd, path)
             try:

@@ -68,8 +68,9 @@ def test_other_index_name(checkpoint_dir: Path) -> None:
 
 def test_links_are_followed(tmp_path: Path, checkpoint_dir: Path) -> None:
     """The Hugging Face cache: names in a snapshot link to blobs elsewhere."""
-    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
-    snapshot.mkdir()
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
     checkpoint_dir.rename(blobs)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(file)

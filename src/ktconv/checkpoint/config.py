@@ -17,7 +17,8 @@ from ktconv.checkpoint.config_values import (
     wrong_value,
 )
 from ktconv.checkpoint.strict_json import parse_object
-from ktconv.errors import CheckpointError, ResourceError
+from ktconv.errors import CheckpointError
+from ktconv.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 
 __all__ = [
     "CONFIG_NAME",
@@ -119,11 +120,9 @@ def read_config(directory: Path) -> ConfigFile:
     """Read `directory`/config.json; raises CheckpointError if missing or not an object."""
     path = directory / CONFIG_NAME
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", CONFIG_HINT) from None
-    except OSError as error:
-        raise ResourceError(f"{path} cannot be read: {error.strerror}") from error
+        data = read_small(directory, CONFIG_NAME, MAX_CONFIG_BYTES)
+    except MissingFileError as error:
+        raise CheckpointError(str(error), CONFIG_HINT) from None
     content = parse_object(data, str(path), CONFIG_HINT, allow_same_twice=True)
     return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
 

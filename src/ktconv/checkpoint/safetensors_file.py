@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,7 +19,8 @@ from typing import Any
 
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
-from ktconv.errors import CheckpointError, ResourceError
+from ktconv.errors import CheckpointError
+from ktconv.regular_files import opened_regular, unreadable
 
 # The format's own limit; it keeps a damaged length from becoming an allocation.
 MAX_HEADER_BYTES = 100_000_000
@@ -69,27 +69,12 @@ def read_header(path: Path) -> Header:
 
 
 def _read_raw_header(path: Path) -> tuple[bytes, os.stat_result]:
-    try:
-        # Without O_NONBLOCK the open of a named pipe waits forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", "Download the missing file.") from None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is not a regular file", _DAMAGED)
-        return _read_length_and_json(path, descriptor, status.st_size), status
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def _unreadable(path: Path, error: OSError) -> ResourceError:
-    reason = error.strerror or str(error)
-    return ResourceError(f"{path} cannot be read: {reason}", "Check its permissions and the disk.")
+    with opened_regular(path) as descriptor:
+        try:
+            status = os.fstat(descriptor)
+            return _read_length_and_json(path, descriptor, status.st_size), status
+        except OSError as error:
+            raise unreadable(path, error) from error
 
 
 def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.regular_files import read_small
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
@@ -65,7 +66,7 @@ def _file_names(directory: Path) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             # A dangling symlink is listed too: the shard that it should be is missing.
-            return sorted(entry.name for entry in entries if not entry.is_dir())
+            return sorted(entry.name for entry in entries if not Path(entry).is_dir())
     except FileNotFoundError:
         raise CheckpointError(f"{directory} does not exist", "Check the path.") from None
     except NotADirectoryError:
@@ -137,12 +138,7 @@ def _select_by_index(directory: Path, index: Path, names: Sequence[str]) -> Shar
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        data = index.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{index} is a broken link", _SHARD_HINT) from None
-    except OSError as error:
-        raise ResourceError(f"{index} cannot be read: {error.strerror}") from error
+    data = read_small(index.parent, index.name)
     weight_map = parse_object(data, str(index), _INDEX_HINT).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} has no weight_map object", _INDEX_HINT)

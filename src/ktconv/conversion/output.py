@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.conversion.plan import Plan, Unit
-from ktconv.errors import OutputError
+from ktconv.errors import KtconvError, OutputError
+from ktconv.regular_files import opened_regular
 from ktconv.writer.files import io_error, remove, sync_directory, translated
 from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_lines, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
@@ -127,9 +128,9 @@ class OutputState:
     def _index_is_right(self) -> bool:
         lines = index_lines(self.weight_map(), self._plan.total_size)
         try:
-            with (self._output / INDEX).open("rb") as file:
+            with opened_regular(self._output / INDEX) as fd, open(fd, "rb", closefd=False) as file:
                 return all(file.read(len(line)) == line for line in lines) and not file.read(1)
-        except OSError:
+        except (OSError, KtconvError):
             return False
 
     def weight_map(self) -> Iterator[tuple[str, str]]:

@@ -339,35 +339,3 @@ def _copy_unit(number: int, copies: Sequence[Copy], target: Target[Any], name: s
         output_bytes=shard.size,
         data_bytes=shard.data_bytes,
     )
-
-
-# ---- files beside the shards -----------------------------------------------------------
-
-SIDECAR_PATTERNS = (
-    "*.json",
-    "*.jinja",
-    "vocab*.txt",
-    "merges*.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "additional_chat_templates/*.jinja",
-)
-OWN_FILES = ("ktconv.json", "README.md", "model.safetensors.index.json")
-
-
-def find_sidecars(directory: Path) -> list[Path]:
-    """Config, tokenizer, chat-template and code files, relative to `directory`."""
-    found = {
-        path.relative_to(directory)
-        for pattern in SIDECAR_PATTERNS
-        for path in directory.glob(pattern)
-        if path.is_file()
-    }
-    return sorted(
-        path
-        for path in found
-        if path.name not in OWN_FILES and not path.name.endswith(".index.json")
-    )

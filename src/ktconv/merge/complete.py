@@ -18,8 +18,8 @@ from ktconv.merge.tree import Tree, TreeLayer, read_tree, refuse_mixtures, tenso
 from ktconv.packed import PackedWeights, name_of, open_packed
 from ktconv.plan import Options
 from ktconv.source import SourceReader
-from ktconv.writer.finish import INDEX
-from ktconv.writer.journal import STATE_DIRECTORY, Record, parse_record
+from ktconv.writer.finish import read_index
+from ktconv.writer.journal import STATE_DIRECTORY, Record
 
 _VERIFY = "ktconv verify tells all that is wrong with it; convert the model again"
 
@@ -92,11 +92,7 @@ def _refuse_unlisted(weights: PackedWeights, manifest: Manifest | None) -> None:
 def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
     if manifest is not None:
         return manifest.tensors
-    try:
-        content = parse_record((directory / INDEX).read_bytes())
-    except OSError:
-        return ()
-    listed = content.get("weight_map") if content else None
+    listed = (read_index(directory) or {}).get("weight_map")
     return listed if isinstance(listed, dict) else ()
 
 

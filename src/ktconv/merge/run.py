@@ -42,7 +42,8 @@ from ktconv.merge.tree import (
     scan_layer,
 )
 from ktconv.pipeline import Observer
-from ktconv.plan import Copy, Options, Plan, Unit, find_sidecars, make_plan
+from ktconv.plan import Copy, Options, Plan, Unit, make_plan
+from ktconv.side_files import find_side_files
 from ktconv.source import SourceReader
 from ktconv.units import format_ranges
 
@@ -180,7 +181,7 @@ def _content_alone(given: _Input) -> Content:
         sources=given.manifest.source_files if given.manifest else (),
     )
     packed = [_packed(layer, given.tree) for layer in layers]
-    sidecars, notes = find_sidecars(root), _notes(given)
+    sidecars, notes = find_side_files(root), _notes(given)
     return Content(checkpoint, given.options, packed, sidecars=sidecars, notes=notes)
 
 

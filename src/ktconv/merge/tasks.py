@@ -18,6 +18,7 @@ from ktconv.errors import CheckpointError, VerificationError
 from ktconv.merge.tree import KtEntry
 from ktconv.packed import name_of
 from ktconv.pipeline import Span
+from ktconv.regular_files import opened_regular
 from ktconv.writer.files import io_error, read_exactly
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
@@ -77,16 +78,10 @@ class MergeTask:
     def _open(self, entry: KtEntry) -> Iterator[int]:
         """A descriptor of a file that is as it was when the folder was listed, to the end."""
         path = self.root / entry.name
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise io_error("read", path, error) from error
-        try:
+        with opened_regular(path) as fd:
             _refuse_changed(fd, entry, path)
             yield fd
             _refuse_changed(fd, entry, path)
-        finally:
-            os.close(fd)
 
     def _record(self, entry: KtEntry, checksum: str) -> Record:
         """What the new manifest says: the checksum, and what a manifest there says too."""

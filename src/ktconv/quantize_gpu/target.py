@@ -9,11 +9,11 @@ from pathlib import Path
 from ktconv import __version__
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.conversion import Target
-from ktconv.conversion.plan import find_sidecars
 from ktconv.quantize_gpu.calibration import Calibration
 from ktconv.quantize_gpu.foreign import decoded_others
 from ktconv.quantize_gpu.names import module_name
 from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
+from ktconv.side_files import find_side_files
 from ktconv.writer.shards import Tensor
 
 CONFIG, RECIPE = "config.json", "recipe.yaml"
@@ -99,7 +99,7 @@ class GpuTarget(Target[Options]):
         return Tensor(name, "BF16", tensor.shape, 2 * matrix.rows * matrix.cols)
 
     def sidecars(self, directory: Path) -> list[Path]:
-        return [path for path in find_sidecars(directory) if str(path) not in self.made_files]
+        return [path for path in find_side_files(directory) if str(path) not in self.made_files]
 
 
 def held_dtype(matrix: ExpertMatrix) -> str:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ktconv.checkpoint import TensorRef
 from ktconv.copying import Buffers
 from ktconv.packed import Place
-from ktconv.verify.reading import Context, compare_sum, opened, read_into
+from ktconv.regular_files import opened_regular
+from ktconv.verify.reading import Context, compare_sum, read_into
 from ktconv.verify.totals import Done
 
 U8 = NDArray[np.uint8]
@@ -36,7 +37,7 @@ class CopyItem:
 
     def run(self, buffers: Buffers, advance: Advance) -> Done:
         digest, equal = hashlib.sha256(), True
-        with opened(self.tensor.file) as fd:
+        with opened_regular(self.tensor.file) as fd:
             for offset in range(0, self.tensor.nbytes, COPY_BYTES):
                 piece = buffers.source[: min(COPY_BYTES, self.tensor.nbytes - offset)]
                 read_into(fd, self.tensor.file, piece, self.tensor.offset + offset)

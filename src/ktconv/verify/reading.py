@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +11,7 @@ from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError
 from ktconv.packed import Place
+from ktconv.regular_files import opened_regular
 from ktconv.source import SourceReader
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
@@ -36,7 +34,7 @@ class Context:
 def read_place(place: Place) -> U8:
     """The bytes of a packed tensor."""
     data = np.empty(place.nbytes, np.uint8)
-    with opened(place.file) as fd:
+    with opened_regular(place.file) as fd:
         read_into(fd, place.file, data, place.offset)
     return data
 
@@ -61,18 +59,6 @@ def compare_sum(context: Context, name: str, place: Place, digest: str) -> int:
             tensor=name,
         )
     return 1
-
-
-@contextmanager
-def opened(path: Any) -> Iterator[int]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise io_error("read", path, error) from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def read_into(fd: int, path: Any, target: U8, offset: int) -> None:

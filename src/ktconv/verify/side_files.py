@@ -11,7 +11,7 @@ from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats import FORMATS, parse_kt_path, parse_tensor_name
-from ktconv.plan import find_sidecars
+from ktconv.side_files import list_side_files
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
 from ktconv.writer.files import translated
@@ -50,7 +50,7 @@ def _sidecars(subject: Subject, findings: Findings) -> None:
                 findings.fail(LEVEL, "changed file", f"{message}, byte for byte.", file=str(name))
             else:
                 findings.note(message)
-    for name in find_sidecars(subject.directory):
+    for name in list_side_files(subject.directory):
         if name.suffix != ".json" or name.name == CONFIG_NAME:  # which _config() reads
             continue
         if why := _why_no_json(subject.directory / name):

@@ -12,8 +12,8 @@ from ktconv.plan import Plan
 from ktconv.verify.findings import Findings
 from ktconv.verify.side_files import check_side_files
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import INDEX, MANIFEST
-from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact, parse_record
+from ktconv.writer.finish import INDEX, MANIFEST, read_index
+from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact
 from ktconv.writer.shards import Tensor
 
 LEVEL = "structure"
@@ -274,17 +274,15 @@ class StructureCheck:
     def index(self) -> None:
         if self._packed.layout != "safetensors":
             return
-        path = self._directory / INDEX
-        try:
-            content = parse_record(path.read_bytes())
-        except OSError:
+        content = read_index(self._directory)
+        if content is None:
             if self._subject.ours:
                 self._fail("missing file", f"{self._directory} has no {INDEX}.", file=INDEX)
             else:
                 self._findings.note(f"{self._directory} has no index")
             return
-        weight_map = content.get("weight_map") if content else None
-        if content is None or not isinstance(weight_map, dict):
+        weight_map = content.get("weight_map")
+        if not isinstance(weight_map, dict):
             self._fail("index", f"{INDEX} is damaged.", file=INDEX)
             return
         self._weight_map(weight_map)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.writer.files import make_directory, translated, write_durably
-from ktconv.writer.journal import is_run_record, is_unit_record, parse_record
+from ktconv.regular_files import MissingFileError, opened_small, read_chunks, read_small
+from ktconv.writer.files import make_directory, write_durably
+from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
 
 MANIFEST = "ktconv.json"
 INDEX = "model.safetensors.index.json"
@@ -18,10 +19,9 @@ CARD = "README.md"
 def copy_sidecars(files: Sequence[Path], source: Path, output: Path, staging: Path) -> None:
     """Copy small files, given relative to `source`, unchanged."""
     for relative in files:
-        with translated("read", source / relative):
-            data = (source / relative).read_bytes()
         make_directory((output / relative).parent)
-        write_durably(output / relative, data, staging)
+        with opened_small(source, relative) as descriptor:
+            write_durably(output / relative, read_chunks(source / relative, descriptor), staging)
 
 
 def write_index(
@@ -75,10 +75,11 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     """The manifest of an output; None if there is none or it is not ours.
 
     A unit whose record is damaged is None: the others still tell what is done.
+    Raises CheckpointError for what is no regular file, ResourceError where it cannot be read.
     """
     try:
-        content = parse_record((output / MANIFEST).read_bytes())
-    except OSError:
+        content = parse_record(read_small(output, MANIFEST))
+    except MissingFileError:
         return None
     if not is_run_record(content) or not isinstance(content.get("units"), dict):
         return None
@@ -86,6 +87,15 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     return content | {
         "units": {key: record if is_unit_record(record) else None for key, record in units}
     }
+
+
+def read_index(output: Path) -> Record | None:
+    """The index of an output; None if there is none, empty if it is damaged. Raises as
+    `read_manifest`."""
+    try:
+        return parse_record(read_small(output, INDEX)) or {}
+    except MissingFileError:
+        return None
 
 
 def write_card(text: str, output: Path, staging: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import OutputError
+from ktconv.regular_files import MissingFileError, read_small
 from ktconv.writer.files import io_error, make_directory, write_durably
 
 STATE_DIRECTORY = ".ktconv"
@@ -88,14 +89,10 @@ class Journal:
         return sorted(path.stem for path in self.directory.glob("*-*.json"))
 
     def _read(self, name: str) -> Record | None:
-        path = self.directory / name
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            return parse_record(read_small(self.directory, name))
+        except MissingFileError:
             return None
-        except OSError as error:
-            raise io_error("read", path, error) from error
-        return parse_record(data)
 
     def unit_is_intact(self, record: Record) -> bool:
         """Whether the files of a finished unit are there with their size and header."""

@@ -16,7 +16,8 @@ from ktconv.expert_sets import set_of_record
 from ktconv.packed import PackedWeights, open_packed
 from ktconv.plan import Options as CpuOptions
 from ktconv.quantize_gpu.scheme import BITS, CHANNEL
-from ktconv.quantize_gpu.target import GpuTarget, Options
+from ktconv.quantize_gpu.target import RECIPE, GpuTarget, Options
+from ktconv.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.verify.gpu.quantization import (
     FORMAT,
     Group,
@@ -25,7 +26,6 @@ from ktconv.verify.gpu.quantization import (
     told_quantization,
 )
 from ktconv.verify.subject import Subject
-from ktconv.writer.files import translated
 from ktconv.writer.finish import MANIFEST, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY
 
@@ -262,11 +262,10 @@ def _method(output: Path, manifest: Mapping[str, Any] | None, quantization: Quan
     """How weights were rounded: by the manifest; another tool's by its recipe, if it has one."""
     if manifest is not None:
         return str(manifest["options"]["method"])
-    recipe = output / "recipe.yaml"
-    if not recipe.is_file():
+    try:
+        text = read_small(output, RECIPE, MAX_CONFIG_BYTES).decode(errors="replace")
+    except MissingFileError:
         return "unknown"
-    with translated("read", recipe):
-        text = recipe.read_text(encoding="utf-8", errors="replace")
     modifiers = set(re.findall(r"\b(\w+Modifier)\b", text))
     plain = all(_takes_largest(group.observer) for group in quantization.groups)
     known = {"GPTQModifier": "gptq", "QuantizationModifier": "rtn"}

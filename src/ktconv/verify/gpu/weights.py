@@ -20,12 +20,13 @@ from ktconv.matrix_reader import ITEM_SIZE, MatrixReader, chunk_rows, chunks
 from ktconv.packed import Place
 from ktconv.proof import Problem, Sums
 from ktconv.quantize_gpu.target import GpuTarget
+from ktconv.regular_files import opened_regular
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import MatrixProof, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
-from ktconv.verify.reading import Context, check_sum, compare_sum, opened, read_into, read_place
+from ktconv.verify.reading import Context, check_sum, compare_sum, read_into, read_place
 from ktconv.verify.subject import Subject
 from ktconv.verify.sweep import Item
 from ktconv.verify.totals import Done, Totals
@@ -159,7 +160,7 @@ class DecodedItem:
         assert self.context.reader is not None
         digest, equal = hashlib.sha256(), True
         source = MatrixReader(self.context.reader, self.matrix, round_to_bf16=True)
-        with source.open() as fd, opened(self.tensor.file) as own:
+        with source.open() as fd, opened_regular(self.tensor.file) as own:
             grid = source.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):
                 source.read(fd, chunk, buffers.source, buffers.bounce)
