@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from ktconv.cli import app
 from ktconv.cli.quantize_gpu import GpuMethod, Scheme
 
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12
 
@@ -284,3 +286,21 @@ def test_an_llm_compressor_that_packs_otherwise_is_found(
     for told, (part, changed) in cases.items():
         monkeypatch.setattr(Rounder, "round", change(part, changed))
         refused(run(model, tmp_path / "out"), 1, told)
+
+
+def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
+    from ktconv.quantize_gpu.calibration import Calibration
+    from ktconv.quantize_gpu.run import Request, quantize_gpu
+    from ktconv.quantize_gpu.target import Options
+
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE, model)
+    config = json.loads((model / "config.json").read_text())
+    config["a=__import__('pathlib').Path('ran').touch(),b"] = 1
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    text = Calibration(str(EXAMPLE.parent / "eval.txt"), samples=1, max_seq_len=16)
+    options = Options(method="gptq", calibration=text, dampening=0.1)
+    quantize_gpu(Request(str(model), tmp_path / "out", options, threads=1, self_test=False))
+    assert not (tmp_path / "ran").exists()

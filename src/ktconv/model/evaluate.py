@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from ktconv import machine
 from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, find_experts
 from ktconv.units import format_size
 
@@ -65,7 +65,8 @@ def load_model(
     With `max_memory` weights beyond so many bytes lie in the folder `offload`, and are read
     whenever their layer runs. Raises ResourceError, before anything is loaded, where the weights
     do not fit into the memory (or disk) that is free; CheckpointError where transformers cannot
-    load the checkpoint, or could only by making weights up.
+    load the checkpoint, or could only by making weights up, or by running code that lies beside
+    them: that is never run.
     """
     directory = Path(source)
     if not directory.is_dir():
@@ -81,20 +82,8 @@ def load_model(
             "max_memory": {"cpu": max_memory},
             "offload_folder": str(offload),
         }
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        with _no_progress():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=wanted, local_files_only=True, output_loading_info=True, **options
-            )
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"transformers cannot load {directory}: {first}") from error
-    model, report = loaded
-    _check_complete(directory, report)
-    return model.eval(), tokenizer
+    tokenizer = load_tokenizer(directory)
+    return load_language_model(directory, wanted, **options), tokenizer
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -117,8 +106,7 @@ def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
     if needed > free:
         raise ResourceError(
             f"loading {directory} needs about {format_size(needed)} of memory, and "
-            f"{format_size(free)} are free",
-            "use a machine with more memory; a conversion itself does not load the model",
+            f"{format_size(free)} are free"
         )
 
 
@@ -144,36 +132,6 @@ def _bytes_of(shard: Path, dtype: str | torch.dtype) -> int:
     if isinstance(dtype, str):
         return sum(tensor.nbytes for tensor in tensors)
     return sum(dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
-
-
-@contextmanager
-def _no_progress() -> Iterator[None]:
-    """transformers draws no bars meanwhile, and accelerate does not tell what lies on disk."""
-    from transformers.utils import logging as untyped
-
-    logging: Any = untyped
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    offloading = getLogger("accelerate.big_modeling")
-    told, offloading.disabled = offloading.disabled, True
-    try:
-        yield
-    finally:
-        offloading.disabled = told
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _check_complete(directory: Path, report: Mapping[str, Any]) -> None:
-    """transformers invents weights that it does not find, and only warns."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        if report.get(kind):
-            name = sorted(map(str, report[kind]))[0]
-            raise CheckpointError(
-                f"{directory} lacks {name}, or has it in another shape ({len(report[kind])} "
-                "tensors in all)",
-                "check that config.json and the weights belong together",
-            )
 
 
 # ---- text ------------------------------------------------------------------------------

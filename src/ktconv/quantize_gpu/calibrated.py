@@ -24,7 +24,13 @@ from ktconv.conversion import Outlook, Plan, Unit
 from ktconv.copying import Buffers
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.pipeline import Observer
-from ktconv.quantize_gpu.calibration import Samples, check_settings, load_tokenizer, read_samples
+from ktconv.quantize_gpu.calibration import (
+    WITHOUT_MODEL,
+    Samples,
+    check_settings,
+    load_tokenizer,
+    read_samples,
+)
 from ktconv.quantize_gpu.classes import class_of
 from ktconv.quantize_gpu.coverage import LayerCoverage
 from ktconv.quantize_gpu.decode import U16, decoded_rows
@@ -258,7 +264,7 @@ class Gptq(Rtn):
                     raise CheckpointError(
                         f"transformers builds other experts for layer {layer} than the checkpoint "
                         "has",
-                        "--method rtn works on the checkpoint itself",
+                        WITHOUT_MODEL,
                     )
                 if unit.key in self.done:
                     put_back(present[layer], self._finished_matrices(unit), self._weights())

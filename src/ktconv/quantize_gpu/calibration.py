@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.model import load
 
 _FILES = (".jsonl", ".txt")
+WITHOUT_MODEL = "--method rtn works on the checkpoint itself"
+_COPY = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
 _RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
 
 
@@ -54,16 +57,16 @@ class Samples:
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer beside the weights; CheckpointError if there is none that can be loaded."""
-    from transformers import AutoTokenizer
-
-    hint = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
     if not any(model.glob("tokenizer*")) and not any(model.glob("vocab*")):
-        raise CheckpointError(f"{model} holds no tokenizer, and calibration needs one", hint)
+        raise CheckpointError(f"{model} holds no tokenizer, and calibration needs one", _COPY)
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        with load.way_out(WITHOUT_MODEL):
+            return load.load_tokenizer(model)
+    except load.NeedsOwnCode:
+        raise
+    except CheckpointError as error:
         raise CheckpointError(
-            f"the tokenizer of {model} cannot be loaded: {_first_line(error)}", hint
+            f"the tokenizer of {model} cannot be loaded: {error}", _COPY
         ) from error
 
 

@@ -17,6 +17,8 @@ from torch import nn
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.model.load import load_language_model, out_of_memory, way_out
+from ktconv.quantize_gpu.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.libraries import quiet
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
@@ -72,32 +74,23 @@ def load_linear_model(
     when their layer is computed. Raises CheckpointError where transformers cannot load the
     checkpoint or would make weights up, ResourceError where memory ends.
     """
-    from transformers import AutoModelForCausalLM
-
     name = name or directory
-    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    placement: dict[str, Any] = {}
     if max_cpu_memory is not None:
-        options |= {"device_map": "auto", "max_memory": {"cpu": max_cpu_memory}}
-        options |= {"offload_folder": str(offload), "offload_buffers": True}
-    with quiet():
+        placement |= {"device_map": "auto", "max_memory": {"cpu": max_cpu_memory}}
+        placement |= {"offload_folder": str(offload), "offload_buffers": True}
+    with quiet(), way_out(WITHOUT_MODEL):
+        model = load_language_model(directory, dtype, name, **placement)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, output_loading_info=True, **options
-            )
-            model, report = loaded
-            _check_complete(name, report)
             _take_experts_apart(model)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise ResourceError(f"memory ended while {name} was loaded") from error
-        except (ImportError, OSError, *OF_LIBRARIES) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # a full disk, and not what transformers found
+        except (MemoryError, *OF_LIBRARIES) as error:
+            if out_of_memory(error):
+                raise ResourceError(f"memory ended while {name} was loaded") from error
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(
-                f"transformers cannot load {name} as a language model: {first}",
-                "--method rtn works on the checkpoint itself",
+                f"llm-compressor cannot take the experts of {name} apart: {first}"
             ) from error
-    return model.eval()
+    return model
 
 
 def _take_experts_apart(model: Any) -> None:
@@ -120,18 +113,6 @@ def _take_experts_apart(model: Any) -> None:
             model.set_submodule(path, linear_class.from_experts_module(fused, config))
 
 
-def _check_complete(directory: Path, report: Mapping[str, Any]) -> None:
-    """transformers invents weights that it does not find, and only warns."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        if report.get(kind):
-            name = sorted(map(str, report[kind]))[0]
-            raise CheckpointError(
-                f"{directory} lacks {name}, or has it in another shape ({len(report[kind])} "
-                "tensors in all)",
-                "check that config.json and the weights belong together",
-            )
-
-
 def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
     """Layer -> its experts. CheckpointError for experts that were not taken apart, that have no
     gate projection, or that are not in a numbered layer."""
@@ -140,7 +121,7 @@ def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
     if left := get_non_linearized_moes(model):
         raise CheckpointError(
             f"the experts {left[0][0]} are fused and llm-compressor cannot take them apart",
-            "--method rtn works on the checkpoint itself",
+            WITHOUT_MODEL,
         )
     found: dict[int, LinearExperts] = {}
     for path, module in get_linearized_moes(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
 from ktconv.expert_sets import write_expert_set
+from ktconv.model.load import running, way_out
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
 from ktconv.stats.record import I32, Recorder, text_pieces
 from ktconv.stats.trace import read_trace, write_trace
@@ -114,11 +116,19 @@ def _record(options: Options, say: Say) -> _Recorded:
     say("loading the model")
     limit = options.max_tokens or MAX_TOKENS
     name = options.text.name if options.text else "the sample of ktconv"
-    with Recorder(directory, options.max_memory) as recorder:
+    with _way_out(), running(directory), Recorder(directory, options.max_memory) as recorder:
         _check_choice(recorder.experts, options)
         say(f"reading at most {limit} tokens of {name}")
         found, ids = recorder.read(pieces, limit, say, keep=options.trace is not None)
     return _Recorded(Statistics(found.layers, {**found.about, "text": name}), ids)
+
+
+def _way_out() -> AbstractContextManager[None]:
+    """Hints of errors that end the counting."""
+    return way_out(
+        "use a release of transformers that has this architecture itself",
+        "give --max-memory, which leaves a part of the weights on the disk",
+    )
 
 
 def _text(path: Path | None) -> Iterator[str]:

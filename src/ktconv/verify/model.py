@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from ktconv.errors import CheckpointError, KtconvError, UsageError
+from ktconv.errors import UsageError
+from ktconv.model.load import load_config, running, way_out
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
 from ktconv.verify.text import read_text
 
 LEVEL = "model"
 WINDOW = 512  # tokens
+MODEL_PACKAGES = {"transformers": "'ktconv[model]'", "torch": "'ktconv[model]'"}
+WITHOUT_MODEL = "run --level layers, which needs no model code"
+MORE_MEMORY = "run --level layers, or use a machine with more memory"
 PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
 # Relative increase of perplexity and mean KL divergence in nats. Small trained models lie at
 # 0.01 and 0.01 (INT4), 0.001 and 0.001 (INT8); larger ones lie lower.
@@ -23,17 +25,25 @@ DEFAULTS = {"int4": (0.05, 0.05), "int8": (0.01, 0.01)}
 
 
 def refuse_impossible(subject: Subject, request: Any) -> None:
-    """Before anything is read: UsageError for the text or without transformers, ResourceError
-    for a model that does not fit into memory."""
+    """Before anything is read: UsageError without the packages, ResourceError for a model that
+    does not fit into memory, CheckpointError for one that transformers does not have."""
+    assert subject.checkpoint is not None
+    require(**MODEL_PACKAGES)
     from ktconv.model import check_memory
 
-    assert subject.checkpoint is not None
-    if find_spec("transformers") is None:
-        raise UsageError(
-            "--level model needs transformers, which is not installed",
-            "install it with: pip install 'ktconv[model]', or run --level layers",
-        )
-    check_memory(subject.checkpoint.path, "auto")
+    with way_out(WITHOUT_MODEL, MORE_MEMORY):
+        check_memory(subject.checkpoint.path, "auto")
+        load_config(subject.checkpoint.path)
+
+
+def require(**packages: str) -> None:
+    """UsageError for the first package that is not installed; each with what pip installs."""
+    for package, installed in packages.items():
+        if find_spec(package) is None:
+            raise UsageError(
+                f"--level model needs {package}, which is not installed",
+                f"install it with: pip install {installed}, or run --level layers",
+            )
 
 
 def check_model(
@@ -49,26 +59,11 @@ def check_model(
     from ktconv.model.replace import UnlikeExperts
 
     try:
-        with model_code_of(subject.checkpoint.path):
+        with way_out(WITHOUT_MODEL, MORE_MEMORY), running(subject.checkpoint.path):
             return _check(subject, request, findings, say)
     except UnlikeExperts as error:
         findings.fail(LEVEL, "experts", f"{error}.")
         return None
-
-
-@contextmanager
-def model_code_of(directory: Path) -> Iterator[None]:
-    """Whatever a model's own code raises becomes a CheckpointError that names its directory."""
-    try:
-        yield
-    except (KtconvError, MemoryError):
-        raise
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{directory} cannot be run by transformers: {first}",
-            "run --level layers, which needs no model code",
-        ) from error
 
 
 def _check(

@@ -11,19 +11,28 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from ktconv import machine
 from ktconv.checkpoint import PROJECTIONS
-from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.errors import CheckpointError, ResourceError
+from ktconv.model.load import load_config, running, way_out
 from ktconv.units import format_size
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.kinds import Facts
-from ktconv.verify.model import NEW_TOKENS, PROMPT_CHARACTERS, WINDOW, judge, model_code_of
+from ktconv.verify.model import (
+    MODEL_PACKAGES,
+    MORE_MEMORY,
+    NEW_TOKENS,
+    PROMPT_CHARACTERS,
+    WINDOW,
+    WITHOUT_MODEL,
+    judge,
+    require,
+)
 from ktconv.verify.subject import Subject
 from ktconv.verify.text import read_text
 
@@ -43,15 +52,12 @@ _BESIDE = 1.1  # of a model's weights while it is loaded
 
 def refuse_impossible(subject: Subject) -> None:
     """Before anything is read: UsageError without the packages, ResourceError for models that do
-    not fit into memory together."""
+    not fit into memory together, CheckpointError for what transformers does not have."""
     assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
-    needed = ["transformers"] if _is_partial(subject) else ["transformers", "compressed_tensors"]
-    for package in needed:
-        if find_spec(package) is None:
-            raise UsageError(
-                f"--level model needs {package}, which is not installed",
-                "install it with: pip install 'ktconv[gpu]', or run --level layers",
-            )
+    more = {} if _is_partial(subject) else {"compressed_tensors": "compressed-tensors"}
+    require(**MODEL_PACKAGES, **more)
+    with way_out(WITHOUT_MODEL):
+        load_config(subject.checkpoint.path)
     # Two models as the source has them: experts are unpacked when they are loaded.
     size = sum(source.nbytes for source in subject.checkpoint.sources)
     free, total = machine.available_memory(), int(2 * _BESIDE * size)
@@ -59,7 +65,7 @@ def refuse_impossible(subject: Subject) -> None:
         raise ResourceError(
             f"--level model needs about {format_size(total)} of memory for both models, and "
             f"{format_size(free)} are free",
-            "run --level layers, or use a machine with more memory",
+            MORE_MEMORY,
         )
 
 
@@ -72,7 +78,7 @@ def check_model(
     """
     assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
     quiet = nullcontext() if _is_partial(subject) else _quiet()
-    with model_code_of(subject.directory), quiet:
+    with way_out(WITHOUT_MODEL, MORE_MEMORY), running(subject.directory), quiet:
         return _check(subject, request, findings, say)
 
 

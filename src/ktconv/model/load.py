@@ -1,0 +1,284 @@
+"""The only place where transformers loads anything, and where no code of a checkpoint runs.
+
+What a checkpoint could name to have code run or a pickle read, and what keeps it out:
+
+- `auto_map` of config.json, of a section in it or of tokenizer_config.json, and the folder
+  custom_generate: `trust_remote_code=False`, and configs lose their `auto_map`, since
+  transformers builds the models of sections without that option
+- `tokenizer_class`, which may name any class of transformers: refused unless it is a tokenizer
+- pickled weights: `use_safetensors=True`
+- an adapter (peft), another config.json (`configuration_files`): refused
+- a kernel of the hub (`_attn_implementation`): the model's default is used instead
+- "FILE.py:CLASS" in quantization_config, which compressed-tensors imports: refused
+- keys of config.json that are no names, which llm-compressor writes into Python source: dropped
+
+Behind all of them stands `ktconv.model.guard`. Nothing is downloaded either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.strict_json import parse_object
+from ktconv.errors import CheckpointError, KtconvError, ResourceError
+from ktconv.model.guard import RefusedError, no_code_of
+
+_SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+_ADAPTER = "adapter_config.json"
+# Keys within quantization_config whose value names a class.
+_CLASS_KEYS = ("format", "observer", "quant_method", "type")
+
+
+class NeedsOwnCode(CheckpointError):
+    """A checkpoint that cannot be loaded without Python code that lies beside its weights."""
+
+    def __init__(self, name: Path, what: str) -> None:
+        super().__init__(
+            f"{name} needs code of its own ({what}), and ktconv runs no code of a checkpoint",
+            "use a release of transformers that has this architecture itself",
+        )
+
+
+def load_config(directory: Path, name: Path | None = None) -> Any:
+    """The config of a local checkpoint, which errors call `name`, as an object of transformers.
+
+    Raises NeedsOwnCode where transformers does not have the architecture itself, CheckpointError
+    for whatever else keeps it from being loaded.
+    """
+    name = name or directory
+    _refuse_what_runs(directory, name)
+    with _loading(directory, str(name), name, CONFIG_NAME):
+        from transformers import AutoConfig
+
+        return _cleaned(AutoConfig.from_pretrained(directory, **_SAFE))
+
+
+def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
+    """The tokenizer of a local checkpoint; raises as `load_config` does."""
+    name = name or directory
+    config = load_config(directory, name)
+    with _loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
+        from transformers import AutoTokenizer
+
+        _check_tokenizer_class(directory, config)
+        return AutoTokenizer.from_pretrained(directory, config=config, **_SAFE)
+
+
+def load_language_model(
+    directory: Path, dtype: Any, name: Path | None = None, **placement: Any
+) -> Any:
+    """The language model of a local checkpoint, on the CPU or where `placement` (device_map and
+    what belongs to it) says.
+
+    Raises as `load_config` does, CheckpointError also where transformers would make weights up,
+    ResourceError where memory ends.
+    """
+    name = name or directory
+    config = load_config(directory, name)
+    with _loading(directory, str(name), name, CONFIG_NAME), _no_progress():
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True,
+            **_SAFE, **placement,
+        )  # fmt: skip
+    model, report = loaded
+    _check_complete(name, report)
+    return model.eval()
+
+
+@contextmanager
+def running(name: Path) -> Iterator[None]:
+    """Whatever a model's own code raises becomes a KtconvError that names its directory."""
+    try:
+        yield
+    except Exception as error:
+        if _is_clear(error):
+            raise
+        if out_of_memory(error):
+            raise ResourceError(f"memory ended while {name} ran") from error
+        raise CheckpointError(
+            f"{name} cannot be run by transformers: {_first_line(error)}"
+        ) from error
+
+
+@contextmanager
+def way_out(hint: str, memory: str = "use a machine with more memory") -> Iterator[None]:
+    """What a command can do where a model cannot be loaded or run, or where memory ends: the hint
+    of errors that have no better one."""
+    try:
+        yield
+    except KtconvError as error:
+        if isinstance(error, ResourceError):
+            error.hint = error.hint or memory
+        elif error.hint is None or isinstance(error, NeedsOwnCode):
+            error.hint = hint
+        raise
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch or Python ran out of memory; on the CPU, PyTorch has no class for that."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in str(error)
+    )
+
+
+# ---- what keeps code out ---------------------------------------------------------------
+
+
+def _refuse_what_runs(directory: Path, name: Path) -> None:
+    """Before transformers sees it: what no option of transformers keeps out."""
+    there = (directory / CONFIG_NAME).exists()
+    content = read_config(directory).content if there else {}
+    if (directory / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{name} holds an adapter ({_ADAPTER}), which is not part of what ktconv converts",
+            "give the model that the adapter was merged into, or move the adapter away",
+        )
+    if content.get("configuration_files"):
+        raise CheckpointError(
+            f"config.json of {name} names other configuration files, which ktconv does not read",
+            "put the settings that count into config.json and remove configuration_files",
+        )
+    for key, value in _named_classes(content):
+        if ":" in value or "/" in value:
+            raise NeedsOwnCode(name, f"quantization_config names {value!r} as its {key}")
+
+
+def _named_classes(value: Any, inside: bool = False) -> Iterator[tuple[str, str]]:
+    """Keys and values that name classes, anywhere in a quantization_config."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _named_classes(item, inside)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if inside and key in _CLASS_KEYS and isinstance(item, str):
+                yield key, item
+            yield from _named_classes(item, inside or key == "quantization_config")
+
+
+def _check_tokenizer_class(directory: Path, config: Any) -> None:
+    """TypeError for a class of transformers that is no tokenizer: it would be loaded all the same,
+    and AutoProcessor, for one, asks then whether to run code."""
+    import transformers
+
+    file = directory / "tokenizer_config.json"
+    told = parse_object(file.read_bytes(), str(file), "") if file.exists() else {}
+    for kind in filter(
+        None, (told.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
+    ):
+        for spelling in (kind, kind.removesuffix("Fast"), f"{kind}Fast"):
+            found = getattr(transformers, spelling, None)
+            absent = type(found).__name__ == "DummyObject"  # a package that it needs is missing
+            if found is not None and not absent and not _is_tokenizer(found):
+                raise TypeError(f"{kind} is no class of tokenizers")
+
+
+def _is_tokenizer(found: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+
+
+def _cleaned(config: Any) -> Any:
+    """A config without what could make transformers or llm-compressor run something."""
+    for section in _sections(config):
+        settings = vars(section)
+        for key in [key for key in settings if not key.isidentifier()]:
+            del settings[key]
+        if section is not config:  # models of sections are built without trust_remote_code
+            settings.pop("auto_map", None)
+        for implementation in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(section, implementation, None)):
+                setattr(section, implementation, None)
+    return config
+
+
+def _sections(config: Any) -> Iterator[Any]:
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _sections(value)
+
+
+# ---- loading ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None]:
+    """Nothing runs or is downloaded meanwhile, and errors of the libraries become ours.
+
+    `what` is loaded, from `file` among others. Errors of the system stay what they are.
+    """
+    from huggingface_hub import constants
+    from transformers.utils import hub
+
+    with ExitStack() as stack:
+        stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+        constants.HF_HUB_OFFLINE = True
+        stack.enter_context(no_code_of(directory, hub.HF_MODULES_CACHE))
+        try:
+            yield
+        except Exception as error:
+            if _is_clear(error):
+                raise
+            raise _translated(error, what, name, file) from error
+
+
+def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvError:
+    if out_of_memory(error):
+        return ResourceError(f"memory ended while {what} was loaded")
+    refused: BaseException | None = error
+    while refused is not None and not isinstance(refused, RefusedError):
+        refused = refused.__cause__ or refused.__context__
+    if refused is not None or "trust_remote_code" in str(error):
+        return NeedsOwnCode(name, str(refused) if refused else f"auto_map in {file}")
+    return CheckpointError(f"transformers cannot load {what}: {_first_line(error)}")
+
+
+def _is_clear(error: Exception) -> bool:
+    """Errors of ours, and of the system, like a full disk, say themselves what they are about."""
+    return isinstance(error, KtconvError) or getattr(error, "errno", None) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _no_progress() -> Iterator[None]:
+    """transformers draws no bars meanwhile, and accelerate does not tell what lies on disk."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    offloading = getLogger("accelerate.big_modeling")
+    told, offloading.disabled = offloading.disabled, True
+    try:
+        yield
+    finally:
+        offloading.disabled = told
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_complete(name: Path, report: Mapping[str, Any]) -> None:
+    """transformers invents weights that it does not find, and only warns."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            key = sorted(map(str, report[kind]))[0]
+            raise CheckpointError(
+                f"{name} lacks {key}, or has it in another shape ({len(report[kind])} tensors in "
+                "all)",
+                "check that config.json and the weights belong together",
+            )
