@@ -7,10 +7,14 @@
 #include "../common/bf16_gemm_avx512.h"
 #include "bf16.h"
 
+KT_BF16_MICROS(reading, KT_FORM_BF16, 0, 1)
+KT_BF16_MICROS(cached, KT_FORM_CACHED, 0, KT_BF16_BLOCK / 2)
+static const kt_bf16_kernels kernels = {reading, reading, cached, .as_is = 1};
+
 void kt_bf16_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product(KT_FORM_BF16, NULL, w, strip, strips, w->cols, NULL, x, stride, tokens, out,
-                  panel);
+  kt_bf16_product(KT_FORM_BF16, &kernels, NULL, w, strip, strips, w->cols, NULL, x, stride, tokens,
+                  out, panel);
 }
 
 #if defined(__clang__)

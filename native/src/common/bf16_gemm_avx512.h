@@ -105,9 +105,6 @@ KT_INLINE __m512 kt_bf16_dot(__m512 sum, __m512i line, __m512i pair) {
   return _mm512_dpbf16_ps(sum, (__m512bh)line, (__m512bh)pair);
 }
 
-/* Else compilers decode or broadcast far ahead, and run out of registers. */
-#define KT_IN_ORDER __asm__ volatile("" ::: "memory")
-
 /* The two rounds below are macros, since compilers keep sums in registers only if they see
  * all of it as one function. Both advance `base` and `at`. */
 #define KT_EACH_TOKEN                                                                              \
@@ -157,12 +154,14 @@ KT_INLINE __m512 kt_bf16_dot(__m512 sum, __m512i line, __m512i pair) {
 /* out[t][32 rows] += sum over groups of scale[group][32 rows] * (w * x[t] over its columns);
  * scale NULL: one group, no scale. keep: the panel gets the decoded lines. */
 KT_INLINE void kt_bf16_micro(const kt_form form, const int keep, const int tokens,
-                             const kt_line_tables *tables, const uint8_t *w, int64_t groups,
+                             const kt_line_tables *given, const uint8_t *w, int64_t groups,
                              int64_t group_tiles, const float *scale, const uint8_t *x,
                              int64_t stride, float *out, uint8_t *panel) {
   const int step = form == KT_FORM_BF16 || form == KT_FORM_CACHED ? KT_TILE_COLS : KT_BF16_STEP;
   const uint8_t *base[KT_BF16_BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
   const uint8_t *at = w;
+  /* A copy, which stays in registers: behind KT_IN_ORDER memory may have changed. */
+  const kt_line_tables copy = form == KT_FORM_FP8 ? *given : (kt_line_tables){0}, *tables = &copy;
   __m512 acc[KT_BF16_BLOCK][2];
   for (int64_t g = 0; g < groups; g++) {
     KT_EACH_TOKEN {
@@ -193,50 +192,45 @@ KT_INLINE void kt_bf16_micro(const kt_form form, const int keep, const int token
   }
 }
 
-/* keep only where there are more than 12 tokens, so blocks of at least 6. */
-KT_INLINE void kt_bf16_micro_any(const kt_form form, const int keep, int64_t tokens,
-                                 const kt_line_tables *tables, const uint8_t *w, int64_t groups,
-                                 int64_t group_tiles, const float *scale, const uint8_t *x,
-                                 int64_t stride, float *out, uint8_t *panel) {
-  switch (tokens) {
-#define KT_CASE(n)                                                                                 \
-  case n:                                                                                          \
-    if (!keep || n >= KT_BF16_BLOCK / 2)                                                           \
+typedef void kt_bf16_micro_fn(const kt_line_tables *tables, const uint8_t *w, int64_t groups,
+                              int64_t group_tiles, const float *scale, const uint8_t *x,
+                              int64_t stride, float *out, uint8_t *panel);
+
+/* Of a format, by tokens - 1: for all tokens; for the first block of more than 12, and for the
+ * further ones. Blocks of several have at least half of the tokens that fit. */
+typedef struct kt_bf16_kernels {
+  kt_bf16_micro_fn *const *alone, *const *first, *const *further;
+  int as_is; /* whether further blocks read the weights, else what the first left in the panel */
+} kt_bf16_kernels;
+
+/* least: tokens of the smallest block. */
+#define KT_BF16_MICRO(n, name, form, keep, least)                                                  \
+  KT_NOINLINE void name##n(const kt_line_tables *tables, const uint8_t *w, int64_t groups,         \
+                           int64_t group_tiles, const float *scale, const uint8_t *x,              \
+                           int64_t stride, float *out, uint8_t *panel) {                           \
+    if (n >= least)                                                                                \
       kt_bf16_micro(form, keep, n, tables, w, groups, group_tiles, scale, x, stride, out, panel);  \
-    break;
-    KT_CASE(1)
-    KT_CASE(2)
-    KT_CASE(3)
-    KT_CASE(4)
-    KT_CASE(5)
-    KT_CASE(6)
-    KT_CASE(7)
-    KT_CASE(8)
-    KT_CASE(9)
-    KT_CASE(10)
-    KT_CASE(11)
-    KT_CASE(12)
-#undef KT_CASE
   }
-}
+
+/* Defines kt_bf16_micro_fn *name[12]. */
+#define KT_BF16_MICROS(name, form, keep, least)                                                    \
+  KT_1_TO_12(KT_BF16_MICRO, name##_of_, form, keep, least)                                         \
+  static kt_bf16_micro_fn *const name[] = {KT_1_TO_12(KT_NUMBERED, name##_of_)};
 
 /* Some columns of one strip for all tokens, in blocks of nearly equal size. */
-KT_INLINE void kt_bf16_strip(const kt_form form, const kt_line_tables *tables, const uint8_t *codes,
-                             int64_t groups, int64_t group_tiles, const float *scale,
-                             const uint8_t *x, int64_t stride, int64_t tokens, float *out,
-                             uint8_t *panel) {
+KT_INLINE void kt_bf16_strip(const kt_bf16_kernels *kernels, const kt_line_tables *tables,
+                             const uint8_t *codes, int64_t groups, int64_t group_tiles,
+                             const float *scale, const uint8_t *x, int64_t stride, int64_t tokens,
+                             float *out, uint8_t *panel) {
   const int64_t blocks = (tokens + KT_BF16_BLOCK - 1) / KT_BF16_BLOCK;
-  const int as_is = form == KT_FORM_BF16;
-  int64_t t = tokens / blocks;
-  if (as_is || blocks == 1)
-    kt_bf16_micro_any(form, 0, t, tables, codes, groups, group_tiles, scale, x, stride, out, panel);
-  else
-    kt_bf16_micro_any(form, 1, t, tables, codes, groups, group_tiles, scale, x, stride, out, panel);
-  for (int64_t b = 1, end; b < blocks; b++, t = end) {
+  const uint8_t *const decoded = kernels->as_is ? codes : panel;
+  for (int64_t b = 0, t = 0, end; b < blocks; b++, t = end) {
     end = tokens * (b + 1) / blocks;
-    kt_bf16_micro_any(as_is ? KT_FORM_CACHED : KT_FORM_PANEL, 0, end - t, tables,
-                      as_is ? codes : panel, groups, group_tiles, scale, x + t * stride, stride,
-                      out + t * KT_STRIP, panel);
+    kt_bf16_micro_fn *const *const micro = b            ? kernels->further
+                                           : blocks > 1 ? kernels->first
+                                                        : kernels->alone;
+    micro[end - t - 1](tables, b ? decoded : codes, groups, group_tiles, scale, x + t * stride,
+                       stride, out + t * KT_STRIP, panel);
   }
 }
 
@@ -248,10 +242,11 @@ static inline int64_t kt_bf16_k_block(int64_t cols) {
 
 /* scale: [strips of the call][groups of the row][32] floats, or NULL. group_cols: a divisor
  * of 128, or (no scales) anything. Uses 64 K_BLOCK bytes of the panel. */
-KT_INLINE void kt_bf16_product(const kt_form form, const kt_line_tables *tables, const kt_weight *w,
-                               int64_t strip, int64_t strips, int64_t group_cols,
-                               const float *scale, const uint8_t *x, int64_t stride, int64_t tokens,
-                               float *out, uint8_t *panel) {
+KT_INLINE void kt_bf16_product(const kt_form form, const kt_bf16_kernels *kernels,
+                               const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+                               int64_t strips, int64_t group_cols, const float *scale,
+                               const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                               uint8_t *panel) {
   const int64_t tile_size = 2 * KT_BF16_HALF_TILE / KT_LINES_OF(form);
   const int64_t strip_size = w->cols / KT_TILE_COLS * tile_size;
   const int64_t k_block = tokens <= KT_BF16_WHOLE ? w->cols : kt_bf16_k_block(w->cols);
@@ -264,8 +259,8 @@ KT_INLINE void kt_bf16_product(const kt_form form, const kt_line_tables *tables,
           w->codes + (strip + s) * strip_size + k / KT_TILE_COLS * tile_size;
       const float *const scales =
           scale ? scale + (s * (w->cols / group_cols) + k / group_cols) * KT_STRIP : NULL;
-      kt_bf16_strip(form, tables, codes, groups, tiles / groups, scales, x + 2 * k, stride, tokens,
-                    out + s * tokens * KT_STRIP, panel);
+      kt_bf16_strip(kernels, tables, codes, groups, tiles / groups, scales, x + 2 * k, stride,
+                    tokens, out + s * tokens * KT_STRIP, panel);
     }
   }
 }

@@ -91,14 +91,10 @@ KT_INLINE void kt_int_amx_strip(const int int4, const kt_weight *w, int64_t bloc
   }
 }
 
-/* Whole blocks of 32 tokens, then the rest with tiles of fewer rows. */
+/* At least LEAST_TOKENS: whole blocks of 32, then the rest with tiles of fewer rows. */
 KT_INLINE void kt_int_product_amx(const int int4, int64_t block_rows, const kt_weight *w,
                                   int64_t strip, int64_t strips, const uint8_t *x, int64_t stride,
                                   int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < KT_AMX_LEAST_TOKENS) {
-    kt_int_product_avx512(int4, block_rows, w, strip, strips, x, stride, tokens, out);
-    return;
-  }
   int32_t *const sum = (int32_t *)(void *)out;
   const int64_t whole = tokens / (2 * KT_AMX_ROWS) * (2 * KT_AMX_ROWS);
   for (int rest = whole == 0; rest < 2; rest++) {

@@ -15,12 +15,12 @@
  * L2 and alternate. Then columns are cut into blocks of K_BLOCK, so that those of the
  * activations and of the strip stay in L2 meanwhile.
  *
- * `int4` is a constant in every call; all of it is inlined into the two functions of a
- * format. Include after target_avx512_vnni.h. */
+ * `int4` is a constant in every call. Include after target_avx512_vnni.h. */
 #ifndef KT_KT_GEMM_AVX512_H
 #define KT_KT_GEMM_AVX512_H
 
 #include "kt_gemm.h"
+#include "unroll.h"
 
 enum {
   KT_INT_BLOCK = 12,    /* tokens of the micro kernel */
@@ -61,6 +61,7 @@ KT_INLINE __m512i kt_int_broadcast(const uint8_t *x) {
         if (both) to[t][1] = _mm512_dpbusd_epi32(to[t][1], w1, four);                              \
       }                                                                                            \
     }                                                                                              \
+    KT_IN_ORDER;                                                                                   \
   }
 
 /* sum[t][32 rows] += w[32 rows][columns of `tiles` tiles] * x[t][same columns] */
@@ -80,7 +81,6 @@ KT_INLINE void kt_int_micro(const int int4, const int ascending, const int token
     if (ascending) {
 #pragma GCC unroll 16
       KT_INT_LINE(0, 0)
-      __asm__ volatile("" ::: "memory"); /* else the broadcasts are kept for the other half */
 #pragma GCC unroll 16
       KT_INT_LINE(1, 0)
     } else {
@@ -97,37 +97,42 @@ KT_INLINE void kt_int_micro(const int int4, const int ascending, const int token
   }
 }
 
-KT_INLINE void kt_int_micro_any(const int int4, const int ascending, int64_t tokens,
-                                const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,
-                                int32_t *sum) {
-  switch (tokens) {
-#define KT_CASE(n)                                                                                 \
-  case n: kt_int_micro(int4, ascending, n, w, tiles, x, stride, sum); break;
-    KT_CASE(1)
-    KT_CASE(2)
-    KT_CASE(3)
-    KT_CASE(4)
-    KT_CASE(5) KT_CASE(6) KT_CASE(7) KT_CASE(8) KT_CASE(9) KT_CASE(10) KT_CASE(11) KT_CASE(12)
-#undef KT_CASE
+typedef void kt_int_micro_fn(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,
+                             int32_t *sum);
+
+/* Of a format, by tokens - 1. A block that is not the first has at least half of the tokens that
+ * fit. */
+typedef struct kt_int_kernels {
+  kt_int_micro_fn *const *first, *const *further;
+} kt_int_kernels;
+
+#define KT_INT_MICRO(n, name, int4, ascending)                                                     \
+  KT_NOINLINE void name##n(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,      \
+                           int32_t *sum) {                                                         \
+    if (ascending || n >= KT_INT_BLOCK / 2)                                                        \
+      kt_int_micro(int4, ascending, n, w, tiles, x, stride, sum);                                  \
   }
-}
+
+/* Defines kt_int_kernels `kernels`. */
+#define KT_INT_KERNELS(int4)                                                                       \
+  KT_1_TO_12(KT_INT_MICRO, first_of_, int4, 1)                                                     \
+  KT_1_TO_12(KT_INT_MICRO, further_of_, int4, 0)                                                   \
+  static kt_int_micro_fn *const first[] = {KT_1_TO_12(KT_NUMBERED, first_of_)};                    \
+  static kt_int_micro_fn *const further[] = {KT_1_TO_12(KT_NUMBERED, further_of_)};                \
+  static const kt_int_kernels kernels = {first, further};
 
 /* Columns k .. k + cols of one strip for all tokens, in blocks of nearly equal size. */
-KT_INLINE void kt_int_strip(const int int4, const kt_weight *w, int64_t block_rows, int64_t strip,
-                            int64_t k, int64_t cols, const uint8_t *x, int64_t stride,
-                            int64_t tokens, int32_t *sum) {
+KT_INLINE void kt_int_strip(const int int4, const kt_int_kernels *kernels, const kt_weight *w,
+                            int64_t block_rows, int64_t strip, int64_t k, int64_t cols,
+                            const uint8_t *x, int64_t stride, int64_t tokens, int32_t *sum) {
   const int64_t tile_cols = int4 ? 128 : 64;
   const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
   const uint8_t *const tiles = w->codes + (int4 ? start / 2 : start);
   const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t t = tokens * b / blocks, count = tokens * (b + 1) / blocks - t;
-    if (b == 0)
-      kt_int_micro_any(int4, 1, count, tiles, cols / tile_cols, x + t * stride + k, stride,
-                       sum + t * KT_STRIP);
-    else
-      kt_int_micro_any(int4, 0, count, tiles, cols / tile_cols, x + t * stride + k, stride,
-                       sum + t * KT_STRIP);
+    kt_int_micro_fn *const micro = (b == 0 ? kernels->first : kernels->further)[count - 1];
+    micro(tiles, cols / tile_cols, x + t * stride + k, stride, sum + t * KT_STRIP);
   }
 }
 
@@ -157,9 +162,10 @@ KT_INLINE void kt_int_finish(float step, const float *scale, const uint8_t *x, i
   }
 }
 
-KT_INLINE void kt_int_product_avx512(const int int4, int64_t block_rows, const kt_weight *w,
-                                     int64_t strip, int64_t strips, const uint8_t *x,
-                                     int64_t stride, int64_t tokens, float *out) {
+KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kernels,
+                                     int64_t block_rows, const kt_weight *w, int64_t strip,
+                                     int64_t strips, const uint8_t *x, int64_t stride,
+                                     int64_t tokens, float *out) {
   int32_t *const sum = (int32_t *)(void *)out;
   const int64_t k_block = tokens <= KT_INT_BLOCK ? KT_COL_BLOCK : KT_INT_K_BLOCK;
   kt_int_start(int4 ? 8 : 128, x, w->cols, stride, strips, tokens, sum);
@@ -167,7 +173,7 @@ KT_INLINE void kt_int_product_avx512(const int int4, int64_t block_rows, const k
     const int64_t left = w->cols - k;
     cols = left < k_block ? left : k_block;
     for (int64_t s = 0; s < strips; s++)
-      kt_int_strip(int4, w, block_rows, strip + s, k, cols, x, stride, tokens,
+      kt_int_strip(int4, kernels, w, block_rows, strip + s, k, cols, x, stride, tokens,
                    sum + s * tokens * KT_STRIP);
   }
   for (int64_t s = 0; s < strips; s++)

@@ -7,6 +7,11 @@
 #include "../common/bf16_gemm_avx512.h"
 #include "fp8.h"
 
+KT_BF16_MICROS(decoding, KT_FORM_FP8, 0, 1)
+KT_BF16_MICROS(keeping, KT_FORM_FP8, 1, KT_BF16_BLOCK / 2)
+KT_BF16_MICROS(decoded, KT_FORM_PANEL, 0, KT_BF16_BLOCK / 2)
+static const kt_bf16_kernels kernels = {decoding, keeping, decoded, .as_is = 0};
+
 static kt_line_tables make_tables(void) {
   _Alignas(64) uint8_t high[128], low[128];
   for (int i = 0; i < 128; i++) {
@@ -66,8 +71,8 @@ static void scaled_product(const kt_line_tables *tables, const kt_weight *w, int
   for (int64_t first = 0; first < strips; first += SCALED_STRIPS) {
     const int64_t left = strips - first, count = left < SCALED_STRIPS ? left : SCALED_STRIPS;
     spread_scales(w, strip + first, count, scales);
-    kt_bf16_product(KT_FORM_FP8, tables, w, strip + first, count, KT_FP8_BLOCK, scales, x, stride,
-                    tokens, out + first * tokens * KT_STRIP, panel);
+    kt_bf16_product(KT_FORM_FP8, &kernels, tables, w, strip + first, count, KT_FP8_BLOCK, scales, x,
+                    stride, tokens, out + first * tokens * KT_STRIP, panel);
   }
 }
 
@@ -78,8 +83,8 @@ void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, co
     scaled_product(&tables, w, strip, strips, x, stride, tokens, out, panel);
     return;
   }
-  kt_bf16_product(KT_FORM_FP8, &tables, w, strip, strips, w->cols, NULL, x, stride, tokens, out,
-                  panel);
+  kt_bf16_product(KT_FORM_FP8, &kernels, &tables, w, strip, strips, w->cols, NULL, x, stride,
+                  tokens, out, panel);
   for (int64_t s = 0; s < strips; s++)
     scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
                out + s * tokens * KT_STRIP);

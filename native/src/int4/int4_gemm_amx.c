@@ -9,7 +9,10 @@
 
 void kt_int4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_int_product_amx(1, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out, panel);
+  if (tokens < KT_AMX_LEAST_TOKENS)
+    kt_int4_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
+  else
+    kt_int_product_amx(1, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 #if defined(__clang__)

@@ -7,10 +7,12 @@
 #include "../common/kt_gemm_avx512.h"
 #include "int8_gemm.h"
 
+KT_INT_KERNELS(0)
+
 void kt_int8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   (void)panel;
-  kt_int_product_avx512(0, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
+  kt_int_product_avx512(0, &kernels, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
 }
 
 #if defined(__clang__)
