@@ -1,4 +1,4 @@
-/* amx_emulator.c - AMX for tests on CPUs without it.
+/* amx_emulator.c - AMX for tests on CPUs without it; one that has it is left alone.
  *
  * A handler of SIGILL that performs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD(T1),
  * TILESTORED, TDPBSSD/SUD/USD/UUD and TDPBF16PS as the Intel SDM (volume 2, the pages of these
@@ -16,6 +16,7 @@
  * Not emulated: palettes other than 1, and restarting a load that faulted in the middle
  * (start_row is read and cleared, but a fault is an ordinary SIGSEGV of the handler). */
 #define _GNU_SOURCE
+#include <cpuid.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -446,7 +447,15 @@ __attribute__((constructor)) static void start(void) {
   if (getenv("KT_AMX_EMULATOR_REPORT")) atexit(write_report);
 }
 
-/* In front of the C library's (only when preloaded): grants tile data, passes the rest on. */
+/* Whether the CPU itself executes what is emulated here: then the handler sees nothing of it, and
+ * tile data is the kernel's to grant. */
+static int cpu_has_tiles(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & 1;
+}
+
+/* In front of the C library's (preloaded, or linked into the program): grants tile data where they
+ * are emulated, passes the rest on. */
 long syscall(long number, ...) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
   long a[6];
@@ -454,7 +463,8 @@ long syscall(long number, ...) {
   va_start(arguments, number);
   for (int i = 0; i < 6; i++) a[i] = va_arg(arguments, long);
   va_end(arguments);
-  if (number == SYS_arch_prctl && a[0] == ARCH_REQ_XCOMP_PERM && a[1] == XFEATURE_XTILEDATA)
+  if (number == SYS_arch_prctl && a[0] == ARCH_REQ_XCOMP_PERM && a[1] == XFEATURE_XTILEDATA &&
+      !cpu_has_tiles())
     return 0;
   const long result = raw_syscall(number, a);
   if (result >= 0 || result < -4095) return result;
