@@ -45,7 +45,10 @@ def test_bits_are_those_of_model_free_ptq(
         from compressed_tensors.quantization import QuantizationConfig
         from llmcompressor import model_free_ptq
 
-        config = QuantizationConfig(config_groups=ours["config_groups"], ignore=ours["ignore"])
+        pattern, linear = ours["config_groups"]["experts"]["targets"]
+        assert linear == "Linear"  # which here would be embeddings too
+        group = {**ours["config_groups"]["experts"], "targets": [pattern]}
+        config = QuantizationConfig(config_groups={"experts": group}, ignore=ours["ignore"])
         model_free_ptq(str(EXAMPLE), str(tmp_path / "theirs"), config=config, device="cpu")
     theirs = read_json(tmp_path / "theirs/config.json")["quantization_config"]
     assert read_model(output) == read_model(tmp_path / "theirs")

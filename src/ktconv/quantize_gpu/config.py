@@ -9,7 +9,7 @@ from ktconv import __version__
 from ktconv.card import model_name, yaml_name
 from ktconv.conversion import Plan
 from ktconv.quantize_gpu.ignored import ignored_modules
-from ktconv.quantize_gpu.names import target_pattern
+from ktconv.quantize_gpu.names import LINEAR, target_pattern
 from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
 from ktconv.quantize_gpu.target import Options
 from ktconv.units import format_ranges, format_size
@@ -21,30 +21,29 @@ def scheme_of(plan: Plan[Options]) -> Scheme:
     return Scheme(plan.options.scheme, plan.options.group_size)
 
 
-def ignored(plan: Plan[Options]) -> list[str]:
-    """Every module of the output that is not packed, as quantization_config lists it."""
-    tensors = (tensor for unit in plan.others for tensor in unit.tensors())
-    return ignored_modules((tensor.name, tensor.shape) for tensor in tensors)
-
-
 def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
-    """What tells engines which modules are packed, and how."""
+    """What tells engines which modules are packed, and how.
+
+    The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
+    experts by that name alone; so every other linear layer must be on the list `ignore`.
+    """
     layers = [unit.layer for unit in plan.layers if unit.layer]
     weights = scheme_of(plan).weight_arguments()
+    others = (tensor for unit in plan.others for tensor in unit.tensors())
     return {
         "quant_method": "compressed-tensors",
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": {
             "experts": {
-                "targets": [target_pattern(layers)],
+                "targets": [target_pattern(layers), LINEAR],
                 "weights": weights,
                 "input_activations": None,
                 "output_activations": None,
                 "format": FORMAT,
             }
         },
-        "ignore": ignored(plan),
+        "ignore": ignored_modules(others),
         "transform_config": {},
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint import MoELayer, Projection
 
+LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 _USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv.errors import CheckpointError
+from ktconv.quantize_gpu.names import LINEAR
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
 BITS = (4, 8)
-LINEAR = "Linear"  # the class that targets and ignore lists name
 _HINT = "ktconv verifies W4A16 and W8A16 in the pack-quantized format"
 
 
