@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from ktconv.packed import Place, open_packed
+from ktconv.side_files import record_of
 from ktconv.verify import Request, Result, verify
 
 
@@ -54,4 +56,23 @@ def swap(output: Path, one: str, two: str) -> None:
 def forget_manifest(output: Path) -> Path:
     """As if another tool had written it: then there are no checksums to find faults by."""
     (output / "ktconv.json").unlink()
+    return output
+
+
+def record_again(output: Path, *names: str) -> Path:
+    """As somebody who changes side files and their checksums in the manifest too."""
+    path = output / "ktconv.json"
+    manifest = json.loads(path.read_text())
+    for name in names or manifest["side_files"]:
+        manifest["side_files"][name] = record_of(output, name)
+    path.write_text(json.dumps(manifest))
+    return output
+
+
+def earlier_version(output: Path) -> Path:
+    """As a version that recorded no checksums of side files left it."""
+    path = output / "ktconv.json"
+    manifest = json.loads(path.read_text())
+    del manifest["side_files"]
+    path.write_text(json.dumps(manifest))
     return output

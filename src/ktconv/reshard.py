@@ -36,7 +36,7 @@ from ktconv.merge.recut import (
     joined_scales,
     shares,
 )
-from ktconv.merge.sources import layer_alone
+from ktconv.merge.sources import check_side_files, layer_alone
 from ktconv.merge.tree import TreeLayer, matrices
 from ktconv.packed import name_of
 from ktconv.pipeline import Observer
@@ -139,6 +139,7 @@ def _content(request: Request, given: CompleteWeights) -> Content:
         sources=given.manifest.source_files if given.manifest else (),
     )
     copies = [(tensor, name) for name, tensor in given.weights.others.items()]
+    check_side_files(given.manifest, directory)
     notes, sidecars = [_down_scales(given.tree.parts, request.numa)], find_side_files(directory)
     return Content(checkpoint, _options(request, given), layers, copies, sidecars, notes)
 

@@ -1,17 +1,24 @@
 """Files beside the weights: configuration, tokenizer, chat templates, code, licences.
 
-They are copied as they are. Which files count as such follows from their names, for a source and
-for an output alike.
+They are copied as they are, and the manifest records their checksums. Which files count as such
+follows from their names, for a source and for an output alike.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.regular_files import opened_small, unreadable
+from ktconv.regular_files import MissingFileError, opened_small, read_chunks, unreadable
+
+RECORDS = "side_files"  # of the manifest: name -> {"bytes", "sha256"}
+Record = dict[str, Any]
 
 _PATTERNS = ("*.json", "*.jinja", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken", "*.py")
 _LEGAL_PATTERNS = ("LICENSE*", "NOTICE*")
@@ -46,6 +53,86 @@ def find_side_files(directory: Path) -> list[Path]:
         with opened_small(directory, name):
             pass
     return names
+
+
+# ---- what the manifest records -----------------------------------------------------------
+
+
+class Fingerprint:
+    """Size and SHA-256 of what passes through."""
+
+    def __init__(self) -> None:
+        self._digest, self._nbytes = hashlib.sha256(), 0
+
+    def of(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """The same chunks, taken into account."""
+        for chunk in chunks:
+            self._digest.update(chunk)
+            self._nbytes += len(chunk)
+            yield chunk
+
+    def record(self) -> Record:
+        return {"bytes": self._nbytes, "sha256": self._digest.hexdigest()}
+
+
+def record_of(directory: Path, name: str | Path) -> Record:
+    """What the manifest should say of a file. Raises as `regular_files.opened_small`."""
+    found = Fingerprint()
+    with opened_small(directory, name) as descriptor:
+        for _ in found.of(read_chunks(directory / name, descriptor)):
+            pass
+    return found.record()
+
+
+def recorded(manifest: Mapping[str, Any]) -> dict[str, Record] | None:
+    """What a manifest records; None for those of earlier versions, which record nothing.
+
+    Raises CheckpointError for anything of another form.
+    """
+    records = manifest.get(RECORDS)
+    if records is None:
+        return None
+    if not isinstance(records, dict) or not all(map(_is_record, records, records.values())):
+        raise CheckpointError(f"the {RECORDS} of ktconv.json are damaged", "Restore the manifest.")
+    return records
+
+
+def _is_record(name: str, about: object) -> bool:
+    inside = not name.startswith("/") and ".." not in name.split("/")
+    return inside and isinstance(about, dict) and {"bytes", "sha256"} <= about.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A side file of an output that is not as the manifest records it."""
+
+    check: str  # missing file, changed file, damaged file or unexpected file
+    name: str
+    message: str  # a sentence without its full stop
+
+
+def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
+    """All of an output. ResourceError where the system does not let us read."""
+    for name, record in records.items():
+        try:
+            found = record_of(directory, name)
+        except MissingFileError:
+            yield Flaw("missing file", name, f"{directory} has no {name}")
+        except CheckpointError as error:
+            yield Flaw("damaged file", name, str(error))
+        else:
+            if found != {key: record[key] for key in found}:
+                yield Flaw("changed file", name, f"{name} is not the file that was written")
+    for path in list_side_files(directory):
+        if path.as_posix() not in records and not is_legal(path):
+            yield Flaw(
+                "unexpected file",
+                path.as_posix(),
+                f"{path} is none of the files that were written, and loaders may read it",
+            )
+
+
+# ---- names -------------------------------------------------------------------------------
 
 
 def _names(directory: Path) -> list[str]:

@@ -25,15 +25,17 @@ from ktconv.conversion.target import O
 from ktconv.copying import Buffers, BufferSizes, CopyTask
 from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
 from ktconv.pipeline import Job, Observer, Pipeline, Task
+from ktconv.side_files import RECORDS
 from ktconv.source import SourceReader
 from ktconv.units import format_ranges, format_size
-from ktconv.writer.files import sync_directory, translated, write_durably
+from ktconv.writer.files import sync_directory, translated
 from ktconv.writer.finish import (
     MANIFEST,
     copy_sidecars,
     read_manifest,
     write_card,
     write_index,
+    write_made_files,
     write_manifest,
 )
 from ktconv.writer.journal import (
@@ -412,12 +414,11 @@ class Conversion(ABC, Generic[O]):
 
     def _write_final_files(self) -> None:
         staging, plan = self.journal.directory, self.plan
-        copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
-        for name, content in self.made_files().items():
-            write_durably(self.output / name, content, staging)
+        written = copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
+        written |= write_made_files(self.made_files(), self.output, staging)
         write_card(self.card(), self.output, staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
-        run = run_record(plan) | self.state.claim() | self.origin()
+        run = run_record(plan) | self.state.claim() | self.origin() | {RECORDS: written}
         write_manifest(run, units, self.output, staging)
         if plan.target.has_index:
             write_index(self.state.weight_map(), plan.total_size, self.output, staging)

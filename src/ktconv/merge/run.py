@@ -27,6 +27,7 @@ from ktconv.merge.sources import (
     check_alone,
     check_manifest,
     check_same_source,
+    check_side_files,
     check_source,
     layer_alone,
     read_known,
@@ -181,6 +182,7 @@ def _content_alone(given: _Input) -> Content:
         sources=given.manifest.source_files if given.manifest else (),
     )
     packed = [_packed(layer, given.tree) for layer in layers]
+    check_side_files(given.manifest, root)
     sidecars, notes = find_side_files(root), _notes(given)
     return Content(checkpoint, given.options, packed, sidecars=sidecars, notes=notes)
 

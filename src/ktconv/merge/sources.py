@@ -14,10 +14,11 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS
 from ktconv.merge.tree import Tree, TreeLayer
 from ktconv.plan import Options
+from ktconv.side_files import flaws, recorded
 from ktconv.units import format_ranges
 from ktconv.writer.finish import MANIFEST, read_manifest
 from ktconv.writer.journal import Record
@@ -84,6 +85,17 @@ def _source_file(file: Record) -> SourceFile:
     mtime = file.get("mtime_ns")
     checksum = file.get("sha256") if mtime is None else file.get("header_sha256")
     return SourceFile(str(file.get("name")), file.get("bytes", 0), mtime, str(checksum))
+
+
+def check_side_files(manifest: Manifest | None, directory: Path) -> None:
+    """Refuse side files of `directory`, which will be copied, that are not as its manifest records
+    them."""
+    records = recorded(manifest.record) if manifest else None
+    for flaw in flaws(directory, records) if records is not None else ():
+        raise VerificationError(
+            f"{directory}: {flaw.message}",
+            "copy it from the model again, remove what does not belong there, or convert again",
+        )
 
 
 # ---- agreement -------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ktconv import __version__
 from ktconv.card import model_name, yaml_name
 from ktconv.conversion import Plan
-from ktconv.quantize_gpu.ignored import ignored_modules
+from ktconv.quantize_gpu.ignored import Stored, ignored_modules
 from ktconv.quantize_gpu.names import LINEAR, target_pattern
 from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
 from ktconv.quantize_gpu.target import Options
@@ -28,16 +29,20 @@ def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
     experts by that name alone; so every other linear layer must be on the list `ignore`.
     """
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    weights = scheme_of(plan).weight_arguments()
     others = (tensor for unit in plan.others for tensor in unit.tensors())
+    return quantization_section(scheme_of(plan), target_pattern(layers), others)
+
+
+def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) -> dict[str, Any]:
+    """`quantization_config` for experts that `target` finds, beside the tensors `others`."""
     return {
         "quant_method": "compressed-tensors",
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": {
             "experts": {
-                "targets": [target_pattern(layers), LINEAR],
-                "weights": weights,
+                "targets": [target, LINEAR],
+                "weights": scheme.weight_arguments(),
                 "input_activations": None,
                 "output_activations": None,
                 "format": FORMAT,

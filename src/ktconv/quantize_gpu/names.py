@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from ktconv.checkpoint import MoELayer, Projection
 
@@ -28,7 +28,11 @@ def target_pattern(layers: Sequence[MoELayer]) -> str:
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
-    names = {_spelling(layer, proj) for layer in layers for proj in _USUAL}
+    return pattern_of({_spelling(layer, proj) for layer in layers for proj in _USUAL})
+
+
+def pattern_of(names: Set[str]) -> str:
+    """`target_pattern` for matrices of these names: gate_proj, w1."""
     spelled = "|".join(sorted(names | set(_USUAL.values())))
     return rf"re:.*\.experts\.[0-9]+\.({spelled})$"
 

@@ -36,11 +36,12 @@ class StructureCheck:
         self.manifest()
         expected = self.tensors()
         self.index()
-        check_side_files(self._subject, self._findings)
+        side_files = check_side_files(self._subject, self._findings)
         packed = self._packed
         return {
             "tensors_expected": expected,
             "tensors_found": len(packed.tensors) + len(packed.others),
+            "side_files": side_files,
             "files": len({place.file for place in packed.tensors.values()} | {*packed.headers}),
         }
 

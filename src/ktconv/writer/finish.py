@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.regular_files import MissingFileError, opened_small, read_chunks, read_small
+from ktconv.side_files import Fingerprint
 from ktconv.writer.files import make_directory, write_durably
 from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
 
@@ -16,12 +17,29 @@ INDEX = "model.safetensors.index.json"
 CARD = "README.md"
 
 
-def copy_sidecars(files: Sequence[Path], source: Path, output: Path, staging: Path) -> None:
-    """Copy small files, given relative to `source`, unchanged."""
+def copy_sidecars(
+    files: Sequence[Path], source: Path, output: Path, staging: Path
+) -> dict[str, Record]:
+    """Copy small files, given relative to `source`, unchanged; what the manifest says of them."""
+    records = {}
     for relative in files:
         make_directory((output / relative).parent)
         with opened_small(source, relative) as descriptor:
-            write_durably(output / relative, read_chunks(source / relative, descriptor), staging)
+            found = Fingerprint()
+            data = found.of(read_chunks(source / relative, descriptor))
+            write_durably(output / relative, data, staging)
+        records[relative.as_posix()] = found.record()
+    return records
+
+
+def write_made_files(files: Mapping[str, bytes], output: Path, staging: Path) -> dict[str, Record]:
+    """Write small files that the conversion makes; what the manifest says of them."""
+    records = {}
+    for name, content in files.items():
+        found = Fingerprint()
+        write_durably(output / name, found.of([content]), staging)
+        records[name] = found.record()
+    return records
 
 
 def write_index(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import check, forget_manifest, found
+from damage import check, forget_manifest, found, record_again
 from gpu_damage import U8, change, edit_config, find, group, read, rename, swap
 
 from ktconv.errors import CheckpointError, UsageError
@@ -278,6 +278,7 @@ def test_a_target_that_means_a_plain_weight(target: str, tmp_path: Path) -> None
     config = simple_config(num_hidden_layers=1, **sizes)
     write_checkpoint(tmp_path / "model", tensors, config)
     quantize(tmp_path / "model", tmp_path / "out")
+    forget_manifest(tmp_path / "out")  # of ours, the whole section must be what ktconv writes
     edit_config(tmp_path / "out", lambda c: group(c)["targets"].append(target))
     edit_config(tmp_path / "out", lambda c: c["quantization_config"].update(ignore=[]))
     result = check(tmp_path / "out", tmp_path / "model")
@@ -502,3 +503,107 @@ def test_some_experts_only(model: Path, tmp_path: Path) -> None:
 def test_with_is_turned_around(model: Path, for_gpu: Copy, converted: Copy) -> None:
     with pytest.raises(UsageError, match="--with is for an output of quantize-cpu"):
         verify(Request(for_gpu(), str(model), beside=converted()))
+
+
+# ---- config.json and the other side files ------------------------------------------------
+
+EXTRA: dict[str, Any] = {
+    "kv_cache_scheme": {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
+    },
+    "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
+    "quantization_status": "frozen",
+    "never_heard_of": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("manifest", ["kept", "forged", "removed"])
+@pytest.mark.parametrize("key", EXTRA)
+def test_a_key_that_ktconv_does_not_write(
+    key: str, manifest: str, model: Path, copied: Copy
+) -> None:
+    """Engines act on quantization_config as a whole."""
+    output = copied()
+    edit_config(output, lambda c: c["quantization_config"].update({key: EXTRA[key]}))
+    if manifest == "forged":
+        record_again(output)
+    elif manifest == "removed":
+        forget_manifest(output)
+    for source, level in ((None, None), (model, "structure"), (model, "weights")):
+        failures = found(check(output, source, level), "structure", "config")
+        assert any(f"quantization_config.{key}" in one["message"] for one in failures)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("where", ["text_config", "compression_config", "group", "weights"])
+def test_quantization_in_other_places(where: str, manifest: bool, copied: Copy) -> None:
+    def add(config: dict[str, Any]) -> None:
+        if where == "text_config":
+            config["text_config"] = {"quantization_config": {"quant_method": "fp8"}}
+        elif where == "compression_config":
+            config["compression_config"] = config["quantization_config"]
+        else:
+            place = group(config) if where == "group" else group(config)["weights"]
+            place["never_heard_of"] = {"a": 1}
+
+    output = copied()
+    edit_config(output, add)
+    record_again(output) if manifest else forget_manifest(output)
+    failures = found(check(output), "structure", "config")
+    words = "never_heard_of" if where in ("group", "weights") else "too"
+    assert any(words in failure["message"] for failure in failures)
+
+
+def test_what_other_tools_say_of_quantization(model: Path, copied: Copy) -> None:
+    """llm-compressor's own spelling of the same."""
+    output = forget_manifest(copied())
+
+    def rewrite(config: dict[str, Any]) -> None:
+        section = config["quantization_config"]
+        (about,) = section["config_groups"].values()
+        about["weights"] |= {
+            "observer": "memoryless_minmax", "observer_kwargs": {}, "actorder": None,
+            "block_structure": None, "zp_dtype": "torch.int8", "scale_dtype": None,
+        }  # fmt: skip
+        section |= {
+            "config_groups": {"group_0": about}, "version": "0.12.2", "sparsity_config": {},
+            "global_compression_ratio": 1.4, "transform_config": None,
+        }  # fmt: skip
+        config["torch_dtype"] = config.pop("dtype", config.pop("torch_dtype", "bfloat16"))
+
+    edit_config(output, rewrite)
+    result = check(output)
+    assert result.passed, result.failures
+
+
+def test_ignore_lists_that_differ(model: Path, copied: Copy) -> None:
+    for names in ([], ["lm_head", "model.layers.9.never"]):
+        output = copied("W8A16" if names else "W4A16")
+        edit_config(output, lambda c, names=names: c["quantization_config"].update(ignore=names))
+        record_again(output)
+        assert of(found(check(output), "structure", "config"), file="config.json")
+
+
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("manifest", ["kept", "forged", "removed"])
+def test_keys_that_change_what_is_computed(
+    key: str, manifest: str, model: Path, copied: Copy
+) -> None:
+    output = copied()
+    edit_config(output, lambda c: c.update({key: 1}))
+    if manifest == "kept":
+        assert found(check(output), "structure", "changed file")
+    record_again(output) if manifest == "forged" else None
+    forget_manifest(output) if manifest == "removed" else None
+    failures = found(check(output, model), "structure", "config")
+    assert any(f"{key} is 1, but" in failure["message"] for failure in failures)
+
+
+@pytest.mark.parametrize("name", ["config.json", "recipe.yaml"])
+def test_files_that_were_made_are_recorded(name: str, copied: Copy) -> None:
+    output = copied()
+    (output / name).write_bytes((output / name).read_bytes() + b"\n")
+    assert of(found(check(output), "structure", "changed file"), file=name)
+    (output / name).unlink()
+    failures = [failure.as_dict() for failure in check(output).failures]
+    assert of(failures, check="missing file", file=name)

@@ -13,10 +13,24 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.quantize_gpu.names import LINEAR
+from ktconv.verify.config_differences import QUANTIZATION_KEYS, differences, flat, shown
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
 BITS = (4, 8)
+_WRITTEN = "in what ktconv writes"
+# Of another tool: what `read_quantization` judges, and what only informs.
+_JUDGED = frozenset(("config_groups", "ignore"))
+_INFORMATION = frozenset(("version", "global_compression_ratio"))
+_GROUP_JUDGED = frozenset(
+    ("targets", "weights", "input_activations", "output_activations", "format")
+)
+_WEIGHTS_JUDGED = frozenset((
+    "num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "observer",
+    "observer_kwargs", "zp_dtype", "scale_dtype",
+))  # fmt: skip
+_USUAL = {"quant_method": QUANT_METHOD, "format": FORMAT, "quantization_status": "compressed"}
+_EMPTY: tuple[object, ...] = (None, {}, [], False)
 _HINT = "ktconv verifies W4A16 and W8A16 in the pack-quantized format"
 
 
@@ -84,6 +98,49 @@ def told_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(section, Mapping) and section.get("quant_method") == QUANT_METHOD:
         return section
     return None
+
+
+def unlike_ours(section: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Where a quantization_config of ktconv is not `ours`, what it writes for such an output."""
+    here, there = dict(section), dict(ours)
+    found = _ignored_otherwise(here.pop("ignore", None), there.pop("ignore"))
+    return [*differences(flat(here), flat(there), _WRITTEN), *found]
+
+
+def _ignored_otherwise(here: Any, there: Sequence[str]) -> list[str]:
+    """In any order; the list is long."""
+    if not _is_texts(here):
+        return []  # which `read_quantization` refuses
+    more, fewer = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+    found = [f"ignore names {shown(name)}, which is no module beside the experts" for name in more]
+    if fewer:
+        others = f" and {len(fewer) - 1} more" if fewer[1:] else ""
+        found.append(f"ignore does not name {fewer[0]}{others}")
+    return found
+
+
+def unusual(section: Mapping[str, Any]) -> list[str]:
+    """What another tool's quantization_config says beside the format that ktconv verifies. Its
+    groups, targets and ignore list are judged by what they mean, see `read_quantization`."""
+    here = {key: value for key, value in section.items() if key not in _JUDGED | _INFORMATION}
+    for name, group in section["config_groups"].items():
+        weights = {k: v for k, v in group["weights"].items() if k not in _WEIGHTS_JUDGED}
+        about = {k: v for k, v in group.items() if k not in _GROUP_JUDGED}
+        here[f"config_groups.{name}"] = about | {"weights": weights}
+    told = {key: value for key, value in flat(here).items() if value not in _EMPTY}
+    expected = {key: _USUAL[key] for key in told if key in _USUAL}
+    return differences(told, expected, _WRITTEN)
+
+
+def quantization_elsewhere(config: Mapping[str, Any], path: str = "") -> list[str]:
+    """Paths of sections that tell of quantization too: engines differ in which one they read."""
+    found = []
+    for key, value in config.items():
+        if key in QUANTIZATION_KEYS and (path or key != QUANTIZATION_KEYS[0]) and value:
+            found.append(f"{path}{key}")
+        elif isinstance(value, Mapping) and key not in QUANTIZATION_KEYS:
+            found += quantization_elsewhere(value, f"{path}{key}.")
+    return found
 
 
 def read_quantization(section: Mapping[str, Any]) -> Quantization:

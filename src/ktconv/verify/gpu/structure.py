@@ -11,19 +11,25 @@ from ktconv.checkpoint.agreement import Dimensions, absent_layers, contradiction
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config
 from ktconv.errors import KtconvError
 from ktconv.quantize_gpu.classes import class_of
-from ktconv.quantize_gpu.names import module_name
-from ktconv.quantize_gpu.scheme import CHANNEL
+from ktconv.quantize_gpu.config import quantization_section
+from ktconv.quantize_gpu.names import module_name, pattern_of, target_pattern
+from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
 from ktconv.quantize_gpu.target import held_dtype
+from ktconv.verify.config_differences import (
+    QUANTIZATION_KEYS,
+    config_differences,
+    differences,
+    flat,
+)
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module, told_layers
-from ktconv.verify.gpu.quantization import Group
+from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.subject import Subject
 from ktconv.writer.finish import MANIFEST
 
 NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no engine packs them
-_SECTIONS = ("quantization_config", "compression_config")
 
 
 def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
@@ -71,25 +77,49 @@ class GpuStructureCheck(StructureCheck):
                         f"{CONFIG_NAME} says {_words(group)}, but {MANIFEST} says "
                         f"{options['scheme']} with group size {options['group_size']}."
                     )
-        if output.checkpoint is not None and _plain(output.config) != _plain(
-            output.checkpoint.config
-        ):
-            self._unlike_source()
+        self._quantization()
         if output.checkpoint is None:
             self._dimensions()
-
-    def _unlike_source(self) -> None:
-        """Engines build the model by this file: beside the quantization it is the source's."""
-        assert self._output.checkpoint is not None
-        here, there = _plain(self._output.config), _plain(self._output.checkpoint.config)
-        names = sorted(
-            name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-        )
-        message = f"{CONFIG_NAME} differs from the source's: {', '.join(names)}"
-        if self._output.ours or _sizes(here) != _sizes(there):
-            self._wrong_config(f"{message}.")
         else:
-            self._findings.note(message)
+            self._unlike(output.checkpoint.config)
+
+    def _quantization(self) -> None:
+        """quantization_config as a whole: engines act on keys that nothing else here reads."""
+        output = self._output
+        section = output.config["quantization_config"]
+        found = unlike_ours(section, self._written()) if output.ours else unusual(section)
+        for difference in found:
+            self._wrong_config(f"{CONFIG_NAME}: quantization_config.{difference}.")
+        for path in quantization_elsewhere(output.config):
+            self._wrong_config(f"{CONFIG_NAME} tells of quantization in {path} too.")
+
+    def _written(self) -> dict[str, Any]:
+        """What ktconv writes for the experts and other tensors that are there, or should be."""
+        output = self._output
+        assert output.manifest is not None
+        options: Any = output.manifest["options"]
+        scheme = Scheme(options["scheme"], options["group_size"])
+        if output.plan is not None:
+            plan: Any = output.plan
+            layers = [unit.layer for unit in plan.layers if unit.layer]
+            others: Any = (tensor for unit in plan.others for tensor in unit.tensors())
+            return quantization_section(scheme, target_pattern(layers), others)
+        names = {name.rpartition(".")[2] for name, one in output.modules.items() if one.where}
+        return quantization_section(scheme, pattern_of(names), output.others.values())
+
+    def _unlike(self, source: Mapping[str, Any]) -> None:
+        """Engines build the model by this file: beside the quantization it is the source's."""
+        here, there = _plain(self._output.config), _plain(source)
+        if self._output.ours:
+            found = differences(flat(here), flat(there), "in the source")
+        else:
+            found = config_differences(here, there)
+        for difference in found:
+            self._wrong_config(f"{CONFIG_NAME}: {difference}.")
+        if not found and here != there:
+            self._findings.note(
+                f"{CONFIG_NAME} is not spelled as the source's, though what it says is equal"
+            )
 
     def _dimensions(self) -> None:
         """Without a source: the sizes, experts and layers of config.json are those there are."""
@@ -269,16 +299,6 @@ class GpuStructureCheck(StructureCheck):
         return len(copies)
 
 
-def _sizes(config: Mapping[str, Any]) -> Any:
-    """What experts and layers must agree with; None if it cannot be told."""
-    try:
-        told = interpret_config(config)
-    except KtconvError:
-        return None
-    settings = (told.hidden_size, told.intermediate_size, told.num_experts, told.num_layers)
-    return [setting and setting.value for setting in settings]
-
-
 def _dimensions_of(output: GpuOutput) -> Iterator[tuple[int, Dimensions]]:
     """Layers with their sizes by rows of packed matrices. Where a manifest tells that experts are
     left out, it tells how many the model has."""
@@ -305,5 +325,5 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _plain(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in _SECTIONS
+        if key not in QUANTIZATION_KEYS
     }
