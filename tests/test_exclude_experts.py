@@ -96,6 +96,25 @@ def test_the_manifest_says_so(output: Path, whole: Path) -> None:
     assert "left out" not in (whole / "README.md").read_text()
 
 
+def test_who_loads_it(file: Path, output: Path, whole: Path, tmp_path: Path) -> None:
+    """KTransformers cannot: the plan says so before anything is written, and the card."""
+    said = "KTransformers cannot load an output that lacks experts"
+    words = ["quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", file]
+    facts = json.loads(run(*words, "--dry-run", "--json").stdout)
+    assert any(said in note for note in facts["notes"])
+    done = run(*words, "--numa", 2)
+    assert said in " ".join(done.stderr.split())
+    assert "sglang-kt" not in done.stdout
+    card = (output / "README.md").read_text()
+    assert said in card and "library_name: ktconv\n" in card and "--kt-method" not in card
+    flags = "--kt-method AMXINT4 --kt-threadpool-count 2 --kt-weight-path OUTPUT"
+    card = (whole / "README.md").read_text()
+    assert said not in card and "library_name: ktransformers\n" in card and flags in card
+    done = run("quantize-cpu", EXAMPLE, tmp_path / "all", "--numa", 1, "--method", "int8")
+    flags = "--kt-method AMXINT8 --kt-threadpool-count 1 --kt-weight-path"
+    assert flags in " ".join(done.stdout.split())
+
+
 def test_inspect(output: Path) -> None:
     facts = inspect_path(str(output))
     assert (facts["complete"], facts["missing_tensors"]) == (True, 0)

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from ktconv import __version__
-from ktconv.plan import Options, Plan
+from ktconv.plan import NO_KTRANSFORMERS, Options, Plan
 from ktconv.units import format_ranges, format_size
 
 
@@ -48,6 +48,20 @@ def yaml_name(name: str) -> str:
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
+def _use(plan: Plan) -> str:
+    """The paragraph about what loads the output."""
+    if plan.options.exclude_experts:
+        return (
+            f"ktconv computes with it. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
+            f"For KTransformers convert without `--exclude-experts`."
+        )
+    return (
+        "KTransformers loads it. Serve with these flags of sglang-kt: another number of thread "
+        f"pools than\nthe {plan.options.numa} NUMA part(s) of the files crashes or computes "
+        f"garbage.\n\n    {plan.target.serving()} OUTPUT"
+    )
+
+
 def expert_counts(plan: Plan) -> str:
     """How many experts the layers have, and how many were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
@@ -67,9 +81,10 @@ def model_card(plan: Plan) -> str:
         if plan.options.layout == "safetensors"
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
+    whole = not plan.options.exclude_experts
     return f"""---
 base_model: {yaml_name(name)}
-library_name: ktransformers
+library_name: {"ktransformers" if whole else "ktconv"}
 tags:
 - ktconv
 - mixture-of-experts
@@ -78,13 +93,15 @@ tags:
 
 # {name}: CPU experts in {plan.target.name}
 
-The routed experts of {name}, quantized for KTransformers' CPU kernels:
+The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktconv's"} CPU kernels:
 {plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
 - Experts per layer: {expert_counts(plan)}
 - Tensors: {where}
 - `ktconv.json` holds a checksum and the quantization error of every tensor.
+
+{_use(plan)}
 
 Made with ktconv {__version__}:
 

@@ -53,6 +53,9 @@ __all__ = [
     "metadata",
 ]
 
+# Its loader counts the experts of a layer until one is missing, and reads masked ones too.
+NO_KTRANSFORMERS = "KTransformers cannot load an output that lacks experts"
+
 Layout = Literal["safetensors", "layers"]
 
 
@@ -87,7 +90,11 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, KtTarget(options), selection)
     left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
-    return replace(plan, skipped=[*plan.skipped, left_out])
+    note = (
+        f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime; for KTransformers convert "
+        "without --exclude-experts (docs/hot-experts.md)"
+    )
+    return replace(plan, skipped=[*plan.skipped, left_out], notes=[*plan.notes, note])
 
 
 def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
@@ -130,6 +137,13 @@ class KtTarget(Target[Options]):
 
     def facts(self) -> dict[str, object]:
         return {"method": self.options.method, "numa": self.options.numa}
+
+    def serving(self) -> str | None:
+        options = self.options
+        if options.exclude_experts:
+            return None
+        method = f"--kt-method AMX{self.name} --kt-threadpool-count {options.numa}"
+        return f"{method} --kt-weight-path"
 
     def check(self, layers: Sequence[MoELayer]) -> None:
         """Refuse dimensions and NUMA counts that the format cannot hold."""

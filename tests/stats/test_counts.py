@@ -170,3 +170,71 @@ def test_other_traces_are_refused(ids: Any, metadata: Any, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(UsageError, match="is no trace of ktconv stats"):
         run(Options(str(path)), silent)
+
+
+# ---- sglang-kt's placement -------------------------------------------------------------
+
+# Three layers of a model of four: layer 0 is dense.
+PLACED = Statistics(
+    [
+        LayerCounts(1, 10, np.array([9, 1, 0, 4])),
+        LayerCounts(2, 10, np.array([2, 8, 7, 3])),
+        LayerCounts(3, 10, np.array([6, 5, 2, 1])),
+    ],
+    {"num_hidden_layers": 4},
+)
+
+
+def test_the_hottest_of_all_layers() -> None:
+    """Sorted over all layers, not by layer; a layer can go without."""
+    assert PLACED.chosen(None, None, 2) == {1: [0], 2: [1], 3: []}
+    assert PLACED.hot(total=6).layers == {1: (0, 3), 2: (1, 2), 3: (0, 1)}
+    assert PLACED.hot(total=8).layers == {1: (0, 3), 2: (0, 1, 2, 3), 3: (0, 1)}
+    assert [PLACED.tied(total) for total in (1, 6, 7, 8, 9, 12)] == [0, 0, 0, 1, 0, 0]
+    with pytest.raises(UsageError, match="--hot-total 13 is more than the 12 experts"):
+        PLACED.hot(total=13)
+
+
+def test_the_rule_of_frequency(tmp_path: Path) -> None:
+    """As sglang-kt reads FILE.pt: the sum over buffers, flattened, the n x L largest."""
+    torch = pytest.importorskip("torch")
+    recorded, path = tmp_path / "stats.json", tmp_path / "counts.pt"
+    recorded.write_text(json.dumps(PLACED.facts(None, None)))
+    facts, lines = run(Options(str(recorded), hot_total=6, placement=path), silent)
+    assert [layer["hot"] for layer in facts["layers"]] == [[0, 3], [1, 2], [0, 1]]
+    assert "the 6 hottest of all layers: 6 of 12 experts" in lines[-1]
+    content = torch.load(path, weights_only=True)
+    counts = content["logical_count"]
+    assert list(content) == ["logical_count"] and counts.dtype == torch.int64
+    assert counts.shape == (1, 4, 4) and not counts[0, 0].any()
+    per_layer, layers = 2, 3
+    flat = counts.sum(dim=0).float().view(-1)
+    largest = {divmod(int(at), 4) for at in torch.topk(flat, per_layer * layers).indices}
+    assert largest == {(n, e) for n, ids in PLACED.hot(total=6).layers.items() for e in ids}
+    assert (
+        "as often as the last of these: 1."
+        in run(Options(str(recorded), hot_total=8), silent)[1][-1]
+    )
+
+
+def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
+    def refused(said: str, **changes: Any) -> None:
+        (tmp_path / "stats.json").write_text(json.dumps(PLACED.facts(None, None)))
+        options = {"placement": tmp_path / "counts.pt", **changes}
+        with pytest.raises(UsageError, match=said):
+            run(Options(str(tmp_path / "stats.json"), **options), silent)
+        assert not (tmp_path / "counts.pt").exists()
+
+    refused("has another ending", placement=tmp_path / "counts.bin")
+    refused("--placement takes all layers", layers=[1])
+    refused("--hot and --hot-total choose in different ways", hot=1, hot_total=2)
+    for layers in (None, 3, True):
+        content = PLACED.facts(None, None) | {"num_hidden_layers": layers}
+        (tmp_path / "old.json").write_text(json.dumps(content))
+        with pytest.raises(UsageError, match="needs the number of layers"):
+            run(Options(str(tmp_path / "old.json"), placement=tmp_path / "counts.pt"), silent)
+    uneven = [*PLACED.layers[:2], LayerCounts(3, 10, np.array([6, 5]))]
+    content = Statistics(uneven, PLACED.about).facts(None, None)
+    (tmp_path / "uneven.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="different numbers of experts"):
+        run(Options(str(tmp_path / "uneven.json"), placement=tmp_path / "counts.pt"), silent)

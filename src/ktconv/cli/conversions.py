@@ -172,6 +172,8 @@ def report_lines(report: Report) -> Iterator[str]:
         )
     if report.complete:
         yield f"{output} is complete."
+        if flags := report.outlook.plan.target.serving():
+            yield f"Serve it with sglang-kt: {flags} {output}"
     elif report.missing:
         yield f"{output} still lacks {describe_units(report.missing)}; the rest comes with them."
     else:

@@ -61,7 +61,11 @@ def quantize_gpu_command(
         Scheme, typer.Option(help="4 or 8 bits per weight.", case_sensitive=False)
     ] = Scheme.w4a16,
     group_size: Annotated[
-        int, typer.Option(help="Weights of a row that share a scale; -1: all.", metavar="N")
+        int,
+        typer.Option(
+            help="Weights of a row that share a scale; -1: all. kt-kernel's RAWINT4 needs 32.",
+            metavar="N",
+        ),
     ] = 128,
     experts: Annotated[
         Path | None, typer.Option(help="Only the experts that this file names.", metavar="FILE")

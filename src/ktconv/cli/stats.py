@@ -44,6 +44,12 @@ def stats(
             help="Choose the fewest of each layer that take this share, e.g. 0.9.", metavar="F"
         ),
     ] = None,
+    hot_total: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Choose the N most used of all layers, as sglang-kt does.", metavar="N"
+        ),
+    ] = None,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the chosen, for --experts and --exclude-experts.", metavar="FILE"),
@@ -52,6 +58,12 @@ def stats(
         Path | None,
         typer.Option(
             help="Write all ids, for bench --routing trace:FILE.", metavar="FILE.safetensors"
+        ),
+    ] = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write counts for sglang-kt's placement by frequency.", metavar="FILE.pt"
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -73,8 +85,10 @@ def stats(
             layers=parse_ranges(layers, "--layers") if layers else None,
             hot=hot,
             hot_share=hot_share,
+            hot_total=hot_total,
             write=write,
             trace=trace,
+            placement=placement,
         )
         with interruptible("Nothing was written."):
             facts, lines = command.run(options, say)

@@ -47,6 +47,11 @@ class Target(ABC, Generic[O]):
         """The format with the options that shape it, in a few words."""
         return self.name
 
+    def serving(self) -> str | None:
+        """Flags of sglang-kt that must agree with the output, whose path follows them; None where
+        there are none."""
+        return None
+
     @abstractmethod
     def facts(self) -> dict[str, object]:
         """The same for the JSON of a run."""

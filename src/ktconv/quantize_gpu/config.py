@@ -16,6 +16,7 @@ from ktconv.quantize_gpu.target import Options
 from ktconv.units import format_ranges, format_size
 
 FORMAT = "pack-quantized"
+RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
 
 
 def scheme_of(plan: Plan[Options]) -> Scheme:
@@ -116,10 +117,29 @@ tags:
 - Experts per layer: {", ".join(map(str, counts))}
 - `ktconv.json` holds a checksum and the quantization error of every tensor.
 {note}
+{_use(plan, chosen)}
+
 Made with ktconv {__version__} and llm-compressor:
 
     {command_line(name, options)}
 """
+
+
+def _use(plan: Plan[Options], chosen: bool) -> str:
+    """The paragraph about what loads the output."""
+    if chosen:
+        return (
+            "No engine loads it by itself: sglang-kt chooses GPU experts by a placement strategy\n"
+            "and would leave those that are absent uninitialised."
+        )
+    text = (
+        "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
+        "beside `--kt-weight-path` of a CPU conversion."
+    )
+    named = all(".mlp.experts" in unit.layer.source for unit in plan.layers if unit.layer)
+    fits = plan.options.scheme == "W4A16" and plan.options.group_size == RAWINT4_GROUP and named
+    usable = "can" if fits else "cannot"
+    return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself."
 
 
 def command_line(name: str, options: Options) -> str:

@@ -15,6 +15,7 @@ from ktconv.errors import UsageError
 from ktconv.expert_sets import write_expert_set
 from ktconv.model.load import running, way_out
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
+from ktconv.stats.placement import ENDING, write_placement
 from ktconv.stats.record import I32, Recorder, text_pieces
 from ktconv.stats.trace import read_trace, write_trace
 from ktconv.writer.files import translated
@@ -36,8 +37,15 @@ class Options:
     layers: Sequence[int] | None = None
     hot: int | None = None
     hot_share: float | None = None
+    hot_total: int | None = None
     write: Path | None = None
     trace: Path | None = None
+    placement: Path | None = None
+
+    @property
+    def choice(self) -> tuple[int | None, float | None, int | None]:
+        """How to choose, as `Statistics.chosen` takes it."""
+        return self.hot, self.hot_share, self.hot_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +65,45 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], list[str]]:
     statistics = recorded.statistics
     if options.layers is not None:
         statistics = statistics.only(options.layers)
-    facts = statistics.facts(options.hot, options.hot_share)
+    facts = statistics.facts(*options.choice)
     if options.trace is not None:
         experts = {layer.layer: layer.experts for layer in statistics.layers}
         write_trace(options.trace, {n: recorded.ids[n] for n in experts}, experts)
         say(f"wrote {options.trace}")
     if options.write is not None:
-        chosen = statistics.hot(options.hot, options.hot_share)
+        chosen = statistics.hot(*options.choice)
         write_expert_set(chosen, options.write)
         say(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {options.write}")
+    if options.placement is not None:
+        write_placement(statistics, options.placement)
+        say(f"wrote {options.placement}")
     facts["seconds"] = round(time.monotonic() - started, 3)
     return facts, list(_lines(statistics, facts, options))
 
 
 def _check(options: Options) -> None:
     """Everything that can be told before a model is loaded."""
-    if options.hot is not None and options.hot_share is not None:
-        raise UsageError("--hot and --hot-share choose in different ways", "give one of them")
+    ways = [
+        name for name in ("hot", "hot_share", "hot_total") if getattr(options, name) is not None
+    ]
+    if len(ways) > 1:
+        one, other = (f"--{name.replace('_', '-')}" for name in ways[:2])
+        raise UsageError(f"{one} and {other} choose in different ways", "give one of them")
     if options.hot_share is not None and not 0 < options.hot_share <= 1:
         raise UsageError(
             f"--hot-share {options.hot_share:g} is no share", "give more than 0, at most 1"
         )
-    if options.write is not None and options.hot is None and options.hot_share is None:
+    if options.write is not None and not ways:
         raise UsageError("--write needs to know how many experts", "add --hot N or --hot-share F")
     if options.trace is not None and options.trace.suffix != ".safetensors":
         raise UsageError(f"--trace {options.trace} has another ending", "end it with .safetensors")
-    for name in ("write", "trace"):
+    if options.placement is not None and options.placement.suffix != ENDING:
+        raise UsageError(
+            f"--placement {options.placement} has another ending", f"end it with {ENDING}"
+        )
+    if options.placement is not None and options.layers is not None:
+        raise UsageError("--placement takes all layers", "leave --layers out")
+    for name in ("write", "trace", "placement"):
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UsageError(f"--{name} {path} cannot be written", "its directory must exist")
@@ -153,7 +174,7 @@ def _check_choice(experts: dict[int, int], options: Options) -> None:
     statistics = Statistics(one, {})
     if options.layers is not None:
         statistics = statistics.only(options.layers)
-    statistics.chosen(options.hot, options.hot_share)
+    statistics.chosen(*options.choice)
 
 
 # ---- for people ------------------------------------------------------------------------
@@ -169,6 +190,11 @@ def _lines(statistics: Statistics, facts: dict[str, Any], options: Options) -> I
         f"{_choice(options)}: {facts['hot_experts']} of {facts['experts']} experts take "
         f"{100 * facts['hot_share']:.1f} % of the routed tokens"
     )
+    if options.hot_total is not None and (tied := statistics.tied(options.hot_total)):
+        yield (
+            f"not chosen, but used as often as the last of these: {tied}. sglang-kt may choose "
+            "them instead; another --hot-total leaves it no choice"
+        )
 
 
 def _row(about: dict[str, Any]) -> tuple[str, ...]:
@@ -195,6 +221,8 @@ def _choice(options: Options) -> str:
     """How the hot experts were chosen."""
     if options.hot is not None:
         return f"the {options.hot} hottest of each layer"
+    if options.hot_total is not None:
+        return f"the {options.hot_total} hottest of all layers"
     if options.hot_share is not None:
         return f"the fewest of each layer that take {100 * options.hot_share:g} %"
     return "the hottest quarter of each layer"

@@ -15,6 +15,7 @@ from ktconv.errors import UsageError
 from ktconv.expert_sets import COUNTS, ExpertSet, expert_set
 
 SCHEMA = 1
+NUM_LAYERS = "num_hidden_layers"  # of the model, dense layers included
 
 I64 = NDArray[np.int64]
 
@@ -96,9 +97,14 @@ class Statistics:
     layers: Sequence[LayerCounts]
     about: Mapping[str, Any]
 
-    def chosen(self, hot: int | None, share: float | None) -> dict[int, list[int]]:
-        """By layer the `hot` most used experts, or the fewest that take `share`; by default a
-        quarter of them. Most used first. UsageError for more than there are."""
+    def chosen(
+        self, hot: int | None, share: float | None, total: int | None = None
+    ) -> dict[int, list[int]]:
+        """By layer the `hot` most used experts, the fewest that take `share`, or those among the
+        `total` most used of all layers; by default a quarter of each layer. Most used first.
+        UsageError for more than there are."""
+        if total is not None:
+            return self._hottest_of_all(total)
         for layer in self.layers:
             if hot is not None and hot > layer.experts:
                 raise UsageError(
@@ -112,9 +118,30 @@ class Statistics:
             for layer in self.layers
         }
 
-    def hot(self, hot: int | None = None, share: float | None = None) -> ExpertSet:
+    def _hottest_of_all(self, total: int) -> dict[int, list[int]]:
+        """As sglang-kt's placement by frequency; of equally used ones the lower layer and id."""
+        keys = [(-count, one.layer, e) for one in self.layers for e, count in enumerate(one.counts)]
+        if total > len(keys):
+            raise UsageError(
+                f"--hot-total {total} is more than the {len(keys)} experts of all layers",
+                f"give at most {len(keys)}",
+            )
+        found: dict[int, list[int]] = {one.layer: [] for one in self.layers}
+        for _, layer, expert in sorted(keys)[:total]:
+            found[layer].append(expert)
+        return found
+
+    def tied(self, total: int) -> int:
+        """Experts beyond the `total` most used of all layers that are used as often as the last
+        of these: another way to sort could take them."""
+        counts = np.sort(np.concatenate([layer.counts for layer in self.layers]))[::-1]
+        return int(np.count_nonzero(counts[total:] == counts[total - 1]))
+
+    def hot(
+        self, hot: int | None = None, share: float | None = None, total: int | None = None
+    ) -> ExpertSet:
         """The same as the set of --experts and --exclude-experts."""
-        return expert_set(self.chosen(hot, share))
+        return expert_set(self.chosen(hot, share, total))
 
     def only(self, wanted: Sequence[int]) -> Statistics:
         """Some layers. UsageError for one that is not there."""
@@ -127,9 +154,11 @@ class Statistics:
                 )
         return Statistics([there[number] for number in wanted], self.about)
 
-    def facts(self, hot: int | None, share: float | None) -> dict[str, Any]:
+    def facts(
+        self, hot: int | None, share: float | None, total: int | None = None
+    ) -> dict[str, Any]:
         """The JSON document of `ktconv stats --json`."""
-        chosen = self.chosen(hot, share)
+        chosen = self.chosen(hot, share, total)
         routed = sum(layer.routed for layer in self.layers)
         taken = sum(layer.share(chosen[layer.layer]) * layer.routed for layer in self.layers)
         return {
@@ -145,7 +174,8 @@ class Statistics:
 
 def from_facts(content: Mapping[str, Any], path: Path) -> Statistics:
     """Counts as an earlier `ktconv stats --json` printed them. UsageError for anything else."""
-    about = {key: content.get(key) for key in ("model", "model_type", "text", "tokens")}
+    keys = ("model", "model_type", NUM_LAYERS, "text", "tokens")
+    about = {key: content.get(key) for key in keys}
     try:
         layers = [_layer(about) for about in content["layers"]]
         if content["schema"] != SCHEMA or not layers:

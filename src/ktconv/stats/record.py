@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.progress import format_duration
-from ktconv.stats.counts import LayerCounts, Statistics
+from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,6 +64,7 @@ class Recorder:
         self.about = {
             "model": str(directory),
             "model_type": getattr(self._model.config, "model_type", None),
+            NUM_LAYERS: getattr(self._model.config.get_text_config(), NUM_LAYERS, None),
         }
 
     def __enter__(self) -> Recorder:
