@@ -289,7 +289,9 @@ def test_different_source(made: Make, tmp_path: Path) -> None:
         weights = random_weights(inner=INNER, seed=100 + layer)
         tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
     config = simple_config(num_hidden_layers=LAYERS, moe_intermediate_size=INNER)
-    convert(write_checkpoint(tmp_path / "model", tensors, config), tmp_path / "other")
+    write_checkpoint(tmp_path / "model", tensors, config)
+    shutil.copy(made() / "tokenizer.json", tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "other")
     found = check(made(), tmp_path / "other", "different")
     assert sum(different(found).values()) == MATRICES and not found.expected
     assert found.worst[0]["relative_rms_difference"] == pytest.approx(math.sqrt(2), abs=0.05)
@@ -636,3 +638,64 @@ def test_no_packed_weights(model: Path, made: Make, tmp_path: Path) -> None:
                 compare(*pair)
             with pytest.raises(UsageError):
                 make_plan(*pair, 1.0, 0)
+
+
+# ---- side files ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def twins(made: Make, tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal conversions; the second may be changed."""
+    shutil.copytree(made(), tmp_path / "twin")
+    return made(), tmp_path / "twin"
+
+
+def test_equal_side_files_are_counted(twins: tuple[Path, Path]) -> None:
+    found = compare(*twins)
+    assert found.verdict == "equal bytes"
+    assert found.side_files == found.as_dict()["side_files"] == 2  # config.json, tokenizer.json
+    assert "2 side files compared" in found.lines()[0]
+
+
+def test_another_config_and_no_tokenizer(twins: tuple[Path, Path]) -> None:
+    a, b = twins
+    (b / "tokenizer.json").unlink()
+    config = json.loads((b / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    (b / "config.json").write_text(json.dumps(config))
+    said(check(a, b, "different"), "Only A has tokenizer.json.", "num_experts_per_tok is")
+    said(check(b, a, "different"), "Only B has tokenizer.json.", "in B")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", '{"model": 5}'), ("modeling.py", "pass"), ("special.json", "{}")],
+)
+def test_a_side_file_that_differs(name: str, text: str, twins: tuple[Path, Path]) -> None:
+    (twins[1] / name).write_text(text)
+    said(check(*twins, "different"), name)
+
+
+def test_a_side_file_that_cannot_be_read(twins: tuple[Path, Path]) -> None:
+    (twins[1] / "tokenizer.json").unlink()
+    (twins[1] / "tokenizer.json").symlink_to("nowhere")
+    said(check(*twins, "different"), "tokenizer.json cannot be compared", "broken link")
+
+
+def test_side_files_that_say_the_same(twins: tuple[Path, Path]) -> None:
+    """Not equal bytes, but nothing that a model would notice."""
+    config = twins[1] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()), indent=9))
+    (twins[1] / "LICENSE").write_text("MIT")
+    found = compare(*twins)
+    assert found.verdict == "equal weights"
+    assert any("config.json" in note for note in found.notes)
+    assert any("Only B has LICENSE." in note for note in found.notes)
+
+
+def test_one_side_without_any_side_file(twins: tuple[Path, Path]) -> None:
+    """As other converters leave their layer folders."""
+    for name in ("config.json", "tokenizer.json"):
+        (twins[1] / name).unlink()
+    found = compare(*twins)
+    assert found.equal
+    assert "Only A has side files (2 files), B none." in found.notes

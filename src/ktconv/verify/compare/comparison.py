@@ -33,6 +33,7 @@ class Comparison:
     matrices: int  # compared
     elements: int
     other_tensors: int
+    side_files: int
     layers: Sequence[Mapping[str, Any]]
     worst: Sequence[Mapping[str, Any]]
     only_in_a: Sequence[Mapping[str, Any]]
@@ -61,6 +62,7 @@ class Comparison:
             "matrices": self.matrices,
             "elements": self.elements,
             "other_tensors": self.other_tensors,
+            "side_files": self.side_files,
             "layers": [dict(layer) for layer in self.layers],
             "worst": [dict(matrix) for matrix in self.worst],
             "only_in_a": [dict(place) for place in self.only_in_a],
@@ -73,8 +75,9 @@ class Comparison:
         """A short summary for people: the verdict, what differs, the worst matrices, notes."""
         share = f" (of a sample of {100 * self.sample:.4g} %)" if self.sample < 1 else ""
         return [
-            f"{self.verdict}{share}: {counted(self.matrices, 'expert matrix')} and "
-            f"{counted(self.other_tensors, 'other tensor')} compared",
+            f"{self.verdict}{share}: {counted(self.matrices, 'expert matrix')}, "
+            f"{counted(self.other_tensors, 'other tensor')} and "
+            f"{counted(self.side_files, 'side file')} compared",
             f"A: {words_about(self.a)}",
             f"B: {words_about(self.b)}",
             *self.differences[:NAMED],

@@ -13,6 +13,7 @@ from ktconv.errors import UsageError
 from ktconv.formats import is_backward
 from ktconv.packed import Geometry
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
+from ktconv.verify.compare.side_files import SideFiles, compare_side_files
 from ktconv.verify.compare.sides import ORDER, SAID, Expert, Input, Side, side_of
 from ktconv.verify.compare.words import NAMED, at_most, counted, matrix_words, place_words
 from ktconv.writer.journal import STATE_DIRECTORY
@@ -33,6 +34,7 @@ class Plan:
         default_factory=lambda: ([], [])
     )
     same_tensors: bool = True  # False: some are extra, though the weights may be equal
+    side_files: SideFiles = field(default_factory=SideFiles)
 
 
 def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
@@ -49,7 +51,14 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     plan.differences += at_most(SAID, faults, "incomplete matrix")
     _plan_only(plan)
     _plan_others(plan, rng)
+    _add_side_files(plan)
     return plan
+
+
+def _add_side_files(plan: Plan) -> None:
+    plan.side_files = compare_side_files(plan.a.packed.directory, plan.b.packed.directory)
+    plan.differences += at_most(SAID, plan.side_files.differences, "difference of a side file")
+    plan.notes += plan.side_files.notes
 
 
 def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:

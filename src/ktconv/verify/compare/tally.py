@@ -108,7 +108,7 @@ class Tally:
         moved = at_most(SAID, list(_moved(*self._digests)), "moved expert")
         tensors = at_most(SAID, self._tensors, "non-expert tensor")
         differences = [*plan.differences, *matrices, *cause, *moved, *tensors]
-        same = self._equal_bytes and plan.same_tensors
+        same = self._equal_bytes and plan.same_tensors and plan.side_files.same_bytes
         return Comparison(
             a=plan.a.about(),
             b=plan.b.about(),
@@ -119,6 +119,7 @@ class Tally:
             matrices=sum(layer.matrices for layer in self._layers.values()),
             elements=self._elements,
             other_tensors=self._others,
+            side_files=plan.side_files.compared,
             layers=[self._layers[layer].as_dict(layer) for layer in sorted(self._layers)],
             worst=[_worst_dict(done) for done in self._worst],
             only_in_a=plan.only[0],

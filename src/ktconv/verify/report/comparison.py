@@ -48,8 +48,9 @@ def comparison_sections(result: Mapping[str, Any]) -> list[str]:
 
 def _head(result: Mapping[str, Any]) -> str:
     equal = result.get("verdict") in _EQUAL and result.get("passed") is True
-    words = f"{show(result.get('matrices'))} expert matrices and "
-    words += f"{show(result.get('other_tensors'))} other tensors compared"
+    words = f"{show(result.get('matrices'))} expert matrices, "
+    words += f"{show(result.get('other_tensors'))} other tensors and "
+    words += f"{show(result.get('side_files'))} side files compared"
     sample = number(result.get("sample"))
     if sample is not None and sample < 1:
         words += f" · a sample of {show_share(sample)}, not everything"
