@@ -6,44 +6,23 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from breaking import STATE, check_reader, contents, done, refused, run, staged, write_model
+from disk_calls import CALLS, hooked
 
 LAYOUTS = {
     "shards": (),
     "several shards per layer": ("--max-shard-size=30kB",),
     "layer folders": ("--layout=layers",),
 }
-CALLS: dict[str, Any] = {
-    "fsync": os, "pwrite": os, "posix_fallocate": os, "replace": Path, "rename": Path, "mkdir": Path
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "model", layers=2, experts=2)
-
-
-@contextmanager
-def hooked(before: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Calls `before(name, arguments)` ahead of every call that changes the disk."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, owner in CALLS.items():
-            patch.setattr(owner, name, _hook(name, getattr(owner, name), before))
-        yield
-
-
-def _hook(name: str, call: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
-    def replacement(*arguments: Any, **named: Any) -> Any:
-        before(name, arguments)
-        return call(*arguments, **named)
-
-    return replacement
 
 
 class Recorder:
