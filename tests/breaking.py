@@ -8,6 +8,7 @@ no traceback, nothing on stdout.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def done(model: object, output: object, *more: object) -> str:
 def refused(result: Result, code: int, *phrases: str) -> str:
     """The one sentence of a run that must have failed with `code`."""
     return check_refusal(result.exit_code, result.stdout, result.stderr, code, *phrases)
+
+
+def refused_in_json(result: Result, code: int, *phrases: str) -> str:
+    """The same of a run with --json, whose stdout holds the sentence in a document."""
+    document = json.loads(result.stdout)
+    assert document.keys() == {"schema", "error"} and document["schema"] == 1
+    error = document["error"]
+    assert error.keys() == {"message", "hint", "exit_code"} and error["exit_code"] == code
+    line = check_refusal(result.exit_code, "", result.stderr, code, *phrases)
+    assert error["message"].rstrip(".")[:100] == line.removeprefix("Error: ")[:-1][:100]
+    assert ("Hint: " in result.stderr) == (error["hint"] is not None)
+    return line
 
 
 def check_refusal(got: int, stdout: str, stderr: str, code: int, *phrases: str) -> str:
@@ -178,8 +191,6 @@ def remount(directory: Path, options: str) -> None:
 
 def edit_json(path: Path, change: Any) -> None:
     """Apply `change(content)` to a JSON file."""
-    import json
-
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))

@@ -25,7 +25,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ktconv.cli import app
-from ktconv.cli.show import errors_shown, print_result, print_text, say
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.show import print_result, print_text, say
 from ktconv.errors import CheckpointError
 from ktconv.progress import BarObserver
 from ktconv.text import path_text, printable, valid_unicode

@@ -1,6 +1,6 @@
 """`python -m ktconv`."""
 
-from ktconv.cli import main
+from ktconv.entry import main
 
 if __name__ == "__main__":
     main()

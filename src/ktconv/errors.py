@@ -2,6 +2,8 @@
 
 One family, `KtconvError`: the message is one sentence that names the file or
 tensor, the hint says what to do next, and the class decides the exit code.
+Where a command has another way out than the library can know, it is found by
+the class, too: see `cli.exits`.
 """
 
 from __future__ import annotations
@@ -25,14 +27,38 @@ class CheckpointError(KtconvError):
     """The source checkpoint is missing, damaged, contradictory or unsupported."""
 
 
+class SourceChangedError(CheckpointError):
+    """A file of the source changed while it was read."""
+
+
 class OutputError(KtconvError):
     """The output directory holds something that this run must not touch."""
+
+
+class InUseError(OutputError):
+    """Another run writes what this one would write."""
 
 
 class ResourceError(KtconvError):
     """The machine ran out of something: disk space, memory, permissions."""
 
     exit_code = 3
+
+
+class MemoryShortError(ResourceError):
+    """More memory is needed than there is, or than may be used."""
+
+
+class DiskSpaceError(ResourceError):
+    """A disk is too small for what is going to be written."""
+
+
+class DiskFullError(ResourceError):
+    """A disk, or the quota on it, was used up while something was written."""
+
+
+class FileSizeError(ResourceError):
+    """A file became larger than the system allows."""
 
 
 class VerificationError(KtconvError):

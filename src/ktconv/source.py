@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ktconv.checkpoint import SourceFile, TensorRef
-from ktconv.errors import CheckpointError, ResourceError
+from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.regular_files import MissingFileError, open_regular
 from ktconv.writer.files import io_error, read_exactly
 
@@ -58,9 +58,9 @@ class SourceReader:
     def _refuse_changed(self, fd: int, path: Path) -> None:
         status = os.fstat(fd)
         if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
-            raise CheckpointError(
-                f"{path} changed during the conversion",
-                "make sure nothing writes to the model, then start again with --overwrite",
+            raise SourceChangedError(
+                f"{path} changed while it was read",
+                "make sure nothing writes there, then start again",
             )
 
     def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:

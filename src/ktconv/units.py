@@ -13,6 +13,9 @@ for _power, _letter in enumerate("KMGTP", start=1):
 _FACTORS["B"] = 1
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
+_RANGE = re.compile(r"\s*(-?[0-9]+)(?:\s*-\s*([0-9]+))?\s*")
+_MOST_DIGITS, _MOST_NUMBERS = 9, 100_000
+
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of "5GB" (powers of 1000) or "8GiB" (powers of 1024)."""
@@ -40,12 +43,27 @@ def parse_ranges(text: str, option: str) -> list[int]:
     """The numbers of "0-3,7", ascending, each once."""
     numbers: set[int] = set()
     for item in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", item)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last or last - first > 100_000:
+        match = _RANGE.fullmatch(item)
+        if match is None:
             raise UsageError(f"{option} {text!r} is not a list of numbers", "write it like 0-3,7")
-        numbers.update(range(first, last + 1))
+        first, last = match[1], match[2] or match[1]
+        if wrong := _why_no_range(first, last):
+            raise UsageError(f"{option} {text!r} cannot be used: {wrong}", "write it like 0-3,7")
+        numbers.update(range(int(first), int(last) + 1))
     return sorted(numbers)
+
+
+def _why_no_range(first: str, last: str) -> str | None:
+    if first.startswith("-"):
+        return f"{first} is less than 0"
+    for number in (first, last):
+        if len(number.lstrip("0")) > _MOST_DIGITS:
+            return f"{number} is larger than {10**_MOST_DIGITS - 1}"
+    if int(first) > int(last):
+        return f"{first} is larger than {last}"
+    if int(last) - int(first) >= _MOST_NUMBERS:
+        return f"{first}-{last} are more than {_MOST_NUMBERS} numbers"
+    return None
 
 
 def format_ranges(numbers: list[int]) -> str:

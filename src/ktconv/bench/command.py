@@ -88,7 +88,7 @@ def run_packing(options: Options, form: str, say: Say, show: Show) -> None:
 
     for name in sorted(options.given - _PACKING):
         raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
-    text = options.methods.strip()
+    text = options.methods.strip().lower()
     methods = packable() if text in ("", "all") else [method.name for method in _methods(text)]
     effort = Effort(options.seconds, options.iterations)
     rows = bench_packing(
@@ -122,13 +122,13 @@ def _request(options: Options) -> Request:
         parts=options.parts or machine.numa_nodes(),
         effort=Effort(options.seconds, options.iterations),
         seed=options.seed,
-        skip=options.methods.strip() in ("", "all"),
+        skip=options.methods.strip().lower() in ("", "all"),
         peers=options.peers,
     )
 
 
 def _methods(text: str) -> tuple[Method, ...]:
-    if text.strip() == "all":
+    if text.strip().lower() == "all":
         return tuple(METHODS.values())
     return tuple(method_named(name.strip()) for name in dict.fromkeys(text.split(",")))
 
@@ -153,11 +153,11 @@ def _isas(text: str) -> tuple[str, ...]:
     available, highest = native.isa_available(), native.isa()
     levels = list(native.ISA_NAMES.values())
     allowed = [name for name in available if levels.index(name) <= levels.index(highest)]
-    if text == "auto":
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    if names == ("auto",):
         return (highest,)
-    if text == "all":
+    if names == ("all",):
         return tuple(allowed)  # KTCONV_ISA only lowers
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in native.ISA_NAMES.values():
             raise UsageError(

@@ -61,8 +61,9 @@ def _draw(rng: np.random.Generator, tokens: int, experts: int, top_k: int, s: fl
 def parse_routing(text: str) -> Routing:
     """Raises UsageError for anything that is not one of KINDS."""
     kind, _, argument = text.partition(":")
+    kind = kind.lower()
     if kind in ("balanced", "concentrated") and not argument:
-        return Routing(text, kind)
+        return Routing(kind, kind)
     if kind == "zipf":
         try:
             exponent = float(argument)

@@ -4,6 +4,7 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a che
 2 bad usage or input, 3 I/O or resources, 130 interrupted.
 """
 
-from ktconv.cli.app import app, main
+from ktconv.cli.app import app
+from ktconv.entry import main
 
 __all__ = ["app", "main"]

@@ -11,6 +11,7 @@ from ktconv import __version__
 from ktconv.cli.bench import bench
 from ktconv.cli.change import merge_command, reshard_command
 from ktconv.cli.look import doctor, inspect
+from ktconv.cli.parsing import Command
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
 from ktconv.cli.stats import stats
@@ -25,11 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Convert Mixture-of-Experts checkpoints into CPU expert weights, provably right.",
 )
-
-
-def main() -> None:
-    """Entry point of the `ktconv` command."""
-    app()
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,4 +56,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=Command)(_command)

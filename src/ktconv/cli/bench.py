@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.show import errors_shown, given, interruptible, print_text, say
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.parsing import choice
+from ktconv.cli.show import given, print_text, say
 
 
 class BenchStage(str, Enum):
@@ -26,6 +28,9 @@ class BenchFormat(str, Enum):
     csv = "csv"
 
 
+_HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a smaller --method"}
+
+
 def bench(
     context: typer.Context,
     method: Annotated[
@@ -33,20 +38,26 @@ def bench(
     ] = "",
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="A model's name or hidden,intermediate,experts,top-k; may be repeated."),
+        typer.Option(
+            help="A model's name or hidden,intermediate,experts,top-k; may be repeated.",
+            metavar="SHAPE",
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Measure a converted model's own weights.", metavar="DIR")
     ] = None,
-    layer: Annotated[int | None, typer.Option(min=0, help="Which layer of --model.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Which layer of --model.", metavar="N")
+    ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Experts per token of --model.")
+        int | None,
+        typer.Option("--top-k", min=1, help="Experts per token of --model.", metavar="K"),
     ] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Use only this many experts.", metavar="N")
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="balanced, concentrated, zipf:S or trace:FILE.")
+        str, typer.Option(help="balanced, concentrated, zipf:S or trace:FILE.", metavar="KIND")
     ] = "balanced",
     tokens: Annotated[
         str, typer.Option(help="Tokens per step, e.g. 1,16,1024.", metavar="LIST")
@@ -66,21 +77,28 @@ def bench(
     iters: Annotated[
         int | None, typer.Option(min=1, help="Iterations per row.", metavar="N")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.")] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and routing.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.", metavar="S")] = 0.5,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of weights, tokens and routing.", metavar="N")
+    ] = 0,
     stage: Annotated[
-        BenchStage, typer.Option(help="forward: an MoE layer; pack: quantizing and packing.")
+        BenchStage, choice(BenchStage, "forward: an MoE layer; pack: quantizing and packing.")
     ] = BenchStage.forward,
-    form: Annotated[BenchFormat, typer.Option("--format", help="Of stdout.")] = BenchFormat.table,
+    form: Annotated[BenchFormat, choice(BenchFormat, "Of stdout.", "--format")] = BenchFormat.table,
     plot: Annotated[
         list[Path] | None,
-        typer.Option(help="Draw a roofline, or tokens/s if the name starts with sweep."),
+        typer.Option(
+            help="Draw a roofline, or tokens/s if the name starts with sweep.", metavar="FILE"
+        ),
     ] = None,
     compare: Annotated[
         Path | None, typer.Option(help="Compare with a report of --format json.", metavar="FILE")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="A row that is so much slower than then is a regression.")
+        float,
+        typer.Option(
+            min=0.0, help="A row that is so much slower than then is a regression.", metavar="F"
+        ),
     ] = 0.1,
     peers: Annotated[
         bool, typer.Option("--peers", help="Other implementations too, if they are installed.")
@@ -93,7 +111,7 @@ def bench(
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
-    with errors_shown():
+    with errors_shown(form is BenchFormat.json, _HINTS):
         from ktconv.bench import command
 
         options = command.Options(
@@ -117,7 +135,7 @@ def bench(
             peers=peers,
             given=given(context),
         )
-        with interruptible("Nothing was written."):
+        with interruptible(lambda: NOTHING_WRITTEN):
             if stage is BenchStage.pack:
                 command.run_packing(options, form.value, say, print_text)
                 return

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.conversions import (
+    PACKED_HINTS,
     CopyThreadsOption,
     DryRunOption,
     OutputArgument,
@@ -16,14 +17,21 @@ from ktconv.cli.conversions import (
     VerifyOption,
     convert,
 )
-from ktconv.cli.show import JsonOption, errors_shown
+from ktconv.cli.exits import Hints, errors_shown
+from ktconv.cli.show import JsonOption
+from ktconv.errors import MemoryShortError
 from ktconv.units import parse_size
+
+_RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryShortError: "use fewer --threads"}
 
 
 def merge_command(
     layers_dir: Annotated[
         Path,
-        typer.Argument(help="Directory of _layer_L/_numa_N/*.kt, ours or another converter's."),
+        typer.Argument(
+            help="Directory of _layer_L/_numa_N/*.kt, ours or another converter's.",
+            metavar="LAYERS_DIR",
+        ),
     ],
     output: OutputArgument,
     source: Annotated[
@@ -49,7 +57,7 @@ def merge_command(
 
     Example: ktconv merge qwen3-layers qwen3-int4 --source Qwen/Qwen3-30B-A3B
     """
-    with errors_shown():
+    with errors_shown(as_json, PACKED_HINTS):
         from ktconv.merge import Request, merge, prepare
 
         request = Request(
@@ -64,11 +72,15 @@ def merge_command(
             overwrite=overwrite,
         )
         outlook = prepare(request)
-        convert(outlook, lambda observer: merge(request, observer, outlook), dry_run, as_json)
+        convert(
+            outlook, lambda observer: merge(request, observer, outlook), dry_run, as_json, "Merged"
+        )
 
 
 def reshard_command(
-    packed: Annotated[Path, typer.Argument(help="A conversion: shards or layer folders.")],
+    packed: Annotated[
+        Path, typer.Argument(help="A conversion: shards or layer folders.", metavar="PACKED")
+    ],
     output: OutputArgument,
     numa: Annotated[int, typer.Option(min=1, help="NUMA parts to cut into.", metavar="N")],
     source: Annotated[
@@ -91,7 +103,7 @@ def reshard_command(
 
     Example: ktconv reshard qwen3-int4 qwen3-int4-numa2 --numa 2
     """
-    with errors_shown():
+    with errors_shown(as_json, _RESHARD_HINTS):
         from ktconv.reshard import Request, prepare, reshard
 
         request = Request(
@@ -105,4 +117,10 @@ def reshard_command(
             overwrite=overwrite,
         )
         outlook = prepare(request)
-        convert(outlook, lambda observer: reshard(request, observer, outlook), dry_run, as_json)
+        convert(
+            outlook,
+            lambda observer: reshard(request, observer, outlook),
+            dry_run,
+            as_json,
+            "Resharded",
+        )

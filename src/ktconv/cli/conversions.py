@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktconv.cli.show import fact_lines, interruptible, print_result, say
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
+from ktconv.cli.show import fact_lines, print_result, say
+from ktconv.errors import (
+    DiskFullError,
+    DiskSpaceError,
+    FileSizeError,
+    InUseError,
+    SourceChangedError,
+)
 from ktconv.units import format_ranges, format_size
 
 if TYPE_CHECKING:
     from ktconv.conversion import Outlook, Report
 
+# What can be done about an error where packed weights are converted, and where a model is.
+PACKED_HINTS: Hints = {
+    DiskFullError: "make room, then run the same command again: finished layers are kept",
+    FileSizeError: "raise the limit of the file system or process, or lower --max-shard-size",
+    SourceChangedError: "make sure nothing writes there, then start again with --overwrite",
+    MemoryError: "use fewer --threads",
+}
+MODEL_HINTS: Hints = {
+    **PACKED_HINTS,
+    DiskSpaceError: "make room, choose another disk, or convert a part with --layers",
+    InUseError: "wait for it to end, or give each run its own --layers",
+}
+
 # Options that several commands have.
 ModelArgument = Annotated[
-    str, typer.Argument(help="Checkpoint directory, or hub id (org/name) in the local cache.")
+    str,
+    typer.Argument(
+        help="Checkpoint directory, or hub id (org/name) in the local cache.", metavar="MODEL"
+    ),
 ]
-OutputArgument = Annotated[Path, typer.Argument(help="Directory to write; made if it is missing.")]
+OutputArgument = Annotated[
+    Path, typer.Argument(help="Directory to write; made if it is missing.", metavar="OUTPUT")
+]
 LayersOption = Annotated[
     str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
 ]
@@ -45,26 +72,37 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan, w
 
 
 def convert(
-    outlook: Outlook[Any], work: Callable[[Any], Report], dry_run: bool, as_json: bool
+    outlook: Outlook[Any],
+    work: Callable[[Any], Report],
+    dry_run: bool,
+    as_json: bool,
+    did: str = "Converted",
 ) -> None:
-    """Prints the plan, or does the work and prints what came of it."""
+    """Prints the plan, or does the work and prints what came of it; `did` is what it did."""
     if dry_run:
         print_result(as_json, outlook_facts(outlook), lambda: outlook_lines(outlook))
         return
     report = done(outlook, work)
-    print_result(as_json, report_facts(report), lambda: report_lines(report))
+    print_result(as_json, report_facts(report), lambda: report_lines(report, did))
 
 
 def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
     """The work, done with notes and progress; who interrupts it is told how to go on."""
     say_notes(outlook)
-    with interruptible(
-        "Finished layers are kept: run the same command again to continue in "
-        f"{outlook.request.output}."
-    ):
+    with interruptible(lambda: _way_on(outlook.request.output)):
         observer = progress_of(outlook)
         with observer:
             return work(observer)
+
+
+def _way_on(output: Path) -> str:
+    """What a run that was interrupted left there."""
+    from ktconv.writer.finish import MANIFEST
+    from ktconv.writer.journal import STATE_DIRECTORY
+
+    if os.access(output / STATE_DIRECTORY, os.F_OK):
+        return f"Finished layers are kept: run the same command again to continue in {output}."
+    return f"{output} is complete." if os.access(output / MANIFEST, os.F_OK) else NOTHING_WRITTEN
 
 
 def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:
@@ -151,7 +189,7 @@ def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
     return fact_lines(rows)
 
 
-def report_lines(report: Report) -> Iterator[str]:
+def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
     """What a run did, for people."""
     from ktconv.conversion import describe_units
 
@@ -162,7 +200,7 @@ def report_lines(report: Report) -> Iterator[str]:
     if report.converted:
         rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
         yield (
-            f"Converted {describe_units(report.converted)} in {report.seconds:.1f} s "
+            f"{did} {describe_units(report.converted)} in {report.seconds:.1f} s "
             f"({rate:.2f} GB/s of source)."
         )
     if report.worst and report.mean_error is not None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.conversions import (
+    MODEL_HINTS,
     DryRunOption,
     FinalizeOption,
     LayersOption,
@@ -20,7 +21,9 @@ from ktconv.cli.conversions import (
     ThreadsOption,
     convert,
 )
-from ktconv.cli.show import JsonOption, errors_shown
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.parsing import choice
+from ktconv.cli.show import JsonOption
 from ktconv.units import parse_ranges, parse_size
 
 
@@ -43,7 +46,7 @@ class Scale(str, Enum):
 def quantize_cpu_command(
     model: ModelArgument,
     output: OutputArgument,
-    method: Annotated[Method, typer.Option(help="Weight format.")] = Method.int4,
+    method: Annotated[Method, choice(Method, "Weight format.")] = Method.int4,
     numa: Annotated[
         int,
         typer.Option(min=0, help="NUMA parts; 0: as many as this machine has nodes.", metavar="N"),
@@ -51,10 +54,10 @@ def quantize_cpu_command(
     threads: ThreadsOption = 0,
     layers: LayersOption = "",
     layout: Annotated[
-        Layout, typer.Option(help="Shards with an index, or _layer_L/_numa_N/*.kt folders.")
+        Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = Layout.safetensors,
     scale: Annotated[
-        Scale, typer.Option(help="How row scales are chosen; amax: from the largest weight.")
+        Scale, choice(Scale, "How row scales are chosen; amax: from the largest weight.")
     ] = Scale.amax,
     max_shard_size: ShardSizeOption = "5GB",
     max_memory: Annotated[
@@ -87,7 +90,7 @@ def quantize_cpu_command(
 
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
-    with errors_shown():
+    with errors_shown(as_json, MODEL_HINTS):
         from ktconv.plan import Options
         from ktconv.quantize_cpu import Request, prepare, quantize_cpu
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktconv.cli.conversions import (
+    MODEL_HINTS,
     DryRunOption,
     FinalizeOption,
     LayersOption,
@@ -27,7 +28,9 @@ from ktconv.cli.conversions import (
     report_facts,
     report_lines,
 )
-from ktconv.cli.show import JsonOption, errors_shown, given, print_result, say
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.parsing import choice
+from ktconv.cli.show import JsonOption, given, print_result, say
 from ktconv.errors import UsageError
 from ktconv.units import parse_ranges, parse_size
 
@@ -55,11 +58,9 @@ def quantize_gpu_command(
     model: ModelArgument,
     output: OutputArgument,
     method: Annotated[
-        GpuMethod, typer.Option(help="rtn: round to nearest; gptq: calibrated on a text.")
+        GpuMethod, choice(GpuMethod, "rtn: round to nearest; gptq: calibrated on a text.")
     ] = GpuMethod.rtn,
-    scheme: Annotated[
-        Scheme, typer.Option(help="4 or 8 bits per weight.", case_sensitive=False)
-    ] = Scheme.w4a16,
+    scheme: Annotated[Scheme, choice(Scheme, "4 or 8 bits per weight.")] = Scheme.w4a16,
     group_size: Annotated[
         int,
         typer.Option(
@@ -76,7 +77,9 @@ def quantize_gpu_command(
             help="gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", metavar="TEXT"
         ),
     ] = "",
-    split: Annotated[str, typer.Option(help="gptq: part of a named dataset.")] = "train",
+    split: Annotated[
+        str, typer.Option(help="gptq: part of a named dataset.", metavar="NAME")
+    ] = "train",
     samples: Annotated[int, typer.Option(help="gptq: samples to calibrate on.", metavar="N")] = 512,
     max_seq_len: Annotated[
         int, typer.Option("--max-seq-len", help="gptq: most tokens per sample.", metavar="N")
@@ -84,12 +87,15 @@ def quantize_gpu_command(
     dampening: Annotated[
         float, typer.Option(help="gptq: share of the mean diagonal added to it.", metavar="F")
     ] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="gptq: of the choice of samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="gptq: of the choice of samples.", metavar="N")
+    ] = 0,
     self_test: Annotated[
         bool, typer.Option("--self-test/--no-self-test", help="gptq: try one layer first.")
     ] = True,
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.")
+        str,
+        typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.", metavar="NAME"),
     ] = "auto",
     layers: LayersOption = "",
     mtp: MtpOption = True,
@@ -117,7 +123,7 @@ def quantize_gpu_command(
 
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
-    with errors_shown():
+    with errors_shown(as_json, MODEL_HINTS):
         from ktconv.quantize_gpu.calibration import Calibration
         from ktconv.quantize_gpu.classes import class_lines
         from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu

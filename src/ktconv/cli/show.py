@@ -1,19 +1,15 @@
-"""What all commands share: results on stdout, words on stderr, errors as one sentence."""
+"""What all commands share: results on stdout, words on stderr."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from ktconv.errors import KtconvError
 from ktconv.text import printable, valid_unicode
 from ktconv.units import format_size
 
@@ -37,19 +33,21 @@ def print_text(text: str) -> None:
 def print_result(as_json: bool, facts: dict[str, Any], lines: Callable[[], Iterable[str]]) -> None:
     """On stdout: `facts` as one JSON document, or `lines` for people."""
     if as_json:
-        _print([json.dumps(valid_unicode(facts), indent=1)])
+        print_json(facts)
     else:
         _print(map(printable, lines()))
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document on stdout."""
+    _print([json.dumps(valid_unicode(document), indent=1)])
 
 
 def _print(lines: Iterable[str]) -> None:
     """Everything on stdout passes here, and its lines hold no control characters."""
     text = "".join(f"{line}\n" for line in lines)
-    try:
-        sys.stdout.write(_encodable(text, sys.stdout))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader left, as `| head` does: the work is done all the same
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write(_encodable(text, sys.stdout))
+    sys.stdout.flush()
 
 
 def _encodable(text: str, stream: TextIO) -> str:
@@ -85,53 +83,11 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def say(text: str) -> None:
-    """One line on stderr, if anybody still reads it: a lost log must not end an hour of work."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
+    """One line on stderr."""
+    print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
 
 
-@contextmanager
-def interruptible(way_out: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end a run cleanly, with exit code 130."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("")  # leaves the line on which the terminal shows ^C
-        say(f"Interrupted. {way_out}")
-        raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def errors_shown() -> Iterator[None]:
-    """KtconvError as one sentence and a hint on stderr, with its exit code."""
-    try:
-        yield
-    except KtconvError as error:
-        say(f"Error: {_sentence(str(error))}")
-        if error.hint:
-            say(f"Hint: {_sentence(error.hint)}")
-        raise typer.Exit(error.exit_code) from None
-    except OSError as error:  # where no file or tensor was known; the library knows most
-        where = f" {error.filename}" if error.filename else ""
-        say(f"Error: the system refused{where}: {_sentence(error.strerror or str(error))}")
-        raise typer.Exit(3) from None
-    except MemoryError:
-        say("Error: this machine has too little memory for this.")
-        say("Hint: use fewer --threads.")
-        raise typer.Exit(3) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     """With one full stop at its end, and names of absurd length cut in the middle."""
     shown = re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", printable(text))
     return shown.rstrip(".") + "."

@@ -7,15 +7,21 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result, say
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.show import JsonOption, print_result, say
+from ktconv.errors import MemoryShortError
 from ktconv.units import parse_ranges, parse_size
+
+_MEMORY = "--max-memory SIZE keeps the weights beyond it on disk, in TMPDIR"
+_HINTS: Hints = {MemoryShortError: _MEMORY, MemoryError: _MEMORY}
 
 
 def stats(
     model: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint directory or hub id; or what --json or --trace wrote, to choose anew."
+            help="Checkpoint directory or hub id; or what --json or --trace wrote, to choose anew.",
+            metavar="MODEL",
         ),
     ],
     text: Annotated[
@@ -74,7 +80,7 @@ def stats(
 
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
-    with errors_shown():
+    with errors_shown(as_json, _HINTS):
         from ktconv.stats import command
 
         options = command.Options(
@@ -90,6 +96,6 @@ def stats(
             trace=trace,
             placement=placement,
         )
-        with interruptible("Nothing was written."):
+        with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines = command.run(options, say)
         print_result(as_json, facts, lambda: lines)

@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.conversions import progress_over
-from ktconv.cli.show import JsonOption, errors_shown, interruptible, print_result, say
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.parsing import choice
+from ktconv.cli.show import JsonOption, print_result, say
+from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.units import parse_ranges
 
 
@@ -22,13 +25,23 @@ class Level(str, Enum):
     model = "model"
 
 
+_HINTS: Hints = {
+    SourceChangedError: "make sure nothing writes there, then verify again",
+    MemoryShortError: "run --level layers, or use a machine with more memory",
+    MemoryError: "use fewer --threads or --tokens, or a lower --level",
+}
+
+
 def verify(
     output: Annotated[
         Path,
-        typer.Argument(help="What quantize-cpu, quantize-gpu or another converter wrote."),
+        typer.Argument(
+            help="What quantize-cpu, quantize-gpu or another converter wrote.", metavar="OUTPUT"
+        ),
     ],
     other: Annotated[
-        Path | None, typer.Argument(help="Another conversion to compare OUTPUT with.")
+        Path | None,
+        typer.Argument(help="Another conversion to compare OUTPUT with.", metavar="OTHER"),
     ] = None,
     source: Annotated[
         str | None,
@@ -38,12 +51,17 @@ def verify(
     ] = None,
     level: Annotated[
         Level | None,
-        typer.Option(help="How far to go; default: layers, or structure without --source."),
+        choice(Level, "How far to go; default: layers, or structure without --source."),
     ] = None,
     sample: Annotated[
-        float, typer.Option(help="Share of experts and layers to read, more than 0, at most 1.")
+        float,
+        typer.Option(
+            help="Share of experts and layers to read, more than 0, at most 1.", metavar="F"
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample and of random inputs.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the sample and of random inputs.", metavar="N")
+    ] = 0,
     threads: Annotated[
         int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
     ] = 0,
@@ -98,7 +116,7 @@ def verify(
 
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """
-    with errors_shown():
+    with errors_shown(as_json, _HINTS):
         from ktconv.verify import command
 
         options = command.Options(
@@ -119,7 +137,7 @@ def verify(
             ep=parse_ranges(ep, "--ep") if ep else None,
             report=report,
         )
-        with interruptible("Nothing was written."):
+        with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines, passed = command.run(options, progress_over, say)
         print_result(as_json, facts, lambda: lines)
         if not passed:

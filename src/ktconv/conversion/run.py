@@ -23,7 +23,13 @@ from ktconv.conversion.plan import Plan, Unit
 from ktconv.conversion.records import describe_units, refuse_difference, run_record
 from ktconv.conversion.target import O
 from ktconv.copying import Buffers, BufferSizes, CopyTask
-from ktconv.errors import KtconvError, OutputError, ResourceError, UsageError
+from ktconv.errors import (
+    DiskSpaceError,
+    KtconvError,
+    MemoryShortError,
+    OutputError,
+    UsageError,
+)
 from ktconv.pipeline import Job, Observer, Pipeline, Task
 from ktconv.side_files import RECORDS
 from ktconv.source import SourceReader
@@ -139,7 +145,7 @@ def fit_threads(max_memory: int, wanted: int | None, base: int, per_thread: int)
     if affordable < 1 or (wanted and affordable < wanted):
         threads = wanted or 1
         needed = base + threads * per_thread
-        raise ResourceError(
+        raise MemoryShortError(
             f"--max-memory {format_size(max_memory)} is too small: this conversion needs "
             f"{format_size(needed)} with {threads} thread(s)",
             f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
@@ -347,9 +353,9 @@ class Conversion(ABC, Generic[O]):
         needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN
         free = machine.disk_free(self.output)
         if needed > free:
-            raise ResourceError(
+            raise DiskSpaceError(
                 f"{self.output} has {format_size(free)} free, but {format_size(needed)} are needed",
-                "free some space, choose another disk, or convert a part with --layers",
+                "make room or choose another disk",
             )
 
     # ---- converting ----

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ktconv import machine
 from ktconv.checkpoint import read_header
-from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, find_experts
 from ktconv.units import format_size
@@ -104,7 +104,7 @@ def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
     needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
     free = machine.available_memory()
     if needed > free:
-        raise ResourceError(
+        raise MemoryShortError(
             f"loading {directory} needs about {format_size(needed)} of memory, and "
             f"{format_size(free)} are free"
         )

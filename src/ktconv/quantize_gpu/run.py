@@ -174,6 +174,7 @@ def device_of(name: str) -> str:
     """The device that `--device` means. UsageError for one that PyTorch does not see here."""
     import torch
 
+    name = name.lower()
     found = torch.accelerator.current_accelerator(check_available=True)
     there = ["cpu"]
     if found is not None:

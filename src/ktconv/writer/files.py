@@ -11,34 +11,35 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ktconv.errors import KtconvError, OutputError, ResourceError
+from ktconv.errors import DiskFullError, FileSizeError, KtconvError, OutputError, ResourceError
 
-_REASONS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.EIO: "the device reports an I/O error",
-    errno.EFBIG: "files this large are not allowed here",
+_AGAIN = "make room, then run the same command again"
+_OTHER_PLACE = "choose a place that can be written"
+_KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, reason, hint
+    errno.ENOSPC: (DiskFullError, "the disk is full", _AGAIN),
+    errno.EDQUOT: (DiskFullError, "the disk quota is used up", _AGAIN),
+    errno.EROFS: (ResourceError, "the file system is read-only", _OTHER_PLACE),
+    errno.EACCES: (ResourceError, "permission denied", _OTHER_PLACE),
+    errno.EPERM: (ResourceError, "permission denied", _OTHER_PLACE),
+    errno.EIO: (ResourceError, "the device reports an I/O error", None),
+    errno.EFBIG: (
+        FileSizeError,
+        "files this large are not allowed here",
+        "raise the limit of the file system or process",
+    ),
 }
-_HINTS = {
-    errno.ENOSPC: "free some space and run the same command again: finished layers are kept",
-    errno.EDQUOT: "raise the quota and run the same command again: finished layers are kept",
-    errno.EROFS: "choose an output directory that can be written",
-    errno.EACCES: "choose an output directory that can be written",
-    errno.EPERM: "choose an output directory that can be written",
-    errno.EFBIG: "raise the limit of the file system or process, or lower --max-shard-size",
-}
-
+_READABLE = "make it readable for this user"
 MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directory meanwhile
 
 
 def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
-    """An OSError as one sentence that names the file."""
+    """An OSError as one sentence that names the file. `action` is a verb: "read", "write"."""
     code = error.errno or 0
-    reason = _REASONS.get(code) or (os.strerror(code) if code else str(error))
-    return ResourceError(f"cannot {action} {path}: {reason}", _HINTS.get(code))
+    unknown = os.strerror(code) if code else str(error)
+    kind, reason, hint = _KINDS.get(code, (ResourceError, unknown, None))
+    if action.split()[0] == "read" and hint == _OTHER_PLACE:
+        hint = _READABLE
+    return kind(f"cannot {action} {path}: {reason}", hint)
 
 
 @contextmanager

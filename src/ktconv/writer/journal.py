@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
-from ktconv.errors import OutputError
+from ktconv.errors import InUseError, OutputError
 from ktconv.regular_files import MissingFileError, read_small
 from ktconv.writer.files import io_error, make_directory, write_durably
 
@@ -261,11 +261,11 @@ class OutputLock:
         return f" (process {process})" if process > 0 else ""
 
     def acquire(self, units: Iterable[int], what: str) -> None:
-        """Lock these bytes, all or none. OutputError if another run has one of them."""
+        """Lock these bytes, all or none. InUseError if another run has one of them."""
         if not self.try_acquire(units):
-            raise OutputError(
+            raise InUseError(
                 f"another ktconv is converting {what} into {self._journal.output}",
-                "wait for it to end, or give each run its own --layers",
+                "wait for it to end",
             )
 
     def try_acquire(self, units: Iterable[int]) -> bool:

@@ -1,0 +1,123 @@
+"""How a command ends: errors and interrupts in words, as exit code, and with --json as JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import typer
+
+from ktconv.cli.show import print_json, say, sentence
+from ktconv.entry import INTERRUPTED, SIGNALS
+from ktconv.errors import KtconvError
+from ktconv.text import printable
+
+NOTHING_WRITTEN = "Nothing was written."
+REPEATED_SECONDS = 1.0  # a terminal and a parent process can both pass on one Ctrl-C
+
+Hints = Mapping[type[BaseException], str]  # ways out that a command has, by kind of error
+_NO_HINTS: Hints = MappingProxyType({})
+
+
+@contextmanager
+def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[None]:
+    """Errors as one sentence and a hint on stderr, with their exit codes.
+
+    What a command can do about an error, the command knows: its `hints` precede that of the
+    error. With `as_json` the same is on stdout as a JSON document.
+    """
+    try:
+        yield
+    except KtconvError as error:
+        _fail(str(error), _hint(error, hints) or error.hint, error.exit_code, as_json)
+    except OSError as error:  # where no file or tensor was known; the library knows most
+        where = f" {error.filename}" if error.filename else ""
+        message = f"the system refused{where}: {error.strerror or error}"
+        _fail(message, _hint(error, hints), 3, as_json)
+    except MemoryError as error:
+        _fail("this machine has too little memory for this", _hint(error, hints), 3, as_json)
+    except KeyboardInterrupt as error:
+        way_out = error.way_out if isinstance(error, _Interrupted) else None
+        if way_out:
+            say("")  # leaves the line on which the terminal shows ^C
+            say(f"Interrupted. {way_out}")
+        _end("interrupted", way_out, INTERRUPTED, as_json)
+
+
+def _hint(error: BaseException, hints: Hints) -> str | None:
+    return next((text for kind, text in hints.items() if isinstance(error, kind)), None)
+
+
+def _fail(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
+    say(f"Error: {sentence(message)}")
+    if hint:
+        say(f"Hint: {sentence(hint)}")
+    _end(message, hint, code, as_json)
+
+
+def _end(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
+    if as_json:
+        with suppress(OSError):  # stdout may be what went wrong
+            print_error(message, hint, code)
+    raise typer.Exit(code) from None
+
+
+def print_error(message: str, hint: str | None, code: int) -> None:
+    """The JSON document of a command that failed."""
+    print_json({"schema": 1, "error": {"message": message, "hint": hint, "exit_code": code}})
+
+
+# ---- interrupts ------------------------------------------------------------------------
+
+
+class _Interrupted(KeyboardInterrupt):
+    """An interrupt of work whose user is told how to go on."""
+
+    def __init__(self, way_out: str) -> None:
+        super().__init__()
+        self.way_out = way_out
+
+
+@contextmanager
+def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the work cleanly, inside of `errors_shown`.
+
+    `way_out` is asked then how to go on. Another signal while things are put in order ends
+    the process at once.
+    """
+    handler = _Handler(way_out)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    caught = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _Interrupted(way_out()) from None
+    finally:
+        for number in caught:
+            signal.signal(number, before[number])
+
+
+class _Handler:
+    """Handler of signals during work: the first one raises KeyboardInterrupt."""
+
+    def __init__(self, way_out: Callable[[], str]) -> None:
+        self._way_out = way_out
+        self._first: float | None = None
+
+    def __call__(self, *_: Any) -> None:
+        if self._first is None:
+            self._first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - self._first > REPEATED_SECONDS:
+            with suppress(OSError):  # print could be interrupted inside of itself
+                show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+                text = f"{show_cursor}\nInterrupted. {printable(self._way_out())}\n"
+                os.write(2, text.encode(errors="backslashreplace"))
+            os._exit(INTERRUPTED)

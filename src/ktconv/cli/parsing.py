@@ -1,0 +1,57 @@
+"""How the words of a command line are read: what typer does, and what it leaves out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from ktconv.cli.exits import errors_shown, print_error
+from ktconv.errors import UsageError
+
+
+def choice(values: type[Enum], words: str, *names: str) -> Any:
+    """An option that takes the values of an enumeration, in any case."""
+    metavar = "|".join(str(member.value) for member in values)
+    return typer.Option(*names, help=words, metavar=metavar, case_sensitive=False)
+
+
+class Command(TyperCommand):
+    """A command that refuses empty values, and reports wrong words as its other errors."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        as_json = wants_json(args)
+        with errors_shown(as_json):
+            refuse_empty(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            wrong: Any = error
+            if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
+                wrong.message = wrong.message.removeprefix("Value error, ")  # of pydantic
+                if as_json:
+                    print_error(wrong.format_message(), None, wrong.exit_code)
+            raise
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether stdout will be one JSON document, as far as it can be told before parsing."""
+    form = ("--format", "json") in pairwise(words)
+    return form or "--json" in words or "--format=json" in words
+
+
+def refuse_empty(words: Sequence[str]) -> None:
+    """UsageError for an empty word: mostly a variable of a shell that is not set.
+
+    As a path it would be the current directory, as a list of numbers all there are.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        option = re.fullmatch("(-.*)=", word)
+        name = option[1] if option else before if before.startswith("-") else "an argument"
+        if option or not word:
+            raise UsageError(f"{name} is empty", "give a value, or leave it out")
