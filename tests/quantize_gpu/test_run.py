@@ -102,6 +102,23 @@ def test_manifest_card_and_recipe(model: Path, tmp_path: Path) -> None:
     assert "QuantizationModifier" in (tmp_path / "out/recipe.yaml").read_text()
 
 
+def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
+    """kt-kernel computes groups of 32 right, no others; no engine loads a part of the experts."""
+    from ktconv.expert_sets import expert_set, write_expert_set
+
+    write_expert_set(expert_set({3: [0]}), tmp_path / "set.json")
+    for name, words, said in (
+        ("a", ["--group-size=32"], "It can be the weights of `--kt-method RAWINT4`"),
+        ("b", ["--group-size=64"], "It cannot be the weights of `--kt-method RAWINT4`"),
+        ("c", ["--group-size=32", "--scheme=W8A16"], "It cannot be the weights"),
+        ("d", [f"--experts={tmp_path / 'set.json'}"], "No engine loads it by itself"),
+    ):
+        done(model, tmp_path / name, *words)
+        card = (tmp_path / name / "README.md").read_text()
+        assert said in card
+        assert ("--kt-weight-path" in card) == (name != "d")
+
+
 def test_names_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
     from ktconv.quantize_gpu.scheme import BITS
