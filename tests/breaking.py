@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import disk_calls
 import numpy as np
 import pytest
 from click.testing import Result
@@ -117,10 +118,11 @@ def _is_progress(line: str) -> bool:
     return any(word in line for word in told) or line.startswith(("note: ", "skipped: "))
 
 
-def start(model: object, output: object, *more: object) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+def start(model: object, output: object, *more: object, stop_at: int = 0) -> subprocess.Popen[str]:
+    """The command in a process of its own; it stops ahead of this call of disk_calls.CALLS."""
+    program = [disk_calls.__file__, str(stop_at)] if stop_at else ["-m", "ktconv"]
     return subprocess.Popen(
-        [sys.executable, "-m", "ktconv", *words(model, output, *more)],
+        [sys.executable, *program, *words(model, output, *more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

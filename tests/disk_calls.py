@@ -1,7 +1,8 @@
 """Calls that change the disk: hooks ahead of them, and commands that a signal hits at the n-th.
 
-Signals are placed by counting, never by time, so a test sees the same on a busy machine. Run as a
-program this is the server of `Commands`: it has ktconv imported and forks a process per command.
+Signals are placed by counting, never by time, so a test sees the same on a busy machine. As a
+program: `disk_calls.py N WORDS...` runs `ktconv WORDS...` and stops ahead of the N-th call. Without
+arguments it is the server of `Commands`, which has ktconv imported and forks a process per command.
 """
 
 from __future__ import annotations
@@ -120,15 +121,19 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
+def _run(words: list[str], call: int, number: int) -> None:
+    sys.argv = ["ktconv", *words]
+    with hooked(Strike(call, number)):
+        runpy.run_module("ktconv", run_name="__main__")
+
+
 def _execute(words: list[str], call: int, number: int, streams: list[str]) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
     for descriptor, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     code = 1
     try:
-        sys.argv = ["ktconv", *words]
-        with hooked(Strike(call, number)):
-            runpy.run_module("ktconv", run_name="__main__")
+        _run(words, call, number)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -140,4 +145,7 @@ def _execute(words: list[str], call: int, number: int, streams: list[str]) -> No
 
 
 if __name__ == "__main__":
-    _serve()
+    if len(sys.argv) > 1:
+        _run(sys.argv[2:], int(sys.argv[1]), signal.SIGSTOP)
+    else:
+        _serve()

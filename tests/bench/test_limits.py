@@ -12,7 +12,7 @@ import pytest
 from bench.reports import LIMITS
 
 from ktconv import native
-from ktconv.bench.limits import Limits, Meter, settle
+from ktconv.bench.limits import Limits, Meter, own_seconds, settle
 from ktconv.native import ffi, lib
 from ktconv.pool import Pool
 
@@ -68,18 +68,22 @@ def test_a_round_has_as_many_operations_everywhere() -> None:
     assert native.limit_ops() % (2 * 4 * 16 * 16 * 64) == 0
 
 
-def test_limits_wait_for_threads_that_still_compute() -> None:
+def test_limits_wait_for_threads_that_still_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a BLAS do for a while after a product."""
-    done = threading.Event()
-
-    def compute() -> None:
-        data, end = bytes(8 << 20), time.perf_counter() + 0.15
-        while time.perf_counter() < end:
-            hashlib.sha256(data)  # without the interpreter's lock
-        done.set()
-
-    thread = threading.Thread(target=compute)
-    thread.start()
+    readings = [0.0, 1e6, 1e6, 2e6, 2e6, 2e6, 3e6]  # before and after: busy twice, then idle
+    monkeypatch.setattr("ktconv.bench.limits.own_seconds", lambda: readings.pop(0))
+    monkeypatch.setattr("ktconv.bench.limits._SETTLE_SECONDS", math.inf)
     settle()
-    assert done.is_set()
+    assert readings == [3e6]
+
+
+def test_time_of_other_threads_counts() -> None:
+    def compute() -> None:
+        data = bytes(1 << 20)
+        while time.thread_time() < 0.1:
+            hashlib.sha256(data)
+
+    before, thread = own_seconds(), threading.Thread(target=compute)
+    thread.start()
     thread.join()
+    assert own_seconds() - before > 0.09

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -29,9 +28,20 @@ def threads_now() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def run_times(threads: set[Path]) -> list[tuple[str, str]]:
+    """State and nanoseconds on a CPU of each thread, by /proc/self/task/ID."""
+    return [
+        ((thread / "stat").read_text().rpartition(")")[2].split()[0],
+         (thread / "schedstat").read_text().split()[0])
+        for thread in sorted(threads)
+    ]  # fmt: skip
+
+
+def asleep(threads: set[Path]) -> bool:
+    """Whether they sleep, and none gets up within 0.2 seconds."""
+    before = run_times(threads)
+    time.sleep(0.2)
+    return run_times(threads) == before and {state for state, _ in before} == {"S"}
 
 
 # --- without Python
@@ -57,7 +67,7 @@ def test_pool_check(sanitizer: str, portable: bool, tmp_path: Path) -> None:
     program = str(tmp_path / "pool_check")
     flags = [*FLAGS, "-U__linux__"] if portable else FLAGS
     subprocess.run([*compiler, *flags, *map(str, SOURCES), "-lm", "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "pool: 0 failures" in done.stdout
 
@@ -70,7 +80,7 @@ def test_pool_check_on_aarch64(tmp_path: Path) -> None:
     build = ["aarch64-linux-gnu-gcc", "-static", *FLAGS, *map(str, SOURCES), "-lm", "-o", target]
     subprocess.run(build, check=True)
     command = ["qemu-aarch64", target, "no fork"]  # the emulator's children have no threads
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -98,22 +108,24 @@ def test_the_caller_is_one_of_the_threads() -> None:
         assert threads_now() == before + 2
 
 
+@pytest.mark.skipif(not LINUX, reason="looks at threads in /proc")
 def test_idle_threads_cost_nothing() -> None:
+    others = {*Path("/proc/self/task").iterdir()}
     with Pool(4) as pool:
         pool.empty(100)
-        time.sleep(0.05)
-        before = cpu_seconds()
-        time.sleep(1)
-        assert cpu_seconds() - before < 0.05
+        workers = {*Path("/proc/self/task").iterdir()} - others
+        assert len(workers) == 3
+        assert any(asleep(workers) for _ in range(100))  # as soon as each has had a CPU
 
 
 def test_more_threads_than_cpus() -> None:
-    """Far from the milliseconds per job that waiting for each other's time slices costs."""
+    """Far from the milliseconds per job that waiting for each other's time slices costs. CPU time,
+    which other programs do not add to."""
     with Pool(4 * machine.usable_cpus()) as pool:
         pool.empty(10)
-        before = time.perf_counter()
+        before = time.process_time()
         pool.empty(2000)
-        assert time.perf_counter() - before < 4
+        assert time.process_time() - before < 4
 
 
 def test_pools_beside_one_another() -> None:
@@ -126,8 +138,7 @@ def test_pools_beside_one_another() -> None:
             other.start()
         first.empty(2000)
         for other in others:
-            other.join(60)
-            assert not other.is_alive()
+            other.join()
 
 
 def test_other_python_threads_run_meanwhile() -> None:
@@ -167,12 +178,11 @@ def test_a_child_process_does_not_hang() -> None:
             except BaseException:
                 code = 2
             os._exit(code)
-        deadline = time.monotonic() + 60
-        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if done[0] == 0:
+        try:
+            done = os.waitpid(child, 0)
+        except BaseException:  # pytest's timeout
             os.kill(child, 9)
-            os.waitpid(child, 0)
+            raise
         assert done == (child, 0)
         pool.empty(10)
     assert Pool.shared() is shared

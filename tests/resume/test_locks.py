@@ -22,6 +22,7 @@ from ktconv.quantize_cpu import Report, Request, SilentObserver, quantize_cpu
 from ktconv.writer.journal import Journal, OutputLock
 
 LAYERS = 12
+STOPPED_AT = 50  # of the calls that change the disk, of which there are several hundred
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ class Held(SilentObserver):
     def unit_started(self, key: str) -> None:
         if key == self.key:
             self.there.set()
-            assert self.go.wait(60)
+            self.go.wait()
 
 
 @contextmanager
@@ -56,7 +57,8 @@ def held(model: Path, output: Path, key: str, **request: object) -> Iterator[lis
     thread = threading.Thread(target=lambda: reports.append(quantize_cpu(asked, observer)))
     thread.start()
     try:
-        assert observer.there.wait(60)
+        while not observer.there.wait(1):
+            assert thread.is_alive(), f"the conversion never came to {key}"
         yield reports
     finally:
         observer.go.set()
@@ -64,14 +66,13 @@ def held(model: Path, output: Path, key: str, **request: object) -> Iterator[lis
 
 
 @contextmanager
-def stopped(process: subprocess.Popen[str], output: Path) -> Iterator[None]:
-    """A process that is frozen in the middle of its units."""
-    while process.poll() is None and not any("safetensors.part" in n for n in staged(output)):
-        pass
-    process.send_signal(signal.SIGSTOP)
+def stopped(model: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """A conversion in a process of its own that is frozen in the middle of its units."""
+    process = start(model, output, "--threads=1", stop_at=STOPPED_AT)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    assert any("safetensors.part" in name for name in staged(output))
     try:
-        assert process.poll() is None, "the conversion was faster than the signal"
-        yield
+        yield process
     finally:
         process.send_signal(signal.SIGCONT)
 
@@ -80,13 +81,12 @@ def test_second_run_in_another_process_is_refused(
     model: Path, tmp_path: Path, clean: dict[str, str]
 ) -> None:
     output = tmp_path / "output"
-    process = start(model, output, "--threads=1")
-    with stopped(process, output):
+    with stopped(model, output) as process:
         refused(run(model, output), 2, "another ktconv is converting layers 0-11", str(output))
         refused(run(model, output, "--layers=3"), 2, "another ktconv is converting layers 3")
         refused(run(model, output, "--overwrite"), 2, "another ktconv is converting this model")
         refused(run(model, output, "--finalize"), 2, "not converted yet")
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert contents(output) == clean
 
@@ -112,14 +112,13 @@ def test_refused_run_does_not_drop_the_locks_of_the_first(model: Path, tmp_path:
         with pytest.raises(OutputError):
             quantize_cpu(Request(str(model), output, Options(numa=1)))
         process = start(model, output)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate()
         assert process.returncode == 2 and "another ktconv" in stderr
 
 
 def test_kill_9_releases_the_locks(model: Path, tmp_path: Path, clean: dict[str, str]) -> None:
     output = tmp_path / "output"
-    process = start(model, output)
-    with stopped(process, output):
+    with stopped(model, output) as process:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     done(model, output)
@@ -170,7 +169,7 @@ def test_disjoint_layers_in_processes_at_once(model: Path, tmp_path: Path, layou
     parts = ("0-3", "4-7", "8-11")
     options = (f"--layout={layout}", "--threads=1")
     processes = [start(model, output, f"--layers={part}", *options) for part in parts]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert sum("is complete" in stdout for stdout, _ in outputs) >= 1
     assert contents(output) == contents(tmp_path / "clean")
@@ -193,7 +192,7 @@ def test_disjoint_layers_in_threads_many_times(tmp_path: Path) -> None:
 
         threads = [threading.Thread(target=convert, args=[layer]) for layer in range(3)]
         for delay, thread in enumerate(threads):
-            time.sleep(0.001 * delay * (number % 5))
+            time.sleep(0.001 * delay * (number % 5))  # variety; the outcome is the same
             thread.start()
         for thread in threads:
             thread.join()
@@ -206,7 +205,7 @@ def test_same_command_many_times_at_once(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", layers=3, experts=1)
     output = tmp_path / "output"
     processes = [start(model, output) for _ in range(5)]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate() for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == 0 or "another ktconv" in stderr, stderr
     assert 0 in {process.returncode for process in processes}
@@ -326,11 +325,23 @@ def test_an_interrupted_run_does_not_wait_at_the_door_again(
         quantize_cpu(Request(str(model), tmp_path / "output", Options(numa=1)))
 
 
-def test_lock_file_that_was_removed_is_not_trusted(tmp_path: Path) -> None:
+def test_lock_file_that_was_removed_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever waits at the door of a finished conversion gets a new lock file."""
     journal = Journal(tmp_path / "output")
     first, second = OutputLock(journal), OutputLock(journal)
     entered: list[bool] = []
+    tries: list[bool] = []  # of the second, to get in
+    try_door = OutputLock._try_door
+
+    def noticed(lock: OutputLock) -> bool:
+        inside = try_door(lock)
+        if lock is second:
+            tries.append(inside)
+        return inside
+
+    monkeypatch.setattr(OutputLock, "_try_door", noticed)
 
     def enter() -> None:
         with second.door():
@@ -340,8 +351,9 @@ def test_lock_file_that_was_removed_is_not_trusted(tmp_path: Path) -> None:
     with first.door():
         thread = threading.Thread(target=enter)
         thread.start()
-        time.sleep(0.05)
-        assert entered == []
+        while not tries:
+            assert thread.is_alive()
+        assert tries[0] is False and entered == []
         (journal.directory / "lock").unlink()
         journal.directory.rmdir()
     first.release()
