@@ -9,15 +9,21 @@ from pathlib import Path
 
 from ktconv import __version__
 from ktconv.plan import NO_KTRANSFORMERS, Options, Plan
+from ktconv.text import path_text, printable
 from ktconv.units import format_ranges, format_size
 
 
 def model_name(path: Path) -> str:
-    """What people call a checkpoint: its directory, or org/name in the hub's cache."""
+    """What people call a checkpoint, as one printable line: its directory, or org/name in the
+    hub's cache."""
     for part in reversed(path.parts):
         if match := re.fullmatch(r"models--(.+?)--(.+)", part):
-            return f"{match[1]}/{match[2]}"
-    return path.resolve().name
+            return _one_line(f"{match[1]}/{match[2]}")
+    return _one_line(path.resolve().name)
+
+
+def _one_line(name: str) -> str:
+    return printable(" ".join(path_text(name).split()))
 
 
 def command_line(name: str, options: Options) -> str:
@@ -73,7 +79,7 @@ def expert_counts(plan: Plan) -> str:
 
 
 def model_card(plan: Plan) -> str:
-    name = " ".join(model_name(plan.checkpoint.path).split())
+    name = model_name(plan.checkpoint.path)
     layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "expert weights only" if not plan.others else "all tensors"
     where = (

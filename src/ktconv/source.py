@@ -13,6 +13,7 @@ import numpy as np
 from ktconv.checkpoint import SourceFile, TensorRef
 from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.regular_files import MissingFileError, open_regular
+from ktconv.text import path_text
 from ktconv.writer.files import io_error, read_exactly
 
 BOUNCE_BYTES = 1 << 20
@@ -34,9 +35,9 @@ class SourceReader:
     def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
         known = {source.name: source for source in sources if source.mtime_ns is not None}
         self._state = {
-            path: (known[path.name].nbytes, known[path.name].mtime_ns)
+            path: (known[name].nbytes, known[name].mtime_ns)
             for path in files
-            if path.name in known
+            if (name := path_text(path.name)) in known
         }
 
     @contextmanager

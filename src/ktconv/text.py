@@ -32,6 +32,11 @@ def path_text(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
+def path_of(text: str) -> str:
+    """The path that `text` of a UTF-8 file means to the system, the same in every locale."""
+    return os.fsdecode(text.encode())
+
+
 def valid_unicode(value: Any) -> Any:
     """A JSON-ready value with `\\xff` or `\\ud800` in place of halves of surrogate pairs."""
     if isinstance(value, str):

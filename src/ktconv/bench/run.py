@@ -40,6 +40,7 @@ from ktconv.moe import Experts, Method, experts_per_token, pack_experts
 from ktconv.moe.experts import check_shape
 from ktconv.moe.opened import open_layer
 from ktconv.pool import Pool
+from ktconv.text import path_text, printable
 from ktconv.units import format_size
 
 Say = Callable[[str], None]
@@ -336,7 +337,8 @@ def home(part: int, parts: int, nodes: int) -> int:
 
 
 def _opened(request: Request, model: Path, say: Say) -> Layer:
-    (number, experts), name = open_layer(model, request.layer), model.resolve().name
+    (number, experts) = open_layer(model, request.layer)
+    name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
     top_k = request.top_k or min(experts_per_token(model), count)

@@ -31,6 +31,7 @@ from ktconv.checkpoint.types import (
     SourceFile,
     TensorRef,
 )
+from ktconv.text import path_text
 
 __all__ = [
     "PROJECTIONS",
@@ -126,4 +127,6 @@ def _config_source(config: ConfigFile) -> SourceFile:
 
 
 def _shard_source(header: Header) -> SourceFile:
-    return SourceFile(header.file.name, header.file_bytes, header.mtime_ns, header.sha256)
+    return SourceFile(
+        path_text(header.file.name), header.file_bytes, header.mtime_ns, header.sha256
+    )

@@ -12,6 +12,7 @@ from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.regular_files import read_small
+from ktconv.text import path_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
@@ -147,6 +148,8 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
     for key, name in weight_map.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{index} maps {key!r} to {name!r}, not a file", _INDEX_HINT)
+        if not name.isascii():
+            weight_map[key] = path_of(name)
     return weight_map
 
 

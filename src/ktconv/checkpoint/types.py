@@ -81,7 +81,7 @@ class MoELayer:
 class SourceFile:
     """The state of one input file when its checkpoint was opened."""
 
-    name: str
+    name: str  # as valid Unicode, see text.path_text
     nbytes: int
     mtime_ns: int | None  # None: `sha256` covers the whole file, so the time adds nothing
     sha256: str  # of a shard's header (without the length), of all of config.json

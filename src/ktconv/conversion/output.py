@@ -13,6 +13,7 @@ from typing import Any
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.errors import KtconvError, OutputError
 from ktconv.regular_files import opened_regular
+from ktconv.text import path_of, path_text
 from ktconv.writer.files import io_error, remove, sync_directory, translated
 from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_lines, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
@@ -29,7 +30,7 @@ class OutputState:
 
     def claim(self) -> Record:
         """Part of run.json and manifest: every top-level name that this conversion writes."""
-        return {"files": sorted(self._planned_names())}
+        return {"files": sorted(map(path_text, self._planned_names()))}
 
     def refuse_foreign_files(self) -> None:
         """Only what this plan or an earlier run of ours writes may be in OUTPUT: loaders read
@@ -74,7 +75,7 @@ class OutputState:
             names |= {MANIFEST}
         for key in self._journal.unit_keys():
             names |= set(_names_in({"units": {key: self._journal.read_unit(key)}}))
-        return {name for name in names if _is_plain(name)}
+        return {path_of(name) for name in names if _is_plain(name)}
 
     def remove_earlier_run(self) -> None:
         """Remove what `_earlier_names` tells. Killed in between, the next run still knows:

@@ -12,6 +12,7 @@ from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.errors import OutputError
+from ktconv.text import valid_unicode
 from ktconv.units import format_ranges
 from ktconv.writer.journal import Record, differences
 
@@ -21,7 +22,7 @@ def run_record(plan: Plan[Any]) -> Record:
     return {
         "schema": 1,
         "ktconv_version": __version__,
-        "options": plan.options.as_dict(),
+        "options": valid_unicode(plan.options.as_dict()),  # names of files, too
         "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
         "geometry": geometry(plan.checkpoint, plan),
     }

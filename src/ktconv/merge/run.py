@@ -211,7 +211,7 @@ def _outlook(given: _Input, plan: Plan) -> Outlook:
     request = given.request
     threads = request.threads or min(machine.usable_cpus(), derived.MOST_THREADS)
     known = [given.manifest.path] if given.manifest else []
-    base = " ".join(model_name(given.source.path).split()) if given.source else None
+    base = model_name(given.source.path) if given.source else None
     return Outlook(
         request=quantize_cpu.Request(
             model=request.source or str(request.layers_dir),

@@ -142,7 +142,9 @@ def listing_sha256(entries: Iterable[KtEntry]) -> str:
     """Names, sizes and times in one number."""
     digest = hashlib.sha256()
     for entry in entries:
-        digest.update(f"{entry.name} {entry.nbytes} {entry.mtime_ns}\n".encode())
+        digest.update(
+            f"{entry.name} {entry.nbytes} {entry.mtime_ns}\n".encode(errors="surrogateescape")
+        )
     return digest.hexdigest()
 
 

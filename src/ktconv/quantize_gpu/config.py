@@ -88,7 +88,7 @@ def recipe_yaml(plan: Plan[Options]) -> bytes:
 
 def card(plan: Plan[Options]) -> str:
     """README.md: what the checkpoint is and how it was made."""
-    name, options = " ".join(model_name(plan.checkpoint.path).split()), plan.options
+    name, options = model_name(plan.checkpoint.path), plan.options
     layers = [unit.layer for unit in plan.layers if unit.layer]
     counts = sorted({len(unit.experts) for unit in plan.layers})
     chosen = any(len(unit.experts) < len(unit.layer.experts) for unit in plan.layers if unit.layer)

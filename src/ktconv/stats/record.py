@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.progress import format_duration
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
+from ktconv.text import path_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Recorder:
         )
         self._sites = find_experts(self._model)
         self.about = {
-            "model": str(directory),
+            "model": path_text(directory),
             "model_type": getattr(self._model.config, "model_type", None),
             NUM_LAYERS: getattr(self._model.config.get_text_config(), NUM_LAYERS, None),
         }
