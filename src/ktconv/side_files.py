@@ -151,8 +151,8 @@ def _names(directory: Path) -> list[str]:
 def _check_name(directory: Path, name: Path) -> None:
     """The manifest is UTF-8."""
     try:
-        str(name).encode()
-    except UnicodeEncodeError:
+        os.fsencode(name).decode()  # its bytes, whatever the locale makes of them
+    except UnicodeDecodeError:
         raise CheckpointError(
             f"{directory} holds {str(name)!r}, a name that is not UTF-8", "Rename or remove it."
         ) from None
