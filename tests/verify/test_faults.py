@@ -396,6 +396,25 @@ def test_wrong_method_of_one_layer(model: Path, damaged: Convert, converted: Con
     assert "dimensions" in {one.check for one in check(output, model).failures}
 
 
+# ---- what the manifest says of errors --------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", ["relative_rms_error", "max_error_steps", "zero_share"])
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_an_error_that_is_not_the_measured_one(
+    claim: str, layout: str, model: Path, damaged: Convert
+) -> None:
+    output, name = damaged("int4", 2, layout), "blk.1.ffn_down_exps.2.numa.1.weight"
+    manifest = read_json(output / "ktconv.json")
+    about = manifest["units"]["layer-00001"]["tensors"][name]
+    about[claim] *= 1.01
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    assert check(output).passed  # nothing to measure it by
+    failures = found(check(output, model), "weights", "manifest")
+    assert [failure["tensor"] for failure in failures] == [name]
+    assert claim in failures[0]["message"]
+
+
 # ---- samples and limits ----------------------------------------------------------------
 
 

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from converting import convert, read_header, read_json
 from damage import bytes_of, check, forget_manifest, found, overwrite
+from families import Raw, numbered, random_weights, simple_config, write_checkpoint
+from numpy.typing import NDArray
 
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
@@ -222,6 +225,40 @@ def test_backward_matrices(fault: str, model: Path, damaged: Convert, tmp_path: 
     assert name in {
         one.get("tensor") for one in found(check(output, model), "structure", "missing tensor")
     }
+
+
+# ---- unfinished --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_an_unfinished_output_is_not_another_tools(
+    layout: str, model: Path, tmp_path: Path
+) -> None:
+    """What comes last is not missed yet, and how it is made is known."""
+    output = tmp_path / "out"
+    convert(model, output, layout=layout, layers=[0])
+    for source in (None, model):
+        result = check(output, source)
+        assert result.failures[0].check == "unfinished"
+        assert not any("tool" in note or "has no" in note for note in result.facts["notes"])
+
+
+def _f32(values: NDArray[np.float32]) -> Raw:
+    """Numbers that bf16 does not have."""
+    return Raw("F32", values.shape, (values * np.float32(1.003)).astype("<f4").tobytes())
+
+
+def test_the_rounding_of_an_unfinished_output(model: Path, tmp_path: Path) -> None:
+    """Its options are those of the run: without --compat nothing is rounded to bf16 first."""
+    source = tmp_path / "model"
+    weights = random_weights(256, 256, 2, seed=8)
+    tensors = {}
+    for layer in (0, 1):
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights, encode=_f32)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 2}
+    write_checkpoint(source, tensors, simple_config(num_hidden_layers=2, **sizes))
+    convert(source, tmp_path / "out", layers=[0], method="int8")
+    assert not [one for one in check(tmp_path / "out", source).failures if one.level == "weights"]
 
 
 # ---- levels above -----------------------------------------------------------------------------

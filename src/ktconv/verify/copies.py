@@ -53,8 +53,8 @@ class CopyItem:
                 tensor=self.tensor.name,
             )
         place = Place(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
-        checksums = compare_sum(self.context, self.tensor.name, place, digest.hexdigest())
-        return Done(self.tensor.nbytes, checksums, int(self.origin is not None))
+        checked = compare_sum(self.context, self.tensor.name, place, digest.hexdigest())
+        return Done(self.tensor.nbytes, checked.compared, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
         if self.origin is None or self.context.reader is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,15 @@ class Context:
     checksums: dict[str, str]
     reader: SourceReader | None
     compare: bool  # with the source
+    claims: Mapping[str, Mapping[str, Any]]  # of the manifest, by tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SumCheck:
+    """A checksum compared with the manifest's, if that has one."""
+
+    compared: int = 0  # or 1
+    equal: bool = False  # False where nothing was compared
 
 
 def read_place(place: Place) -> U8:
@@ -39,17 +49,17 @@ def read_place(place: Place) -> U8:
     return data
 
 
-def check_sum(context: Context, name: str, place: Place, data: U8) -> int:
-    """Compares with the manifest's checksum if it has one; how many were compared."""
+def check_sum(context: Context, name: str, place: Place, data: U8) -> SumCheck:
+    """Compares with the manifest's checksum if it has one."""
     if name not in context.checksums:
-        return 0
+        return SumCheck()
     return compare_sum(context, name, place, hashlib.sha256(data.data).hexdigest())
 
 
-def compare_sum(context: Context, name: str, place: Place, digest: str) -> int:
+def compare_sum(context: Context, name: str, place: Place, digest: str) -> SumCheck:
     expected = context.checksums.get(name)
     if expected is None:
-        return 0
+        return SumCheck()
     if digest != expected:
         context.findings.fail(
             "structure",
@@ -58,7 +68,7 @@ def compare_sum(context: Context, name: str, place: Place, digest: str) -> int:
             file=place.file.name,
             tensor=name,
         )
-    return 1
+    return SumCheck(1, digest == expected)
 
 
 def read_into(fd: int, path: Any, target: U8, offset: int) -> None:

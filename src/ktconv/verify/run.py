@@ -103,7 +103,7 @@ def prepare(request: Request) -> Prepared:
     if subject.checkpoint is not None:
         reader = SourceReader(subject.checkpoint.files, subject.checkpoint.sources)
     compare = reader is not None and level != "structure"
-    context = Context(subject, findings, subject.checksums(), reader, compare)
+    context = Context(subject, findings, subject.checksums(), reader, compare, subject.claims())
     items = kind.items_of(context, request.sample, request.seed)
     return Prepared(request, level, kind, subject, findings, items, structure, more)
 

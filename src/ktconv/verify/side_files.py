@@ -97,7 +97,7 @@ def _absent(subject: Subject, findings: Findings, name: str) -> None:
     alone = "merged_from" in manifest and not manifest.get("source", {}).get("files")
     if subject.ours and not alone:
         findings.fail(LEVEL, "missing file", f"{subject.directory} has no {name}.", file=name)
-    else:
+    elif not subject.unfinished:
         findings.note(f"{subject.directory} has no {name}, which models need")
 
 

@@ -13,7 +13,7 @@ from ktconv.verify.findings import Findings
 from ktconv.verify.side_files import check_side_files
 from ktconv.verify.subject import Subject
 from ktconv.writer.finish import INDEX, MANIFEST, read_index
-from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact
+from ktconv.writer.journal import file_is_intact
 from ktconv.writer.shards import Tensor
 
 LEVEL = "structure"
@@ -60,7 +60,7 @@ class StructureCheck:
                 file=second,
                 tensor=tensor,
             )
-        if (self._directory / STATE_DIRECTORY / "run.json").exists():
+        if self._subject.unfinished:
             self._fail("unfinished", f"{self._directory} is not finished: continue it first.")
 
     def manifest(self) -> None:
@@ -69,7 +69,7 @@ class StructureCheck:
         if manifest is None:
             if (self._directory / MANIFEST).exists():
                 self._fail("manifest", f"{MANIFEST} is damaged.", file=MANIFEST)
-            else:
+            elif not self._subject.unfinished:
                 self._findings.note(
                     f"{self._directory} has no {MANIFEST}: it was made by another tool, so there "
                     "are no checksums, and how it was made follows from its tensors"
@@ -279,7 +279,7 @@ class StructureCheck:
         if content is None:
             if self._subject.ours:
                 self._fail("missing file", f"{self._directory} has no {INDEX}.", file=INDEX)
-            else:
+            elif not self._subject.unfinished:
                 self._findings.note(f"{self._directory} has no index")
             return
         weight_map = content.get("weight_map")

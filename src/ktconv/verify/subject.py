@@ -14,6 +14,7 @@ from ktconv.formats import FORMATS
 from ktconv.packed import PackedWeights, open_packed
 from ktconv.plan import Options, Plan, make_plan
 from ktconv.writer.finish import MANIFEST, read_manifest
+from ktconv.writer.journal import Journal, is_run_record
 
 _NO_LIMIT = 1 << 62
 
@@ -42,16 +43,23 @@ class Subject:
     def ours(self) -> bool:
         return self.manifest is not None
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a conversion into it was begun; manifest, index and side files come last."""
+        return Journal(self.directory).run_file.exists()
+
     def checksums(self) -> dict[str, str]:
         """Tensor -> SHA-256, as the manifest has them; empty without one."""
-        if self.manifest is None:
-            return {}
-        units = [unit for unit in self.manifest["units"].values() if unit is not None]
+        return {name: about["sha256"] for name, about in self.claims().items() if "sha256" in about}
+
+    def claims(self) -> dict[str, Mapping[str, Any]]:
+        """Tensor -> all that the manifest says of it; empty without one."""
+        units = self.manifest["units"].values() if self.manifest else ()
         return {
-            name: about["sha256"]
+            name: about
             for unit in units
+            if unit is not None
             for name, about in unit["tensors"].items()
-            if "sha256" in about
         }
 
 
@@ -69,7 +77,7 @@ def open_subject(output: Path, source: str | None) -> Subject:
             "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
         )
     checkpoint = open_checkpoint(source) if source else None
-    told = _options_of(manifest) if manifest else None
+    told = _options_of(manifest) if manifest else _options_of_run(output)
     options = told or _options_by_tensors(packed, checkpoint)
     contradiction = _contradiction(packed, options)
     if contradiction:
@@ -102,6 +110,13 @@ def _options_of(manifest: Mapping[str, Any]) -> Options | None:
     if any(type(v) is not type(own[k]) and own[k] is not None for k, v in told.items()):
         return None
     return Options(**told)
+
+
+def _options_of_run(output: Path) -> Options | None:
+    """How a conversion that is not finished was begun."""
+    run = Journal(output).peek_run()
+    told = _options_of(run) if is_run_record(run) else None
+    return told if told and told.method in FORMATS and told.numa > 0 else None
 
 
 def _tells_source(manifest: Mapping[str, Any]) -> bool:

@@ -30,8 +30,9 @@ from ktconv.packed import Place, name_of
 from ktconv.plan import matrix_source_bytes
 from ktconv.proof import Packed, PartProof, Problem, Sums
 from ktconv.tasks import quantize_buffers
+from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
-from ktconv.verify.reading import Context, check_sum, read_place
+from ktconv.verify.reading import Context, SumCheck, check_sum, read_place
 from ktconv.verify.subject import Subject
 from ktconv.verify.totals import Done
 
@@ -96,11 +97,13 @@ class MatrixItem:
         total, before = Sums(), _parts_before(self.context.subject)
         for part in parts:
             if self.proj != "down" or before is None:
-                total.add(part.proof.judge())
-                continue
-            together = _within(part.index, len(parts), before[0])
-            widest = np.maximum.reduce([parts[index].proof.rule for index in together])
-            total.add(part.proof.judge(widest, exact=before[1]))
+                found = part.proof.judge()
+            else:
+                together = _within(part.index, len(parts), before[0])
+                widest = np.maximum.reduce([parts[index].proof.rule for index in together])
+                found = part.proof.judge(widest, exact=before[1])
+            part.check_claims(found)
+            total.add(found)
         return total
 
 
@@ -140,6 +143,7 @@ class _Part:
         self.weight: U8 | None = None
         self.scale: F32 | None = None
         self.nbytes = 0
+        self.as_written = False  # whether both checksums are the manifest's
         weight = self.tensor("weight")
         self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail)
 
@@ -152,17 +156,23 @@ class _Part:
 
     def load(self) -> int:
         """Reads both tensors; how many checksums were compared."""
-        self.weight, weights = self._read("weight", self.fmt.weight_nbytes(self.rows, self.cols))
-        scale, scales = self._read("scale", self.fmt.scale_nbytes(self.rows))
+        self.weight, weight = self._read("weight", self.fmt.weight_nbytes(self.rows, self.cols))
+        scale, checked = self._read("scale", self.fmt.scale_nbytes(self.rows))
         self.scale = None if scale is None else scale.view(np.float32)
-        return weights + scales
+        self.as_written = weight.equal and checked.equal
+        return weight.compared + checked.compared
 
-    def _read(self, kind: Any, nbytes: int) -> tuple[U8 | None, int]:
+    def check_claims(self, sums: Sums) -> None:
+        """Of other bytes than these the manifest tells nothing."""
+        if self.as_written:
+            check_claims(self.item.context, name_of(self.tensor("weight")), sums)
+
+    def _read(self, kind: Any, nbytes: int) -> tuple[U8 | None, SumCheck]:
         """The bytes if they are as many as they should be, else level 1 has said so."""
         context, tensor = self.item.context, self.tensor(kind)
         place = context.subject.packed.tensors.get(tensor)
         if place is None or place.nbytes != nbytes:
-            return None, 0
+            return None, SumCheck()
         data = read_place(place)
         self.nbytes += nbytes
         return data, check_sum(context, name_of(tensor), place, data)

@@ -607,3 +607,16 @@ def test_files_that_were_made_are_recorded(name: str, copied: Copy) -> None:
     (output / name).unlink()
     failures = [failure.as_dict() for failure in check(output).failures]
     assert of(failures, check="missing file", file=name)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("claim", ["relative_rms_error", "max_error_steps", "zero_share"])
+def test_an_error_that_is_not_the_measured_one(
+    claim: str, scheme: str, model: Path, copied: Copy
+) -> None:
+    output, name = copied(scheme), f"{UP}.weight_packed"
+    manifest = json.loads((output / "ktconv.json").read_text())
+    manifest["units"]["layer-00001"]["tensors"][name][claim] *= 1.01
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    failures = found(check(output, model), "weights", "manifest")
+    assert of(failures, tensor=name, file="ktconv.json")

@@ -21,6 +21,7 @@ from ktconv.packed import Place
 from ktconv.proof import Problem, Sums
 from ktconv.quantize_gpu.target import GpuTarget
 from ktconv.regular_files import opened_regular
+from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
@@ -60,15 +61,18 @@ class MatrixItem:
         return self.module.nbytes
 
     def run(self, buffers: Buffers, advance: Advance) -> Done:
-        parts, checksums = {}, 0
+        parts, checked = {}, []
         for part, tensor in self.module.parts.items():
             place = _place(tensor)
             parts[part] = read_place(place)
-            checksums += check_sum(self.context, tensor.name, place, parts[part])
+            checked.append(check_sum(self.context, tensor.name, place, parts[part]))
         self._shape(parts)
         sums = None
         if self.matrix is not None and self.sound:
             sums = self._compare(self.matrix, parts, buffers)
+            if all(one.equal for one in checked):  # else the manifest is about other bytes
+                check_claims(self.context, self.module.parts[PARTS[0]].name, sums)
+        checksums = sum(one.compared for one in checked)
         advance(self.nbytes)
         where = self.module.where
         if where is None:
@@ -180,10 +184,10 @@ class DecodedItem:
                 file=self.tensor.file.name,
                 tensor=self.tensor.name,
             )
-        checksums = compare_sum(
+        checked = compare_sum(
             self.context, self.tensor.name, _place(self.tensor), digest.hexdigest()
         )
-        return Done(self.tensor.nbytes, checksums, 1)
+        return Done(self.tensor.nbytes, checked.compared, 1)
 
 
 def _place(tensor: TensorRef) -> Place:
