@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import resource
 import subprocess
 import sys
@@ -15,14 +17,17 @@ from breaking import (
     contents,
     done,
     refused,
+    refused_in_json,
     remount,
     run,
     staged,
+    stamps,
     tmpfs,
     words,
     write_model,
 )
 
+from ktconv.conversion.run import DISK_MARGIN
 from ktconv.errors import ResourceError
 from ktconv.plan import Options
 from ktconv.quantize_cpu import Request, SilentObserver, quantize_cpu
@@ -47,6 +52,46 @@ def test_too_small_a_disk_by_its_numbers(
     monkeypatch.setattr("ktconv.machine.disk_free", lambda path: 1000)
     refused(run(model, tmp_path / "output"), 3, "has 1.0 kB free, but")
     assert not (tmp_path / "output").exists()
+
+
+def test_dry_run_and_run_need_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one byte less than the dry run says, the run is refused, and with that many not; also
+    where a part is there already."""
+    output = tmp_path / "output"
+    for layers, whole in (("--layers=0-2", False), ("--json", True)):
+        facts = json.loads(done(model, output, layers, "--dry-run", "--json"))
+        needed = facts["disk_needed_bytes"]
+        assert (needed < facts["output_bytes"] + DISK_MARGIN) == whole  # layers 0-2 are there
+        monkeypatch.setattr("ktconv.machine.disk_free", lambda path, needed=needed: needed - 1)
+        assert "NOT ENOUGH" in done(model, output, *[layers][whole:], "--dry-run")
+        refused_in_json(run(model, output, layers, "--json"), 3, "free, but", "are needed")
+        monkeypatch.setattr("ktconv.machine.disk_free", lambda path, needed=needed: needed)
+        assert "NOT ENOUGH" not in done(model, output, *[layers][whole:], "--dry-run")
+        done(model, output, *[layers][whole:])
+    assert json.loads(done(model, output, "--dry-run", "--json"))["disk_needed_bytes"] == 0
+    full = json.loads(done(model, output, "--dry-run", "--json", "--overwrite"))
+    assert full["disk_needed_bytes"] == full["output_bytes"] + DISK_MARGIN
+
+
+@pytest.mark.parametrize("options", [(), ("--finalize",)], ids=str)
+def test_finished_output_that_cannot_be_written(
+    model: Path, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has to be written, so nothing is: no lock, no state directory."""
+    output = tmp_path / "output"
+    done(model, output)
+    before = stamps(output)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "unlink", "replace"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert "nothing to do" in done(model, output, *options)
+    assert stamps(output) == before
+    refused(run(model, output, "--method=int8"), 2, "options.method: int4 there, int8 now")
 
 
 class FillDisk(SilentObserver):

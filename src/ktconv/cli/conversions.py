@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from ktconv.errors import (
 from ktconv.units import format_ranges, format_size
 
 if TYPE_CHECKING:
-    from ktconv.conversion import Outlook, Report
+    from ktconv.conversion import Outlook, Report, Unit
 
 # What can be done about an error where packed weights are converted, and where a model is.
 PACKED_HINTS: Hints = {
@@ -105,8 +105,10 @@ def _way_on(output: Path) -> str:
     return f"{output} is complete." if os.access(output / MANIFEST, os.F_OK) else NOTHING_WRITTEN
 
 
-def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:
-    """The JSON of a dry run."""
+def outlook_facts(outlook: Outlook[Any], pending: Sequence[Unit] | None = None) -> dict[str, Any]:
+    """The JSON of a dry run. `pending`: units that are written; None: those not there now."""
+    from ktconv.conversion import disk_needed
+
     plan = outlook.plan
     chosen = [unit.layer for unit in outlook.units if unit.layer]
     units = [*outlook.units, *plan.others]
@@ -134,7 +136,7 @@ def outlook_facts(outlook: Outlook[Any]) -> dict[str, Any]:
         "notes": list(plan.notes),
         "threads": outlook.threads,
         "peak_memory_bytes": outlook.peak_memory,
-        "disk_needed_bytes": sum(unit.output_bytes for unit in units),
+        "disk_needed_bytes": disk_needed(outlook.pending() if pending is None else pending),
         "disk_free_bytes": outlook.disk_free,
         "seconds": 0.0,
     }
@@ -144,7 +146,9 @@ def report_facts(report: Report) -> dict[str, Any]:
     """The JSON of a finished run."""
     from ktconv.conversion import peak_rss
 
-    return outlook_facts(report.outlook) | {
+    units, converted = report.outlook.plan.units, set(report.converted)
+    written = [unit for unit in units if unit.key in converted]
+    return outlook_facts(report.outlook, written) | {
         "seconds": round(report.seconds, 3),
         "source_bytes_read": report.source_bytes,
         "gb_per_second": round(report.source_bytes / 1e9 / max(report.seconds, 1e-9), 3),
@@ -166,7 +170,7 @@ def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
     copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
-    enough = "" if facts["disk_free_bytes"] > facts["disk_needed_bytes"] else "  NOT ENOUGH"
+    enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
     container = f"{facts['files']} shards" if facts["files"] else "layer folders"
     rows = {
         "model": f"{request.model} ({facts['model_type']})",

@@ -101,6 +101,16 @@ class OutputState:
             return True
         return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
 
+    def pending(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of `units` that no earlier run left here as they are planned."""
+        manifest = read_manifest(self._output) or {"units": {}}
+        return [
+            unit
+            for unit in units
+            if not self.intact_record(unit, manifest["units"].get(unit.key))
+            and not self.intact_record(unit, self._journal.read_unit(unit.key))
+        ]
+
     def intact_record(self, unit: Unit, record: object) -> Record | None:
         """`record` if it tells of this unit as planned, and its files are still there."""
         if not isinstance(record, dict) or not is_unit_record(record):

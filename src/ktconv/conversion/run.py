@@ -93,6 +93,19 @@ class Outlook(Generic[O]):
     peak_memory: int
     disk_free: int
 
+    def pending(self) -> list[Unit]:
+        """What this run would write: units that are not there as planned."""
+        if self.request.finalize:
+            return []
+        units = [*self.units, *self.plan.others]
+        state = OutputState(self.plan, Journal(self.request.output))
+        return units if self.request.overwrite else state.pending(units)
+
+
+def disk_needed(units: Sequence[Unit]) -> int:
+    """Bytes that must be free to write these units, and what comes with them."""
+    return sum(unit.output_bytes for unit in units) + DISK_MARGIN if units else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -244,6 +257,8 @@ class Conversion(ABC, Generic[O]):
             self.lock.release()
 
     def _run(self, started: float) -> Report:
+        if self._is_finished():
+            return self._report([], started)
         with self.lock.door(self.observer.noted):
             units = self._claim()
             complete = self._resume(units)
@@ -259,6 +274,16 @@ class Conversion(ABC, Generic[O]):
         return self._report(pending, started)
 
     # ---- before converting ----
+
+    def _is_finished(self) -> bool:
+        """Whether the whole conversion is there. Seen without a lock: the disk may be read-only."""
+        if self.request.overwrite or self.journal.directory.exists():
+            return False
+        manifest = read_manifest(self.output)
+        if manifest is None:
+            return False
+        self._refuse_others(manifest)
+        return self._adopted(self._intact(manifest))
 
     def _claim(self) -> list[Unit]:
         """Lock what this run is for; other machines may work on the other layers."""
@@ -279,24 +304,27 @@ class Conversion(ABC, Generic[O]):
 
     def _resume(self, claimed: Sequence[Unit]) -> bool:
         """Find what is done. True if the whole conversion is, and there is nothing to do."""
-        ours = run_record(self.plan)
         earlier = self.journal.read_run()
         manifest = read_manifest(self.output) if earlier is None else None
         for there in (earlier, manifest):
             if there is not None:
-                refuse_difference(ours, there, self.output)
-                self._refuse_other_origin(there)
-        if manifest is not None and self._adopt(manifest):
+                self._refuse_others(there)
+        intact = self._intact(manifest) if manifest is not None else {}
+        if self._adopted(intact):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
+        for key, record in intact.items():
+            self.journal.write_unit(key, record)
         if earlier is None:
-            self.journal.write_run(ours | self.state.claim() | self.origin())
+            self.journal.write_run(run_record(self.plan) | self.state.claim() | self.origin())
         self._find_done()
         self.state.remove_stale_staging(claimed)
         return False
 
-    def _refuse_other_origin(self, there: Record) -> None:
+    def _refuse_others(self, there: Record) -> None:
+        """OutputError unless the run that left this record is continued by this one."""
+        refuse_difference(run_record(self.plan), there, self.output)
         ours = self.origin()
         found = differences(ours, {key: there.get(key) for key in ours})
         if found:
@@ -306,20 +334,21 @@ class Conversion(ABC, Generic[O]):
                 "cp -p), or --overwrite to start again",
             )
 
-    def _adopt(self, manifest: Record) -> bool:
-        """Whether an output that was complete still is. If not, what is intact is journaled."""
-        intact = {
+    def _intact(self, manifest: Record) -> dict[str, Record]:
+        """Records of the units of a finished conversion that are still as they were."""
+        return {
             unit.key: record
             for unit in self.plan.units
             if (record := self.state.intact_record(unit, manifest["units"].get(unit.key)))
         }
-        if len(intact) == len(self.plan.units) and self.state.final_files_present():
-            for key, record in intact.items():
-                self._mark_done(key, record)
-            return True
+
+    def _adopted(self, intact: dict[str, Record]) -> bool:
+        """Whether that is all there is to do; then it counts as done."""
+        if len(intact) < len(self.plan.units) or not self.state.final_files_present():
+            return False
         for key, record in intact.items():
-            self.journal.write_unit(key, record)
-        return False
+            self._mark_done(key, record)
+        return True
 
     def _find_done(self) -> None:
         """Ask the journal, where other runs may have added units too."""
@@ -350,7 +379,7 @@ class Conversion(ABC, Generic[O]):
                 self.output.rmdir()  # only if it is empty
 
     def _check_disk(self, pending: Sequence[Unit]) -> None:
-        needed = sum(unit.output_bytes for unit in pending) + DISK_MARGIN
+        needed = disk_needed(pending)
         free = machine.disk_free(self.output)
         if needed > free:
             raise DiskSpaceError(
