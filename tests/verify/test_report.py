@@ -452,7 +452,6 @@ def _opened(browser: str, text: str, directory: Path) -> tuple[str, str]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
         check=True,
     )
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)

@@ -1,0 +1,45 @@
+"""The build of the extension: setup.py, with a compiler that only notes when it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+COMPILER = """#!{python}
+import os, pathlib, sys, time
+parent = os.getppid()
+if "-c" in sys.argv:
+    meeting = pathlib.Path({meeting!r})
+    (meeting / str(os.getpid())).touch()
+    while len(os.listdir(meeting)) < 2:  # the first waits for a second, whatever that takes
+        if os.getppid() != parent:
+            sys.exit("the build was ended")
+        time.sleep(0.01)
+    if "-g0" not in sys.argv:
+        sys.exit("debug information is asked for")
+pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).touch()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU compiles one file at a time")
+def test_files_compile_in_parallel(tmp_path: Path) -> None:
+    """It would wait for ever if they did not."""
+    pytest.importorskip("setuptools")
+    compiler, meeting = tmp_path / "cc", tmp_path / "meeting"
+    meeting.mkdir()
+    compiler.write_text(COMPILER.format(python=sys.executable, meeting=str(meeting)))
+    compiler.chmod(0o755)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--force"]
+    command += [f"--build-temp={tmp_path / 'objects'}", f"--build-lib={tmp_path / 'library'}"]
+    environment = os.environ | {"CC": str(compiler), "LDSHARED": str(compiler)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sources = len(list((ROOT / "native/src").rglob("*.c"))) + 1
+    assert len(list((tmp_path / "objects").rglob("*.o"))) == sources
+    assert list((tmp_path / "library").rglob("_native*.so"))
