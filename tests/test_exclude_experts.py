@@ -40,10 +40,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def only_left(file: Path | None) -> dict[str, Any]:
+    """The fields of a request for a conversion without the experts of `file`."""
+    return {"exclude_experts": file, "allow_partial": file is not None}
+
+
 def left(output: Path, file: Path, **changes: Any) -> Path:
     """A conversion without the chosen experts."""
     options = Options(numa=changes.pop("numa", 2), layout=changes.pop("layout", "safetensors"))
-    request = Request(str(EXAMPLE), output, options, threads=1, exclude_experts=file, **changes)
+    request = Request(str(EXAMPLE), output, options, threads=1, **only_left(file), **changes)
     assert quantize_cpu(request).complete
     return output
 
@@ -96,10 +101,29 @@ def test_the_manifest_says_so(output: Path, whole: Path) -> None:
     assert "left out" not in (whole / "README.md").read_text()
 
 
+def test_refused_without_a_word_for_it(file: Path, tmp_path: Path) -> None:
+    """KTransformers crashes on such an output: nobody converts for an hour to find that out."""
+    words = ["quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", file]
+    for more in ([], ["--dry-run"]):
+        done = run(*words, *more)
+        assert done.exit_code == 2 and done.stdout == ""
+        said = " ".join(done.stderr.split())
+        assert "KTransformers cannot load an output that lacks experts" in said
+        assert "convert without --exclude-experts" in said and "--allow-partial" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_who_loads_it(file: Path, output: Path, whole: Path, tmp_path: Path) -> None:
     """KTransformers cannot: the plan says so before anything is written, and the card."""
     said = "KTransformers cannot load an output that lacks experts"
-    words = ["quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", file]
+    words = [
+        "quantize-cpu",
+        EXAMPLE,
+        tmp_path / "out",
+        "--allow-partial",
+        "--exclude-experts",
+        file,
+    ]
     facts = json.loads(run(*words, "--dry-run", "--json").stdout)
     assert any(said in note for note in facts["notes"])
     done = run(*words, "--numa", 2)
@@ -122,7 +146,15 @@ def test_inspect(output: Path) -> None:
 
 
 def test_dry_run_says_so(file: Path, tmp_path: Path) -> None:
-    words = ["quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", file, "--dry-run"]
+    words = [
+        "quantize-cpu",
+        EXAMPLE,
+        tmp_path / "out",
+        "--allow-partial",
+        "--exclude-experts",
+        file,
+        "--dry-run",
+    ]
     facts = json.loads(run(*words, "--json").stdout)
     assert facts["experts_left_out"] == 4
     assert facts["skipped"] == ["4 experts of 2 layers: --exclude-experts"]
@@ -132,7 +164,16 @@ def test_dry_run_says_so(file: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_exact(file: Path, tmp_path: Path) -> None:
     """Of a dry run, with shards too small for a layer."""
-    words = ["quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", file, "--numa", "1"]
+    words = [
+        "quantize-cpu",
+        EXAMPLE,
+        tmp_path / "out",
+        "--allow-partial",
+        "--exclude-experts",
+        file,
+        "--numa",
+        "1",
+    ]
     words += ["--max-shard-size", "200kB", "--json"]
     plan = json.loads(run(*words, "--dry-run").stdout)
     assert run(*words).exit_code == 0
@@ -148,18 +189,18 @@ def test_a_run_goes_on_with_the_same_set_only(file: Path, tmp_path: Path) -> Non
     """Spaces and order in the file do not matter, and the result is the same byte for byte."""
     first = tmp_path / "out"
     request = Request(
-        str(EXAMPLE), first, Options(numa=2), layers=[1], threads=1, exclude_experts=file
+        str(EXAMPLE), first, Options(numa=2), layers=[1], threads=1, **only_left(file)
     )
     assert not quantize_cpu(request).complete
     other = tmp_path / "other.json"
     write_expert_set(expert_set({0: [0, 3], 1: [5]}), other)
     for wrong in (other, None):
-        again = Request(str(EXAMPLE), first, Options(numa=2), threads=1, exclude_experts=wrong)
+        again = Request(str(EXAMPLE), first, Options(numa=2), threads=1, **only_left(wrong))
         with pytest.raises(OutputError, match="was begun with other settings"):
             quantize_cpu(again)
     other.write_text('{"experts":{"1":[5],"0":[7,0,3]},"schema":1}')
     report = quantize_cpu(
-        Request(str(EXAMPLE), first, Options(numa=2), threads=1, exclude_experts=other)
+        Request(str(EXAMPLE), first, Options(numa=2), threads=1, **only_left(other))
     )
     assert report.converted == ["layer-00000"]
     assert report.kept == ["layer-00001", "other-00001"]
@@ -337,7 +378,12 @@ def test_bench_refuses_what_goes_nowhere(output: Path, tmp_path: Path) -> None:
 def test_sets_that_do_not_fit(layers: dict[int, list[int]], said: str, tmp_path: Path) -> None:
     write_expert_set(expert_set(layers), tmp_path / "set.json")
     done = run(
-        "quantize-cpu", EXAMPLE, tmp_path / "out", "--exclude-experts", tmp_path / "set.json"
+        "quantize-cpu",
+        EXAMPLE,
+        tmp_path / "out",
+        "--allow-partial",
+        "--exclude-experts",
+        tmp_path / "set.json",
     )
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())

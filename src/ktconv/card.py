@@ -35,7 +35,7 @@ def command_line(name: str, options: Options) -> str:
     else:
         words.append(f"--layout {options.layout}")
     if options.exclude_experts:
-        words.append("--exclude-experts FILE")
+        words.append("--exclude-experts FILE --allow-partial")
     words += [
         flag
         for flag, given in (

@@ -90,10 +90,7 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, KtTarget(options), selection)
     left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
-    note = (
-        f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime; for KTransformers convert "
-        "without --exclude-experts (docs/hot-experts.md)"
-    )
+    note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
     return replace(plan, skipped=[*plan.skipped, left_out], notes=[*plan.notes, note])
 
 

@@ -31,7 +31,7 @@ from ktconv.errors import UsageError
 from ktconv.expert_sets import check_expert_set, read_expert_set
 from ktconv.formats import FORMATS
 from ktconv.pipeline import Observer
-from ktconv.plan import Options, Plan, Unit, make_plan
+from ktconv.plan import NO_KTRANSFORMERS, Options, Plan, Unit, make_plan
 from ktconv.source import SourceReader
 from ktconv.tasks import QuantizeTask, quantize_buffers
 from ktconv.writer.journal import Journal
@@ -53,6 +53,7 @@ class Request:
     overwrite: bool = False
     finalize: bool = False  # only write index and manifest of finished layers
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
+    allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
 
 
 def prepare(request: Request) -> Outlook:
@@ -66,6 +67,12 @@ def prepare(request: Request) -> Outlook:
     checkpoint = open_checkpoint(request.model)
     refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
+        if not request.allow_partial:
+            raise UsageError(
+                NO_KTRANSFORMERS,
+                "convert without --exclude-experts, since KTransformers places experts by itself "
+                "(docs/hot-experts.md); or add --allow-partial to convert for ktconv's own runtime",
+            )
         excluded = read_expert_set(request.exclude_experts, "--exclude-experts")
         layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
         check_expert_set(excluded, layers, request.exclude_experts)

@@ -29,7 +29,12 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 def left(model: Path, output: Path, chosen: dict[int, list[int]], method: str = "int4") -> Path:
     write_expert_set(expert_set(chosen), output.parent / "set.json")
     request = Request(
-        str(model), output, Options(method), threads=1, exclude_experts=output.parent / "set.json"
+        str(model),
+        output,
+        Options(method),
+        threads=1,
+        exclude_experts=output.parent / "set.json",
+        allow_partial=True,
     )
     quantize_cpu(request)
     return output

@@ -79,8 +79,15 @@ def quantize_cpu_command(
     finalize: FinalizeOption = False,
     exclude_experts: Annotated[
         Path | None,
-        typer.Option(help="Leave out the experts that this file names.", metavar="FILE"),
+        typer.Option(
+            help="Leave out the experts that this file names; needs --allow-partial.",
+            metavar="FILE",
+        ),
     ] = None,
+    allow_partial: Annotated[
+        bool,
+        typer.Option("--allow-partial", help="Allow an output that KTransformers cannot load."),
+    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,6 +122,7 @@ def quantize_cpu_command(
             overwrite=overwrite,
             finalize=finalize,
             exclude_experts=exclude_experts,
+            allow_partial=allow_partial,
         )
         outlook = prepare(request)
         convert(
