@@ -418,6 +418,33 @@ def test_too_little_memory(
     assert "Hint" not in invoke("inspect", model).stderr
 
 
+@pytest.mark.parametrize("allowed", range(5))
+def test_a_system_that_allows_no_more_threads(
+    allowed: int, model: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread it refuses, those before it end, and nothing is left behind."""
+    before, start, started = threading.active_count(), threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) >= allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    new = tmp_path / "new"
+    for words in (
+        ["quantize-cpu", model, new, "--threads=4"],
+        ["reshard", output, new, "--numa=2", "--threads=4"],
+    ):
+        started.clear()
+        result = invoke(*words)
+        assert "allows this process no more threads" in result.stderr
+        assert "ulimit -u" in hint_of(result, 3)
+        assert threading.active_count() == before
+        assert not new.exists()
+
+
 def test_a_limit_that_reshard_cannot_raise(model: Path, output: Path, tmp_path: Path) -> None:
     words = ["--numa=2", "--source", model, "--threads=1000000"]
     hint = hint_of(invoke("reshard", output, tmp_path / "new", *words), 3)

@@ -106,8 +106,11 @@ class Pipeline(Generic[Buffers]):
         workers: list[threading.Thread] = []
         others: list[threading.Thread] = []
         try:
-            others += [self._start(self._commit_loop), self._start(self._prefetch_loop)]
-            workers += [self._start(self._work) for _ in range(self._threads)]
+            # One by one: the system can refuse a thread, and those before it must be joined.
+            for loop in (self._commit_loop, self._prefetch_loop):
+                others.append(self._start(loop))
+            for _ in range(self._threads):
+                workers.append(self._start(self._work))
             for thread in workers:
                 while thread.is_alive():
                     thread.join(0.5)  # in slices, so that signals reach this thread

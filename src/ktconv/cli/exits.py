@@ -22,6 +22,10 @@ REPEATED_SECONDS = 1.0  # a terminal and a parent process can both pass on one C
 
 Hints = Mapping[type[BaseException], str]  # ways out that a command has, by kind of error
 _NO_HINTS: Hints = MappingProxyType({})
+_NO_THREADS = (
+    "raise the limit of processes (ulimit -u, the container's pids) or of memory (ulimit -v), or "
+    "use fewer threads"
+)
 
 
 @contextmanager
@@ -41,6 +45,10 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
         _fail(message, _hint(error, hints), 3, as_json)
     except MemoryError as error:
         _fail("this machine has too little memory for this", _hint(error, hints), 3, as_json)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):  # as Python words it, without a class of its own
+            raise
+        _fail("the system allows this process no more threads", _NO_THREADS, 3, as_json)
     except KeyboardInterrupt as error:
         way_out = error.way_out if isinstance(error, _Interrupted) else None
         if way_out:
