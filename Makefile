@@ -1,5 +1,6 @@
 # make demo    set up, convert the example checkpoint, prove the result
 # make test    set up, run all tests (in two processes; plain `pytest` uses one)
+# make test-fast  those of reading, formats and converting alone: about a minute
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
@@ -17,7 +18,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test asan lint format bench clean
+.PHONY: demo test test-fast asan lint format bench clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -27,6 +28,9 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/checkpoint tests/formats tests/test_*.py
 
 asan: build/asan/check build/asan/moe_check
 	build/asan/check
