@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import json
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 from breaking import contents, done, refused, run, write_model
 from click.testing import Result
 from converting import convert
+from damage import earlier_version
 from typer.testing import CliRunner
 
 from ktconv import quantize_cpu
@@ -341,3 +343,24 @@ def test_a_pipe_put_there_while_a_file_is_opened(
     thread.start()
     thread.join(60)
     assert found and "is not a regular file" in str(found[0])
+
+
+@pytest.mark.parametrize("levels", [70, 300, 900])
+@pytest.mark.parametrize("opening", ['{"text_config":', '{"a":', "["])
+def test_a_config_of_many_levels(levels: int, opening: str, model: Path, output: Path) -> None:
+    closing = "]" if opening == "[" else "}"
+    text = '{"a": ' + opening * levels + "1" + closing * levels + "}"
+    (model / "config.json").write_text(text)
+    refused(run(model, output), 2, f"{model / 'config.json'} is nested too deeply to be read")
+
+
+def test_an_output_of_an_earlier_version_is_still_complete(model: Path, output: Path) -> None:
+    """Its manifest records no side files, and it is left as it is."""
+    done(model, output)
+    earlier_version(output)
+    before = contents(output)
+    assert "nothing to do" in done(model, output)
+    assert contents(output) == before
+    (output / "config.json").unlink()
+    done(model, output)
+    assert "side_files" in json.loads((output / "ktconv.json").read_text())

@@ -44,6 +44,7 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers")
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
+MAX_DEPTH = 64  # sections within sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,18 @@ def read_config(directory: Path) -> ConfigFile:
     except MissingFileError as error:
         raise CheckpointError(str(error), CONFIG_HINT) from None
     content = parse_object(data, str(path), CONFIG_HINT, allow_same_twice=True)
+    if _is_deep(content):
+        raise CheckpointError(f"{path} is nested too deeply to be read", CONFIG_HINT)
     return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _is_deep(content: Mapping[str, Any]) -> bool:
+    """Whether it has more levels than functions that call themselves should be given."""
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [value for one in inner for value in one if isinstance(value, (dict, list))]
+    return bool(level)
 
 
 def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
