@@ -97,7 +97,9 @@ def their_choice(router: Any, x: Any, correction: Any, config: dict[str, Any]) -
             weights, ids = torch.topk(router(x)[0], router.top_k)
             return ids.numpy(), weights.numpy()
         if name == "JambaSparseMoeBlock":
-            given = router.route_tokens_to_experts(x, router.router(x))
+            given = router.router(x)
+            if isinstance(given, torch.Tensor):  # transformers before 5.18
+                given = router.route_tokens_to_experts(x, given)
         elif name == "AfmoeTokenChoiceRouter":
             given = router(x[None], correction)
         elif correction is None or "e_score" in str(dict(router.named_buffers()).keys()):

@@ -354,6 +354,7 @@ def test_tensors_tell_what_it_is(copied: Copy) -> None:
 
 
 def test_an_unfinished_output(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
     from gpu import quantize
 
     quantize(model, tmp_path / "out", layers=[0])
