@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+from pathlib import Path
 
 import pytest
 from amx import program_levels
 from converting import ktconv
 
 import ktconv as package
-from ktconv import machine, native
+from ktconv import doctor, machine, native
 
 
 def facts(**changes: str) -> dict[str, object]:
@@ -66,3 +67,25 @@ def test_text() -> None:
     lines = [line.strip() for line in done.stdout.splitlines()]
     for word in ("cpu", "memory", "disk", "packages", "levels", "level in use", "total bytes"):
         assert any(line.startswith(word) for line in lines), word
+
+
+def test_versions_that_others_do_not_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when transformers was upgraded beside llm-compressor."""
+    pytest.importorskip("packaging")
+    versions = {"transformers": "5.23.0", "llmcompressor": "0.14.0.1", "ktconv": "0.1"}
+    needed = {
+        "llmcompressor": ["transformers<=5.17.0,>=5.15.0", 'transformers<5; extra == "old"'],
+        "ktconv": ['transformers>=5.15; extra == "model"', 'llmcompressor<0.15; extra == "gpu"'],
+    }
+
+    def of(name: str) -> str:
+        if name not in versions:
+            raise doctor.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor, "version", of)
+    monkeypatch.setattr(doctor, "requires", lambda name: needed.get(name))
+    packages = doctor.examine(Path.cwd())["packages"]
+    assert packages["transformers"] == "5.23.0; llmcompressor 0.14.0.1 needs <=5.17.0,>=5.15.0"
+    assert packages["llmcompressor"] == "0.14.0.1"
+    assert packages["datasets"] == "not installed (extra gpu)"

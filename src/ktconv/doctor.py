@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ OPTIONAL_PACKAGES = {
     "huggingface_hub": "hub ids as MODEL",
     "torch": "extra model",
     "transformers": "extra model",
+    "accelerate": "stats --max-memory, extra gpu",
+    "compressed-tensors": "verify --level model of GPU checkpoints, extra gpu",
     "llmcompressor": "extra gpu",
+    "datasets": "extra gpu",
     "matplotlib": "extra plot",
 }
 
@@ -63,7 +67,31 @@ def _amx(features: dict[str, bool]) -> str:
 
 
 def _package(name: str, use: str) -> str:
+    """The version, and who needs another one: pip only warns of that."""
     try:
-        return version(name)
+        found = version(name)
     except PackageNotFoundError:
         return f"not installed ({use})"
+    return "; ".join([found, *_wanted_otherwise(name, found)])
+
+
+def _wanted_otherwise(name: str, found: str) -> Iterator[str]:
+    """What needs another version of a package than `found`, in words."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # it comes with transformers
+        return
+    for needing in ("ktconv", *OPTIONAL_PACKAGES):
+        for requirement in map(Requirement, _requirements(needing)):
+            same = requirement.name.replace("_", "-") == name.replace("_", "-")
+            if same and not requirement.specifier.contains(found, prereleases=True):
+                yield f"{needing} {version(needing)} needs {requirement.specifier}"
+
+
+def _requirements(name: str) -> list[str]:
+    """Of an installed package, without those of its extras; of ktconv, with them."""
+    try:
+        found = requires(name) or []
+    except PackageNotFoundError:
+        return []
+    return [text for text in found if name == "ktconv" or "extra ==" not in text]

@@ -71,9 +71,9 @@ def transformers_router(case: str, top_k: int) -> tuple[Any, dict[str, Any]]:
     family = case.split(":")[0]
     router_name, config_name, settings = FAMILIES[case]
     package = f"transformers.models.{family}"
-    config_class = getattr(
-        importlib.import_module(f"{package}.configuration_{family}"), config_name
-    )
+    # Not every release that ktconv works with has every family.
+    configuration = pytest.importorskip(f"{package}.configuration_{family}")
+    config_class = getattr(configuration, config_name)
     config = config_class(
         hidden_size=HIDDEN, num_experts_per_tok=top_k, **{"num_hidden_layers": 2, **settings}
     )
