@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ktconv import native
 from ktconv.checkpoint import BlockScale, ExpertMatrix, load_block_scale, scale_span
+from ktconv.errors import CheckpointError
 from ktconv.source import Runs, SourceReader
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
@@ -68,6 +69,34 @@ class MatrixReader:
         with self.reader.open(scale.tensor.file) as fd:
             self.reader.read(fd, scale.tensor, memoryview(data), offset)
         return load_block_scale(scale, rows, cols, data)
+
+    def not_finite(self, row: int, col: int) -> CheckpointError:
+        """Why the value at (row, col) is a NaN or an infinity."""
+        tensor, matrix = self.matrix.tensor, self.matrix
+        flat = matrix.start + row * matrix.row_stride + col * matrix.col_stride
+        position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
+        grid, scale = self.load_scales(), matrix.scale
+        if grid is not None and scale is not None and not self._is_nan(flat):
+            factor = grid[
+                (scale.row_origin % scale.block_rows + row) // scale.block_rows,
+                (scale.col_origin % scale.block_cols + col) // scale.block_cols,
+            ]
+            return CheckpointError(
+                f"tensor {tensor.name} in {tensor.file}: the value at [{position}] times its "
+                f"scale {factor:.4g} in {scale.tensor.name} is beyond float32",
+                "download the files again; if the original has this, it cannot be quantized",
+            )
+        return CheckpointError(
+            f"tensor {tensor.name} in {tensor.file} holds a NaN or an infinity at [{position}]",
+            "download the file again; if the original has it, the model cannot be quantized",
+        )
+
+    def _is_nan(self, flat: int) -> bool:
+        """Whether FP8 element `flat` of the tensor is one; E4M3 has no infinities."""
+        code = bytearray(1)
+        with self.open() as fd:
+            self.reader.read(fd, self.matrix.tensor, memoryview(code), flat)
+        return code[0] & 0x7F == 0x7F
 
     def read(self, fd: int, chunk: Chunk, target: U8, bounce: U8) -> int:
         """The chunk's elements, densely packed in their own orientation; bytes read."""

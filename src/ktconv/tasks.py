@@ -12,7 +12,7 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
 from ktconv.copying import Buffers, BufferSizes, changed_on_disk
-from ktconv.errors import CheckpointError, VerificationError
+from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, TensorId, packed_shape, tensor_name
 from ktconv.matrix_reader import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
 from ktconv.pipeline import Span
@@ -126,7 +126,8 @@ class QuantizeTask:
             try:
                 native.quantize_pack(self.options.method, view, packed, scale, buffers.scratch)
             except native.NonFiniteError as error:
-                raise self._nonfinite(chunk, index, cols, error) from error
+                row, col = chunk.start + error.row, first_col + error.col
+                raise self._source().not_finite(row, col) from error
             name = self._name(index, "weight")
             staging.write(name, packed.data, part.bytes_done)
             if self.verify:
@@ -141,23 +142,6 @@ class QuantizeTask:
     def _proof(self, part: int, rows: int, cols: int) -> PartProof:
         weight = TensorId(self.layer.index, self.proj, self.expert, part, "weight")
         return PartProof(FORMATS[self.options.method], weight, rows, cols, _disproved)
-
-    def _nonfinite(
-        self, chunk: Chunk, part: int, cols: int, error: native.NonFiniteError
-    ) -> CheckpointError:
-        first_col = part * cols if self.proj == "down" else 0
-        matrix = self.matrix
-        flat = (
-            matrix.start
-            + (chunk.start + error.row) * matrix.row_stride
-            + (first_col + error.col) * matrix.col_stride
-        )
-        position = ", ".join(str(int(i)) for i in np.unravel_index(flat, matrix.tensor.shape))
-        return CheckpointError(
-            f"tensor {matrix.tensor.name} in {matrix.tensor.file} holds a NaN or an infinity "
-            f"at [{position}]",
-            "download the file again; if the original has it, the model cannot be quantized",
-        )
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
         """Write the scales; what the manifest says of each tensor."""

@@ -343,3 +343,28 @@ def test_a_nul_in_a_name_is_refused_at_once(name: str, tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, ""), (words, result.output)
         assert f"the name of tensor {name!r} holds a NUL" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["quantize-cpu", "quantize-gpu"])
+def test_fp8_whose_product_overflows(command: str, tmp_path: Path) -> None:
+    """Neither the value nor its scale is a NaN or an infinity, and the message says so."""
+    if command == "quantize-gpu":
+        pytest.importorskip("llmcompressor")
+    codes = np.full((128, 128), 0x38, np.uint8)
+    big = codes.copy()
+    big[5, 7] = 0x7E  # 448
+    tensors: dict[str, Tensor] = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        key = f"model.layers.0.mlp.experts.0.{name}.weight"
+        scale = np.full((1, 1), 3e38 if name == "down_proj" else 1, np.float32)
+        tensors |= {key: fp8(big if name == "down_proj" else codes), f"{key}_scale_inv": scale}
+    config = simple_config(
+        num_experts=1,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    )
+    written = write_checkpoint(tmp_path / "model", tensors, config)
+    result = CliRunner().invoke(app, [command, str(written), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "the value at [5, 7] times its scale 3e+38 in" in result.stderr
+    assert "down_proj.weight_scale_inv is beyond float32" in result.stderr
+    assert "NaN" not in result.stderr

@@ -209,7 +209,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         )
     if report.worst and report.mean_error is not None:
         yield (
-            f"Relative RMS error: mean {report.mean_error:.4f}, "
+            f"Relative RMS error: mean {report.mean_error:.4f} over the tensors, "
             f"worst {report.worst[1]:.4f} ({report.worst[0]})."
         )
     if report.complete:

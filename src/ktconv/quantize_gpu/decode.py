@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix
 from ktconv.copying import Buffers, BufferSizes
-from ktconv.errors import CheckpointError
 from ktconv.matrix_reader import ITEM_SIZE, MatrixReader, chunk_rows, chunks
 from ktconv.source import SourceReader
 
@@ -40,7 +39,8 @@ def decoded_rows(
             count = source.read(fd, chunk, buffers.source, buffers.bounce)
             values = native.decode(source.view(chunk, grid, buffers.source, 0, matrix.cols))
             if not np.isfinite(values).all():
-                raise _nonfinite(matrix, chunk.start, values)
+                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+                raise source.not_finite(chunk.start + row, col)
             yield chunk.start, _half(values) if matrix.tensor.dtype == "F16" else _bf16(values)
             advance(count)
 
@@ -52,14 +52,3 @@ def _half(values: NDArray[np.float32]) -> U16:
 def _bf16(values: NDArray[np.float32]) -> U16:
     """Exact: the values are bf16 already."""
     return np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
-
-
-def _nonfinite(matrix: ExpertMatrix, start: int, values: NDArray[np.float32]) -> CheckpointError:
-    row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-    flat = matrix.start + (start + row) * matrix.row_stride + col * matrix.col_stride
-    position = ", ".join(str(int(i)) for i in np.unravel_index(flat, matrix.tensor.shape))
-    return CheckpointError(
-        f"tensor {matrix.tensor.name} in {matrix.tensor.file} holds a NaN or an infinity "
-        f"at [{position}]",
-        "download the file again; if the original has it, the model cannot be quantized",
-    )

@@ -185,9 +185,9 @@ def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
     part = "" if sample >= 1 else f" (a sample of {sample:g})"
     yield (
         f"weights    {_mark(about)}: {about['matrices']} matrices{part}, relative RMS error "
-        f"{about['relative_rms_error']:.4f}, cosine {about['cosine']:.6f}, at most "
-        f"{about['max_error_steps']:.4f} steps off{_allowed(about['bound_steps'])}, "
-        f"{100 * about['zero_share']:.1f} % zeros"
+        f"{about['relative_rms_error']:.4f} over all weights, "
+        f"cosine {about['cosine']:.6f}, at most {about['max_error_steps']:.4f} steps "
+        f"off{_allowed(about['bound_steps'])}, {100 * about['zero_share']:.1f} % zeros"
     )
     if about["worst"]:
         worst = about["worst"][0]
