@@ -389,6 +389,9 @@ class Silent:
         assert not self.keys, "a second beginning would make the bar jump back"
         self.keys = keys
 
+    def noted(self, text: str) -> None:
+        pass
+
     def advanced(self, source_bytes: int) -> None:
         self.done += source_bytes
 
