@@ -285,6 +285,27 @@ def test_commands_never_ask(command: str, torch: Any, planted: Path, tmp_path: P
     assert not has_run(planted)
 
 
+@pytest.mark.parametrize(
+    ("command", "lever"),
+    [("verify --level model", "run --level layers"), ("stats", "--max-memory")],
+)
+def test_too_little_memory_names_the_lever_of_the_command(
+    command: str, lever: str, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from ktconv import machine
+    from ktconv.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    convert(EXAMPLE, tmp_path / "cpu")
+    monkeypatch.setattr(machine, "available_memory", lambda: 1000)
+    words = [str(EXAMPLE) if word == "MODEL" else word for word in WORDS[command]]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 3
+    assert lever in done.stderr.partition("Hint:")[2]
+
+
 # ---- the second lock -------------------------------------------------------------------
 
 
