@@ -364,3 +364,17 @@ def test_an_output_of_an_earlier_version_is_still_complete(model: Path, output: 
     (output / "config.json").unlink()
     done(model, output)
     assert "side_files" in json.loads((output / "ktconv.json").read_text())
+
+
+@pytest.mark.parametrize("make", [pipe, dangling])
+def test_transformers_is_not_given_what_is_no_file(
+    make: Callable[[Path], None], model: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from ktconv.model.load import load_config, load_tokenizer
+
+    (model / "tokenizer.json").unlink()
+    make(model / "tokenizer.json")
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+            load(model)

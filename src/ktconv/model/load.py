@@ -27,6 +27,7 @@ from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
+from ktconv.side_files import find_side_files
 
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _ADAPTER = "adapter_config.json"
@@ -135,6 +136,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _refuse_what_runs(directory: Path, name: Path) -> None:
     """Before transformers sees it: what no option of transformers keeps out."""
+    find_side_files(directory)  # transformers waits for named pipes, and follows links anywhere
     there = (directory / CONFIG_NAME).exists()
     content = read_config(directory).content if there else {}
     if (directory / _ADAPTER).exists():
