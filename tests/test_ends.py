@@ -212,8 +212,9 @@ def test_a_signal_that_is_ignored_stays_ignored(number: int, model: Path, tmp_pa
 
 
 AT_WORK = """
-import os, sys
+import os, signal, sys, threading
 from ktconv.cli import exits
+from ktconv.pipeline import Pipeline
 from ktconv.writer.staging import ShardStaging
 
 number, again, exits.REPEATED_SECONDS = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -225,13 +226,20 @@ def first(self, *words):
     count += 1
     if count == 40:
         os.kill(os.getpid(), number)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            assert stopped.wait(100)  # else this thread could finish before the main one wakes
+
+def stop(self, error):
+    stop_pipeline(self, error)
+    stopped.set()
 
 def second(self):
     if again and count >= 40:
         os.kill(os.getpid(), again)
     abandon(self)
 
-ShardStaging.write, ShardStaging.abandon = first, second
+stop_pipeline, stopped = Pipeline._stop, threading.Event()
+Pipeline._stop, ShardStaging.write, ShardStaging.abandon = stop, first, second
 sys.argv = ["ktconv", "quantize-cpu", *sys.argv[4:], "--numa=1", "--threads=1"]
 from ktconv.entry import main
 main()
@@ -483,6 +491,44 @@ def test_a_hint_of_the_command_precedes_that_of_the_error(
         with pytest.raises(typer.Exit), exits.errors_shown(False, hints):
             raise OneError("wrong", "library's")
         assert capsys.readouterr().err == f"Error: wrong.\nHint: {shown}.\n"
+
+
+# ---- places ----------------------------------------------------------------------------
+
+
+def test_places_that_take_no_files_are_refused_before_any_work(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc lets root do anything but make a file."""
+
+    def worked(*_: object, **__: object) -> None:
+        pytest.fail("worked before it looked")
+
+    for name in ("bench.command.bench", "verify.command._verify", "stats.command._record"):
+        monkeypatch.setattr(f"ktconv.{name}", worked)
+    for words in (
+        ["bench", "--plot", "/proc/x.png"],
+        ["verify", output, "--report", "/proc/x.html"],
+        ["stats", model, "--hot", 1, "--write", "/proc/x.json"],
+        ["stats", model, "--trace", "/proc/x.safetensors"],
+    ):
+        result = invoke(*words)
+        assert result.exit_code in (2, 3) and f"{words[-1]}" in result.stderr
+
+
+def test_an_output_inside_of_the_model_by_another_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bind mount: another path, the same directory."""
+    mount, samefile = tmp_path / "mount", Path.samefile
+    mount.mkdir()
+
+    def same(self: Path, other: Path) -> bool:
+        return samefile(model if self == mount else self, other)
+
+    monkeypatch.setattr(Path, "samefile", same)
+    refused(run(model, mount / "a" / "b"), 2, "lies inside of")
+    assert list(mount.iterdir()) == []
 
 
 # ---- options ---------------------------------------------------------------------------

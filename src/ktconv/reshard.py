@@ -21,7 +21,7 @@ from ktconv import machine, quantize_cpu
 from ktconv.card import command_line
 from ktconv.checkpoint import Checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.conversion import BufferedTask, Report, SilentObserver
+from ktconv.conversion import BufferedTask, Report, SilentObserver, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
 from ktconv.merge import derived
@@ -72,7 +72,7 @@ def prepare(request: Request) -> quantize_cpu.Outlook:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
-    derived.refuse_nested(request.output, request.packed)
+    refuse_nested(request.packed, request.output)
     given = open_complete(request.packed)
     if request.numa == given.tree.parts:
         raise UsageError(

@@ -104,6 +104,7 @@ def test_hints_name_what_was_given(experts: int, top_k: int, tmp_path: Path) -> 
     ("arrays", "words"),
     [
         ({"ids": np.array([[0, -2]])}, "below -1"),
+        ({"ids": np.array([[0, 1, -1, -1], [3, 2, 0, 3]])}, "sends token 1 to expert 3 twice"),
         ({"ids": np.zeros((0, 4), np.int64)}, "no usable"),
         ({"ids": np.zeros((4, 0), np.int64)}, "no usable"),
         ({"ids": np.zeros((0, 0), np.int64)}, "no usable"),

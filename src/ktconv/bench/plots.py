@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
 from ktconv.errors import ResourceError, UsageError
+from ktconv.writer.files import check_writable
 
 _SIZE = (9.0, 6.0)
 _DPI = 120
@@ -24,8 +24,7 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
     if path.is_dir():
         raise UsageError(f"--plot {path} is a directory", "give the name of a file in it")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--plot {path} cannot be written", "choose another place")
+    check_writable(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -120,12 +119,16 @@ def _roofs(axes: Any, report: Report) -> None:
             axes.plot(span, roof, style, color="0.5", linewidth=1)
             axes.annotate(name, (span[-1], roof[-1]), ha="right", va="bottom", fontsize=8)
         name = f"memory, {limit.threads} threads: {limit.read_gb_s:.0f} GB/s"
-        axes.annotate(
+        # Along the line and above it: points and their names are below.
+        above = 1.12 * limit.read_gb_s
+        axes.text(
+            span[0],
+            span[0] * above,
             name,
-            (span[0], span[0] * limit.read_gb_s),
-            xytext=(4, 14),
-            textcoords="offset points",
             fontsize=8,
+            rotation=np.degrees(np.arctan(above)),
+            rotation_mode="anchor",
+            transform_rotates_text=True,
         )
 
 

@@ -141,7 +141,21 @@ def _read_trace(path: Path) -> Ids:
             f"{path} holds -1 alone: no token goes to an expert",
             "give a trace of experts that are here",
         )
-    return found.reshape(-1, found.shape[-1]).astype(np.int64)
+    ids = found.reshape(-1, found.shape[-1]).astype(np.int64)
+    _refuse_twice(ids, path)
+    return ids
+
+
+def _refuse_twice(ids: Ids, path: Path) -> None:
+    """No router sends a token to one expert twice."""
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        token, column = (int(n) for n in np.argwhere(twice)[0])
+        raise UsageError(
+            f"{path} sends token {token} to expert {ordered[token, column]} twice",
+            "store the experts of each token once",
+        )
 
 
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:

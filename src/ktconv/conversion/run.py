@@ -142,14 +142,17 @@ class SilentObserver:
         pass
 
 
-def refuse_nested(model: Path, output: Path) -> None:
-    """An output inside of the model would become part of it."""
-    inside, resolved = output.resolve(), model.resolve()
-    if inside == resolved or resolved in inside.parents:
-        raise UsageError(
-            f"the output {output} lies inside the model directory {model}",
-            "choose a directory outside of it: loaders read every shard they find",
-        )
+def refuse_nested(source: Path, output: Path) -> None:
+    """An output inside of what is read would become part of it. Names that a bind mount gives to
+    the same directory are noticed, too."""
+    inside = output.resolve()
+    for directory in (inside, *inside.parents):
+        with contextlib.suppress(OSError):  # not there yet
+            if directory.samefile(source):
+                raise UsageError(
+                    f"the output {output} lies inside of {source}",
+                    "choose a directory outside of it: loaders read every shard they find",
+                )
 
 
 def fit_threads(max_memory: int, wanted: int | None, base: int, per_thread: int) -> int:

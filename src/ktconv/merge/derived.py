@@ -25,7 +25,6 @@ from ktconv.conversion import (
     OutputState,
 )
 from ktconv.copying import Buffers, BufferSizes, CopyTask
-from ktconv.errors import UsageError
 from ktconv.merge.tasks import check_sum
 from ktconv.pipeline import Observer, Span
 from ktconv.plan import Options, Plan
@@ -100,15 +99,6 @@ class Derived(Conversion[Options], ABC):
 def check_output(plan: Plan, output: Path) -> None:
     """Refuse an output directory that holds foreign files."""
     OutputState(plan, Journal(output)).refuse_foreign_files()
-
-
-def refuse_nested(output: Path, source: Path) -> None:
-    """An output inside of what is read would become part of it."""
-    inside, outside = output.resolve(), source.resolve()
-    if inside == outside or outside in inside.parents:
-        raise UsageError(
-            f"the output {output} lies inside of {source}", "choose a directory outside of it"
-        )
 
 
 def expected_memory(threads: int, per_thread: int, manifests: Sequence[Path]) -> int:

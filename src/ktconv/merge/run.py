@@ -17,7 +17,7 @@ from ktconv import machine, quantize_cpu
 from ktconv.card import model_name
 from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.conversion import BufferedTask, Report, SilentObserver
+from ktconv.conversion import BufferedTask, Report, SilentObserver, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.merge import derived
 from ktconv.merge.derived import Derived
@@ -85,12 +85,12 @@ class _Input:
 
 def prepare(request: Request) -> Outlook:
     """Read names, sizes and headers, check and plan. Writes nothing."""
-    derived.refuse_nested(request.output, request.layers_dir)
+    refuse_nested(request.layers_dir, request.output)
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
     source = open_checkpoint(request.source) if request.source else None
     if source is not None:
-        derived.refuse_nested(request.output, source.path)
+        refuse_nested(source.path, request.output)
     given = _Input(request, tree, manifest, source, _options(request, tree, manifest))
     _check(given)
     plan = _plan(given)

@@ -18,7 +18,7 @@ from ktconv.stats.counts import LayerCounts, Statistics, from_facts
 from ktconv.stats.placement import ENDING, write_placement
 from ktconv.stats.record import I32, Recorder, text_pieces
 from ktconv.stats.trace import read_trace, write_trace
-from ktconv.writer.files import translated
+from ktconv.writer.files import check_writable, translated
 
 MAX_TOKENS = 20480  # by default: 40 windows
 SHOWN_NEVER = 5  # experts that are named in a row of the table
@@ -105,8 +105,8 @@ def _check(options: Options) -> None:
         raise UsageError("--placement takes all layers", "leave --layers out")
     for name in ("write", "trace", "placement"):
         path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"--{name} {path} cannot be written", "its directory must exist")
+        if path is not None:
+            check_writable(path, f"--{name}")
 
 
 # ---- recording -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from ktconv.units import format_size
 from ktconv.verify.gpu.lines import layers_line, mapping_lines
 from ktconv.verify.kinds import Progression
 from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
-from ktconv.writer.files import translated, write_durably
+from ktconv.writer.files import check_writable, write_durably
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
 
@@ -100,12 +99,7 @@ def _check_report(path: Path | None) -> None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--report {path} is no HTML file", "end it with .html")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"--report {path} cannot be written", "name a file in a directory that exists"
-        )
-    with translated("write", path), tempfile.TemporaryFile(dir=path.absolute().parent):
-        pass
+    check_writable(path, "--report")
 
 
 def _write_report(path: Path, outcome: Outcome, say: Callable[[str], None]) -> None:

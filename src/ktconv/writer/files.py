@@ -7,11 +7,19 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ktconv.errors import DiskFullError, FileSizeError, KtconvError, OutputError, ResourceError
+from ktconv.errors import (
+    DiskFullError,
+    FileSizeError,
+    KtconvError,
+    OutputError,
+    ResourceError,
+    UsageError,
+)
 
 _AGAIN = "make room, then run the same command again"
 _OTHER_PLACE = "choose a place that can be written"
@@ -107,6 +115,18 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> N
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Before an hour of work: UsageError or ResourceError if no file can be put at `path`."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"{option} {path} cannot be written", "name a file in a directory that exists"
+        )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written", _OTHER_PLACE)
+    with translated("write", path), tempfile.TemporaryFile(dir=path.absolute().parent):
+        pass
 
 
 def make_directory(path: Path) -> None:
