@@ -428,3 +428,11 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("Error: ")
     assert "Traceback" not in done.stderr
+
+
+def test_headers_of_a_checkpoint_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a million tensors, looking for packed experts first took as long as all the rest."""
+    from ktconv import packed
+
+    monkeypatch.setattr(packed, "read_header", lambda path: pytest.fail(f"{path} was parsed"))
+    assert inspect_path(str(EXAMPLE))["kind"] == "checkpoint"

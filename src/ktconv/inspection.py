@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
-from ktconv.packed import Geometry, PackedWeights, name_of, open_packed
+from ktconv.packed import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
 from ktconv.units import format_ranges
 from ktconv.writer.finish import MANIFEST, read_index, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact
@@ -23,7 +23,10 @@ def inspect_path(path: str) -> dict[str, Any]:
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
-        found, manifest = open_packed(directory), read_manifest(directory)
+        manifest = read_manifest(directory)
+        if manifest is None and not may_hold_packed(directory):
+            return _source(open_checkpoint(path))
+        found = open_packed(directory)
         if manifest is not None and manifest["options"].get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:

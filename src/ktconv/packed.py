@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import Header, TensorRef, read_header
-from ktconv.errors import CheckpointError, ResourceError
+from ktconv.checkpoint.safetensors_file import header_mentions
+from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.formats import (
     FORMATS,
@@ -154,6 +155,15 @@ def open_packed(directory: Path) -> PackedWeights:
         layer: _geometry(sizes, left_out.of(layer)) for layer, sizes in sorted(by_layer.items())
     }
     return found
+
+
+def may_hold_packed(directory: Path) -> bool:
+    """False only where no shard has a packed expert's name in its header, and no folder one."""
+    shards = list(directory.glob("*.safetensors"))
+    try:
+        return not shards or any(header_mentions(shard, b"_exps.") for shard in shards)
+    except KtconvError:  # a damaged shard says nothing
+        return True
 
 
 def left_out_of(directory: Path) -> ExpertSet:

@@ -68,6 +68,14 @@ def read_header(path: Path) -> Header:
     return Header(path, tensors, metadata, status.st_size, status.st_mtime_ns, digest)
 
 
+def header_mentions(path: Path, text: bytes) -> bool:
+    """Whether the header of `path` has `text` in it: a fraction of the time that parsing takes.
+
+    Raises as `read_header` does where the file cannot be a safetensors file.
+    """
+    return text in _read_raw_header(path)[0]
+
+
 def _read_raw_header(path: Path) -> tuple[bytes, os.stat_result]:
     with opened_regular(path) as descriptor:
         try:
