@@ -142,10 +142,10 @@ def test_lines_on_a_pipe(tmp_path: Path) -> None:
     assert "nothing to do" in again.stdout
 
 
-def read_terminal(words: list[str]) -> tuple[int, str]:
+def read_terminal(words: list[str], **changes: str) -> tuple[int, str]:
     """Exit code and what a command writes to a terminal on stderr."""
     leader, follower = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", **changes}
     process = subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=follower, env=environment, close_fds=True
     )
@@ -171,6 +171,16 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     assert "GB/s" in text
     assert "ETA" in text
     assert "layer-00000 done" not in text
+
+
+def test_bar_without_colours(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ktconv", "quantize-cpu", str(EXAMPLE)]
+    colour = re.compile(r"\x1b\[[0-9;]*([39][0-7]|38;5;[0-9]+)m")
+    for wanted in ("", "1"):
+        new = str(tmp_path / f"out{wanted}")
+        code, text = read_terminal([*words, new, "--numa=1"], NO_COLOR=wanted)
+        assert code == 0 and "GB/s" in text
+        assert bool(colour.search(text)) != bool(wanted)
 
 
 def test_a_part_says_what_is_missing(tmp_path: Path) -> None:

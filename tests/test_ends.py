@@ -584,3 +584,26 @@ def test_what_was_done_has_its_name(folders: Path, output: Path, tmp_path: Path)
     assert merged.startswith("Merged layer(s) 0-1 in ")
     resharded = invoke("reshard", output, tmp_path / "resharded", "--numa=2").stdout
     assert resharded.startswith("Resharded layer(s) 0-1 and non-expert tensors in ")
+
+
+COMPLETIONS = {
+    "ktconv ": ["quantize-cpu", "verify", "doctor"],
+    "ktconv quantize-cpu --m": ["--method", "--max-memory"],
+    "ktconv quantize-cpu --method i": ["int4", "int8"],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETIONS)
+def test_completions_of_a_shell(line: str, tmp_path: Path) -> None:
+    """`--install-completion` writes to the user's shell files; to ask writes nothing."""
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+        "_KTCONV_COMPLETE": "complete_bash",
+    }
+    code = "import sys; sys.argv[0] = 'ktconv'; from ktconv.entry import main; main()"
+    ended = python(code, env=environment)
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert set(COMPLETIONS[line]) <= set(ended.stdout.split())
+    assert list(tmp_path.iterdir()) == []

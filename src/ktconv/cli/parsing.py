@@ -25,6 +25,8 @@ class Command(TyperCommand):
     """A command that refuses empty values, and reports wrong words as its other errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.resilient_parsing:  # a shell asks for completions
+            return super().parse_args(ctx, args)
         as_json = wants_json(args)
         with errors_shown(as_json):
             refuse_empty(args)

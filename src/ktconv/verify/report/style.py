@@ -102,6 +102,7 @@ th.n,td.n{text-align:right;white-space:nowrap}th.n{white-space:normal}
 td .code{display:block;color:var(--soft);margin-top:2px;min-width:22ch}
 .what{min-width:30ch;overflow-wrap:anywhere}
 .group{display:flex;gap:10px;align-items:baseline;flex-wrap:wrap}
+.verdict header+.facts,figure+.scroll,figure+.facts{margin-top:22px}
 figure{margin:22px 0 0}figcaption{margin-bottom:8px}
 figcaption b{font-weight:650;display:block}
 figcaption span{color:var(--soft);font-size:13.5px}
