@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +149,23 @@ def other_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     script = tmp_path / "peer.sh"
     monkeypatch.setattr(launch, "sys", SimpleNamespace(executable=str(script)))
     yield script
+
+
+def test_modules_of_the_working_directory_stay_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who benches in the directory of a checkpoint runs nothing that lies there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "numpy", "torch", "signal", "ktconv"):
+        (tmp_path / f"{name}.py").write_text("open('planted', 'w').close()\n")
+    results = list(measure(request("torch bf16")))
+    assert len(results) == len(request("torch bf16").tokens)
+    command = [sys.executable, "-m", "ktconv", "--version"]
+    paths = str(Path(launch.ktconv.__file__).parents[1])
+    (tmp_path / "ktconv.py").unlink()  # by its own name Python itself would find that
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    assert done.returncode == 0
+    assert not (tmp_path / "planted").exists()
 
 
 def test_crash_is_told(other_process: Path) -> None:

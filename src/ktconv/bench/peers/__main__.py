@@ -1,4 +1,4 @@
-"""`python -m ktconv.bench.peers`: a Request on stdin, one Result per line on stdout."""
+"""A peer's process: a Request on stdin, one Result per line on stdout."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ import ktconv
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request, Result
 
+# `-m` and `-c` look for modules in the working directory first, which may be a checkpoint.
+_START = "import sys; sys.path[:] = filter(None, sys.path); import ktconv.bench.peers.__main__"
 _ERROR_LINES = 3  # of a crashed peer's last words
 
 
@@ -24,7 +26,7 @@ def measure(request: Request) -> Iterator[Result]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with tempfile.TemporaryFile("w+") as words:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ktconv.bench.peers"],
+            [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=words,
