@@ -8,6 +8,7 @@ Subclasses say which tasks write the experts, and what the files around the shar
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -145,7 +146,7 @@ class SilentObserver:
 def refuse_nested(source: Path, output: Path) -> None:
     """An output inside of what is read would become part of it. Names that a bind mount gives to
     the same directory are noticed, too."""
-    inside = output.resolve()
+    inside = Path(os.path.realpath(output))  # resolve() raises for links in a circle
     for directory in (inside, *inside.parents):
         with contextlib.suppress(OSError):  # not there yet
             if directory.samefile(source):

@@ -214,7 +214,7 @@ class OutputLock:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._path = journal.directory.resolve() / "lock"
+        self._path = Path(os.path.realpath(journal.directory)) / "lock"
         self._mine: set[int] = set()
 
     @contextmanager
