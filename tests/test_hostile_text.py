@@ -258,3 +258,21 @@ def test_no_path_reaches_the_terminal_raw(name: bytes) -> None:
         ("bench", "--model", path),
     ):
         assert_safe(run(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (HOSTILE,),
+        (f"--{HOSTILE}",),
+        ("inspect", "docs", HOSTILE),
+        ("inspect", "docs", f"--{HOSTILE}"),
+        ("quantize-cpu", "a", "b", "--method", HOSTILE),
+        ("bench", "--format", HOSTILE),
+    ],
+)
+def test_usage_errors_escape_what_was_written(words: tuple[str, ...]) -> None:
+    result = run(*words)
+    assert_safe(result, code=2)
+    assert "1b[31m" in result.stderr
+    assert "Traceback" not in result.stderr

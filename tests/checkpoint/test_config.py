@@ -55,8 +55,15 @@ def refusal(directory: Path, **config: Any) -> str:
         ("rms_norm_eps", [NAN, INF, -INF, -1e-6, "1e-6", True, [1e-6]], "a number of at least 0"),
         ("layer_norm_eps", [NAN, "x"], "a number of at least 0"),
         ("routed_scaling_factor", [NAN, INF, "2.5", True, [NAN]], "a finite number"),
-        ("swiglu_limit", [NAN, INF, "7"], "a finite number"),
-        ("rope_theta", [NAN, INF, 0, -1.0, "10000"], "a number above 0"),
+        ("swiglu_limit", [NAN, INF, "7", -1, [], [7.0, -1]], "a number of at least 0"),
+        ("rope_theta", [NAN, INF, 0, -1.0, "10000", []], "a number above 0"),
+        ("moe_layers", [1, "0,1", ["0"], [True], {}], "a list of layers"),
+        (
+            "moe_layer_freq",
+            ["1", 1.0, True, -1, {}, [0.5], ["1"], [[1]]],
+            "an integer or a list of 0 and 1",
+        ),
+        ("llm_config", ["x", 1, [{}], False], "an object"),
         ("norm_topk_prob", ["false", 2, [True], NAN], "true or false"),
         ("scoring_func", [1, ["sigmoid"]], "a name"),
         ("hidden_act", [1, ["silu"]], "a name"),
@@ -117,6 +124,8 @@ def test_a_value_that_the_tensors_contradict(
         {"rms_norm_eps": 0, "norm_topk_prob": 1, "routed_scaling_factor": 1},
         {"rope_theta": [5e6, 1e4], "swiglu_limit": [None, 7.0]},
         {"rope_theta": {"full_attention": {}}},
+        {"swiglu_limit": 0, "moe_layers": [0, 1], "text_config": None},
+        {"moe_layer_freq": [True, 1]},
         {"first_k_dense_replace": -1, "n_group": None, "topk_group": None},
         {"time_step_limit": [0.0, INF], "id2label": {"0": NAN}},
         {"hidden_size": None, "num_experts": None, "quantization_config": None},
@@ -210,6 +219,14 @@ def test_configs_of_transformers_are_not_refused() -> None:
         interpret_config(json.loads(content))
         seen += 1
     assert seen > 20
+
+
+@pytest.mark.parametrize("section", ["x", 1, [{}], False, []])
+def test_a_text_section_that_is_no_object(section: object, tmp_path: Path) -> None:
+    message = refusal(tmp_path, text_config=section)
+    assert message == f"config.json: text_config is {section!r}, not an object"
+    with pytest.raises(CheckpointError, match="text_config is"):
+        interpret_config({"thinker_config": {"text_config": section}})
 
 
 @pytest.mark.parametrize("value", ["1", [1], 1.5, True])

@@ -11,6 +11,7 @@ from typing import Any
 from ktconv.checkpoint.config_values import (
     CONFIG_HINT,
     CONFIG_NAME,
+    TEXT_SECTIONS,
     TOP_K_KEYS,
     check_values,
     is_whole,
@@ -34,8 +35,6 @@ __all__ = [
     "text_section",
 ]
 
-# Multimodal models keep the language model's sizes in a section of their own.
-_TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
 _EXPERT_COUNT_KEYS = (
     "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
 )  # fmt: skip
@@ -177,7 +176,7 @@ def text_section(content: Mapping[str, Any]) -> Mapping[str, Any]:
     section: Any = content
     while section is not None:
         content = section
-        inner = (content.get(key) for key in _TEXT_SECTIONS)
+        inner = (content.get(key) for key in TEXT_SECTIONS)
         section = next((one for one in inner if isinstance(one, dict)), None)
     return content
 
@@ -320,9 +319,7 @@ def _by_layer_types(text: Mapping[str, Any]) -> DenseLayers | None:
 def _by_layer_list(text: Mapping[str, Any]) -> DenseLayers | None:
     """moe_layers: [1, 3, 5] (Llama 4)."""
     layers = text.get("moe_layers")
-    if not isinstance(layers, list) or not all(type(index) is int for index in layers):
-        return None
-    return _all_but("moe_layers", layers)
+    return _all_but("moe_layers", layers) if isinstance(layers, list) else None
 
 
 def _by_leading_dense(text: Mapping[str, Any]) -> DenseLayers | None:

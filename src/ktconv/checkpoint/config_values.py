@@ -15,6 +15,8 @@ from ktconv.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
 CONFIG_HINT = "Copy the config.json that belongs to this checkpoint beside its weights."
+# Multimodal models keep the language model's sizes in a section of their own.
+TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
 # How many experts a token goes to.
 TOP_K_KEYS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
@@ -40,14 +42,22 @@ def _is_number(value: object) -> bool:
 
 
 def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """For keys that can have one value for all layers, or a list with one for each."""
-    return lambda value: all(map(holds, value)) if isinstance(value, list) else holds(value)
+    """For keys that can have one value for all layers, or a list with one for each.
+
+    An empty list has a value for no layer.
+    """
+
+    def holds_for_all(value: Any) -> bool:
+        return bool(value) and all(map(holds, value)) if isinstance(value, list) else holds(value)
+
+    return holds_for_all
 
 
 _NAME = _Rule(lambda value: isinstance(value, str) and "\0" not in value, "a name")
 _FLAG = _Rule(lambda value: type(value) is bool or value in (0, 1), "true or false")
 _COUNT = _Rule(is_whole, "a number of experts")
 _INTEGER = _Rule(lambda value: type(value) is int, "an integer")  # -1 can mean "none"
+_OBJECT = _Rule(lambda value: isinstance(value, dict), "an object")
 _LIST = _Rule(
     lambda value: isinstance(value, list) and all(type(one) is int for one in value),
     "a list of layers",
@@ -58,6 +68,19 @@ _WORDS = _Rule(
 )
 _EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
 _FACTOR = _Rule(_each(lambda value: value is None or _is_number(value)), "a finite number")
+_LIMIT = _Rule(
+    _each(lambda value: value is None or (_is_number(value) and value >= 0)),
+    "a number of at least 0",
+)
+# Every n-th layer, or for each layer whether it has experts.
+_FREQUENCY = _Rule(
+    lambda value: (
+        all(type(one) is bool or is_whole(one) for one in value)
+        if isinstance(value, list)
+        else is_whole(value)
+    ),
+    "an integer or a list of 0 and 1",
+)
 _ROPE = _Rule(
     lambda value: isinstance(value, dict) or _each(lambda one: _is_number(one) and one > 0)(value),
     "a number above 0",
@@ -81,8 +104,8 @@ _RULES: Mapping[str, _Rule] = {
          "layer_norm_epsilon", "layernorm_epsilon"), _EPSILON,
     ),
     **dict.fromkeys(
-        ("routed_scaling_factor", "route_scale", "router_scaling_factor", "swiglu_limit",
-         "swiglu_alpha"), _FACTOR,
+        ("routed_scaling_factor", "route_scale", "router_scaling_factor", "swiglu_alpha"),
+        _FACTOR,
     ),
     **dict.fromkeys(TOP_K_KEYS, _TOP_K),
     **dict.fromkeys(
@@ -90,7 +113,10 @@ _RULES: Mapping[str, _Rule] = {
          "decoder_sparse_step"), _INTEGER,
     ),
     "zero_expert_num": _COUNT,
-    "mlp_only_layers": _LIST,
+    **dict.fromkeys(TEXT_SECTIONS, _OBJECT),
+    "swiglu_limit": _LIMIT,
+    **dict.fromkeys(("moe_layers", "mlp_only_layers"), _LIST),
+    "moe_layer_freq": _FREQUENCY,
     "mlp_layer_types": _WORDS,
     "rope_theta": _ROPE,
 }  # fmt: skip

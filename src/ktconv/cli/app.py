@@ -11,7 +11,7 @@ from ktconv import __version__
 from ktconv.cli.bench import bench
 from ktconv.cli.change import merge_command, reshard_command
 from ktconv.cli.look import doctor, inspect
-from ktconv.cli.parsing import Command
+from ktconv.cli.parsing import Command, Group
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
 from ktconv.cli.stats import stats
@@ -19,6 +19,7 @@ from ktconv.cli.verify import verify
 
 app = typer.Typer(
     name="ktconv",
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

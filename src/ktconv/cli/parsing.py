@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
+from ktconv.text import printable
 
 
 def choice(values: type[Enum], words: str, *names: str) -> Any:
     """An option that takes the values of an enumeration, in any case."""
     metavar = "|".join(str(member.value) for member in values)
     return typer.Option(*names, help=words, metavar=metavar, case_sensitive=False)
+
+
+@contextmanager
+def usage_errors_printable() -> Iterator[None]:
+    """Words of the command line in click's own errors are escaped like those in ours."""
+    try:
+        yield
+    except Exception as error:
+        wrong: Any = error
+        if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
+            text = printable(wrong.format_message())
+            wrong.format_message = lambda: text
+        raise
+
+
+class Group(TyperGroup):
+    """The command that has subcommands; usage errors of all of them pass here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with usage_errors_printable():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with usage_errors_printable():
+            return super().invoke(ctx)
 
 
 class Command(TyperCommand):
