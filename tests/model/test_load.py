@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from logging import getLogger, getLogRecordFactory
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,24 @@ def test_sections_keep_no_code(torch: Any, tmp_path: Path) -> None:
     found = load.load_config(tmp_path).text_config
     assert not hasattr(found, "auto_map")
     assert found._attn_implementation is None
+
+
+def test_what_libraries_log_commands_no_terminal(
+    torch: Any, planted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoConfig
+
+    def load_and_warn(directory: Path, **_: Any) -> Any:
+        getLogger("library").warning("unknown key %s", "a\x1b[31m\r\nError: forged\u202e")
+        raise ValueError("enough")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", load_and_warn)
+    before = getLogRecordFactory()
+    with pytest.raises(CheckpointError, match="enough"):
+        load.load_config(planted)
+    shown = r"unknown key a\u001b[31m\u000d" + "\n" + r"    Error: forged\u202e"
+    assert [record.getMessage() for record in caplog.records] == [shown]
+    assert getLogRecordFactory() is before
 
 
 def test_keys_that_are_no_names_are_dropped(torch: Any, planted: Path) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from logging import getLogger
+from logging import LogRecord, getLogger, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
 from ktconv.side_files import find_side_files
+from ktconv.text import printable
 
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _ADAPTER = "adapter_config.json"
@@ -227,6 +228,8 @@ def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None
     with ExitStack() as stack:
         stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
         constants.HF_HUB_OFFLINE = True
+        stack.callback(setLogRecordFactory, getLogRecordFactory())
+        setLogRecordFactory(_PrintableRecord)
         stack.enter_context(no_code_of(directory, hub.HF_MODULES_CACHE))
         try:
             yield
@@ -234,6 +237,16 @@ def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None
             if _is_clear(error):
                 raise
             raise _translated(error, what, name, file) from error
+
+
+class _PrintableRecord(LogRecord):
+    """What a library logs: it can quote a checkpoint, which must not command a terminal.
+
+    Lines after the first are indented, so that none looks like one of ktconv's own.
+    """
+
+    def getMessage(self) -> str:
+        return "\n    ".join(map(printable, super().getMessage().split("\n")))
 
 
 def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvError:
