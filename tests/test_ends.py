@@ -227,7 +227,7 @@ def first(self, *words):
     if count == 40:
         os.kill(os.getpid(), number)
         if signal.getsignal(number) is not signal.SIG_IGN:
-            assert stopped.wait(100)  # else this thread could finish before the main one wakes
+            stopped.wait()  # else this thread could finish before the main one wakes
 
 def stop(self, error):
     stop_pipeline(self, error)
@@ -236,6 +236,8 @@ def stop(self, error):
 def second(self):
     if again and count >= 40:
         os.kill(os.getpid(), again)
+        if exits.REPEATED_SECONDS < 0:
+            threading.Event().wait()  # for the main thread, which ends the process
     abandon(self)
 
 stop_pipeline, stopped = Pipeline._stop, threading.Event()
