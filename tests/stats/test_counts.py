@@ -156,6 +156,8 @@ def test_layers_that_route_differently_fit_into_no_trace(tmp_path: Path) -> None
         (IDS, {"layers": "1", "experts": "4"}),
         (IDS[None], {"layers": "1-2", "experts": "4"}),
         (IDS[None], {"layers": "1", "experts": "2"}),
+        (IDS[None], {"layers": "1", "experts": "2000000"}),  # counts of that many: gigabytes, or
+        (IDS[None], {"layers": "1", "experts": "9" * 30}),  # beyond what NumPy counts to
         (IDS[None] - 2, {"layers": "1", "experts": "4"}),
         (IDS[None] * 0 - 1, {"layers": "1", "experts": "4"}),
         (IDS[None].astype(np.float32), {"layers": "1", "experts": "4"}),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
 from ktconv.stats.counts import LayerCounts, Statistics
 from ktconv.units import parse_ranges
@@ -47,6 +48,8 @@ def read_trace(path: Path) -> Statistics:
         experts = int(metadata["experts"])
         layers = parse_ranges(metadata["layers"], "layers")
         if ids.ndim != 3 or ids.dtype.kind != "i" or len(layers) != len(ids) or not ids.size:
+            raise ValueError
+        if not 0 < experts <= MAX_SIZE:
             raise ValueError
         if ids.min() < -1 or ids.max() >= experts or (ids < 0).all(axis=(1, 2)).any():
             raise ValueError
