@@ -532,7 +532,7 @@ def test_an_output_inside_of_the_model_by_another_name(
         return samefile(model if self == mount else self, other)
 
     monkeypatch.setattr(Path, "samefile", same)
-    refused(run(model, mount / "a" / "b"), 2, "lies inside of")
+    refused(run(model, mount / "a" / "b"), 2, "inside the model directory")
     assert list(mount.iterdir()) == []
 
 

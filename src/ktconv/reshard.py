@@ -72,7 +72,7 @@ def prepare(request: Request) -> quantize_cpu.Outlook:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
-    refuse_nested(request.packed, request.output)
+    refuse_nested(request.packed, request.output, "the directory")
     given = open_complete(request.packed)
     if request.numa == given.tree.parts:
         raise UsageError(

@@ -143,7 +143,7 @@ class SilentObserver:
         pass
 
 
-def refuse_nested(source: Path, output: Path) -> None:
+def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:
     """An output inside of what is read would become part of it. Names that a bind mount gives to
     the same directory are noticed, too."""
     inside = Path(os.path.realpath(output))  # resolve() raises for links in a circle
@@ -151,7 +151,7 @@ def refuse_nested(source: Path, output: Path) -> None:
         with contextlib.suppress(OSError):  # not there yet
             if directory.samefile(source):
                 raise UsageError(
-                    f"the output {output} lies inside of {source}",
+                    f"the output {output} lies inside {what} {source}",
                     "choose a directory outside of it: loaders read every shard they find",
                 )
 

@@ -85,7 +85,7 @@ class _Input:
 
 def prepare(request: Request) -> Outlook:
     """Read names, sizes and headers, check and plan. Writes nothing."""
-    refuse_nested(request.layers_dir, request.output)
+    refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
     source = open_checkpoint(request.source) if request.source else None
