@@ -53,6 +53,7 @@ PRESETS = {
     "mixtral-8x22b": Preset("mixtral", "MixtralForCausalLM", 8, 6144, 16384, 2),
     "kimi-k2": Preset("kimi_k2", "DeepseekV3ForCausalLM", 384, 7168, 2048, 8),
 }
+CORRECTED = ("deepseek_v3", "kimi_k2")  # families whose routers have a correction bias
 # 3 * 384 * 87 = 100 224 expert matrices
 MANY = Preset("qwen3_moe", "Qwen3MoeForCausalLM", 384, 128, 128, 8, layers=87)
 
@@ -190,6 +191,8 @@ def plan(preset: Preset, dtype: str, fused: str | None) -> Iterator[Tensor]:
         yield Tensor(f"{base}.self_attn.q_norm.weight", other, (128,))
         yield Tensor(f"{base}.post_attention_layernorm.weight", other, (preset.hidden,))
         yield Tensor(f"{base}.{block}.gate.weight", other, (preset.experts, preset.hidden))
+        if preset.family in CORRECTED:
+            yield Tensor(f"{base}.{block}.gate.e_score_correction_bias", "F32", (preset.experts,))
         if fused:
             yield from fused_tensors(preset, f"{base}.{block}", expert_dtype, fused)
         else:
@@ -260,7 +263,7 @@ def text_config(preset: Preset, dtype: str) -> dict[str, object]:
         config |= {"num_local_experts": preset.experts, "intermediate_size": preset.intermediate}
         return config
     config |= {"moe_intermediate_size": preset.intermediate, "intermediate_size": 4 * preset.hidden}
-    if preset.family in ("deepseek_v3", "kimi_k2"):
+    if preset.family in CORRECTED:
         config |= {"n_routed_experts": preset.experts, "first_k_dense_replace": 0}
         config |= {"moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     else:
