@@ -46,7 +46,11 @@ class ResourceError(KtconvError):
 
 
 class MemoryShortError(ResourceError):
-    """More memory is needed than there is, or than may be used."""
+    """More memory is needed than there is."""
+
+
+class MemoryLimitError(ResourceError):
+    """More memory is needed than an option allows; the hint tells how much."""
 
 
 class DiskSpaceError(ResourceError):

@@ -509,12 +509,16 @@ class Layer:
                 _expect_aligned(f"{name} bias", matrix.bias, 4)
                 setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
 
-    def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
-        """Memory that a forward of up to `tokens` tokens needs; calls at once need one each."""
+    def scratch_size(self, tokens: int, top_k: int, pool: Pool) -> int:
+        """Bytes of memory that a forward of up to `tokens` tokens needs."""
         size = int(lib.kt_moe_scratch_size(self.c, tokens, top_k, _open(pool)))
         if not size:
             raise ValueError(f"{tokens} tokens with {top_k} experts each cannot be computed")
-        return aligned_bytes(size)
+        return size
+
+    def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
+        """That memory; calls at once need one each."""
+        return aligned_bytes(self.scratch_size(tokens, top_k, pool))
 
     def touch(self, pool: Pool) -> None:
         """Brings mapped pages into memory, by the threads that will use them."""

@@ -178,9 +178,14 @@ def left_out_of(directory: Path) -> ExpertSet:
 
 def map_file(path: Path) -> U8:
     """All bytes of a file, mapped read-only."""
+    return np.frombuffer(map_pages(path), np.uint8)
+
+
+def map_pages(path: Path) -> mmap.mmap:
+    """A read-only mapping of a whole file. Raises ResourceError where it cannot be mapped."""
     try:
         with opened_regular(path) as fd:
-            return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
+            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ResourceError(f"{path} cannot be mapped: {error}") from error
 

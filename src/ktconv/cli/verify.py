@@ -13,7 +13,7 @@ from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.parsing import choice
 from ktconv.cli.show import JsonOption, print_result, say
 from ktconv.errors import MemoryShortError, SourceChangedError
-from ktconv.units import parse_ranges
+from ktconv.units import parse_ranges, parse_size
 
 
 class Level(str, Enum):
@@ -65,6 +65,13 @@ def verify(
     threads: Annotated[
         int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
     ] = 0,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Use no more memory than this; default: 1.5GiB beyond what headers take.",
+            metavar="SIZE",
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, max=2048, help="Tokens per layer of level layers.", metavar="N")
     ] = 16,
@@ -136,6 +143,7 @@ def verify(
             tp=parse_ranges(tp, "--tp") if tp else None,
             ep=parse_ranges(ep, "--ep") if ep else None,
             report=report,
+            max_memory=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         )
         with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines, passed = command.run(options, progress_over, say)

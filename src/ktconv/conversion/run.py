@@ -27,7 +27,7 @@ from ktconv.copying import Buffers, BufferSizes, CopyTask
 from ktconv.errors import (
     DiskSpaceError,
     KtconvError,
-    MemoryShortError,
+    MemoryLimitError,
     OutputError,
     UsageError,
 )
@@ -156,14 +156,16 @@ def refuse_nested(source: Path, output: Path, what: str = "the model directory")
                 )
 
 
-def fit_threads(max_memory: int, wanted: int | None, base: int, per_thread: int) -> int:
+def fit_threads(
+    max_memory: int, wanted: int | None, base: int, per_thread: int, what: str = "conversion"
+) -> int:
     """How many workers the memory allows; refuses fewer than were asked for."""
     affordable = (max_memory - base) // per_thread
     if affordable < 1 or (wanted and affordable < wanted):
         threads = wanted or 1
         needed = base + threads * per_thread
-        raise MemoryShortError(
-            f"--max-memory {format_size(max_memory)} is too small: this conversion needs "
+        raise MemoryLimitError(
+            f"--max-memory {format_size(max_memory)} is too small: this {what} needs "
             f"{format_size(needed)} with {threads} thread(s)",
             f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
         )

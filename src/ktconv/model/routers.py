@@ -26,6 +26,10 @@ Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
+class UnknownRouter(CheckpointError):
+    """A router that is not in the table here, whether or not the checkpoint is sound."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How one layer routes; the order of the fields is the order of the steps.
@@ -130,13 +134,14 @@ _KEYS = {
 def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
     """The router of layer `layer`, from a model's config.json.
 
-    Raises CheckpointError where config.json names a router that is not known here, contradicts
-    the family's, or, for a family that is not in the table, does not say how it routes.
+    Raises UnknownRouter where config.json names a router that is not known here or, for a family
+    that is not in the table, does not say how it routes; CheckpointError where it contradicts
+    itself or the family.
     """
     text = text_section(config)
     name = str(_value(text, "model_type") or "").removesuffix("_text")
     if name in _REFUSED:
-        raise CheckpointError(f"the router of {name} is not known: it {_REFUSED[name]}", _HINT)
+        raise UnknownRouter(f"the router of {name} is not known: it {_REFUSED[name]}", _HINT)
     family = _FAMILIES.get(name) or _inferred(name, text)
     _check_stated(name, text, family.spec)
     return _checked(_read(family, text, layer), _value(text, "experts"))
@@ -154,14 +159,14 @@ def _inferred(name: str, text: Mapping[str, Any]) -> _Family:
     """A family that is not in the table, by the keys that such models share."""
     method, scoring = _value(text, "method"), _value(text, "scoring")
     if method is None and scoring is None and _value(text, "renormalise") is None:
-        raise CheckpointError(f"config.json does not say how {name or 'this model'} routes", _HINT)
+        raise UnknownRouter(f"config.json does not say how {name or 'this model'} routes", _HINT)
     corrected = method == "noaux_tc"
     if scoring is None:
         scoring = "sigmoid" if corrected else "softmax"
     if scoring not in ("softmax", "sigmoid"):
-        raise CheckpointError(f"config.json names the router scores {scoring!r}, not known", _HINT)
+        raise UnknownRouter(f"config.json names the router scores {scoring!r}, not known", _HINT)
     if method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
-        raise CheckpointError(f"config.json names the top-k method {method!r}, not known", _HINT)
+        raise UnknownRouter(f"config.json names the top-k method {method!r}, not known", _HINT)
     if corrected and scoring == "softmax":
         raise CheckpointError("config.json contradicts itself: noaux_tc with softmax", _HINT)
     rule: GroupScore = "max" if method == "group_limited_greedy" else "top2"
@@ -180,9 +185,9 @@ def _check_stated(name: str, text: Mapping[str, Any], spec: RouterSpec) -> None:
     if name == "deepseek_v2":
         if _value(text, "method") not in (None, "greedy", "group_limited_greedy"):
             method = text["topk_method"]
-            raise CheckpointError(f"deepseek_v2 does not have the top-k method {method!r}", _HINT)
+            raise UnknownRouter(f"deepseek_v2 does not have the top-k method {method!r}", _HINT)
         if _value(text, "renormalise"):  # implementations do not agree on what that does
-            raise CheckpointError("deepseek_v2 with norm_topk_prob is not supported", _HINT)
+            raise UnknownRouter("deepseek_v2 with norm_topk_prob is not supported", _HINT)
 
 
 def _read(family: _Family, text: Mapping[str, Any], layer: int) -> RouterSpec:

@@ -13,6 +13,7 @@ from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.methods import Method, Quantized, methods_that_hold
+from ktconv.moe.streamed import Streams, whole
 from ktconv.native import Activation, Pool, Projection
 
 Array = NDArray[Any]
@@ -21,6 +22,7 @@ U16 = NDArray[np.uint16]
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
 Expert = tuple[Projection, Projection, Projection]  # of one part
 
+TOKENS_AT_ONCE = 512  # of an expert in float32: what one token more takes is not needed twice
 _KEPT = 4  # experts whose quantized matrices are kept as numbers
 _LINE = 64
 
@@ -29,8 +31,9 @@ class Experts:
     """A layer's experts.
 
     Expert e has the matrices `origins[e]`: experts that share them need not be computed apart by
-    the readable truth. `values(o)` is what the packed weights of origin o stand for, `source(o)`
-    what they were quantized from, where that is known.
+    the readable truth. `streams(o)` is what the packed weights of origin o stand for, `source(o)`
+    what they were quantized from, where that is known. `release()` gives pages of mapped weights
+    back to the system; they are read again when they are needed.
     """
 
     def __init__(
@@ -39,11 +42,12 @@ class Experts:
         layer: native.Layer,
         activation: Activation,
         origins: Sequence[int | None],
-        values: Callable[[int], Matrices],
+        streams: Callable[[int], Streams],
         source: Callable[[int], Matrices] | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.method, self.layer, self.activation = method, layer, activation
-        self.values, self.source = values, source
+        self.streams, self.source, self.release = streams, source, release
         self.origins = np.array([-1 if origin is None else origin for origin in origins])
         self.hidden, self.intermediate = layer.hidden, layer.intermediate
         self.count, self.parts = layer.experts, layer.parts
@@ -52,6 +56,11 @@ class Experts:
     def expert_bytes(self) -> int:
         """Bytes of one expert, scales included."""
         return self.method.expert_bytes(self.hidden, self.intermediate, self.parts)
+
+    def values(self, origin: int) -> Matrices:
+        """The matrices of `streams`, in memory whole."""
+        gate, up, down = (matrix.values() for matrix in self.streams(origin))
+        return gate, up, down
 
     def forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
@@ -81,21 +90,54 @@ class Experts:
             token, slot = np.nonzero(origins == origin)
             if origin < 0:
                 raise IndexError("an expert that is not here")
-            result = self.output((matrices or self.values)(int(origin)), inputs[token], rounded)
+            expert = _whole(matrices(int(origin))) if matrices else self.streams(int(origin))
+            result = self.output(expert, inputs[token], rounded)
             np.add.at(y, token, weights[token, slot, None] * result)
         return y
 
-    def output(self, matrices: Matrices, x: F32, rounded: bool = False) -> F32:
+    def output(self, expert: Streams, x: F32, rounded: bool = False) -> F32:
         """One expert's output [M, H] in float32. `rounded`: activations as kernels round them;
         rows of x that are so already stay as they are."""
-        gate, up, down = matrices
-        inputs = self.method.activations(x) if rounded else x
-        middle = gated(self.activation, inputs @ gate.T, inputs @ up.T)
-        if rounded:
-            cuts = np.split(middle, self.parts, axis=1)
-            middle = np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
-        result: F32 = middle @ down.T
-        return result
+        if not rounded:
+            return expert_output(expert, self.activation, x)
+        return expert_output(expert, self.activation, self.method.activations(x), self._rounded)
+
+    def outputs(self, expert: Streams, x: F32) -> tuple[F32, F32]:
+        """`output` without and with rounding, from one pass over the matrices."""
+
+        def between(middle: F32) -> F32:
+            return np.concatenate([middle[: len(x)], self._rounded(middle[len(x) :])])
+
+        both = np.concatenate([x, self.method.activations(x)])
+        y = expert_output(expert, self.activation, both, between)
+        return y[: len(x)], y[len(x) :]
+
+    def _rounded(self, middle: F32) -> F32:
+        """Each part rounds what it has of the activations between the products."""
+        cuts = np.split(middle, self.parts, axis=1)
+        return np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
+
+
+def expert_output(
+    expert: Streams,
+    activation: Activation,
+    x: F32,
+    between: Callable[[F32], F32] = lambda middle: middle,
+) -> F32:
+    """One expert's output [M, H] of x [M, H]; `between` sees what goes into the last product."""
+    gate, up, down = expert
+    return down.product(between(gated(activation, gate.product(x), up.product(x))))
+
+
+def in_blocks(compute: Callable[[F32], tuple[F32, ...]], x: F32) -> tuple[F32, ...]:
+    """What `compute` makes of the rows of x, of TOKENS_AT_ONCE at a time."""
+    blocks = [x[first : first + TOKENS_AT_ONCE] for first in range(0, len(x), TOKENS_AT_ONCE)]
+    return tuple(map(np.concatenate, zip(*map(compute, blocks), strict=True)))
+
+
+def _whole(matrices: Matrices) -> Streams:
+    gate, up, down = map(whole, matrices)
+    return gate, up, down
 
 
 def gated(activation: Activation, gate: F32, up: F32) -> F32:
@@ -152,7 +194,7 @@ def pack_experts(
 
     layer = native.Layer(method.layout, chosen, hidden, intermediate, rows)
     return Experts(
-        method, layer, chosen, origins, lambda origin: _joined(quantized(origin)), source
+        method, layer, chosen, origins, lambda origin: _whole(_joined(quantized(origin))), source
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint.config import CONFIG_NAME, TOP_K_KEYS, read_config, text_section
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import KINDS, PROJECTIONS, TensorId
-from ktconv.moe.experts import Experts, Matrices
-from ktconv.moe.methods import METHODS, Method
+from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, split
+from ktconv.moe.experts import Experts
+from ktconv.moe.methods import METHODS
+from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.native import Activation, Projection
-from ktconv.packed import PackedWeights, map_file, name_of, open_packed
+from ktconv.packed import Geometry, PackedWeights, map_pages, name_of, open_packed
 
 Array = NDArray[Any]
 
@@ -92,7 +94,12 @@ def _odd(key: str, value: object, wanted: str) -> CheckpointError:
 
 def experts_per_token(directory: Path) -> int:
     """The model's top-k; 8 where config.json is missing or does not say."""
-    text = _text_section(_config(directory))
+    return top_k_of(_config(directory))
+
+
+def top_k_of(config: Mapping[str, Any]) -> int:
+    """Experts per token, from a model's config.json; 8 where it does not say."""
+    text = _text_section(config)
     for key in TOP_K_KEYS:
         value = text.get(key)
         if value is None:
@@ -163,7 +170,6 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
     geometry = packed.geometry(layer)
     assert geometry.format is not None  # what geometry() sees to
     method = METHODS[geometry.format.key]
-    shapes = [geometry.shape(proj) for proj in PROJECTIONS]
     mapped = _Mapped(packed)
 
     def projection(proj: Any, expert: int, part: int) -> Projection:
@@ -187,7 +193,8 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
         made,
         activation,
         [None if e in geometry.elsewhere else e for e in range(geometry.experts)],
-        lambda e: _values(method, rows, e, shapes),
+        lambda e: _streams([expert for row in rows if (expert := row[e])], geometry),
+        release=mapped.release,
     )
 
 
@@ -196,26 +203,52 @@ class _Mapped:
 
     def __init__(self, packed: PackedWeights) -> None:
         self._packed = packed
-        self._files: dict[Path, Array] = {}
+        self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
 
     def get(self, tensor: TensorId) -> Array:
         place = self._packed.place(tensor)
         if place.file not in self._files:
-            self._files[place.file] = map_file(place.file)
-        return self._files[place.file][place.offset : place.offset + place.nbytes]
+            pages = map_pages(place.file)
+            self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
+        return self._files[place.file][1][place.offset : place.offset + place.nbytes]
+
+    def release(self) -> None:
+        """Pages that were read do not count as this process's memory any more."""
+        for pages, _ in self._files.values():
+            pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _values(
-    method: Method, rows: list[Any], expert: int, shapes: list[tuple[int, int]]
-) -> Matrices:
-    """What the packed weights stand for, unpacked by a path of its own."""
-    step = np.float32(16 if method.name == "int4" else 1)
-    parts = []
-    for row in rows:
-        matrices = []
-        for matrix, shape in zip(row[expert], shapes, strict=True):
-            codes = native.audit_codes(method.name, np.ascontiguousarray(matrix.codes), *shape)
-            matrices.append(codes * (matrix.scale.view(np.float32) * step)[:, None])
-        parts.append(matrices)
-    gates, ups, downs = zip(*parts, strict=True)
-    return np.concatenate(gates), np.concatenate(ups), np.concatenate(downs, axis=1)
+def _streams(parts: Sequence[Sequence[Projection]], geometry: Geometry) -> Streams:
+    """What the packed matrices of an expert's parts stand for, unpacked by a path of its own."""
+
+    def streamed(index: int, proj: Any) -> Streamed:
+        rows, cols = matrix_shape(proj, geometry.hidden, geometry.intermediate)
+        return Streamed(
+            rows, cols, lambda: _pieces([part[index] for part in parts], proj, geometry)
+        )
+
+    gate, up, down = (streamed(index, proj) for index, proj in enumerate(PROJECTIONS))
+    return gate, up, down
+
+
+def _pieces(matrices: Sequence[Projection], proj: Any, geometry: Geometry) -> Iterator[Piece]:
+    fmt = geometry.format
+    assert fmt is not None
+    for part, matrix in enumerate(matrices):
+        place = split(proj, geometry.hidden, geometry.intermediate, part, len(matrices))
+        rows, cols = place.shape
+        for first in range(0, rows, piece_rows(cols)):
+            here = slice(first, min(first + piece_rows(cols), rows))
+            values = _unpacked(fmt, matrix, here, cols)
+            start = place.row_start
+            yield Piece(slice(start + here.start, start + here.stop), place.index[1], values)
+
+
+def _unpacked(fmt: Format, matrix: Projection, rows: slice, cols: int) -> Array:
+    """The values of some rows. Whole row blocks lie one behind the other."""
+    assert matrix.scale is not None
+    start, stop = (fmt.weight_nbytes(row, cols) for row in (rows.start, rows.stop))
+    codes = native.audit_codes(fmt.key, matrix.codes[start:stop], rows.stop - rows.start, cols)
+    step = matrix.scale.view(np.float32)[rows] * np.float32(fmt.scale_units)
+    values: Array = codes * step[:, None]
+    return values

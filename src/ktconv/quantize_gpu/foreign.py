@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.checkpoint.config import interpret_config
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK, SCALE
-from ktconv.checkpoint.views import StoredView
+from ktconv.checkpoint.others import other_matrix
 from ktconv.errors import CheckpointError
 
 _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -35,7 +35,7 @@ def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, ExpertMatrix], 
     for tensor in checkpoint.other_tensors:
         scale = by_name.get(f"{tensor.name}_scale_inv")
         if tensor.dtype == FP8_BLOCK.dtype and scale is not None and len(tensor.shape) == 2:
-            decoded[tensor.name] = _matrix(tensor, scale, checkpoint)
+            decoded[tensor.name] = other_matrix(checkpoint, tensor, scale)
             dropped.add(scale.name)
         elif tensor.dtype not in _PLAIN and not _is_scale(tensor, by_name):
             raise CheckpointError(
@@ -46,12 +46,3 @@ def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, ExpertMatrix], 
 
 def _is_scale(tensor: TensorRef, by_name: Mapping[str, TensorRef]) -> bool:
     return tensor.name.endswith(SCALE) and tensor.name.removesuffix("_scale_inv") in by_name
-
-
-def _matrix(tensor: TensorRef, scale: TensorRef, checkpoint: Checkpoint) -> ExpertMatrix:
-    rows, cols = tensor.shape
-    view = StoredView(rows, cols, rows, cols)
-    assert FP8_BLOCK.make_scale is not None
-    parts = {"weight": tensor, SCALE: scale}
-    blocks = FP8_BLOCK.make_scale(parts, view, interpret_config(checkpoint.config))
-    return view.matrix(tensor, blocks)

@@ -12,6 +12,7 @@ from ktconv.errors import KtconvError, UsageError
 from ktconv.units import format_size
 from ktconv.verify.gpu.lines import layers_line, mapping_lines
 from ktconv.verify.kinds import Progression
+from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
 from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
 from ktconv.writer.files import check_writable, write_durably
 
@@ -38,6 +39,7 @@ class Options:
     tp: Sequence[int] | None = None
     ep: Sequence[int] | None = None
     report: Path | None = None
+    max_memory: int | None = None
 
 
 Outcome = tuple[dict[str, Any], list[str], bool]
@@ -47,7 +49,7 @@ def run(options: Options, progression: Progression, say: Callable[[str], None]) 
     """Raises KtconvError where the verification cannot be run."""
     _check_report(options.report)
     if options.other is not None:
-        outcome = _compare(options, options.other, progression)
+        outcome = _compare(options, options.other, progression, say)
     else:
         outcome = _verify(options, progression, say)
     if options.report is not None:
@@ -70,14 +72,22 @@ def _verify(options: Options, progression: Progression, say: Callable[[str], Non
         beside=options.beside,
         tp=options.tp,
         ep=options.ep,
+        max_memory=options.max_memory,
     )
     ready = prepare(request)
+    _announce(ready.budget, say)
     result = verify(request, progression, ready, say)
     return in_json(result.facts), list(lines_of(result)), result.passed
 
 
-def _compare(options: Options, other: Path, progression: Progression) -> Outcome:
-    from ktconv.verify.compare import make_plan, sizes_of
+def _announce(budget: Budget, say: Callable[[str], None]) -> None:
+    say(f"memory: up to {format_size(budget.peak)} with {budget.threads} thread(s)")
+
+
+def _compare(
+    options: Options, other: Path, progression: Progression, say: Callable[[str], None]
+) -> Outcome:
+    from ktconv.verify.compare import make_plan, sizes_of, thread_bytes
     from ktconv.verify.compare import run as compare_planned
 
     for name in ("source", "level", "text", "max_ppl_increase", "max_kl", "beside", "tp", "ep"):
@@ -88,9 +98,11 @@ def _compare(options: Options, other: Path, progression: Progression) -> Outcome
                 "leave it out, or verify each against its --source",
             )
     plan = make_plan(options.output, other, options.sample, options.seed)
+    budget = plan_memory(Need(thread_bytes(plan)), options.max_memory, options.threads, None)
+    _announce(budget, say)
     with progression(sizes_of(plan)) as observer:
-        found = compare_planned(plan, options.threads, observer)
-    return found.as_dict(), list(found.lines()), found.equal
+        found = compare_planned(plan, budget.threads, observer)
+    return found.as_dict() | memory_facts(budget), list(found.lines()), found.equal
 
 
 def _check_report(path: Path | None) -> None:

@@ -10,7 +10,9 @@ from ktconv.formats import FORMATS
 from ktconv.verify.cover import LEVEL as COVERAGE
 from ktconv.verify.cover import check_cover
 from ktconv.verify.findings import Findings
+from ktconv.verify.hidden_states import experts_per_token
 from ktconv.verify.kinds import Facts, Progression
+from ktconv.verify.memory import Budget, Need, capture_bytes, layers_need, level_model_bytes
 from ktconv.verify.structure import check_structure
 from ktconv.verify.subject import Subject
 from ktconv.verify.subject import open_subject as open_output
@@ -24,10 +26,13 @@ __all__ = [
     "check_more",
     "check_structure",
     "items_of",
+    "memory_need",
     "open_output",
     "refuse_impossible",
     "weights_facts",
 ]
+
+_PROOF_BYTES = 2 << 20  # of a thread: what the proof of a matrix has of each of its rows
 
 
 def refuse_impossible(level: str, subject: Subject, request: Any) -> None:
@@ -54,6 +59,17 @@ def check_more(subject: Subject, request: Any, findings: Findings) -> Facts:
     return {COVERAGE: check_cover(subject, request.beside, findings)}
 
 
+def memory_need(level: str, subject: Subject, request: Any) -> Need:
+    need = Need(buffer_sizes(subject).nbytes + _PROOF_BYTES)
+    checkpoint = subject.checkpoint
+    if checkpoint is None or level not in ("layers", "model"):
+        return need
+    geometries = subject.packed.layers.values()
+    layers = layers_need(checkpoint.layers, geometries, request, experts_per_token(subject))
+    model = level_model_bytes(checkpoint, models=1) if level == "model" else None
+    return Need(need.thread, layers, capture_bytes(checkpoint), model)
+
+
 def weights_facts(totals: Totals, subject: Subject) -> Facts:
     counts = {layer: geometry.experts for layer, geometry in subject.packed.layers.items()}
     return totals.as_dict(FORMATS[subject.options.method].max_error_steps, counts)
@@ -62,13 +78,14 @@ def weights_facts(totals: Totals, subject: Subject) -> Facts:
 def check_layers(
     subject: Subject,
     request: Any,
+    budget: Budget,
     findings: Findings,
     progression: Progression,
     say: Callable[[str], None],
 ) -> Facts:
     from ktconv.verify import layers
 
-    return layers.check_layers(subject, request, findings, progression, say)
+    return layers.check_layers(subject, request, budget, findings, progression, say)
 
 
 def check_model(

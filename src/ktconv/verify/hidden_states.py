@@ -11,15 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import machine
+from ktconv.blas import one_thread
 from ktconv.checkpoint import MoELayer
-from ktconv.errors import CheckpointError, KtconvError
+from ktconv.errors import KtconvError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.model import route, router_of, router_tensors, shared_expert_tensors
-from ktconv.moe.experts import gated
+from ktconv.model import route
+from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.opened import activation_of
-from ktconv.units import format_size
+from ktconv.units import format_ranges, format_size
 from ktconv.verify.dense import SourceTensors
 from ktconv.verify.findings import Findings
+from ktconv.verify.layer_tensors import (
+    LayerTensors,
+    Router,
+    by_note,
+    layer_tensors,
+    top_k_of_layer,
+)
+from ktconv.verify.memory import Budget
 from ktconv.verify.subject import Subject
 from ktconv.verify.text import read_text
 
@@ -27,7 +36,7 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 U16 = NDArray[np.uint16]
 
-_NORMS = ("post_attention_layernorm", "ffn_norm", "pre_feedforward_layernorm", "norm2")
+LEVEL = "layers"
 _SHARE_OF_MEMORY = 4  # a model is loaded for its hidden states if it takes 1 / 4 at most
 _STATES = {
     "captured": "hidden states captured from a text",
@@ -40,37 +49,73 @@ class Inputs:
     """What the experts of a layer are called with."""
 
     x: U16  # [M, H], bf16 bits
-    ids: I64  # [M, K]
+    ids: I64  # [M, K], -1 is skipped
     weights: F32  # [M, K]
+    routing: str  # who chose the experts: the model, our router or chance
     router_agreement: float | None = None  # of our router with the model's own, where known
+
+    def only(self, experts: Sequence[int]) -> Inputs:
+        """Without what goes to other experts."""
+        return replace(self, ids=np.where(np.isin(self.ids, experts), self.ids, -1))
+
+    @property
+    def experts(self) -> list[int]:
+        """Ids of the experts that have tokens, ascending."""
+        return [int(expert) for expert in np.unique(self.ids[self.ids >= 0])]
 
 
 def refuse_impossible(subject: Subject) -> None:
-    """Before anything is read: KtconvError if a layer has no router that ktconv knows."""
+    """Before anything is read: KtconvError for an activation that the kernels lack, a layer
+    without any router, or a config.json that contradicts itself about them."""
     assert subject.checkpoint is not None
-    tensors = SourceTensors(subject.checkpoint)
     activation_of(subject.checkpoint.config)
-    for layer in subject.checkpoint.layers:
-        router_of(subject.checkpoint.config, layer.index)
-        names = router_tensors(layer.source).weight
-        if not any(map(tensors.has, names)):
-            raise CheckpointError(
-                f"layer {layer.index} has no router: none of {', '.join(names)} is there",
-                "run --level weights",
-            )
+    _tensors_of(subject, SourceTensors(subject.checkpoint))
+
+
+def experts_per_token(subject: Subject) -> int:
+    """The most that any layer has."""
+    assert subject.checkpoint is not None
+    config = subject.checkpoint.config
+    return max((top_k_of_layer(config, layer) for layer in _layers(subject)), default=1)
+
+
+def _tensors_of(subject: Subject, source: SourceTensors) -> dict[int, LayerTensors]:
+    assert subject.checkpoint is not None
+    config = subject.checkpoint.config
+    return {layer.index: layer_tensors(source, config, layer) for layer in _layers(subject)}
+
+
+def _layers(subject: Subject) -> list[MoELayer]:
+    """The layers of the source that should be in the output."""
+    assert subject.plan is not None
+    return [unit.layer for unit in subject.plan.layers if unit.layer]
 
 
 class HiddenStates:
     """Inputs of every layer: captured from the source model where that can be, else made up."""
 
     def __init__(
-        self, subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
+        self,
+        subject: Subject,
+        request: Any,
+        budget: Budget,
+        findings: Findings,
+        say: Callable[[str], None],
     ) -> None:
         assert subject.checkpoint is not None
         self._config = subject.checkpoint.config
         self._source = SourceTensors(subject.checkpoint)
-        self._captured = _captured(subject, request, findings, say)
+        self._tensors = _tensors_of(subject, self._source)
+        self._report_faults(findings)
+        self._captured = _captured(subject, request, budget, findings, say)
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
+
+    def _report_faults(self, findings: Findings) -> None:
+        for index, found in self._tensors.items():
+            for fault in found.faults:
+                findings.fail(LEVEL, fault.check, fault.message, tensor=fault.tensor, layer=index)
+        for note, layers in by_note(self._tensors):
+            findings.note(f"level layers, layer(s) {format_ranges(layers)}: {note}")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -80,69 +125,78 @@ class HiddenStates:
     def of(self, layer: MoELayer, here: Sequence[int]) -> Inputs:
         """Without what goes to experts other than `here`. Where nothing else remains, tokens go
         to those that are here instead, so that these are computed at all."""
-        inputs = self._inputs(layer)
-        ids = np.where(np.isin(inputs.ids, here), inputs.ids, -1)
-        if not (ids >= 0).any():
-            ids = np.resize(np.array(here, np.int64), ids.shape)
-        return replace(inputs, ids=ids)
+        inputs = self._inputs(layer).only(here)
+        if not inputs.experts:
+            inputs = replace(inputs, ids=np.resize(np.array(here, np.int64), inputs.ids.shape))
+        return inputs
 
     def _inputs(self, layer: MoELayer) -> Inputs:
         """Captured with the model's own choice of experts, or made up and routed by us."""
+        router = self._tensors[layer.index].router
         if layer.index in self._captured:
             hidden, ids, weights = self._captured[layer.index]
-            x = f32_to_bf16(hidden)
-            return Inputs(x, ids, weights, self._agreement(layer, hidden, ids))
+            agreement = self._agreement(router, hidden, ids) if router else None
+            return Inputs(f32_to_bf16(hidden), ids, weights, "model", agreement)
         x = f32_to_bf16(self._random_states(layer))
-        ids, weights = self._route(layer, bf16_to_f32(x))
-        if router_of(self._config, layer.index).weight_on_input:
+        if router is None:
+            return Inputs(x, *self._random_routing(layer), "random")
+        ids, weights = self._route(router, bf16_to_f32(x))
+        if router.spec.weight_on_input:
             x, weights = f32_to_bf16(bf16_to_f32(x) * weights), np.ones_like(weights)
-        return Inputs(x, ids, weights)
+        return Inputs(x, ids, weights, "router")
 
     def _random_states(self, layer: MoELayer) -> F32:
         """Normal values as an RMS norm leaves them: each channel with its weight in the norm."""
         states = self._rng.standard_normal((self._tokens, layer.hidden_size), dtype=np.float32)
-        before = layer.source.rsplit(".experts", 1)[0].rsplit(".", 1)[0]
-        scale = self._source.first(f"{before}.{norm}.weight" for norm in _NORMS)
-        return states if scale is None else states * scale
+        norm = self._tensors[layer.index].norm
+        return states if norm is None else states * self._source.vector(norm)
 
-    def _route(self, layer: MoELayer, x: F32) -> tuple[I64, F32]:
-        names = router_tensors(layer.source)
-        weight = self._source.first(names.weight)
-        assert weight is not None  # refuse_impossible() looked
-        return route(
-            router_of(self._config, layer.index),
-            x,
-            weight,
-            bias=self._source.first(names.bias),
-            correction=self._source.first(names.correction),
+    def _random_routing(self, layer: MoELayer) -> tuple[I64, F32]:
+        """Different experts for each token, with weights that add up to 1."""
+        scores = self._rng.random((self._tokens, len(layer.experts)), dtype=np.float32)
+        top_k = top_k_of_layer(self._config, layer)
+        ids = np.argsort(scores, axis=1)[:, :top_k].astype(np.int64)
+        weights = 1 + np.take_along_axis(scores, ids, axis=1)
+        return ids, weights / weights.sum(axis=1, keepdims=True)
+
+    def _route(self, router: Router, x: F32) -> tuple[I64, F32]:
+        weight = self._source.matrix(router.weight).values()
+        bias, correction = (
+            None if tensor is None else self._source.vector(tensor)
+            for tensor in (router.bias, router.correction)
         )
+        return route(router.spec, x, weight, bias=bias, correction=correction)
 
-    def _agreement(self, layer: MoELayer, x: F32, ids: I64) -> float | None:
+    def _agreement(self, router: Router, x: F32, ids: I64) -> float | None:
         try:
-            ours, _ = self._route(layer, x)
+            ours, _ = self._route(router, x)
         except KtconvError:
             return None
         return float(np.mean(np.sort(ours, axis=1) == np.sort(ids, axis=1)))
 
     def shared(self, layer: MoELayer, x: F32) -> F32 | None:
         """What the shared expert adds, where there is one."""
-        for names in shared_expert_tensors(layer.source):
-            gate = self._source.first([names.gate])
-            if gate is None:
-                continue
-            up, down = self._source.read(names.up), self._source.read(names.down)
-            y = gated(activation_of(self._config), x @ gate.T, x @ up.T) @ down.T
-            gating = self._source.first([names.gating])
-            shared: F32 = y if gating is None else y / (1 + np.exp(-(x @ gating.T)))
-            return shared
-        return None
+        found = self._tensors[layer.index].shared
+        if found is None:
+            return None
+        gate, up, down = (self._source.matrix(one) for one in (found.gate, found.up, found.down))
+        activation = activation_of(self._config)
+        with one_thread():
+            (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)
+        if found.gating is not None:
+            y /= 1 + np.exp(-self._source.matrix(found.gating).product(x))
+        return y
 
 
 def _captured(
-    subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
+    subject: Subject,
+    request: Any,
+    budget: Budget,
+    findings: Findings,
+    say: Callable[[str], None],
 ) -> dict[int, Any]:
     """Inputs of every layer when the source model reads a text; empty where that cannot be."""
-    reason = _why_not_captured(subject)
+    reason = budget.why_not_captured
     if reason is None:
         say("loading the source model for its hidden states")
         try:
@@ -155,7 +209,8 @@ def _captured(
     return {}
 
 
-def _why_not_captured(subject: Subject) -> str | None:
+def why_not_captured(subject: Subject) -> str | None:
+    """Why hidden states cannot come from the source model, whatever --max-memory allows."""
     assert subject.checkpoint is not None
     for package in ("torch", "transformers"):
         if find_spec(package) is None:

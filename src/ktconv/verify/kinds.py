@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ktconv.copying import BufferSizes
 from ktconv.verify.findings import Findings
+from ktconv.verify.memory import Budget, Need
 from ktconv.verify.reading import Context
 from ktconv.verify.subject import Subject
 from ktconv.verify.sweep import Item
@@ -35,12 +36,16 @@ class Kind(Protocol):
 
     def buffer_sizes(self, subject: Subject) -> BufferSizes: ...
 
+    def memory_need(self, level: str, subject: Subject, request: Any) -> Need:
+        """What each portion of the work up to a level takes."""
+
     def weights_facts(self, totals: Totals, subject: Subject) -> Facts: ...
 
     def check_layers(
         self,
         subject: Subject,
         request: Any,
+        budget: Budget,
         findings: Findings,
         progression: Progression,
         say: Callable[[str], None],

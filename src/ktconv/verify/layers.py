@@ -23,27 +23,28 @@ from ktconv.plan import matrix_source_bytes
 from ktconv.pool import Pool
 from ktconv.verify.dense import SourceTensors
 from ktconv.verify.findings import Findings
-from ktconv.verify.hidden_states import HiddenStates, Inputs
+from ktconv.verify.hidden_states import LEVEL, HiddenStates, Inputs
+from ktconv.verify.memory import Budget
 from ktconv.verify.subject import Subject
+from ktconv.verify.truth import LayerTruth, Outputs, relative
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 U16 = NDArray[np.uint16]
 
-LEVEL = "layers"
-
 
 def check_layers(
     subject: Subject,
     request: Any,
+    budget: Budget,
     findings: Findings,
     progression: Callable[[dict[str, int]], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Runs the layers; facts for the report."""
     assert subject.checkpoint is not None
-    states = HiddenStates(subject, request, findings, say)
-    check = _Layers(subject, request, findings, states)
+    states = HiddenStates(subject, request, budget, findings, say)
+    check = _Layers(subject, request, budget, findings, states)
     if any(geometry.elsewhere for geometry in subject.packed.layers.values()):
         findings.note("level layers: tokens skip the experts that are not in this output")
     say("kernels against float32")
@@ -94,13 +95,19 @@ def sampled(layers: Sequence[MoELayer], request: Any) -> list[MoELayer]:
 
 
 class _Layers:
-    """The check of one layer after the other."""
+    """The check of one layer after the other, some experts of it at a time."""
 
     def __init__(
-        self, subject: Subject, request: Any, findings: Findings, states: HiddenStates
+        self,
+        subject: Subject,
+        request: Any,
+        budget: Budget,
+        findings: Findings,
+        states: HiddenStates,
     ) -> None:
         assert subject.checkpoint is not None
         self._subject, self._request, self._findings = subject, request, findings
+        self._budget = budget
         self._config = subject.checkpoint.config
         self._source = SourceTensors(subject.checkpoint)
         self._states = states
@@ -112,25 +119,16 @@ class _Layers:
             return self._compare(layer, experts, inputs)
 
     def _compare(self, layer: MoELayer, experts: Experts, inputs: Inputs) -> dict[str, Any]:
-        truth = _Truth(experts, inputs, lambda expert: self._source.expert(layer, expert))
-        kernel_error, y = {}, truth.rounded
-        for isa, y in self._outputs(experts, inputs):
-            kernel_error[isa] = relative(y, truth.rounded)
-            self._judge(layer.index, isa, kernel_error[isa])
-        shared = self._states.shared(layer, bf16_to_f32(inputs.x))
-        worst = max(truth.errors, key=lambda expert: truth.errors[expert])
-        return {
-            "layer": layer.index,
-            "kernel_error": kernel_error,
-            "quantization_error": relative(y, truth.source),
-            "quantization_error_with_shared": None
-            if shared is None
-            else relative(y + shared, truth.source + shared),
-            "weights_error": relative(truth.packed, truth.source),
-            "worst_expert": {"expert": worst, "error": truth.errors[worst]},
-            "experts_run": len(truth.errors),
-            "router_agreement": inputs.router_agreement,
-        }
+        def compute(expert: int, x: F32) -> Outputs:
+            packed, rounded = experts.outputs(experts.streams(expert), x)
+            return Outputs(packed, rounded, experts.output(self._source.expert(layer, expert), x))
+
+        x = bf16_to_f32(inputs.x)
+        truth = LayerTruth(x, compute, self._budget.layer_threads)
+        kernel_error, y = self._outputs(experts, inputs, truth)
+        for isa, error in kernel_error.items():
+            self._judge(layer.index, isa, error)
+        return truth.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
 
     def _judge(self, layer: int, isa: str, error: float) -> None:
         if error <= KERNEL_BOUND:
@@ -144,38 +142,39 @@ class _Layers:
             value=error,
         )
 
-    def _outputs(self, experts: Experts, inputs: Inputs) -> Iterator[tuple[str, F32]]:
-        before = native.isa()
+    def _outputs(
+        self, experts: Experts, inputs: Inputs, truth: LayerTruth
+    ) -> tuple[dict[str, float], F32]:
+        """The largest error by level of the kernels, and what the last of these computes.
+
+        Experts whose packed weights fit into memory together run in one call.
+        """
+        errors: dict[str, float] = {}
+        total = np.zeros(inputs.x.shape, np.float32)
         with Pool(self._request.threads) as pool:
-            try:
-                for isa in native.isa_available():
-                    native.use_isa(isa)
-                    y = experts.forward(inputs.x, inputs.ids, inputs.weights, pool)
-                    yield isa, bf16_to_f32(y)
-            finally:
-                native.use_isa(before)
+            for group in _groups(
+                inputs.experts, self._budget.experts_at_once(experts.expert_bytes)
+            ):
+                part = inputs.only(group)
+                expected, y = truth.add(part), total
+                for isa, y in _on_all_levels(experts, part, pool):
+                    error = relative(y, expected)
+                    errors[isa] = float(np.maximum(errors.get(isa, 0.0), error))  # NaN stays
+                total += y
+                experts.release()
+        return errors, total
 
 
-class _Truth:
-    """Float32 outputs of a layer's routed experts, one expert's matrices in memory at a time."""
-
-    def __init__(self, experts: Experts, inputs: Inputs, source: Callable[[int], Any]) -> None:
-        x = bf16_to_f32(inputs.x)
-        self.rounded, self.packed, self.source = (np.zeros_like(x) for _ in range(3))
-        self.errors: dict[int, float] = {}
-        for expert in np.unique(inputs.ids[inputs.ids >= 0]):
-            token, slot = np.nonzero(inputs.ids == expert)
-            weight = inputs.weights[token, slot, None]
-            values, original = experts.values(int(expert)), source(int(expert))
-            got = experts.output(values, x[token])
-            expected = experts.output(original, x[token])
-            rounded = experts.output(values, x[token], rounded=True)
-            self.errors[int(expert)] = relative(got, expected)
-            for y, part in ((self.rounded, rounded), (self.packed, got), (self.source, expected)):
-                np.add.at(y, token, weight * part)
+def _on_all_levels(experts: Experts, inputs: Inputs, pool: Pool) -> Iterator[tuple[str, F32]]:
+    before = native.isa()
+    try:
+        for isa in native.isa_available():
+            native.use_isa(isa)
+            yield isa, bf16_to_f32(experts.forward(inputs.x, inputs.ids, inputs.weights, pool))
+    finally:
+        native.use_isa(before)
 
 
-def relative(got: F32, expected: F32) -> float:
-    """Norm of the difference over the norm; 0 where both are 0."""
-    off, norm = float(np.linalg.norm(got - expected)), float(np.linalg.norm(expected))
-    return off / norm if norm else (0.0 if off == 0 else float("inf"))
+def _groups(experts: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(experts), count):
+        yield experts[first : first + count]

@@ -49,11 +49,34 @@ def read_place(place: Place) -> U8:
     return data
 
 
-def check_sum(context: Context, name: str, place: Place, data: U8) -> SumCheck:
-    """Compares with the manifest's checksum if it has one."""
-    if name not in context.checksums:
-        return SumCheck()
-    return compare_sum(context, name, place, hashlib.sha256(data.data).hexdigest())
+class PlaceStream:
+    """The bytes of a packed tensor from the first to the last, some at a time, and whether they
+    have the checksum of the manifest."""
+
+    def __init__(self, context: Context, name: str, place: Place) -> None:
+        self._context, self._name, self._place = context, name, place
+        self._digest = hashlib.sha256() if name in context.checksums else None
+        self._done = 0
+
+    def read(self, target: U8) -> U8:
+        """`target`, filled with the next bytes."""
+        with opened_regular(self._place.file) as fd:
+            read_into(fd, self._place.file, target, self._place.offset + self._done)
+        self._done += target.nbytes
+        if self._digest is not None:
+            self._digest.update(target.data)
+        return target
+
+    def read_rest(self, buffer: U8) -> None:
+        """What is left, through `buffer`."""
+        while left := self._place.nbytes - self._done:
+            self.read(buffer[: min(left, buffer.nbytes)])
+
+    def check(self) -> SumCheck:
+        """Compares the checksum, after everything was read."""
+        if self._digest is None:
+            return SumCheck()
+        return compare_sum(self._context, self._name, self._place, self._digest.hexdigest())
 
 
 def compare_sum(context: Context, name: str, place: Place, digest: str) -> SumCheck:

@@ -13,7 +13,9 @@ from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
 from ktconv.source import SourceReader
 from ktconv.verify.findings import Failure, Findings
+from ktconv.verify.hidden_states import why_not_captured
 from ktconv.verify.kinds import Kind, Progression, kind_of
+from ktconv.verify.memory import Budget, memory_facts, plan_memory
 from ktconv.verify.reading import Context
 from ktconv.verify.subject import Subject
 from ktconv.verify.sweep import Item, read_everything
@@ -52,6 +54,7 @@ class Request:
     tp: Sequence[int] | None = None  # tensor-parallel sizes that must be possible
     ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
     thresholds: Thresholds = field(default_factory=Thresholds)
+    max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Prepared:
     level: str
     kind: Kind
     subject: Subject
+    budget: Budget
     findings: Findings
     items: Sequence[Item]
     structure: Mapping[str, Any]
@@ -105,7 +109,14 @@ def prepare(request: Request) -> Prepared:
     compare = reader is not None and level != "structure"
     context = Context(subject, findings, subject.checksums(), reader, compare, subject.claims())
     items = kind.items_of(context, request.sample, request.seed)
-    return Prepared(request, level, kind, subject, findings, items, structure, more)
+    budget = _budget(request, level, kind, subject)
+    return Prepared(request, level, kind, subject, budget, findings, items, structure, more)
+
+
+def _budget(request: Request, level: str, kind: Kind, subject: Subject) -> Budget:
+    need = kind.memory_need(level, subject, request)
+    why_not = why_not_captured(subject) if need.layers else None
+    return plan_memory(need, request.max_memory, request.threads, why_not)
 
 
 def _level(request: Request) -> str:
@@ -137,7 +148,7 @@ def verify(
     ready = prepared or prepare(request)
     with progression(ready.sizes) as observer:
         sizes = ready.kind.buffer_sizes(ready.subject)
-        totals = read_everything(ready.items, sizes, ready.request.threads, observer)
+        totals = read_everything(ready.items, sizes, ready.budget.threads, observer)
     reached = LEVELS.index(ready.level)
     structure = dict(ready.structure) | {
         "bytes_checked": totals.bytes_checked,
@@ -172,7 +183,7 @@ def _compute(
     """Level layers or model."""
     kind, subject, findings = ready.kind, ready.subject, ready.findings
     if name == "layers":
-        return kind.check_layers(subject, ready.request, findings, progression, say)
+        return kind.check_layers(subject, ready.request, ready.budget, findings, progression, say)
     return kind.check_model(subject, ready.request, findings, say)
 
 
@@ -203,6 +214,7 @@ def _result(ready: Prepared, levels: dict[str, Any], seconds: float) -> Result:
         "sample": request.sample,
         "seed": request.seed,
         "seconds": round(seconds, 3),
+        **memory_facts(ready.budget),
         "failure_count": findings.count(),
         "failures": [failure.as_dict() for failure in findings.listed],
         "notes": list(findings.notes),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from ktconv import machine
 from ktconv.copying import Buffers, BufferSizes
 from ktconv.pipeline import Observer
 from ktconv.verify.totals import Done, Totals
@@ -29,10 +28,10 @@ class Item(Protocol):
 
 
 def read_everything(
-    items: Sequence[Item], sizes: BufferSizes, threads: int | None, observer: Observer | None
+    items: Sequence[Item], sizes: BufferSizes, threads: int, observer: Observer | None
 ) -> Totals:
     """All items, by threads with buffers of their own. The first error ends it."""
-    totals, threads = Totals(), threads or machine.usable_cpus()
+    totals = Totals()
     progress = _Progress(items, observer)
     work = _Worker(lambda: Buffers(sizes), progress.advance)
     with ThreadPoolExecutor(threads) as pool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.copying import Buffers, BufferSizes
 from ktconv.formats import (
     FORMATS,
+    KINDS,
     PROJECTIONS,
     Format,
     Projection,
@@ -32,12 +33,11 @@ from ktconv.proof import Packed, PartProof, Problem, Sums
 from ktconv.tasks import quantize_buffers
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
-from ktconv.verify.reading import Context, SumCheck, check_sum, read_place
+from ktconv.verify.reading import Context, PlaceStream, SumCheck
 from ktconv.verify.subject import Subject
 from ktconv.verify.totals import Done
 
 Advance = Callable[[int], None]
-U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 
 LEVEL = "weights"
@@ -72,14 +72,16 @@ class MatrixItem:
 
     def run(self, buffers: Buffers, advance: Advance) -> Done:
         parts = [_Part(self, part) for part in range(self.context.subject.options.numa)]
-        checksums = sum(part.load() for part in parts)
-        sound = all(part.complete for part in parts)
-        sums = self._compare(parts, buffers) if sound and self.source is not None else None
+        proven = self.source is not None and all(part.complete for part in parts)
+        if proven:
+            self._compare(parts, buffers)
+        checksums = sum(part.finish(buffers) for part in parts)
+        sums = self._judge(parts) if proven else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
         return Done(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
 
-    def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> Sums:
+    def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
         compat = self.context.subject.options.compat
@@ -93,17 +95,17 @@ class MatrixItem:
                 for part in touched:
                     first_col = part.index * part.cols if self.proj == "down" else 0
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
-                    part.compare(view, chunk.start % rows)
+                    part.compare(view, chunk.start % rows, buffers)
+
+    def _judge(self, parts: Sequence[_Part]) -> Sums:
         total, before = Sums(), _parts_before(self.context.subject)
         for part in parts:
             if self.proj != "down" or before is None:
-                found = part.proof.judge()
+                total.add(part.judge())
             else:
                 together = _within(part.index, len(parts), before[0])
                 widest = np.maximum.reduce([parts[index].proof.rule for index in together])
-                found = part.proof.judge(widest, exact=before[1])
-            part.check_claims(found)
-            total.add(found)
+                total.add(part.judge(widest, exact=before[1]))
         return total
 
 
@@ -130,76 +132,80 @@ def _within(part: int, parts: int, before: int) -> range:
 
 
 class _Part:
-    """One part's packed matrix: its bytes, and the proof that they hold their source."""
+    """One part's packed matrix, read a few rows at a time, and the proof that they hold their
+    source. A tensor of another size is not read: level structure says so."""
 
     def __init__(self, item: MatrixItem, index: int) -> None:
-        self.item, self.index = item, index
+        self._context, self.index = item.context, index
         subject = item.context.subject
         geometry = subject.packed.layers[item.layer]
         self.rows, self.cols = packed_shape(
             item.proj, geometry.hidden, geometry.intermediate, subject.options.numa
         )
-        self.fmt: Format = FORMATS[subject.options.method]
-        self.weight: U8 | None = None
-        self.scale: F32 | None = None
+        self._fmt: Format = FORMATS[subject.options.method]
         self.nbytes = 0
-        self.as_written = False  # whether both checksums are the manifest's
-        weight = self.tensor("weight")
-        self.proof = PartProof(self.fmt, weight, self.rows, self.cols, self._fail)
+        weight, scale = (TensorId(item.layer, item.proj, item.expert, index, k) for k in KINDS)
+        self._id = weight
+        self._weight = self._stream(weight, self._fmt.weight_nbytes(self.rows, self.cols))
+        self._scales = self._stream(scale, self._fmt.scale_nbytes(self.rows))
+        self._checked: Sequence[SumCheck] = ()
+        self._scale = np.empty(self.rows, np.float32)
+        if self._scales is not None:
+            self._scales.read(self._scale.view(np.uint8))
+        report = partial(_report, item.context, weight)
+        self.proof = PartProof(self._fmt, weight, self.rows, self.cols, report)
+
+    def _stream(self, tensor: TensorId, nbytes: int) -> PlaceStream | None:
+        place = self._context.subject.packed.tensors.get(tensor)
+        if place is None or place.nbytes != nbytes:
+            return None
+        self.nbytes += nbytes
+        return PlaceStream(self._context, name_of(tensor), place)
 
     @property
     def complete(self) -> bool:
-        return self.weight is not None and self.scale is not None
+        return self._weight is not None and self._scales is not None
 
-    def tensor(self, kind: Any) -> TensorId:
-        return TensorId(self.item.layer, self.item.proj, self.item.expert, self.index, kind)
+    def compare(self, view: native.Matrix, first: int, buffers: Buffers) -> None:
+        """The next rows, which begin at `first` and which `view` has the source of."""
+        assert self._weight is not None
+        packed = self._weight.read(buffers.packed[: self._fmt.weight_nbytes(view.rows, self.cols)])
+        scale = self._scale[first : first + view.rows]
+        self.proof.compare(view, first, Packed(packed, scale, view.rows))
 
-    def load(self) -> int:
-        """Reads both tensors; how many checksums were compared."""
-        self.weight, weight = self._read("weight", self.fmt.weight_nbytes(self.rows, self.cols))
-        scale, checked = self._read("scale", self.fmt.scale_nbytes(self.rows))
-        self.scale = None if scale is None else scale.view(np.float32)
-        self.as_written = weight.equal and checked.equal
-        return weight.compared + checked.compared
+    def finish(self, buffers: Buffers) -> int:
+        """Reads what was not compared; how many checksums were."""
+        streams = [one for one in (self._weight, self._scales) if one is not None]
+        for one in streams:
+            one.read_rest(buffers.source)
+        self._checked = [one.check() for one in streams]
+        return sum(one.compared for one in self._checked)
 
-    def check_claims(self, sums: Sums) -> None:
-        """Of other bytes than these the manifest tells nothing."""
-        if self.as_written:
-            check_claims(self.item.context, name_of(self.tensor("weight")), sums)
+    def judge(self, widest: F32 | None = None, exact: bool = True) -> Sums:
+        """What the proof found, after all rows were compared and checksums, too; see PartProof."""
+        found = self.proof.judge(widest, exact)
+        if all(one.equal for one in self._checked):  # of other bytes the manifest tells nothing
+            check_claims(self._context, name_of(self._id), found)
+        return found
 
-    def _read(self, kind: Any, nbytes: int) -> tuple[U8 | None, SumCheck]:
-        """The bytes if they are as many as they should be, else level 1 has said so."""
-        context, tensor = self.item.context, self.tensor(kind)
-        place = context.subject.packed.tensors.get(tensor)
-        if place is None or place.nbytes != nbytes:
-            return None, SumCheck()
-        data = read_place(place)
-        self.nbytes += nbytes
-        return data, check_sum(context, name_of(tensor), place, data)
 
-    def compare(self, view: native.Matrix, first: int) -> None:
-        """Rows from `first` on of this part, which `view` has the source of."""
-        assert self.weight is not None and self.scale is not None
-        self.proof.compare(view, first, Packed(self.weight, self.scale, self.rows, first))
-
-    def _fail(self, problem: Problem) -> None:
-        context, weight = self.item.context, self.tensor("weight")
-        context.findings.fail(
-            LEVEL,
-            problem.check,
-            problem.message,
-            file=context.subject.packed.tensors[weight].file.name,
-            tensor=problem.tensor,
-            layer=weight.layer,
-            expert=weight.expert,
-            projection=weight.proj,
-            part=self.index,
-            row=problem.row,
-            column=problem.column,
-            source_value=problem.source_value,
-            value=problem.value,
-            steps=problem.steps,
-        )
+def _report(context: Context, weight: TensorId, problem: Problem) -> None:
+    context.findings.fail(
+        LEVEL,
+        problem.check,
+        problem.message,
+        file=context.subject.packed.tensors[weight].file.name,
+        tensor=problem.tensor,
+        layer=weight.layer,
+        expert=weight.expert,
+        projection=weight.proj,
+        part=weight.part,
+        row=problem.row,
+        column=problem.column,
+        source_value=problem.source_value,
+        value=problem.value,
+        steps=problem.steps,
+    )
 
 
 Item = MatrixItem | CopyItem
@@ -268,6 +274,6 @@ def _matching(context: Context, layer: int, source: MoELayer | None) -> MoELayer
 
 
 def buffer_sizes(subject: Subject) -> BufferSizes:
-    """What a worker needs besides the packed matrix that it reads."""
+    """What a worker needs."""
     layers = list(subject.checkpoint.layers) if subject.checkpoint else []
     return quantize_buffers(layers, FORMATS[subject.options.method])

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from ktconv import machine
 from ktconv.errors import UsageError
 from ktconv.verify.compare.comparison import Comparison
-from ktconv.verify.compare.pairs import compare_all
+from ktconv.verify.compare.pairs import compare_all, task_bytes
 from ktconv.verify.compare.planning import Plan, make_plan
 from ktconv.verify.compare.tally import Tally
 
 if TYPE_CHECKING:
     from ktconv.pipeline import Observer
 
-__all__ = ["Comparison", "compare", "make_plan", "run", "sizes_of"]
+__all__ = ["Comparison", "compare", "make_plan", "run", "sizes_of", "thread_bytes"]
 
 
 def compare(
@@ -52,6 +52,11 @@ def run(plan: Plan, threads: int | None = None, observer: Observer | None = None
     for done in compare_all(plan.tasks, threads or machine.usable_cpus(), observer):
         tally.add(done)
     return tally.result()
+
+
+def thread_bytes(plan: Plan) -> int:
+    """Memory that a worker needs."""
+    return max(map(task_bytes, plan.tasks), default=0)
 
 
 def sizes_of(plan: Plan) -> dict[str, int]:

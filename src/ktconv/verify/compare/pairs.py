@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ktconv.pipeline import Observer
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
+_CHUNK_ARRAYS = 64  # bytes per element of a chunk
 CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
 OTHER = "other"  # unit of progress of the non-expert tensors
 
@@ -199,6 +200,13 @@ class TensorTask:
 
 
 Task = MatrixTask | TensorTask
+
+
+def task_bytes(task: Task) -> int:
+    """Memory while it runs: what both have, codes in parts and joined, and rows in float64."""
+    if isinstance(task, TensorTask):
+        return 2 * CHUNK_BYTES
+    return task.nbytes + 4 * task.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
 
 
 def compare_all(tasks: Sequence[Task], threads: int, observer: Observer | None) -> Iterator[Done]:

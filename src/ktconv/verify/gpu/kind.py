@@ -12,8 +12,10 @@ from ktconv.verify.gpu.mapping import LEVEL as MAPPING
 from ktconv.verify.gpu.mapping import check_mapping, check_sizes
 from ktconv.verify.gpu.opened import GpuOutput, open_gpu_output
 from ktconv.verify.gpu.structure import check_structure
-from ktconv.verify.gpu.weights import buffer_sizes, items_of, weights_facts
+from ktconv.verify.gpu.weights import buffer_sizes, items_of, thread_bytes, weights_facts
+from ktconv.verify.hidden_states import experts_per_token
 from ktconv.verify.kinds import Facts, Progression
+from ktconv.verify.memory import Budget, Need, capture_bytes, layers_need, level_model_bytes
 from ktconv.verify.subject import Subject
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "check_more",
     "check_structure",
     "items_of",
+    "memory_need",
     "open_output",
     "refuse_impossible",
     "weights_facts",
@@ -58,16 +61,28 @@ def check_more(subject: Subject, request: Any, findings: Findings) -> Facts:
     return {MAPPING: check_mapping(subject, request, findings)}
 
 
+def memory_need(level: str, subject: Subject, request: Any) -> Need:
+    assert isinstance(subject, GpuOutput)
+    checkpoint, thread = subject.checkpoint, thread_bytes(subject)
+    if checkpoint is None or level not in ("layers", "model"):
+        return Need(thread)
+    top_k = experts_per_token(subject)
+    layers = layers_need(subject.sources().values(), (), request, top_k)
+    model = level_model_bytes(checkpoint, models=2) if level == "model" else None
+    return Need(thread, layers, capture_bytes(checkpoint), model)
+
+
 def check_layers(
     subject: Subject,
     request: Any,
+    budget: Budget,
     findings: Findings,
     progression: Progression,
     say: Callable[[str], None],
 ) -> Facts:
     from ktconv.verify.gpu import layers
 
-    return layers.check_layers(subject, request, findings, progression, say)
+    return layers.check_layers(subject, request, budget, findings, progression, say)
 
 
 def check_model(

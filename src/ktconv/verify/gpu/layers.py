@@ -13,30 +13,33 @@ import numpy as np
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import Matrices, gated
+from ktconv.moe.experts import expert_output
 from ktconv.moe.opened import activation_of
+from ktconv.moe.streamed import Streams
 from ktconv.verify.dense import SourceTensors
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import GpuOutput, Module
-from ktconv.verify.gpu.unpack import F32
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import HiddenStates, Inputs
 from ktconv.verify.kinds import Facts, Progression
-from ktconv.verify.layers import each_layer, relative, sampled
+from ktconv.verify.layers import each_layer, sampled
+from ktconv.verify.memory import Budget
 from ktconv.verify.subject import Subject
+from ktconv.verify.truth import F32, LayerTruth, Outputs
 
 
 def check_layers(
     subject: Subject,
     request: Any,
+    budget: Budget,
     findings: Findings,
     progression: Progression,
     say: Callable[[str], None],
 ) -> Facts:
     """Runs the layers; facts for the report."""
     assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
-    states = HiddenStates(subject, request, findings, say)
-    check = _Layers(subject, states)
+    states = HiddenStates(subject, request, budget, findings, say)
+    check = _Layers(subject, budget, states)
     sources = subject.sources()
     if any(check.here(layer) != list(range(len(layer.experts))) for layer in sources.values()):
         findings.note("level layers: tokens skip the experts that are not in this output")
@@ -47,11 +50,11 @@ def check_layers(
 
 
 class _Layers:
-    """One layer after the other, one expert's matrices in memory at a time."""
+    """One layer after the other, a few rows of one expert in memory at a time."""
 
-    def __init__(self, output: GpuOutput, states: HiddenStates) -> None:
+    def __init__(self, output: GpuOutput, budget: Budget, states: HiddenStates) -> None:
         assert output.checkpoint is not None
-        self._output, self._states = output, states
+        self._output, self._budget, self._states = output, budget, states
         self._activation = activation_of(output.checkpoint.config)
         self._source = SourceTensors(output.checkpoint)
         self._experts = output.layers()
@@ -70,34 +73,17 @@ class _Layers:
             return self._compare(layer, inputs)
 
     def _compare(self, layer: MoELayer, inputs: Inputs) -> Facts:
-        x = bf16_to_f32(inputs.x)
-        packed, source = np.zeros_like(x), np.zeros_like(x)
-        errors: dict[int, float] = {}
-        for expert in map(int, np.unique(inputs.ids[inputs.ids >= 0])):
-            token, slot = np.nonzero(inputs.ids == expert)
-            weight = inputs.weights[token, slot, None]
-            got = self._output_of(self._matrices(layer, expert), x[token])
-            wanted = self._output_of(self._source.expert(layer, expert), x[token])
-            errors[expert] = relative(got, wanted)
-            np.add.at(packed, token, weight * got)
-            np.add.at(source, token, weight * wanted)
-        shared = self._states.shared(layer, x)
-        worst = max(errors, key=lambda expert: errors[expert])
-        error = relative(packed, source)
-        return {
-            "layer": layer.index,
-            "kernel_error": {},
-            "quantization_error": error,
-            "quantization_error_with_shared": None
-            if shared is None
-            else relative(packed + shared, source + shared),
-            "weights_error": error,
-            "worst_expert": {"expert": worst, "error": errors[worst]},
-            "experts_run": len(errors),
-            "router_agreement": inputs.router_agreement,
-        }
+        def compute(expert: int, x: F32) -> Outputs:
+            packed = expert_output(self._streams(layer, expert), self._activation, x)
+            source = expert_output(self._source.expert(layer, expert), self._activation, x)
+            return Outputs(packed, packed, source)
 
-    def _matrices(self, layer: MoELayer, expert: int) -> Matrices:
+        x = bf16_to_f32(inputs.x)
+        truth = LayerTruth(x, compute, self._budget.layer_threads)
+        truth.add(inputs)
+        return truth.facts(layer, inputs, {}, truth.packed, self._states.shared(layer, x))
+
+    def _streams(self, layer: MoELayer, expert: int) -> Streams:
         gate, up, down = (
             dequantized(
                 self._output,
@@ -107,8 +93,3 @@ class _Layers:
             for proj in PROJECTIONS
         )
         return gate, up, down
-
-    def _output_of(self, matrices: Matrices, x: F32) -> F32:
-        gate, up, down = matrices
-        result: F32 = gated(self._activation, x @ gate.T, x @ up.T) @ down.T
-        return result

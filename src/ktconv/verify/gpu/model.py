@@ -224,7 +224,7 @@ class _Swapped(_Pair):
                     views = _views(site.module, expert, layer.hidden_size, layer.intermediate_size)
                     for proj, view in zip(PROJECTIONS, views, strict=True):
                         matrix = layer.experts[expert][proj]
-                        found = dequantized(output, modules[index, expert, proj], matrix)
+                        found = dequantized(output, modules[index, expert, proj], matrix).values()
                         self._kept.append((view, torch.from_numpy(found).to(view.dtype)))
         self._exchange()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.copying import Buffers, BufferSizes
-from ktconv.formats.decode import f32_to_bf16
 from ktconv.matrix_reader import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.moe.streamed import Piece, Streamed, piece_rows
 from ktconv.packed import Place
 from ktconv.proof import Problem, Sums
 from ktconv.quantize_gpu.target import GpuTarget
@@ -27,15 +27,18 @@ from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import MatrixProof, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
-from ktconv.verify.reading import Context, check_sum, compare_sum, read_into, read_place
+from ktconv.verify.reading import Context, PlaceStream, compare_sum, read_into, read_place
 from ktconv.verify.subject import Subject
 from ktconv.verify.sweep import Item
 from ktconv.verify.totals import Done, Totals
 
 U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
 Advance = Callable[[int], None]
 
 LEVEL = "weights"
+_PER_ELEMENT = 6  # bytes of a chunk: float32, a level, and at most as much of packed words
+_ROUNDING_BYTES = 8 << 20
 OTHER = "other"  # the unit of copies
 
 
@@ -61,17 +64,20 @@ class MatrixItem:
         return self.module.nbytes
 
     def run(self, buffers: Buffers, advance: Advance) -> Done:
-        parts, checked = {}, []
-        for part, tensor in self.module.parts.items():
-            place = _place(tensor)
-            parts[part] = read_place(place)
-            checked.append(check_sum(self.context, tensor.name, place, parts[part]))
-        self._shape(parts)
+        streams = {
+            part: PlaceStream(self.context, tensor.name, _place(tensor))
+            for part, tensor in self.module.parts.items()
+        }
+        self._shape(streams)
         sums = None
         if self.matrix is not None and self.sound:
-            sums = self._compare(self.matrix, parts, buffers)
-            if all(one.equal for one in checked):  # else the manifest is about other bytes
-                check_claims(self.context, self.module.parts[PARTS[0]].name, sums)
+            sums = self._compare(self.matrix, streams, buffers)
+        for stream in streams.values():
+            stream.read_rest(buffers.source)
+        checked = [stream.check() for stream in streams.values()]
+        if sums is not None and all(one.equal for one in checked):
+            # Of other bytes the manifest tells nothing.
+            check_claims(self.context, self.module.parts[PARTS[0]].name, sums)
         checksums = sum(one.compared for one in checked)
         advance(self.nbytes)
         where = self.module.where
@@ -87,12 +93,13 @@ class MatrixItem:
             self.module, self.group, self.matrix.rows, self.matrix.cols
         )
 
-    def _shape(self, parts: dict[str, U8]) -> None:
+    def _shape(self, streams: Mapping[str, PlaceStream]) -> None:
         """weight_shape says rows and columns of the matrix, as its tensors do."""
         tensor, packed = self.module.parts.get(PARTS[2]), self.module.parts.get(PARTS[0])
         if tensor is None or packed is None or tensor.shape != (2,) or len(packed.shape) != 2:
             return
-        told = parts[PARTS[2]].view(np.int64 if tensor.dtype == "I64" else np.int32).tolist()
+        data = streams[PARTS[2]].read(np.empty(tensor.nbytes, np.uint8))
+        told = data.view(np.int64 if tensor.dtype == "I64" else np.int32).tolist()
         true = [packed.shape[0], packed.shape[1] * 32 // self.group.bits]
         if self.matrix is not None:
             true = [self.matrix.rows, self.matrix.cols]
@@ -106,21 +113,24 @@ class MatrixItem:
                 **self.module.at,
             )
 
-    def _compare(self, matrix: ExpertMatrix, parts: dict[str, U8], buffers: Buffers) -> Sums:
+    def _compare(
+        self, matrix: ExpertMatrix, streams: Mapping[str, PlaceStream], buffers: Buffers
+    ) -> Sums:
         assert self.context.reader is not None
-        dtype = self.module.parts[PARTS[1]].dtype
-        scale = scales(parts[PARTS[1]], dtype, matrix.rows)
-        packed = parts[PARTS[0]].reshape(matrix.rows, -1)
-        proof = self._proof(dtype)
-        source = MatrixReader(self.context.reader, matrix, round_to_bf16=dtype == "BF16")
+        packed, scaled = (self.module.parts[part] for part in PARTS[:2])
+        data = streams[PARTS[1]].read(np.empty(scaled.nbytes, np.uint8))
+        scale = scales(data, scaled.dtype, matrix.rows)
+        proof = self._proof(scaled.dtype)
+        source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
         with source.open() as fd:
             grid = source.load_scales()
             for chunk in chunks(matrix, matrix.rows):
-                here = slice(chunk.start, chunk.stop)
+                rows = chunk.stop - chunk.start
                 source.read(fd, chunk, buffers.source, buffers.bounce)
                 weights = native.decode(source.view(chunk, grid, buffers.source, 0, matrix.cols))
-                level = levels(packed[here].reshape(-1), len(weights), matrix.cols, self.group.bits)
-                proof.compare(weights, level, scale[here], chunk.start)
+                words = np.empty(rows * packed.nbytes // matrix.rows, np.uint8)
+                level = levels(streams[PARTS[0]].read(words), rows, matrix.cols, self.group.bits)
+                proof.compare(weights, level, scale[chunk.start : chunk.stop], chunk.start)
         return proof.judge()
 
     def _proof(self, dtype: str) -> MatrixProof:
@@ -169,7 +179,7 @@ class DecodedItem:
             for chunk in chunks(self.matrix, self.matrix.rows):
                 source.read(fd, chunk, buffers.source, buffers.bounce)
                 view = source.view(chunk, grid, buffers.source, 0, self.matrix.cols)
-                wanted = f32_to_bf16(native.decode(view)).reshape(-1).view(np.uint8)
+                wanted = _bf16(native.decode(view)).reshape(-1).view(np.uint8)
                 found = np.empty_like(wanted)
                 start = self.tensor.offset + 2 * chunk.start * self.matrix.cols
                 read_into(own, self.tensor.file, found, start)
@@ -190,8 +200,20 @@ class DecodedItem:
         return Done(self.tensor.nbytes, checked.compared, 1)
 
 
+def _bf16(values: F32) -> U16:
+    """The bits of values that are bf16 already: the upper halves."""
+    return np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
+
+
 def _place(tensor: TensorRef) -> Place:
     return Place(tensor.file, tensor.offset, tensor.nbytes, tensor.dtype, tensor.shape)
+
+
+def rows_of(place: Place, rows: int, wanted: slice) -> Place:
+    """Where some of the rows of a row-major tensor lie."""
+    row_bytes = place.nbytes // rows
+    start = place.offset + wanted.start * row_bytes
+    return replace(place, offset=start, nbytes=(wanted.stop - wanted.start) * row_bytes)
 
 
 def _is_sound(module: Module, group: Group, rows: int, cols: int) -> bool:
@@ -206,13 +228,21 @@ def _is_sound(module: Module, group: Group, rows: int, cols: int) -> bool:
     )
 
 
-def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> F32:
+def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
     """The values of a packed module [rows, cols], whose tensors level structure found sound."""
     group = output.quantization.group_of(module.name)
     assert group is not None and _is_sound(module, group, matrix.rows, matrix.cols)
-    packed, scale = (read_place(_place(module.parts[part])) for part in PARTS[:2])
-    level = levels(packed, matrix.rows, matrix.cols, group.bits)
-    return values(level, scales(scale, module.parts[PARTS[1]].dtype, matrix.rows))
+    return Streamed(matrix.rows, matrix.cols, lambda: _pieces(module, matrix, group))
+
+
+def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piece]:
+    packed, scale = (_place(module.parts[part]) for part in PARTS[:2])
+    scale_of = scales(read_place(scale), scale.dtype, matrix.rows)
+    for first in range(0, matrix.rows, piece_rows(matrix.cols)):
+        rows = slice(first, min(first + piece_rows(matrix.cols), matrix.rows))
+        data = read_place(rows_of(packed, matrix.rows, rows))
+        level = levels(data, rows.stop - rows.start, matrix.cols, group.bits)
+        yield Piece(rows, slice(0, matrix.cols), values(level, scale_of[rows]))
 
 
 # ---- all of them -----------------------------------------------------------------------
@@ -267,16 +297,30 @@ def _copies(
 
 def buffer_sizes(subject: Subject) -> BufferSizes:
     """What a worker needs to read any matrix of the source."""
+    return BufferSizes(max(map(_source_bytes, _matrices(subject)), default=0))
+
+
+def _matrices(subject: Subject) -> list[ExpertMatrix]:
+    """One of each kind that is decoded."""
     assert isinstance(subject, GpuOutput)
     plan: Any = subject.plan
     matrices = [m for layer in subject.sources().values() for m in layer.experts[0].values()]
-    matrices += plan.target.decoded.values() if plan else []
-    return BufferSizes(max(map(_source_bytes, matrices), default=0))
+    return [*matrices, *(plan.target.decoded.values() if plan else ())]
+
+
+def thread_bytes(subject: Subject) -> int:
+    """Of a thread that reads and compares: its buffers, a chunk as float32 with its levels, and
+    what some rows of it take while they are rounded again."""
+    decoded = max((_chunk_elements(matrix) for matrix in _matrices(subject)), default=0)
+    return buffer_sizes(subject).nbytes + _PER_ELEMENT * decoded + _ROUNDING_BYTES
+
+
+def _chunk_elements(matrix: ExpertMatrix) -> int:
+    return min(chunk_rows(matrix), matrix.rows) * matrix.cols
 
 
 def _source_bytes(matrix: ExpertMatrix) -> int:
-    rows = min(chunk_rows(matrix), matrix.rows)
-    return rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
+    return _chunk_elements(matrix) * ITEM_SIZE[matrix.tensor.dtype]
 
 
 def weights_facts(totals: Totals, subject: Subject) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Matrices whose values come a few rows at a time, so that no large one is in memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+
+PIECE_BYTES = 8 << 20  # of values: what a piece of a large matrix aims at
+_ROWS_STEP = 128  # rows of a piece, but of the last: whole row blocks of every packed format
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The values [rows, cols] of a part of a matrix."""
+
+    rows: slice
+    cols: slice
+    values: F32
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A matrix [rows, cols]; `pieces()` covers it once, each time it is called."""
+
+    rows: int
+    cols: int
+    pieces: Callable[[], Iterator[Piece]]
+
+    def product(self, x: F32) -> F32:
+        """x [M, cols] times the transposed matrix: [M, rows]."""
+        y = np.zeros((len(x), self.rows), np.float32)
+        for piece in self.pieces():
+            y[:, piece.rows] += x[:, piece.cols] @ piece.values.T
+        return y
+
+    def values(self) -> F32:
+        """The whole matrix."""
+        found = np.empty((self.rows, self.cols), np.float32)
+        for piece in self.pieces():
+            found[piece.rows, piece.cols] = piece.values
+        return found
+
+
+Streams = tuple[Streamed, Streamed, Streamed]  # gate [I, H], up [I, H], down [H, I]
+
+
+def whole(matrix: F32) -> Streamed:
+    """A matrix that is in memory already, as one piece."""
+    rows, cols = matrix.shape
+    piece = Piece(slice(0, rows), slice(0, cols), matrix)
+    return Streamed(rows, cols, lambda: iter((piece,)))
+
+
+def piece_rows(cols: int) -> int:
+    """Rows of a piece of a matrix with so many columns."""
+    return max(1, PIECE_BYTES // (4 * cols * _ROWS_STEP)) * _ROWS_STEP

@@ -1,0 +1,193 @@
+"""What stands beside the experts of a layer, as headers tell: router, norm and shared expert.
+
+A tensor that is missing or has a wrong shape is a fault of the checkpoint, found before anything
+is read. Level layers then does without it, so that the kernels are proven all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktconv.checkpoint import MoELayer, TensorRef
+from ktconv.errors import CheckpointError
+from ktconv.model import SharedExpert, router_of, router_tensors, shared_expert_tensors
+from ktconv.model.routers import RouterSpec, UnknownRouter, check_experts
+from ktconv.moe.opened import top_k_of
+from ktconv.verify.dense import SourceTensors
+
+_NORMS = ("post_attention_layernorm", "ffn_norm", "pre_feedforward_layernorm", "norm2")
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router that can be run: bias and correction are there exactly where `spec` has them."""
+
+    spec: RouterSpec
+    weight: TensorRef
+    bias: TensorRef | None
+    correction: TensorRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """A shared expert; `gating` scales its output where it exists."""
+
+    gate: TensorRef
+    up: TensorRef
+    down: TensorRef
+    gating: TensorRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A tensor of the checkpoint that is missing or wrong."""
+
+    check: str  # router, norm or shared expert
+    message: str
+    tensor: str
+
+
+@dataclass(slots=True)
+class LayerTensors:
+    """Of one layer; None for what is not there or cannot be used."""
+
+    router: Router | None = None
+    norm: TensorRef | None = None
+    shared: SharedTensors | None = None
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def layer_tensors(
+    tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer
+) -> LayerTensors:
+    """Raises CheckpointError where config.json contradicts itself, or there is no router at all."""
+    return _Search(tensors, config, layer).run()
+
+
+class _Search:
+    def __init__(self, tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer) -> None:
+        self._tensors, self._config, self._layer = tensors, config, layer
+        self._found = LayerTensors()
+
+    def run(self) -> LayerTensors:
+        self._found.router = self._router()
+        self._found.norm = self._norm()
+        self._found.shared = self._shared()
+        return self._found
+
+    # ---- router ----
+
+    def _router(self) -> Router | None:
+        try:
+            spec = router_of(self._config, self._layer.index)
+        except UnknownRouter as error:
+            self._found.notes.append(f"experts are chosen at random, because {error}")
+            return None
+        experts, names = len(self._layer.experts), router_tensors(self._layer.source)
+        check_experts(spec, experts)
+        weight = self._tensors.find(names.weight)
+        if weight is None:
+            raise CheckpointError(
+                f"layer {self._layer.index} has no router: none of {', '.join(names.weight)} is "
+                "there",
+                "run --level weights",
+            )
+        usable = self._fits("router", weight, (experts, self._layer.hidden_size))
+        bias, has_bias = self._vector("bias", names.bias, spec.bias, weight)
+        correction, has_correction = self._vector(
+            "correction bias", names.correction, spec.correction, weight
+        )
+        usable = usable and has_bias and has_correction
+        return Router(spec, weight, bias, correction) if usable else None
+
+    def _vector(
+        self, what: str, names: Sequence[str], wanted: bool, router: TensorRef
+    ) -> tuple[TensorRef | None, bool]:
+        """A vector of the router, if it is wanted; whether it is as it should be."""
+        tensor = self._tensors.find(names)
+        if not wanted:
+            if tensor is not None:
+                self._found.notes.append(
+                    f"the {what} of routers is not used: {self._family} has none"
+                )
+            return None, True
+        if tensor is None:
+            message = (
+                f"the router {router.name} lacks its {what}: none of {', '.join(names)} is there."
+            )
+            self._found.faults.append(Fault("router", message, router.name))
+            return None, False
+        count = len(self._layer.experts)
+        if tensor.shape == (1, count):  # as Ernie has it
+            return tensor, True
+        return tensor, self._fits("router", tensor, (count,))
+
+    @property
+    def _family(self) -> str:
+        return str(self._config.get("model_type"))
+
+    # ---- norm and shared expert ----
+
+    def _norm(self) -> TensorRef | None:
+        before = self._layer.source.rsplit(".experts", 1)[0].rsplit(".", 1)[0]
+        tensor = self._tensors.find(f"{before}.{norm}.weight" for norm in _NORMS)
+        if tensor is None:
+            return None
+        return tensor if self._fits("norm", tensor, (self._layer.hidden_size,)) else None
+
+    def _shared(self) -> SharedTensors | None:
+        for names in shared_expert_tensors(self._layer.source):
+            wanted = (names.gate, names.up, names.down)
+            missing = [name for name in wanted if self._tensors.find([name]) is None]
+            if not missing:
+                return self._shared_of(names)
+            if len(missing) == 1:  # else it is a shared expert under other names, or none
+                message = f"the shared expert of layer {self._layer.index} lacks {missing[0]}."
+                self._found.faults.append(Fault("shared expert", message, missing[0]))
+                return None
+        return None
+
+    def _shared_of(self, names: SharedExpert) -> SharedTensors | None:
+        gate, up, down, gating = (
+            self._tensors.find([name]) for name in (names.gate, names.up, names.down, names.gating)
+        )
+        assert gate is not None and up is not None and down is not None
+        hidden, inner = self._layer.hidden_size, gate.shape[0] if gate.shape else 0
+        shapes = [(gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))]
+        if gating is not None:
+            shapes.append((gating, (1, hidden)))
+        fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
+        return SharedTensors(gate, up, down, gating) if all(fit) else None
+
+    def _fits(self, check: str, tensor: TensorRef, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor can be used: another shape is a fault, another encoding a note."""
+        if tensor.shape != shape:
+            message = f"{tensor.name} has shape {list(tensor.shape)}, not {list(shape)}."
+            self._found.faults.append(Fault(check, message, tensor.name))
+            return False
+        try:
+            self._tensors.matrix(tensor)
+        except CheckpointError as error:
+            self._found.notes.append(f"the {check} is left out, because {error}")
+            return False
+        return True
+
+
+def top_k_of_layer(config: Mapping[str, Any], layer: MoELayer) -> int:
+    """Experts per token, whether or not the router can be run."""
+    try:
+        return router_of(config, layer.index).top_k
+    except CheckpointError:
+        return min(top_k_of(config), len(layer.experts))
+
+
+def by_note(found: Mapping[int, LayerTensors]) -> Iterator[tuple[str, list[int]]]:
+    """Every note once, with the layers that it is about."""
+    layers: dict[str, list[int]] = {}
+    for index, one in found.items():
+        for note in one.notes:
+            layers.setdefault(note, []).append(index)
+    yield from layers.items()

@@ -1,0 +1,227 @@
+"""How much memory a verification takes, from headers and options: told before anything is read.
+
+Work that does not fit is done in smaller portions: with fewer threads, and the packed experts of a
+layer some at a time. Kinds of outputs say what each portion needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ktconv import machine, native
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
+from ktconv.checkpoint.config import text_section
+from ktconv.conversion import MEMORY_MARGIN, fit_threads, peak_rss
+from ktconv.errors import MemoryLimitError
+from ktconv.matrix_reader import ITEM_SIZE, chunk_rows
+from ktconv.moe import METHODS
+from ktconv.moe.experts import TOKENS_AT_ONCE
+from ktconv.moe.streamed import piece_rows
+from ktconv.packed import Geometry
+from ktconv.plan import matrix_source_bytes
+from ktconv.pool import Pool
+from ktconv.source import BOUNCE_BYTES
+from ktconv.units import format_size
+
+DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
+LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported
+F32 = 4
+# Float32 arrays that hold every token of a layer, its hidden state or the expert's width, at once.
+_OF_ALL_TOKENS = 12
+_WINDOW = 512  # tokens, of level model
+_OF_EXPERT_TOKENS, _OF_MIDDLE = 16, 24
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNeed:
+    """Bytes of level layers: in all, of each thread that computes experts, and of the packed
+    weights of an expert, `experts` of which could run together."""
+
+    fixed: int
+    thread: int
+    expert: int = 0
+    experts: int = 0
+
+    @property
+    def least(self) -> int:
+        return self.fixed + self.thread + self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes: of each thread that reads weights, of level layers, of loading the source model for
+    its hidden states, and of level model. None where that is not done."""
+
+    thread: int
+    layers: LayerNeed | None = None
+    capture: int | None = None
+    model: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What is done at once, and the memory that it takes at the peak."""
+
+    threads: int
+    peak: int
+    layer_threads: int = 1
+    packed: int = 0  # bytes of packed weights that level layers has in memory
+    why_not_captured: str | None = None  # None: hidden states come from the source model
+
+    def experts_at_once(self, expert_bytes: int) -> int:
+        return max(1, self.packed // expert_bytes)
+
+
+def memory_facts(budget: Budget) -> dict[str, int]:
+    """Of the JSON: what was announced, and what it came to."""
+    return {
+        "threads": budget.threads,
+        "peak_memory_bytes": budget.peak,
+        "peak_rss_bytes": peak_rss(),
+    }
+
+
+def plan_memory(
+    need: Need, asked: int | None, threads: int | None, why_not_captured: str | None
+) -> Budget:
+    """Portions for `asked` bytes in all; by default for 1.5 GiB beyond what is used now, or what
+    the smallest ones need. Raises MemoryLimitError where these need more than was asked for."""
+    return _Planner(need, asked, threads).plan(why_not_captured)
+
+
+class _Planner:
+    def __init__(self, need: Need, asked: int | None, threads: int | None) -> None:
+        self._need, self._asked = need, asked
+        resident = machine.resident_memory()
+        self._base = resident + MEMORY_MARGIN
+        self._layers = need.layers or LayerNeed(0, 0)
+        smallest = max(self._layers.least, need.model or 0) + (threads or 1) * need.thread
+        self._limit = asked or max(resident + DEFAULT_MEMORY, self._base + smallest)
+        least = self._base + self._layers.least
+        self._threads = fit_threads(self._limit, threads, least, need.thread, "verification")
+
+    def plan(self, why_not_captured: str | None) -> Budget:
+        self._refuse_model()
+        reading = self._threads * self._need.thread
+        if self._need.layers is None:
+            return Budget(self._threads, self._base + reading)
+        why_not = why_not_captured or self._why_not_captured()
+        libraries = 0 if why_not else LIBRARIES_MEMORY
+        threads, packed, computing = self._portions(self._limit - self._base - libraries)
+        capture = 0 if why_not else self._need.capture or 0
+        peak = max(reading, libraries + computing, reading + max(capture, self._need.model or 0))
+        return Budget(self._threads, self._base + peak, threads, packed, why_not)
+
+    def _portions(self, room: int) -> tuple[int, int, int]:
+        """Of level layers: threads, each with an expert of its own at least, bytes of packed
+        weights, and bytes in all. Allocators keep what the threads that read weights had, but
+        give it to as many other threads."""
+        need, reader = self._layers, self._need.thread
+        most = (room - need.fixed - self._threads * reader) // max(
+            1, need.thread + need.expert - reader
+        )
+        threads = max(1, min(self._threads, most))
+        fixed = need.fixed + threads * need.thread + (self._threads - threads) * reader
+        packed = min(need.expert * need.experts, room - fixed)
+        return threads, packed, fixed + packed
+
+    def _why_not_captured(self) -> str | None:
+        """Why the source model is not loaded for its hidden states, if memory is the reason."""
+        loading = max(self._need.capture or 0, LIBRARIES_MEMORY + self._layers.least)
+        needed = self._base + self._threads * self._need.thread + loading
+        if needed <= self._limit:
+            return None
+        return (
+            f"loading the source model needs {format_size(needed)} of memory, and "
+            f"{format_size(self._limit)} may be used: --max-memory sets that"
+        )
+
+    def _refuse_model(self) -> None:
+        needed = self._base + self._threads * self._need.thread + (self._need.model or 0)
+        if self._need.model and self._asked and needed > self._asked:
+            raise MemoryLimitError(
+                f"--max-memory {format_size(self._asked)} is too small: --level model needs "
+                f"{format_size(needed)}",
+                f"use --max-memory {-(-needed // (1 << 20))}MiB or --level layers",
+            )
+
+
+# ---- what portions need ------------------------------------------------------------------
+
+
+def layers_need(
+    layers: Iterable[MoELayer],
+    geometries: Iterable[Geometry],
+    request: Any,
+    top_k: int,
+) -> LayerNeed:
+    """Level layers on the layers of a source; `geometries` of those that our kernels run."""
+    layers, tokens = list(layers), request.tokens
+    hidden = max((layer.hidden_size for layer in layers), default=0)
+    inner = max((layer.intermediate_size for layer in layers), default=0)
+    at_once = min(tokens, TOKENS_AT_ONCE)
+    arrays = at_once * F32 * (_OF_EXPERT_TOKENS * hidden + _OF_MIDDLE * inner)
+    pieces = max((_pieces(layer.experts[0][p]) for layer in layers for p in PROJECTIONS), default=0)
+    known = {one for one in geometries if one.format}
+    expert = max((_expert_bytes(one) for one in known), default=0)
+    return LayerNeed(
+        fixed=tokens * hidden * F32 * _OF_ALL_TOKENS
+        + max((_scratch(one, tokens, top_k, request.threads) for one in known), default=0),
+        thread=arrays + pieces,
+        expert=expert,
+        experts=max((len(one.here) for one in known), default=0),
+    )
+
+
+def _pieces(matrix: ExpertMatrix) -> int:
+    """Of a source or packed matrix: what is read, and two pieces as float32."""
+    rows = min(chunk_rows(matrix), matrix.rows)
+    source = rows * matrix.cols * (ITEM_SIZE[matrix.tensor.dtype] + 2 * F32) + BOUNCE_BYTES
+    packed = min(piece_rows(matrix.cols), matrix.rows) * matrix.cols * (2 + 2 * F32)
+    return max(source, packed)
+
+
+def _expert_bytes(geometry: Geometry) -> int:
+    assert geometry.format is not None
+    method = METHODS[geometry.format.key]
+    return method.expert_bytes(geometry.hidden, geometry.intermediate, geometry.parts)
+
+
+def _scratch(geometry: Geometry, tokens: int, top_k: int, threads: int | None) -> int:
+    """What the kernels ask for, of a layer of that size without experts."""
+    assert geometry.format is not None
+    layer = native.Layer(
+        METHODS[geometry.format.key].layout,
+        native.Activation(),
+        geometry.hidden,
+        geometry.intermediate,
+        [[None] * geometry.experts] * geometry.parts,
+    )
+    with Pool(threads) as pool:
+        return layer.scratch_size(tokens, top_k, pool)
+
+
+def loading_bytes(checkpoint: Checkpoint) -> int:
+    """Of transformers with a model: its weights, and once more those of a layer's experts, which
+    are there twice while they are stacked. Pages of mapped files, which the system can take
+    back, are not counted."""
+    weights = sum(source.nbytes for source in checkpoint.sources)
+    experts = (
+        sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS) * len(layer.experts)
+        for layer in checkpoint.layers
+    )
+    return LIBRARIES_MEMORY + weights + max(experts, default=0)
+
+
+def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
+    """`loading_bytes` of so many models at once, and the logits of both on a window."""
+    vocabulary = text_section(checkpoint.config).get("vocab_size")
+    logits = 2 * F32 * _WINDOW * vocabulary if isinstance(vocabulary, int) else 0
+    return LIBRARIES_MEMORY + models * (loading_bytes(checkpoint) - LIBRARIES_MEMORY) + logits
+
+
+def capture_bytes(checkpoint: Checkpoint) -> int:
+    """`loading_bytes` with the pages of the files that are mapped meanwhile."""
+    return loading_bytes(checkpoint) + sum(source.nbytes for source in checkpoint.sources)

@@ -1,0 +1,112 @@
+"""A layer's routed experts in float32, on the packed and on the source's weights.
+
+Threads compute one expert each, from a few rows of its matrices at a time, so that memory depends
+neither on the size nor on the number of experts. Sums are formed in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.blas import one_thread
+from ktconv.checkpoint import MoELayer
+from ktconv.moe.experts import in_blocks
+from ktconv.verify.hidden_states import Inputs
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+
+
+class Outputs(NamedTuple):
+    """What an expert makes of its tokens [M, H]. `rounded`: on the packed weights, activations
+    rounded as the kernels round them; as `packed` where no kernel of ours runs."""
+
+    packed: F32
+    rounded: F32
+    source: F32
+
+
+class LayerTruth:
+    """Adds up what `compute` makes of each expert's tokens x [M, H]."""
+
+    def __init__(self, x: F32, compute: Callable[[int, F32], Outputs], threads: int) -> None:
+        self._x, self._compute, self._threads = x, compute, threads
+        self.packed, self.source = np.zeros_like(x), np.zeros_like(x)
+        self.errors: dict[int, float] = {}
+
+    def add(self, inputs: Inputs) -> F32:
+        """Adds what these inputs give. Returns the same alone, with rounded activations."""
+        together = np.zeros_like(self._x)
+
+        def outputs(expert: int) -> Outputs:
+            token, _ = np.nonzero(inputs.ids == expert)
+            with np.errstate(all="ignore"):  # which is a thread's own
+                return Outputs(*in_blocks(partial(self._compute, expert), self._x[token]))
+
+        experts = inputs.experts
+        with one_thread():
+            results = _in_order(outputs, experts, self._threads)
+            for expert, found in zip(experts, results, strict=True):
+                token, slot = np.nonzero(inputs.ids == expert)
+                weight = inputs.weights[token, slot, None]
+                self.errors[expert] = relative(found.packed, found.source)
+                np.add.at(together, token, weight * found.rounded)
+                np.add.at(self.packed, token, weight * found.packed)
+                np.add.at(self.source, token, weight * found.source)
+        return together
+
+    def facts(
+        self,
+        layer: MoELayer,
+        inputs: Inputs,
+        kernel_error: dict[str, float],
+        y: F32,
+        shared: F32 | None,
+    ) -> dict[str, Any]:
+        """The layer's row of the report; y is what the layer computes after conversion."""
+        worst = max(self.errors, key=lambda expert: self.errors[expert])
+        return {
+            "layer": layer.index,
+            "kernel_error": kernel_error,
+            "quantization_error": relative(y, self.source),
+            "quantization_error_with_shared": None
+            if shared is None
+            else relative(y + shared, self.source + shared),
+            "weights_error": relative(self.packed, self.source),
+            "worst_expert": {"expert": worst, "error": self.errors[worst]},
+            "experts_run": len(self.errors),
+            "routing": inputs.routing,
+            "router_agreement": inputs.router_agreement,
+        }
+
+
+def _in_order(
+    work: Callable[[int], Outputs], experts: Sequence[int], threads: int
+) -> Iterator[Outputs]:
+    """Results in the order of the experts; one more than there are threads is under way. The
+    first error ends it."""
+    waiting: deque[Future[Outputs]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for expert in experts:
+                waiting.append(pool.submit(work, expert))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def relative(got: F32, expected: F32) -> float:
+    """Norm of the difference over the norm; 0 where both are 0."""
+    off, norm = float(np.linalg.norm(got - expected)), float(np.linalg.norm(expected))
+    return off / norm if norm else (0.0 if off == 0 else float("inf"))
