@@ -299,7 +299,10 @@ def test_damaged_journal_record_means_the_unit_is_done_again(
     assert contents(output) == contents(tmp_path / "clean")
 
 
-@pytest.mark.parametrize("about", ["3", "{}", '{"sha256": "x", "relative_rms_error": "big"}'])
+@pytest.mark.parametrize(
+    "about",
+    ["3", "{}", '{"sha256": ""}', f'{{"sha256": "{"0" * 64}", "relative_rms_error": "big"}}'],
+)
 def test_damaged_tensor_record_means_the_unit_is_done_again(
     model: Path, tmp_path: Path, about: str
 ) -> None:

@@ -41,6 +41,7 @@ _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, p
 
 Record = dict[str, Any]
 _LAYER = re.compile("[0-9]{1,9}")
+_SHA256 = re.compile("[0-9a-f]{64}")
 _ESCAPES = re.compile(rb"\\u[dD][89a-fA-F]")  # surrogates: pairs are sound, single ones are not
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # no escaped backslash before u0000
 
@@ -155,7 +156,8 @@ def _is_tensor_record(about: object) -> bool:
     if not isinstance(about, dict):
         return False
     checksum, error = about.get("sha256"), about.get("relative_rms_error", 0.0)
-    return isinstance(checksum, str) and isinstance(error, float) and math.isfinite(error)
+    form = isinstance(checksum, str) and _SHA256.fullmatch(checksum) is not None
+    return form and isinstance(error, float) and math.isfinite(error)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
