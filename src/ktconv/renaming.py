@@ -14,8 +14,7 @@ from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
 
-_PREFIX = re.compile(r"(?:language_model\.|model\.)+")
-_LAYER = re.compile(r"layers\.([0-9]+)\.")
+_START = re.compile(r"(?:language_model\.|model\.)*(?:layers\.([0-9]+)\.)?")  # fits any name
 
 
 def output_name(name: str) -> str:
@@ -26,14 +25,15 @@ def output_name(name: str) -> str:
     >>> output_name("model.vision_model.encoder.layers.0.w")
     'vision_model.encoder.layers.0.w'
     """
-    prefix = _PREFIX.match(name)
-    rest = name[prefix.end() :] if prefix else name
-    return _LAYER.sub(r"blk.\1.", rest, count=1) if _LAYER.match(rest) else rest
+    start = _START.match(name)
+    assert start is not None  # all of it is optional
+    rest = name[start.end() :]
+    return f"blk.{start[1]}.{rest}" if start[1] else rest
 
 
 def rename_tensors(tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
     """Each tensor with its output name, in order. CheckpointError if two names collide."""
-    taken: dict[str, str] = {}
+    taken: dict[str, TensorRef] = {}
     for tensor in tensors:
         name = output_name(tensor.name)
         if name in ("", "__metadata__") or parse_tensor_name(name):
@@ -44,8 +44,9 @@ def rename_tensors(tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
             )
         if name in taken:
             raise CheckpointError(
-                f"tensors {taken[name]} and {tensor.name} would both become {name} in the output",
+                f"tensors {taken[name].name} and {tensor.name} would both become {name} in the "
+                "output",
                 "convert with --experts-only, which leaves non-expert tensors out",
             )
-        taken[name] = tensor.name
-    return [(tensor, output_name(tensor.name)) for tensor in tensors]
+        taken[name] = tensor
+    return [(tensor, name) for name, tensor in taken.items()]

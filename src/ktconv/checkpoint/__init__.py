@@ -8,9 +8,6 @@ Only headers are read, each once; torch and numpy are not imported.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from ktconv.checkpoint.types import (
     SourceFile,
     TensorRef,
 )
+from ktconv.collector import collector_paused
 from ktconv.text import path_text
 
 __all__ = [
@@ -54,14 +52,14 @@ __all__ = [
 ]
 
 
+@collector_paused()
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """Open the checkpoint in directory `model`, or the cached hub model `org/name`.
 
     Everything that headers can tell is validated. Raises CheckpointError (or
     ResourceError where the system refuses) with the file or tensor in its message.
     """
-    with _collector_paused():
-        return _open_directory(locate_model(model))
+    return _open_directory(locate_model(model))
 
 
 def check_headers(directory: Path) -> None:
@@ -88,19 +86,6 @@ def _open_directory(directory: Path) -> Checkpoint:
         notes=[*selection.notes, *found.notes],
         sources=[_config_source(config), *map(_shard_source, headers)],
     )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Nearly all objects made while opening stay alive, and none form cycles: with 100 000
-    tensors the cyclic collector would walk them again and again for a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,7 @@ def convert(
 def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
     """The work, done with notes and progress; who interrupts it is told how to go on."""
     say_notes(outlook)
+    gc.freeze()  # the plan lives as long as the process: no collection has to walk it
     with interruptible(lambda: _way_on(outlook.request.output)):
         observer = progress_of(outlook)
         with observer:

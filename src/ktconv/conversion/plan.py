@@ -7,13 +7,14 @@ index all follow from one `Plan`; what becomes of an expert is asked of its `Tar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.collector import collector_paused
 from ktconv.conversion.target import O, Target
 from ktconv.errors import UsageError
 from ktconv.units import format_ranges, format_size
@@ -142,6 +143,7 @@ class Content:
     skipped: Sequence[str] = ()
 
 
+@collector_paused()
 def plan_checkpoint(
     checkpoint: Checkpoint, target: Target[O], selection: Selection | None = None
 ) -> Plan[O]:
@@ -159,19 +161,21 @@ def plan_checkpoint(
     return lay_out(content, target)
 
 
+@collector_paused()
 def lay_out(content: Content, target: Target[O]) -> Plan[O]:
     """Give every tensor its shard."""
     target.check([chosen.layer for chosen in content.layers])
-    sizes, copy_groups = _Sizes(target), _group_copies(content.copies, target)
-    total = sum(len(sizes.of(chosen)) for chosen in content.layers) + len(copy_groups)
+    sizes, copies = _Sizes(target), iter(content.copies)
+    copy_sizes = _shard_sizes((target.copied(*copy) for copy in content.copies), target)
+    total = sum(len(sizes.of(chosen)) for chosen in content.layers) + len(copy_sizes)
     names = (f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1))
     return Plan(
         checkpoint=content.checkpoint,
         target=target,
         layers=[_layer_unit(chosen, sizes.of(chosen), target, names) for chosen in content.layers],
         others=[
-            _copy_unit(number, tensors, target, next(names))
-            for number, tensors in enumerate(copy_groups, start=1)
+            _copy_unit(number, list(islice(copies, size.tensors)), size, target, next(names))
+            for number, size in enumerate(copy_sizes, start=1)
         ],
         sidecars=content.sidecars,
         notes=content.notes,
@@ -278,17 +282,22 @@ class _Sizes:
         return self._known[key]
 
     def _draw(self, layer: MoELayer, experts: Sequence[int]) -> list[_ShardSize]:
-        sizes = []
-        for section in self._target.sections(layer, experts):
-            for tensors in group(section, self._target.options.max_shard_size):
-                _check_fits(tensors, self._target)
-                shard = plan_shard("", tensors, self._target.metadata())
-                sizes.append(_ShardSize(len(tensors), shard.size, shard.data_bytes))
-        return sizes
+        sections = self._target.sections(layer, experts)
+        return [size for section in sections for size in _shard_sizes(section, self._target)]
 
 
-def _check_fits(tensors: Sequence[Tensor], target: Target[Any]) -> None:
-    size = plan_shard("", tensors, target.metadata()).size if len(tensors) == 1 else 0
+def _shard_sizes(tensors: Iterable[Tensor], target: Target[Any]) -> list[_ShardSize]:
+    """Of the shards that these tensors fill, in order; refuses a tensor larger than a shard."""
+    sizes = []
+    for members in group(tensors, target.options.max_shard_size):
+        shard = plan_shard("", members, target.metadata())
+        if len(members) == 1:
+            _check_fits(members, shard.size, target)
+        sizes.append(_ShardSize(len(members), shard.size, shard.data_bytes))
+    return sizes
+
+
+def _check_fits(tensors: Sequence[Tensor], size: int, target: Target[Any]) -> None:
     limit = target.options.max_shard_size
     if size > limit:
         raise UsageError(
@@ -319,23 +328,15 @@ def _layer_unit(
     )
 
 
-def _group_copies(copies: Sequence[Copy], target: Target[Any]) -> list[list[Copy]]:
-    """Non-expert tensors by shard."""
-    tensors = [target.copied(ref, name) for ref, name in copies]
-    remaining = iter(copies)
-    groups = []
-    for tensors_of_shard in group(tensors, target.options.max_shard_size):
-        _check_fits(tensors_of_shard, target)
-        groups.append(list(islice(remaining, len(tensors_of_shard))))
-    return groups
-
-
-def _copy_unit(number: int, copies: Sequence[Copy], target: Target[Any], name: str) -> Unit:
-    unit = Unit(f"other-{number:05d}", target, copies=copies, shard_counts=[(name, len(copies))])
-    (shard,) = unit.shards
-    return replace(
-        unit,
+def _copy_unit(
+    number: int, copies: Sequence[Copy], size: _ShardSize, target: Target[Any], name: str
+) -> Unit:
+    return Unit(
+        f"other-{number:05d}",
+        target,
+        copies=copies,
+        shard_counts=[(name, size.tensors)],
         source_bytes=sum(tensor.nbytes for tensor, _ in copies),
-        output_bytes=shard.size,
-        data_bytes=shard.data_bytes,
+        output_bytes=size.nbytes,
+        data_bytes=size.data_bytes,
     )
