@@ -82,7 +82,7 @@ def load_language_model(
     """
     name = name or directory
     config = load_config(directory, name)
-    with _loading(directory, str(name), name, CONFIG_NAME), _no_progress():
+    with _loading(directory, f"{name} as a language model", name, CONFIG_NAME), _no_progress():
         from transformers import AutoModelForCausalLM
 
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -251,7 +251,7 @@ class _PrintableRecord(LogRecord):
 
 def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvError:
     if out_of_memory(error):
-        return ResourceError(f"memory ended while {what} was loaded")
+        return ResourceError(f"memory ended while {name} was loaded")
     refused: BaseException | None = error
     while refused is not None and not isinstance(refused, RefusedError):
         refused = refused.__cause__ or refused.__context__
