@@ -115,7 +115,8 @@ def check_refusal(got: int, stdout: str, stderr: str, code: int, *phrases: str) 
 
 def _is_progress(line: str) -> bool:
     told = " done, ", " modules "  # units, and the classes that quantize-gpu counts
-    return any(word in line for word in told) or line.startswith(("note: ", "skipped: "))
+    ahead = "note: ", "skipped: ", "memory: "  # of the work
+    return any(word in line for word in told) or line.startswith(ahead)
 
 
 def start(model: object, output: object, *more: object, stop_at: int = 0) -> subprocess.Popen[str]:

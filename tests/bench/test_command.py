@@ -277,6 +277,13 @@ def test_options_without_meaning_for_packing_are_refused(words: tuple[str, ...])
     assert f"{words[0]} does not belong to --stage pack" in result.stderr
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e30"])
+def test_a_time_that_does_not_end_is_refused(seconds: str) -> None:
+    result = bench("--shape", "128,128,4,2", "--seconds", seconds)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--seconds" in result.stderr
+
+
 def test_every_option_has_a_meaning_for_packing_or_none() -> None:
     options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
     assert options - {"--help"} == command._PACKING | {words[0] for words in MEANINGLESS}

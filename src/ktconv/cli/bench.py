@@ -77,7 +77,9 @@ def bench(
     iters: Annotated[
         int | None, typer.Option(min=1, help="Iterations per row.", metavar="N")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time per row.", metavar="S")] = 0.5,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, max=3600.0, help="Time per row.", metavar="S")
+    ] = 0.5,
     seed: Annotated[
         int, typer.Option(min=0, help="Of weights, tokens and routing.", metavar="N")
     ] = 0,

@@ -19,10 +19,10 @@ from ktconv.cli.conversions import (
 )
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.show import JsonOption
-from ktconv.errors import MemoryShortError
+from ktconv.errors import MemoryLimitError
 from ktconv.units import parse_size
 
-_RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryShortError: "use fewer --threads"}
+_RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 
 def merge_command(
