@@ -22,15 +22,16 @@ from families import (
     write_checkpoint,
 )
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_info
 
-from ktconv import blas, machine, native
+from ktconv import machine, native
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import MemoryLimitError, ResourceError
 from ktconv.formats import PROJECTIONS
 from ktconv.moe import experts as moe_experts
 from ktconv.moe import open_experts, streamed
 from ktconv.moe.streamed import Piece, Streamed, whole
-from ktconv.verify import Request, verify
+from ktconv.verify import Request, truth, verify
 from ktconv.verify.dense import SourceTensors
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.memory import (
@@ -414,23 +415,22 @@ def test_source_tensors_of_every_encoding(tmp_path: Path) -> None:
 # ---- BLAS --------------------------------------------------------------------------------
 
 
-def test_blas_has_one_thread_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = [7]
-    functions = (lambda: threads[-1], threads.append)
-    monkeypatch.setattr(blas, "_openblas", lambda: functions)
-    with pytest.raises(RuntimeError), blas.one_thread():
-        assert threads[-1] == 1
-        raise RuntimeError
-    assert threads == [7, 1, 7]
+def test_blas_has_one_thread_while_ours_share_the_work(
+    large: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own threads spin while they wait for one another."""
+    model, output = large
+    before, during, compute = blas_threads(), [], truth.in_blocks
+
+    def noticed(*arguments: Any) -> Any:
+        during.append(blas_threads())
+        return compute(*arguments)
+
+    monkeypatch.setattr(truth, "in_blocks", noticed)
+    assert verify(Request(output, str(model), level="layers")).passed
+    assert during and all(threads <= {1} for threads in during)
+    assert blas_threads() == before
 
 
-def test_another_blas_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(blas, "MAPS", tmp_path / "none")
-    blas._openblas.cache_clear()
-    with blas.one_thread():
-        assert blas._openblas() is None
-    blas._openblas.cache_clear()
-    monkeypatch.undo()
-    with blas.one_thread():
-        found = blas._openblas()
-        assert found is None or found[0]() == 1
+def blas_threads() -> set[int]:
+    return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from ktconv import machine
-from ktconv.blas import one_thread
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import KtconvError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -181,7 +181,7 @@ class HiddenStates:
             return None
         gate, up, down = (self._source.matrix(one) for one in (found.gate, found.up, found.down))
         activation = activation_of(self._config)
-        with one_thread():
+        with threadpool_limits(limits=1, user_api="blas"):  # as in LayerTruth
             (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)
         if found.gating is not None:
             y /= 1 + np.exp(-self._source.matrix(found.gating).product(x))

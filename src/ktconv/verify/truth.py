@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
-from ktconv.blas import one_thread
 from ktconv.checkpoint import MoELayer
 from ktconv.moe.experts import in_blocks
 from ktconv.verify.hidden_states import Inputs
@@ -51,7 +51,8 @@ class LayerTruth:
                 return Outputs(*in_blocks(partial(self._compute, expert), self._x[token]))
 
         experts = inputs.experts
-        with one_thread():
+        # OpenBLAS's threads spin while they wait for one another, in every product.
+        with threadpool_limits(limits=1, user_api="blas"):
             results = _in_order(outputs, experts, self._threads)
             for expert, found in zip(experts, results, strict=True):
                 token, slot = np.nonzero(inputs.ids == expert)
