@@ -203,6 +203,7 @@ def test_what_is_refused_before_anything_is_read(
         raise AssertionError("a tensor is read")
 
     monkeypatch.setattr(SourceReader, "read", read)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=says) as caught:
         prepare(Request(tmp_path / "out", str(model), threads=1))
+    assert caught.value.hint is not None
     assert prepare(Request(tmp_path / "out", str(model), "weights", threads=1))

@@ -6,6 +6,8 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from ktconv.formats import PROJECTIONS
 from ktconv.moe import experts as moe_experts
 from ktconv.moe import open_experts, streamed
 from ktconv.moe.streamed import Piece, Streamed, whole
-from ktconv.verify import Request, truth, verify
+from ktconv.verify import Request, prepare, truth, verify
 from ktconv.verify.dense import SourceTensors
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.memory import (
@@ -44,6 +46,7 @@ from ktconv.verify.memory import (
 )
 from ktconv.verify.truth import LayerTruth, Outputs
 
+EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 MIB = 1 << 20
 HIDDEN, INNER = 512, 512
 PACKED = 3 * HIDDEN * INNER  # bytes of an expert in INT8
@@ -153,6 +156,24 @@ def test_two_conversions(large: tuple[Path, Path], tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     assert facts["verdict"] == "different"
     assert facts["peak_rss_bytes"] <= facts["peak_memory_bytes"] <= 400_000_000
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_level_model_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ktconv.model
+
+    def loaded(*_: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(ktconv.model, "load_model", loaded, raising=False)
+    convert(EXAMPLE, tmp_path / "out", method="int8")
+    limit = machine.resident_memory() + LIBRARIES_MEMORY
+    request = Request(tmp_path / "out", str(EXAMPLE), "model", threads=1, max_memory=limit)
+    with pytest.raises(MemoryLimitError, match="--level model needs"):
+        prepare(request)
+    assert prepare(replace(request, level="layers")).budget.why_not_captured is not None
 
 
 # ---- portions ----------------------------------------------------------------------------
@@ -288,7 +309,7 @@ def test_a_product_holds_two_pieces_at_most() -> None:
 
 
 def test_no_more_experts_at_once_than_threads() -> None:
-    """And no more results than one beside them."""
+    """And no more results than one beside them, and the one that is added up."""
     lock, running, most = threading.Lock(), 0, 0
     started: list[int] = []
 
@@ -298,6 +319,7 @@ def test_no_more_experts_at_once_than_threads() -> None:
             running += 1
             most = max(most, running)
             started.append(expert)
+            assert len(started) - len(truth.errors) <= 3 + 2, "results that nobody took"
         y = x * np.float32(expert)
         with lock:
             running -= 1

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from ktconv import machine
 from ktconv.checkpoint import MoELayer
-from ktconv.errors import KtconvError
+from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model import route
 from ktconv.moe.experts import expert_output, in_blocks
@@ -68,8 +68,12 @@ def refuse_impossible(subject: Subject) -> None:
     """Before anything is read: KtconvError for an activation that the kernels lack, a layer
     without any router, or a config.json that contradicts itself about them."""
     assert subject.checkpoint is not None
-    activation_of(subject.checkpoint.config)
-    _tensors_of(subject, SourceTensors(subject.checkpoint))
+    try:
+        activation_of(subject.checkpoint.config)
+        _tensors_of(subject, SourceTensors(subject.checkpoint))
+    except CheckpointError as error:
+        error.hint = error.hint or "run --level weights, which does not need that"
+        raise
 
 
 def experts_per_token(subject: Subject) -> int:

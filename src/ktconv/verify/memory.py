@@ -28,10 +28,10 @@ from ktconv.units import format_size
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
 LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported
 F32 = 4
-# Float32 arrays that hold every token of a layer, its hidden state or the expert's width, at once.
-_OF_ALL_TOKENS = 12
+# How many float32 arrays there are at once: of all tokens of a layer [M, H]; of those of an expert
+# that is computed, as wide as hidden states and as the expert is inside.
+_OF_ALL_TOKENS, _OF_EXPERT_TOKENS, _OF_MIDDLE = 12, 16, 24
 _WINDOW = 512  # tokens, of level model
-_OF_EXPERT_TOKENS, _OF_MIDDLE = 16, 24
 
 
 @dataclass(frozen=True, slots=True)
