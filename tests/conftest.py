@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from ktconv import native
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Scripts in the background and nohup ignore signals, and so would every process of a test.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 

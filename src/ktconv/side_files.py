@@ -16,8 +16,9 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.regular_files import MissingFileError, opened_small, read_chunks, unreadable
+from ktconv.text import path_of, path_text
 
-RECORDS = "side_files"  # of the manifest: name -> {"bytes", "sha256"}
+RECORDS = "side_files"  # of the manifest: name by text.path_text -> {"bytes", "sha256"}
 Record = dict[str, Any]
 
 _PATTERNS = ("*.json", "*.jinja", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken", "*.py")
@@ -115,7 +116,7 @@ def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
     """All of an output. ResourceError where the system does not let us read."""
     for name, record in records.items():
         try:
-            found = record_of(directory, name)
+            found = record_of(directory, path_of(name))
         except MissingFileError:
             yield Flaw("missing file", name, f"{directory} has no {name}")
         except CheckpointError as error:
@@ -124,10 +125,10 @@ def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
             if found != {key: record[key] for key in found}:
                 yield Flaw("changed file", name, f"{name} is not the file that was written")
     for path in list_side_files(directory):
-        if path.as_posix() not in records and not is_legal(path):
+        if path_text(path) not in records and not is_legal(path):
             yield Flaw(
                 "unexpected file",
-                path.as_posix(),
+                path_text(path),
                 f"{path} is none of the files that were written, and loaders may read it",
             )
 

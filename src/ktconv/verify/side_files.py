@@ -15,6 +15,7 @@ from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS, parse_kt_path, parse_tensor_name
 from ktconv.regular_files import read_small
 from ktconv.side_files import RECORDS, Record, flaws, list_side_files, record_of, recorded
+from ktconv.text import path_text
 from ktconv.verify.findings import Findings
 from ktconv.verify.side_content import content_differences
 from ktconv.verify.subject import Subject
@@ -82,7 +83,7 @@ def _against_source(subject: Subject, findings: Findings, flawed: Set[str], reco
     if CONFIG_NAME not in map(str, planned) and not (subject.directory / CONFIG_NAME).exists():
         planned = [*planned, Path(CONFIG_NAME)]
     for name in planned:
-        if name.as_posix() in flawed:
+        if path_text(name) in flawed:
             continue
         if not os.path.lexists(subject.directory / name):
             _absent(subject, findings, str(name))

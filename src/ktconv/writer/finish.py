@@ -9,6 +9,7 @@ from typing import Any
 
 from ktconv.regular_files import MissingFileError, opened_small, read_chunks, read_small
 from ktconv.side_files import Fingerprint
+from ktconv.text import path_text
 from ktconv.writer.files import make_directory, write_durably
 from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
 
@@ -28,7 +29,7 @@ def copy_sidecars(
             found = Fingerprint()
             data = found.of(read_chunks(source / relative, descriptor))
             write_durably(output / relative, data, staging)
-        records[relative.as_posix()] = found.record()
+        records[path_text(relative)] = found.record()
     return records
 
 
