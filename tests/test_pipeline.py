@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,3 +107,31 @@ def test_an_error_in_any_thread_ends_all(where: str) -> None:
         assert staged[2].ended != "committed"
         assert len(finished) < 6
     assert all(one.ended in ("", "committed", "abandoned") for one in staged)
+
+
+def test_an_interrupt_during_the_last_commit_waits_for_it() -> None:
+    """Else it goes on behind the back of a run that has given its locks back."""
+    workers: list[threading.Thread] = []
+    arrived = threading.Event()
+
+    class Struck(Staged):
+        def commit(self) -> list[dict[str, object]]:
+            workers[0].join()  # then the main thread waits for commits alone
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            arrived.wait()
+            return super().commit()
+
+    def interrupt(*_: object) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
+
+    staged, finished = Struck(), list[str]()
+    pipeline = Pipeline(1, lambda: workers.append(threading.current_thread()), SilentObserver())
+    before, handler = threading.active_count(), signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(iter([make_job(0, [Step([])], staged, finished)]))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert threading.active_count() == before
+    assert (staged.ended, finished) == ("committed", ["0"])

@@ -103,25 +103,18 @@ class Pipeline(Generic[Buffers]):
         and not committed is removed. An interrupt ends in the same clean way."""
         self._jobs.extend(jobs)
         self._observer.begin([job.key for job in self._jobs])
-        workers: list[threading.Thread] = []
-        others: list[threading.Thread] = []
+        workers: list[_Thread] = []
+        others: list[_Thread] = []
         try:
             # One by one: the system can refuse a thread, and those before it must be joined.
             for loop in (self._commit_loop, self._prefetch_loop):
                 others.append(self._start(loop))
             for _ in range(self._threads):
                 workers.append(self._start(self._work))
-            for thread in workers:
-                while thread.is_alive():
-                    thread.join(0.5)  # in slices, so that signals reach this thread
+            self._wait_for(workers, others)
         except BaseException as error:
             self._stop(error)
-        for thread in workers:
-            thread.join()
-        self._commits.put(None)
-        self._prefetch.put(None)
-        for thread in others:
-            thread.join()
+        self._wait_for(workers, others)
         for job in self._open:
             if job.staging is not None:
                 # Of several errors the first one is told.
@@ -130,14 +123,23 @@ class Pipeline(Generic[Buffers]):
         if self._error is not None:
             raise self._error
 
-    def _start(self, loop: Callable[[], None]) -> threading.Thread:
+    def _wait_for(self, workers: Sequence[_Thread], others: Sequence[_Thread]) -> None:
+        """The last commit can take long, and an interrupt come meanwhile."""
+        for thread in workers:
+            thread.wait()
+        self._commits.put(None)
+        self._prefetch.put(None)
+        for thread in others:
+            thread.wait()
+
+    def _start(self, loop: Callable[[], None]) -> _Thread:
         def guarded() -> None:
             try:
                 loop()
             except BaseException as error:
                 self._stop(error)
 
-        thread = threading.Thread(target=guarded, daemon=True)
+        thread = _Thread(guarded)
         thread.start()
         return thread
 
@@ -229,3 +231,25 @@ def advise(span: Span) -> None:
             os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(fd)
+
+
+class _Thread(threading.Thread):
+    """A thread whose end can be waited for in spite of interrupts.
+
+    Before Python 3.13 an interrupt in `join` marks a thread as ended that still runs.
+    """
+
+    def __init__(self, loop: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._loop, self._ended = loop, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        while not self._ended.wait(0.5):  # in slices, so that signals reach this thread
+            pass
+        self.join()
