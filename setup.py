@@ -14,7 +14,9 @@ class ParallelBuild(build_ext):
         compile_files = self.compiler.compile
 
         def compile_at_once(sources, **options):
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            # A container may have less memory than its host's CPUs would need.
+            jobs = int(os.environ.get("MAX_JOBS") or min(16, len(os.sched_getaffinity(0))))
+            with ThreadPoolExecutor(jobs) as pool:
                 objects = pool.map(lambda source: compile_files([source], **options), sources)
                 return [path for paths in objects for path in paths]
 

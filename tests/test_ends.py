@@ -554,6 +554,13 @@ def test_links_in_a_circle(model: Path, output: Path, folders: Path, tmp_path: P
 # ---- options ---------------------------------------------------------------------------
 
 
+def test_a_value_may_end_like_an_option(model: Path, tmp_path: Path) -> None:
+    """As folders do that are named after a column of a table."""
+    text = tmp_path / "lang=en="
+    result = invoke("stats", model, f"--text={text}")
+    assert "is empty" not in result.stderr and str(text) in result.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_empty_value_is_refused(name: str, tmp_path: Path) -> None:
     """A variable of a shell that is not set: not all layers, not the current directory."""

@@ -280,6 +280,19 @@ def test_odd_files_of_an_output_are_named(
         refused(ktconv(*words), 2, str(output / "ktconv.json"), ODD[make])
 
 
+def test_damage_that_only_a_failure_can_report(model: Path, output: Path) -> None:
+    """Neither ends the verification before it has begun."""
+    convert(model, output)
+    (output / "additional_chat_templates").write_text("no folder")
+    manifest = json.loads((output / "ktconv.json").read_text())
+    manifest["side_files"]["x" * 300] = {"bytes": 0, "sha256": "0" * 64}
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    result = ktconv("verify", output, "--json")
+    assert result.exit_code == 1, result.stderr
+    names = {failure.get("file") for failure in json.loads(result.stdout)["failures"]}
+    assert {"additional_chat_templates", "x" * 300} <= names
+
+
 def test_a_manifest_that_may_not_be_read(
     model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

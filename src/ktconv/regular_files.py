@@ -115,6 +115,8 @@ def _refuse_irregular(path: Path, status: os.stat_result) -> None:
 
 
 def _unopened(path: Path, error: OSError) -> CheckpointError | ResourceError:
+    if error.errno == errno.ENAMETOOLONG:
+        return MissingFileError(f"{path} does not exist: its name is too long", _DOWNLOAD)
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         if path.is_symlink():
             return CheckpointError(f"{path} is a broken link to {path.readlink()}", _DOWNLOAD)

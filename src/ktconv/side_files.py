@@ -36,9 +36,11 @@ def list_side_files(directory: Path) -> list[Path]:
     """Names of all side files, relative to `directory`, whatever lies under them."""
     names = [name for name in _names(directory) if _is_side_file(directory, name)]
     found = [Path(name) for name in names if not _is_own(name)]
-    if os.path.lexists(directory / _TEMPLATES):
+    if (directory / _TEMPLATES).is_dir():
         templates = _names(directory / _TEMPLATES)
         found += [Path(_TEMPLATES, name) for name in templates if _fits(name, ("*.jinja",))]
+    elif os.path.lexists(directory / _TEMPLATES):
+        found.append(Path(_TEMPLATES))
     return sorted(found)
 
 
@@ -51,6 +53,8 @@ def find_side_files(directory: Path) -> list[Path]:
     names = list_side_files(directory)
     for name in names:
         _check_name(directory, name)
+        if name == Path(_TEMPLATES):
+            _names(directory / name)  # raises: it is none
         with opened_small(directory, name):
             pass
     return names
@@ -129,7 +133,7 @@ def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
             yield Flaw(
                 "unexpected file",
                 path_text(path),
-                f"{path} is none of the files that were written, and loaders may read it",
+                f"{path} was not written by this conversion, and loaders may read it",
             )
 
 

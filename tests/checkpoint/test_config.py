@@ -385,3 +385,9 @@ def test_fp8_whose_product_overflows(command: str, tmp_path: Path) -> None:
     assert "the value at [5, 7] times its scale 3e+38 in" in result.stderr
     assert "down_proj.weight_scale_inv is beyond float32" in result.stderr
     assert "NaN" not in result.stderr
+
+
+def test_false_for_none() -> None:
+    """As Hunyuan's files say that there are no groups and no factor."""
+    none = dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor"), False)
+    interpret_config({"model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": 8, **none})

@@ -230,7 +230,7 @@ def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
     refused("has another ending", placement=tmp_path / "counts.bin")
     refused("--placement takes all layers", layers=[1])
     refused("--hot and --hot-total choose in different ways", hot=1, hot_total=2)
-    for layers in (None, 3, True):
+    for layers in (None, 3, True, 10**12, 10**30):
         content = PLACED.facts(None, None) | {"num_hidden_layers": layers}
         (tmp_path / "old.json").write_text(json.dumps(content))
         with pytest.raises(UsageError, match="needs the number of layers"):

@@ -56,7 +56,8 @@ def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _NAME = _Rule(lambda value: isinstance(value, str) and "\0" not in value, "a name")
 _FLAG = _Rule(lambda value: type(value) is bool or value in (0, 1), "true or false")
 _COUNT = _Rule(is_whole, "a number of experts")
-_INTEGER = _Rule(lambda value: type(value) is int, "an integer")  # -1 can mean "none"
+# -1 can mean "none", and in Hunyuan's files false does.
+_INTEGER = _Rule(lambda value: type(value) is int or value is False, "an integer")
 _OBJECT = _Rule(lambda value: isinstance(value, dict), "an object")
 _LIST = _Rule(
     lambda value: isinstance(value, list) and all(type(one) is int for one in value),
@@ -67,7 +68,9 @@ _WORDS = _Rule(
     "a list of names",
 )
 _EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
-_FACTOR = _Rule(_each(lambda value: value is None or _is_number(value)), "a finite number")
+_FACTOR = _Rule(
+    _each(lambda value: value is None or value is False or _is_number(value)), "a finite number"
+)
 _LIMIT = _Rule(
     _each(lambda value: value is None or (_is_number(value) and value >= 0)),
     "a number of at least 0",

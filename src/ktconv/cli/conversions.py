@@ -91,19 +91,22 @@ def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
     """The work, done with notes and progress; who interrupts it is told how to go on."""
     say_notes(outlook)
     gc.freeze()  # the plan lives as long as the process: no collection has to walk it
-    with interruptible(lambda: _way_on(outlook.request.output)):
+    request = outlook.request
+    with interruptible(lambda: _way_on(request.output, request.overwrite)):
         observer = progress_of(outlook)
         with observer:
             return work(observer)
 
 
-def _way_on(output: Path) -> str:
+def _way_on(output: Path, overwrite: bool) -> str:
     """What a run that was interrupted left there."""
     from ktconv.writer.finish import MANIFEST
     from ktconv.writer.journal import STATE_DIRECTORY
 
     if os.access(output / STATE_DIRECTORY, os.F_OK):
         return f"Finished layers are kept: run the same command again to continue in {output}."
+    if overwrite:
+        return f"Files in {output} may have been removed: run the same command again."
     return f"{output} is complete." if os.access(output / MANIFEST, os.F_OK) else NOTHING_WRITTEN
 
 

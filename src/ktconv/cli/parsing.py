@@ -80,7 +80,7 @@ def refuse_empty(words: Sequence[str]) -> None:
     As a path it would be the current directory, as a list of numbers all there are.
     """
     for before, word in zip(["", *words], words, strict=False):
-        option = re.fullmatch("(-.*)=", word)
+        option = re.fullmatch("(-[^=]*)=", word)
         name = option[1] if option else before if before.startswith("-") else "an argument"
         if option or not word:
             raise UsageError(f"{name} is empty", "give a value, or leave it out")

@@ -261,8 +261,8 @@ class _ShardSize:
 
 
 class _Sizes:
-    """Sizes of the shards of layers. Layers of equal dimensions whose numbers have equally
-    many digits have headers of equal length, so that each such class is drawn once."""
+    """Sizes of the shards of layers. Layers of equal dimensions and encodings, whose numbers have
+    equally many digits, have headers of equal length, so that each such class is drawn once."""
 
     def __init__(self, target: Target[Any]) -> None:
         self._target = target
@@ -276,7 +276,8 @@ class _Sizes:
         digits = len(str(layer.index)), len(layer.source)
         which = len(experts) if experts == range(len(layer.experts)) else tuple(experts)
         sections = len(self._target.sections(layer, experts))
-        key = (digits, which, sections, layer.hidden_size, layer.intermediate_size)
+        sizes = layer.hidden_size, layer.intermediate_size
+        key = (digits, which, sections, sizes, layer.encoding)
         if key not in self._known:
             self._known[key] = self._draw(layer, experts)
         return self._known[key]

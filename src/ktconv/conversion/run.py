@@ -51,6 +51,7 @@ from ktconv.writer.journal import (
     OutputLock,
     Record,
     differences,
+    is_run_record,
 )
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
@@ -294,7 +295,7 @@ class Conversion(ABC, Generic[O]):
     def _claim(self) -> list[Unit]:
         """Lock what this run is for; other machines may work on the other layers."""
         if self.request.overwrite:
-            self.lock.acquire(self._all_bytes(), "this model")
+            self.lock.acquire({*self._all_bytes(), *self._earlier_layers()}, "this model")
             self.state.remove_earlier_run()
         if self.request.finalize:
             return []
@@ -304,6 +305,11 @@ class Conversion(ABC, Generic[O]):
         if self.lock.try_acquire([OTHERS_BYTE]):
             units += self.plan.others
         return units
+
+    def _earlier_layers(self) -> list[int]:
+        """Layers of the run that began this output, which may be others than ours."""
+        there = self.journal.peek_run()
+        return [int(index) for index in there["geometry"]["layers"]] if is_run_record(there) else []
 
     def _all_bytes(self) -> list[int]:
         return [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 # Files that hold code, or objects whose reading can run code (pickles).
 _SUFFIXES = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PREFIX = Path(sys.prefix).absolute()  # of the interpreter, which may lie inside of a checkpoint
 _STARTING = ("os.exec", "os.posix_spawn", "os.system", "subprocess.Popen")
 
 
@@ -46,7 +47,11 @@ class _Guard:
 
     def _holds(self, path: Path) -> bool:
         # Source that is no file has a name like <string>, relative to nothing.
-        inside = any(directory in path.parents for directory in self.directories)
+        inside = any(
+            directory in path.parents
+            and not (directory in _PREFIX.parents and _PREFIX in path.parents)
+            for directory in self.directories
+        )
         return inside and os.access(path, os.F_OK)
 
 
@@ -55,8 +60,9 @@ _guard = _Guard()
 
 @contextmanager
 def no_code_of(*directories: str | Path) -> Iterator[None]:
-    """Meanwhile RefusedError comes out of whatever would run, import, unpickle or start a file in
-    `directories`, or ask a question on stdin."""
+    """Meanwhile RefusedError comes out of whatever would run, import or start a file in
+    `directories`, open one whose name ends as those of code and pickles do, or ask a question on
+    stdin."""
     _guard.install()
     mine = {
         spelling for path in directories for spelling in (_absolute(path), Path(path).resolve())
@@ -71,7 +77,9 @@ def no_code_of(*directories: str | Path) -> Iterator[None]:
 
 def _absolute(path: str | Path) -> Path:
     """Without links resolved: what lies in a hub snapshot links to a file elsewhere."""
-    return Path(os.path.normpath(Path(path).absolute()))
+    with suppress(FileNotFoundError):  # the working directory is gone
+        path = Path(path).absolute()
+    return Path(os.path.normpath(path))
 
 
 def _paths_of(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:

@@ -181,7 +181,7 @@ def _check_tokenizer_class(directory: Path, config: Any) -> None:
             found = getattr(transformers, spelling, None)
             absent = type(found).__name__ == "DummyObject"  # a package that it needs is missing
             if found is not None and not absent and not _is_tokenizer(found):
-                raise TypeError(f"{kind} is no class of tokenizers")
+                raise TypeError(f"{kind} is not a tokenizer class")
 
 
 def _is_tokenizer(found: Any) -> bool:

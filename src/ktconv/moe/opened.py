@@ -72,7 +72,7 @@ def _positive(text: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _odd(key, value, "a number")
     if not 0 <= value <= _LARGEST:
-        raise _odd(key, value, "a number above 0")
+        raise _odd(key, value, "a positive float32 number")
     return float(value) or None
 
 

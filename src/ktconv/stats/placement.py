@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
 from ktconv.stats.counts import I64, NUM_LAYERS, Statistics
 from ktconv.writer.files import write_durably
@@ -25,7 +26,7 @@ def logical_count(statistics: Statistics) -> I64:
     have different numbers of experts, which this file cannot express."""
     layers = statistics.about.get(NUM_LAYERS)
     numbers = [layer.layer for layer in statistics.layers]
-    if type(layers) is not int or layers <= max(numbers):
+    if type(layers) is not int or not max(numbers) < layers <= MAX_SIZE:
         raise UsageError(
             "--placement needs the number of layers of the model, which is not recorded here",
             "give the model itself, or a report of this version's --json",

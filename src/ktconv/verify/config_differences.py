@@ -16,7 +16,8 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _NO_EFFECT = frozenset((
     "transformers_version", "_name_or_path", "_commit_hash", "use_cache", "initializer_range",
     "attention_dropout", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
-    "aux_loss_alpha", "seq_aux",
+    "aux_loss_alpha", "seq_aux", "return_dict", "output_attentions", "output_hidden_states",
+    "torchscript", "problem_type",
 ))  # fmt: skip
 # A key with this value says what models do without it.
 _DEFAULTS: Mapping[str, Any] = {
@@ -77,6 +78,8 @@ def _same(one: Any, two: Any) -> bool:
     """1 is 1.0, but not true."""
     if isinstance(one, list) and isinstance(two, list):
         return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
     return isinstance(one, bool) == isinstance(two, bool) and bool(one == two)
 
 
@@ -96,7 +99,7 @@ def _canonical(section: Mapping[str, Any]) -> dict[str, Any]:
 def _is_default(section: Mapping[str, Any], key: str, value: Any) -> bool:
     """Whether models do the same without this key."""
     if key in _DEFAULTS and _same(value, _DEFAULTS[key]):
-        return True
+        return not (key == "attention_bias" and section.get("model_type") == "gpt_oss")
     sliding = section.get("use_sliding_window") is not False and section.get("sliding_window")
     if key in ("sliding_window", "max_window_layers"):
         return section.get("use_sliding_window") is False

@@ -55,7 +55,9 @@ def _compare(found: SideFiles, name: Path, a: Path, b: Path) -> None:
     differs = list(_differences(name, here, there))
     found.differences += [f"{name}: {one}." for one in differs]
     if not differs:
-        same = "its text differs" if is_legal(name) else "A and B spell differently what is equal"
+        same = (
+            "its text differs" if is_legal(name) else "written differently, but it means the same"
+        )
         found.notes.append(f"{name}: {same}.")
 
 

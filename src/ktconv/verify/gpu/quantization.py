@@ -123,6 +123,9 @@ def unusual(section: Mapping[str, Any]) -> list[str]:
     """What another tool's quantization_config says beside the format that ktconv verifies. Its
     groups, targets and ignore list are judged by what they mean, see `read_quantization`."""
     here = {key: value for key, value in section.items() if key not in _JUDGED | _INFORMATION}
+    sparsity = here.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format") == "dense":
+        del here["sparsity_config"]  # nothing is sparse, the rest are statistics
     for name, group in section["config_groups"].items():
         weights = {k: v for k, v in group["weights"].items() if k not in _WEIGHTS_JUDGED}
         about = {k: v for k, v in group.items() if k not in _GROUP_JUDGED}

@@ -96,7 +96,9 @@ class MatrixItem:
     def _shape(self, streams: Mapping[str, PlaceStream]) -> None:
         """weight_shape says rows and columns of the matrix, as its tensors do."""
         tensor, packed = self.module.parts.get(PARTS[2]), self.module.parts.get(PARTS[0])
-        if tensor is None or packed is None or tensor.shape != (2,) or len(packed.shape) != 2:
+        if tensor is None or packed is None or len(packed.shape) != 2:
+            return
+        if tensor.shape != (2,) or tensor.dtype not in ("I32", "I64"):  # as level structure reports
             return
         data = streams[PARTS[2]].read(np.empty(tensor.nbytes, np.uint8))
         told = data.view(np.int64 if tensor.dtype == "I64" else np.int32).tolist()
