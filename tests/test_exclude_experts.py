@@ -45,6 +45,11 @@ def only_left(file: Path | None) -> dict[str, Any]:
     return {"exclude_experts": file, "allow_partial": file is not None}
 
 
+def partial(output: Path, file: Path) -> list[object]:
+    """The words of a command for the same."""
+    return ["quantize-cpu", EXAMPLE, output, "--allow-partial", "--exclude-experts", file]
+
+
 def left(output: Path, file: Path, **changes: Any) -> Path:
     """A conversion without the chosen experts."""
     options = Options(numa=changes.pop("numa", 2), layout=changes.pop("layout", "safetensors"))
@@ -116,14 +121,7 @@ def test_refused_without_a_word_for_it(file: Path, tmp_path: Path) -> None:
 def test_who_loads_it(file: Path, output: Path, whole: Path, tmp_path: Path) -> None:
     """KTransformers cannot: the plan says so before anything is written, and the card."""
     said = "KTransformers cannot load an output that lacks experts"
-    words = [
-        "quantize-cpu",
-        EXAMPLE,
-        tmp_path / "out",
-        "--allow-partial",
-        "--exclude-experts",
-        file,
-    ]
+    words = [*partial(tmp_path / "out", file)]
     facts = json.loads(run(*words, "--dry-run", "--json").stdout)
     assert any(said in note for note in facts["notes"])
     done = run(*words, "--numa", 2)
@@ -146,15 +144,7 @@ def test_inspect(output: Path) -> None:
 
 
 def test_dry_run_says_so(file: Path, tmp_path: Path) -> None:
-    words = [
-        "quantize-cpu",
-        EXAMPLE,
-        tmp_path / "out",
-        "--allow-partial",
-        "--exclude-experts",
-        file,
-        "--dry-run",
-    ]
+    words = [*partial(tmp_path / "out", file), "--dry-run"]
     facts = json.loads(run(*words, "--json").stdout)
     assert facts["experts_left_out"] == 4
     assert facts["skipped"] == ["4 experts of 2 layers: --exclude-experts"]
@@ -164,16 +154,7 @@ def test_dry_run_says_so(file: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_exact(file: Path, tmp_path: Path) -> None:
     """Of a dry run, with shards too small for a layer."""
-    words = [
-        "quantize-cpu",
-        EXAMPLE,
-        tmp_path / "out",
-        "--allow-partial",
-        "--exclude-experts",
-        file,
-        "--numa",
-        "1",
-    ]
+    words = [*partial(tmp_path / "out", file), "--numa", "1"]
     words += ["--max-shard-size", "200kB", "--json"]
     plan = json.loads(run(*words, "--dry-run").stdout)
     assert run(*words).exit_code == 0

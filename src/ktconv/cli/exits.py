@@ -84,7 +84,7 @@ def print_error(message: str, hint: str | None, code: int) -> None:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """An interrupt of work whose user is told how to go on."""
+    """An interrupt of work, with the sentence that says how to continue."""
 
     def __init__(self, way_out: str) -> None:
         super().__init__()

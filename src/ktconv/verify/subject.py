@@ -53,7 +53,7 @@ class Subject:
         return {name: about["sha256"] for name, about in self.claims().items() if "sha256" in about}
 
     def claims(self) -> dict[str, Mapping[str, Any]]:
-        """Tensor -> all that the manifest says of it; empty without one."""
+        """Tensor -> its record in the manifest; empty without one."""
         units = self.manifest["units"].values() if self.manifest else ()
         return {
             name: about

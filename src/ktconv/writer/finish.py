@@ -21,7 +21,7 @@ CARD = "README.md"
 def copy_sidecars(
     files: Sequence[Path], source: Path, output: Path, staging: Path
 ) -> dict[str, Record]:
-    """Copy small files, given relative to `source`, unchanged; what the manifest says of them."""
+    """Copy small files, given relative to `source`, unchanged; their records for the manifest."""
     records = {}
     for relative in files:
         make_directory((output / relative).parent)
@@ -34,7 +34,7 @@ def copy_sidecars(
 
 
 def write_made_files(files: Mapping[str, bytes], output: Path, staging: Path) -> dict[str, Record]:
-    """Write small files that the conversion makes; what the manifest says of them."""
+    """Write small files that the conversion makes; their records for the manifest."""
     records = {}
     for name, content in files.items():
         found = Fingerprint()
