@@ -21,8 +21,8 @@ from pathlib import Path
 import measure
 import numpy as np
 
-from ktconv import machine
-from ktconv.pool import Pool
+from ktconv.system import machine
+from ktconv.system.pool import Pool
 
 SECONDS = 2.0  # of each row
 SETTLE = 0.2  # for the scheduler to spread the busy processes

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from amx import EMULATOR, Emulator, kept_directory, load_emulator
+from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
 

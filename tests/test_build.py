@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from helpers.paths import ROOT
 
 COMPILER = """#!{python}
 import os, pathlib, sys, time
+from helpers.paths import ROOT
 parent = os.getppid()
 if "-c" in sys.argv:
     meeting = pathlib.Path({meeting!r})

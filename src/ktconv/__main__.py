@@ -7,6 +7,6 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
         sys.path.pop(0)
 
-    from ktconv.entry import main
+    from ktconv.cli.entry import main
 
     main()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
+
+from helpers.paths import DOCS
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
 from ktconv.bench.run import Report
 
-DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA, PACK_SCHEMA = (
     json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
     for name in ("bench", "bench-pack")

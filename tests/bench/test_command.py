@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import amx
 import numpy as np
 import pytest
 from bench.reports import PACK_SCHEMA, SCHEMA, problems
-from converting import convert
+from helpers import amx
+from helpers.convert import convert
+from helpers.paths import EXAMPLE
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -26,14 +27,13 @@ from ktconv.bench import command, pack_stage, plots, run
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.cli.bench import BenchFormat
-from ktconv.entry import OutputStream
+from ktconv.cli.entry import OutputStream
 from ktconv.errors import ResourceError, UsageError
 from ktconv.moe import METHODS, Experts
-from ktconv.units import parse_size
+from ktconv.system.units import parse_size
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")
 
 
@@ -305,7 +305,7 @@ def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.Monkey
 def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_stage, "_WORKING_SET", 8 << 20)
     shape, asked = parse_shape("2048,1024,1,1"), []
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: asked.append(1) or 1)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: asked.append(1) or 1)
     with pytest.raises(UsageError, match="takes") as caught:
         pack_stage.bench_packing(["int8"], [shape], ["scalar"], print)
     foreseen = parse_size(str(caught.value).split(" takes ")[1].split(",")[0], "size")

@@ -14,7 +14,7 @@ from bench.reports import LIMITS
 from ktconv import native
 from ktconv.bench.limits import Limits, Meter, own_seconds, settle
 from ktconv.native import ffi, lib
-from ktconv.pool import Pool
+from ktconv.system.pool import Pool
 
 MIB = 1 << 20
 

@@ -25,7 +25,7 @@ from ktconv.bench.weights import RandomWeights
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, METHODS, Experts, pack_experts
-from ktconv.pool import Pool
+from ktconv.system.pool import Pool
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 256, 6, 2
 

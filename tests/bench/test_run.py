@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import amx
 import numpy as np
 import pytest
 from bench.reports import SCHEMA, problems
-from converting import convert
+from helpers import amx
+from helpers.convert import convert
+from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.bench import run
@@ -24,10 +25,9 @@ from ktconv.bench.routing import parse_routing
 from ktconv.bench.run import Request, bench, prepare
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.moe import METHODS, method_named
-from ktconv.pool import Pool
+from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quick")
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 
 
 def request(
@@ -187,7 +187,7 @@ def test_fewer_experts() -> None:
 def test_a_layer_that_does_not_fit_says_how_many_experts_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 20 << 30)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 20 << 30)
     with pytest.raises(UsageError, match="384 experts of kimi-k2 in bf16 take") as caught:
         prepare(request(["bf16"], "kimi-k2"))
     assert caught.value.hint
@@ -196,7 +196,7 @@ def test_a_layer_that_does_not_fit_says_how_many_experts_would(
     prepare(request(["bf16"], "kimi-k2", experts=fitting))
     with pytest.raises(UsageError):
         prepare(request(["bf16"], "kimi-k2", experts=fitting + 1))
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 1 << 30)
     with pytest.raises(UsageError) as caught:
         prepare(request(["bf16"], "kimi-k2"))
     assert caught.value.hint == "no useful number would fit"
@@ -206,7 +206,7 @@ def test_a_layer_that_does_not_fit_says_how_many_experts_would(
 def test_the_number_that_would_fit_is_that_of_the_largest_method(
     methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 20 << 30)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 20 << 30)
     with pytest.raises(UsageError) as caught:
         prepare(request(methods, "kimi-k2"))
     fitting = int(str(caught.value.hint).split()[1])
@@ -227,7 +227,7 @@ def test_the_number_that_would_fit_is_that_of_the_largest_method(
 def test_batches_that_do_not_fit(
     shape: str, changes: dict[str, Any], gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: gib << 30)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: gib << 30)
     most = max(changes["tokens"])
     with pytest.raises(UsageError, match=f"^{most} tokens of {shape} take .* machine has free"):
         prepare(request(["bf16"], shape, **changes))
@@ -277,7 +277,7 @@ def test_a_model_on_a_machine_without_memory(
 ) -> None:
     convert(EXAMPLE, tmp_path / "model", method="int8")
     asked = request([], shapes=(), model=tmp_path / "model")
-    monkeypatch.setattr("ktconv.machine.available_memory", lambda: 100 << 20)
+    monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 100 << 20)
     for read, tokens, words in (
         (1 << 30, 1, "measuring memory takes"),
         (1, 1 << 20, "1048576 tok"),

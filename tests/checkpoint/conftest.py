@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from families import Tensor, numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import Tensor, numbered, random_weights, simple_config, write_checkpoint
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from breaking import edit_json, write_model
-from families import (
+from helpers.cli import edit_json, write_model
+from helpers.families import (
     Tensor,
     bf16,
     fp8,
@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.checkpoint.config import interpret_config, text_section
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
 
 NAN, INF = math.nan, math.inf

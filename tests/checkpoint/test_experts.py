@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import (
+from helpers.families import (
     Raw,
     Tensor,
     bf16,

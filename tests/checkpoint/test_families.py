@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import (
+from helpers.families import (
     FAMILIES,
     HIDDEN,
     Weights,
@@ -21,11 +21,10 @@ from families import (
     write_checkpoint,
     write_family,
 )
+from helpers.paths import MODELS
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer, open_checkpoint
 from ktconv.errors import CheckpointError
-
-MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
 
 
 @pytest.fixture(scope="session")

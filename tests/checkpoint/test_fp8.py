@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import (
+from helpers.families import (
     Raw,
     Tensor,
     bf16,

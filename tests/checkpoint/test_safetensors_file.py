@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import file_bytes, write_safetensors
+from helpers.families import file_bytes, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import Tensor, simple_config, write_checkpoint, write_safetensors
+from helpers.families import Tensor, simple_config, write_checkpoint, write_safetensors
 
 from ktconv.checkpoint import open_checkpoint, source_identity
 from ktconv.errors import CheckpointError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-import golden
 import numpy as np
 import pytest
+from helpers import golden
 
 from ktconv.formats import PROJECTIONS, kt_path, packed_shape, parse_kt_path, parse_tensor_name
 from ktconv.formats.decode import bf16_to_f32

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import convert
-
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+from helpers.convert import convert
+from helpers.paths import EXAMPLE
 
 
 @pytest.fixture(scope="session")

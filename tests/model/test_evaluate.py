@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import read_model
+from helpers.convert import read_model
+from helpers.paths import EVAL, EXAMPLE
 from safetensors.numpy import save_file
 
-from ktconv import machine
 from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.model import (
@@ -29,10 +29,7 @@ from ktconv.model import (
     sample_text,
     windows,
 )
-
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
-EVAL = EXAMPLE.parent / "eval.txt"
-
+from ktconv.system import machine
 
 # ---- without PyTorch -------------------------------------------------------------------
 

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import convert
+from helpers.convert import convert
+from helpers.paths import EVAL, EXAMPLE
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model import load
 from ktconv.model.guard import RefusedError, no_code_of
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
-EVAL = EXAMPLE.parent / "eval.txt"
 SOURCES = Path(load.__file__).parents[1]
 ROOM = "model/load.py"
 
@@ -313,8 +312,8 @@ def test_too_little_memory_names_the_lever_of_the_command(
 ) -> None:
     from typer.testing import CliRunner
 
-    from ktconv import machine
-    from ktconv.cli import app
+    from ktconv.cli.app import app
+    from ktconv.system import machine
 
     monkeypatch.chdir(tmp_path)
     convert(EXAMPLE, tmp_path / "cpu")

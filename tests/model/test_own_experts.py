@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import convert
+from helpers.convert import convert
+from helpers.paths import EXAMPLE
 
-from ktconv.expert_sets import expert_set
 from ktconv.model import find_experts, perplexity_and_divergence, replace_experts, windows
 from ktconv.moe import Experts
-from ktconv.moe.opened import open_experts
+from ktconv.moe.load import open_experts
+from ktconv.placement.expert_sets import expert_set
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 
 

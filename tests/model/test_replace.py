@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert, read_model
+from helpers.convert import convert, read_model
+from helpers.paths import EXAMPLE
 from safetensors.numpy import save_file
 
 from ktconv import native
@@ -19,7 +20,6 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import parse_tensor_name, tensor_name
 from ktconv.model import find_experts, replace_experts
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 HIDDEN, EXPERTS = 128, 8
 
 

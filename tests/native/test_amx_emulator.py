@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import amx
 import numpy as np
 import pytest
+from helpers import amx
 from numpy.typing import NDArray
 
 from ktconv import native

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import amx
 import pytest
-from converting import ktconv
+from helpers import amx
+from helpers.convert import ktconv
 
 from ktconv import native
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import golden
 import numpy as np
 import pytest
+from helpers import golden
 from native.support import F32, U8
 
 from ktconv import native

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 from native.support import STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
 from ktconv.formats import FORMATS, reference
 from ktconv.formats.decode import e4m3fn_to_f32
 
-ROOT = Path(__file__).parents[2]
 LIBC = ctypes.CDLL(None, use_errno=True)
 MARGIN = 64
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.errors import ResourceError, UsageError
-from ktconv.pool import Pool
+from ktconv.system import machine
+from ktconv.system.pool import Pool
 
-ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
 FLAGS = ["-std=c11", "-g", "-O1", "-pthread", f"-I{ROOT / 'native/include'}"]
 LINUX = sys.platform == "linux"
@@ -210,7 +211,7 @@ def test_absurd_threads(threads: int) -> None:
 LIMITED = """
 import resource
 from ktconv.errors import ResourceError
-from ktconv.pool import Pool
+from ktconv.system.pool import Pool
 resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
 try:
     Pool(4000)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from amx import program_levels
+from helpers.amx import program_levels
 from ktconv._native import ffi, lib
 from native.support import NONFINITE, STORED, Source, quantize_pack
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+from helpers.paths import EXAMPLE
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +22,7 @@ def torch() -> Any:
 @pytest.fixture(scope="session")
 def quantized(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The example model, quantized once per scheme and group size by rounding to nearest."""
-    from gpu import quantize
+    from helpers.gpu import quantize
 
     made: dict[tuple[str, int], Path] = {}
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import read_shards
+from helpers.convert import read_shards
+from helpers.paths import MODELS
 
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
 from ktconv.quantize_gpu.calibration import Calibration, load_tokenizer, read_samples
 from ktconv.quantize_gpu.memory import estimate, place
 from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
-from ktconv.quantize_gpu.target import Options
+from ktconv.targets.pack_quantized.target import Options
 
-MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 EVALUATED = 10  # windows of 512 tokens from the start of a model's text; calibration has the rest
@@ -269,7 +269,7 @@ def test_what_is_added_to_the_library_does_not_change_its_result(
 
     from ktconv.quantize_gpu.calibration_model import linear_experts, load_linear_model
     from ktconv.quantize_gpu.gptq import QuantizedMatrix, dequantized
-    from ktconv.quantize_gpu.libraries import causal_attention, quiet
+    from ktconv.quantize_gpu.llm_compressor import causal_attention, quiet
 
     model = load_linear_model(small)
     weights = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
@@ -487,7 +487,7 @@ def test_a_tokenizer_of_another_model(small: Path, text: Path, tmp_path: Path) -
 
 def test_a_model_that_is_not_a_language_model_alone(text: Path, tmp_path: Path) -> None:
     """Refused by the name that the user gave, not that of the self-test's folder."""
-    from families import write_family
+    from helpers.families import write_family
 
     model = tmp_path / "model"
     write_family("qwen3_vl_moe", model)
@@ -541,7 +541,7 @@ def test_a_model_with_a_missing_tensor(small: Path, text: Path, tmp_path: Path) 
 def test_too_little_memory_is_told_before_loading(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv import machine
+    from ktconv.system import machine
 
     monkeypatch.setattr(machine, "available_memory", lambda: 1_000_000_000)
     error = fails(small, tmp_path / "output", text)

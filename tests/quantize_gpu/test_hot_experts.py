@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import read_json, read_model
+from helpers.convert import read_json, read_model
+from helpers.paths import EXAMPLE
 from typer.testing import CliRunner
 
-from ktconv.cli import app
-from ktconv.expert_sets import expert_set, read_expert_set, write_expert_set
-from ktconv.inspection import inspect_path
-
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
+from ktconv.cli.app import app
+from ktconv.packed.inspection import inspect_path
+from ktconv.placement.expert_sets import expert_set, read_expert_set, write_expert_set
 
 pytest.importorskip("llmcompressor")
 

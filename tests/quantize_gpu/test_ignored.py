@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from converting import read_json
-from families import FAMILIES, build_model, write_family
-from gpu import quantize
+from helpers.convert import read_json
+from helpers.families import FAMILIES, build_model, write_family
+from helpers.gpu import quantize
 
-from ktconv.quantize_gpu.ignored import ignored_modules
+from ktconv.targets.pack_quantized.ignored import ignored_modules
 from ktconv.writer.shards import Tensor
 
 
@@ -78,7 +78,7 @@ def test_every_linear_layer_by_the_rule_of_compressed_tensors(
     """The library's own matcher and its own assignment of schemes, over all modules of the model:
     experts have the scheme and are not ignored, all other linear layers are."""
     from ktconv.quantize_gpu.calibration_model import _take_experts_apart
-    from ktconv.quantize_gpu.libraries import quiet
+    from ktconv.quantize_gpu.llm_compressor import quiet
 
     config = told(name)
     with quiet():

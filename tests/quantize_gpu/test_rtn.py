@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import read_json, read_model
-from families import (
+from helpers.convert import read_json, read_model
+from helpers.families import (
     FAMILIES,
     Tensor,
     bf16,
@@ -24,11 +24,11 @@ from families import (
     write_checkpoint,
     write_family,
 )
-from gpu import dequantize, experts_of, floats, modules, quantize
+from helpers.gpu import dequantize, experts_of, floats, modules, quantize
+from helpers.paths import EXAMPLE
 
 from ktconv.formats.decode import round_to_bf16
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 SOURCE = "model.layers.0.mlp.experts"
 
 
@@ -37,7 +37,7 @@ def test_bits_are_those_of_model_free_ptq(
     scheme: str, group: int, quantized: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Also tensor names, dtypes and shapes; and what its config.json says of the weights."""
-    from ktconv.quantize_gpu.libraries import quiet
+    from ktconv.quantize_gpu.llm_compressor import quiet
 
     output = quantized(scheme, group)
     ours = read_json(output / "config.json")["quantization_config"]

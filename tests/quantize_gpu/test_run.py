@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from breaking import STATE, contents, layer_tensors, refused, write_model
 from click.testing import Result
-from families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
+from helpers.cli import STATE, contents, layer_tensors, refused, write_model
+from helpers.families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
+from helpers.paths import EXAMPLE
 from typer.testing import CliRunner
 
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.cli.quantize_gpu import GpuMethod, Scheme
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12
 
@@ -72,7 +72,7 @@ def test_plan_knows_every_byte(model: Path, tmp_path: Path) -> None:
 
 def test_stdout_is_one_document_and_stderr_ours(model: Path, tmp_path: Path) -> None:
     """In a process of its own: llm-compressor writes logs while it is imported."""
-    from converting import ktconv
+    from helpers.convert import ktconv
 
     result = ktconv("quantize-gpu", model, tmp_path / "out", "--json", "--threads=1")
     assert result.returncode == 0, result.stderr
@@ -104,7 +104,7 @@ def test_manifest_card_and_recipe(model: Path, tmp_path: Path) -> None:
 
 def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
     """kt-kernel computes groups of 32 right, no others; no engine loads a part of the experts."""
-    from ktconv.expert_sets import expert_set, write_expert_set
+    from ktconv.placement.expert_sets import expert_set, write_expert_set
 
     write_expert_set(expert_set({3: [0]}), tmp_path / "set.json")
     for name, words, said in (
@@ -121,7 +121,7 @@ def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
 
 def test_names_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
-    from ktconv.quantize_gpu.scheme import BITS
+    from ktconv.targets.pack_quantized.scheme import BITS
 
     assert [method.value for method in GpuMethod] == list(METHODS)
     assert [scheme.value for scheme in Scheme] == list(BITS)
@@ -132,7 +132,7 @@ def test_names_are_those_of_the_library() -> None:
 
 KILLED = """
 import os, signal, sys
-from ktconv.cli import main
+from ktconv.cli.entry import main
 from ktconv.writer.staging import ShardStaging
 
 write, calls = ShardStaging.write, []
@@ -309,7 +309,7 @@ def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
     from ktconv.quantize_gpu.calibration import Calibration
     from ktconv.quantize_gpu.run import Request, quantize_gpu
-    from ktconv.quantize_gpu.target import Options
+    from ktconv.targets.pack_quantized.target import Options
 
     model = tmp_path / "model"
     shutil.copytree(EXAMPLE, model)

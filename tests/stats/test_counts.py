@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ktconv.errors import KtconvError, UsageError
-from ktconv.expert_sets import read_expert_set
+from ktconv.placement.expert_sets import read_expert_set
 from ktconv.stats.command import Options, run
 from ktconv.stats.counts import LayerCounts, Statistics
 from ktconv.stats.trace import read_trace, write_trace

@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.paths import EVAL, EXAMPLE
+from helpers.paths import MODELS as TRAINED
 from typer.testing import CliRunner
 
-from ktconv import machine
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError, UsageError
-from ktconv.expert_sets import read_expert_set
+from ktconv.placement.expert_sets import read_expert_set
 from ktconv.stats.command import Options, run
 from ktconv.stats.record import Recorder, _batches, text_pieces, token_windows
-
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
-TRAINED = Path(__file__).parents[3] / "shared/models"
-EVAL = EXAMPLE.parent / "eval.txt"
+from ktconv.system import machine
 
 
 @pytest.fixture(scope="module")

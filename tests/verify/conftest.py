@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converting import convert
-from families import bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.convert import convert
+from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
 
 HIDDEN, INNER, EXPERTS, LAYERS = 256, 256, 3, 2
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from converting import ktconv
+from helpers.convert import ktconv
 
 from ktconv.cli.verify import Level
 from ktconv.errors import ResourceError, UsageError

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from breaking import write_model
-from converting import convert, read_model
-from families import (
+from helpers.cli import write_model
+from helpers.convert import convert, read_model
+from helpers.families import (
     Raw,
     Tensor,
     Weights,
@@ -36,7 +36,7 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.formats.kt_layout import offsets
-from ktconv.packed import PackedWeights, open_packed
+from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.verify.compare import Comparison, compare, make_plan, sizes_of
 
 HIDDEN, INNER, EXPERTS, LAYERS = 128, 256, 4, 2

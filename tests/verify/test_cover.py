@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import ktconv, read_json
+from helpers.convert import ktconv, read_json
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.errors import UsageError
-from ktconv.expert_sets import expert_set, write_expert_set
-from ktconv.plan import Options
-from ktconv.quantize_cpu import Request, quantize_cpu
+from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.targets.ktransformers import Options
 from ktconv.verify.run import Request as VerifyRequest
 from ktconv.verify.run import Result, verify
 

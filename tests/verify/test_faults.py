@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert, read_header, read_json
-from damage import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
-from families import bf16, fused, numbered, random_weights, simple_config, write_checkpoint
+from helpers.convert import convert, read_header, read_json
+from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
+from helpers.families import bf16, fused, numbered, random_weights, simple_config, write_checkpoint
 
 from ktconv import native
 from ktconv.formats import FORMATS, reference
-from ktconv.packed import Place, open_packed
-from ktconv.reshard import Request as ReshardRequest
-from ktconv.reshard import reshard
+from ktconv.packed.weights import Place, open_packed
+from ktconv.repack.reshard import Request as ReshardRequest
+from ktconv.repack.reshard import reshard
 from ktconv.verify import Request, copies, verify
 from ktconv.verify.command import in_json
 

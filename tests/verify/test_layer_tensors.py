@@ -9,11 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert, ktconv
-from families import Raw, Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.convert import convert, ktconv
+from helpers.families import (
+    Raw,
+    Tensor,
+    bf16,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+)
 
 from ktconv.errors import CheckpointError
-from ktconv.source import SourceReader
+from ktconv.reading.reader import SourceReader
 from ktconv.verify import Request, Result, hidden_states, prepare, verify
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated

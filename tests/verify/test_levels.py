@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert
-from damage import swap
-from families import (
+from helpers.convert import convert
+from helpers.corrupt import swap
+from helpers.families import (
     FAMILIES,
     numbered,
     random_weights,
@@ -21,10 +21,11 @@ from families import (
     write_checkpoint,
     write_family,
 )
+from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.packed import open_packed
+from ktconv.packed.weights import open_packed
 from ktconv.verify import (
     LEVELS,
     Request,
@@ -38,7 +39,6 @@ from ktconv.verify import model as model_level
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import open_subject
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
 needs_torch = pytest.mark.skipif(
     not (find_spec("torch") and find_spec("transformers")), reason="transformers is not installed"

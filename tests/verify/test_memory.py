@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert, ktconv
-from families import (
+from helpers.convert import convert, ktconv
+from helpers.families import (
     bf16,
     file_bytes,
     numbered,
@@ -23,18 +23,20 @@ from families import (
     simple_config,
     write_checkpoint,
 )
+from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import MemoryLimitError, ResourceError
 from ktconv.formats import PROJECTIONS
 from ktconv.moe import experts as moe_experts
 from ktconv.moe import open_experts, streamed
 from ktconv.moe.streamed import Piece, Streamed, whole
+from ktconv.reading.tensors import SourceTensors
+from ktconv.system import machine
 from ktconv.verify import Request, prepare, truth, verify
-from ktconv.verify.dense import SourceTensors
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.memory import (
     DEFAULT_MEMORY,
@@ -46,7 +48,6 @@ from ktconv.verify.memory import (
 )
 from ktconv.verify.truth import LayerTruth, Outputs
 
-EXAMPLE = Path(__file__).parents[2] / "docs/example/tiny-moe"
 MIB = 1 << 20
 HIDDEN, INNER = 512, 512
 PACKED = 3 * HIDDEN * INNER  # bytes of an expert in INT8
@@ -364,7 +365,7 @@ def test_groups_of_experts_give_what_the_whole_layer_gives(
 
     monkeypatch.setattr(moe_experts.Experts, "forward", counting)
     monkeypatch.setattr(memory.Budget, "experts_at_once", lambda self, size: 1)
-    monkeypatch.setattr("ktconv.moe.opened._Mapped.release", lambda self: released.append(1))
+    monkeypatch.setattr("ktconv.moe.load._Mapped.release", lambda self: released.append(1))
     result = verify(request)
     (apart,) = result.facts["layers"]["layers"]
     assert result.passed and set(ran) == {1}
@@ -394,7 +395,7 @@ def test_pages_of_mapped_experts_are_given_back(large: tuple[Path, Path]) -> Non
 
 @pytest.mark.usefixtures("small_pieces")
 def test_source_tensors_of_every_encoding(tmp_path: Path) -> None:
-    from families import Raw, fp8
+    from helpers.families import Raw, fp8
 
     from ktconv.formats.decode import fp8_block_to_f32
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import convert, read_header, read_json
-from damage import bytes_of, check, forget_manifest, found, overwrite
-from families import Raw, numbered, random_weights, simple_config, write_checkpoint
+from helpers.convert import convert, read_header, read_json
+from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite
+from helpers.families import Raw, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.packed import open_packed
+from ktconv.packed.weights import open_packed
 from ktconv.verify import Request, verify
 
 Convert = Callable[..., Path]

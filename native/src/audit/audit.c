@@ -1,8 +1,8 @@
 /* Public entry points of the audit: check, pick the level, call. */
 #include "audit.h"
 
-#include "../common/float_mode.h"
-#include "../common/matrix.h"
+#include "../simd/float_mode.h"
+#include "../source/matrix.h"
 #include "../cpu.h"
 
 /* The shape rules of docs/formats.md, once more. */

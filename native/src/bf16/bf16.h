@@ -1,8 +1,8 @@
-/* bf16.h - weights kept in bf16, in the tiles of common/bf16_gemm.h. */
+/* bf16.h - weights kept in bf16, in the tiles of gemm/bf16_gemm.h. */
 #ifndef KT_BF16_H
 #define KT_BF16_H
 
-#include "../common/bf16_gemm.h"
+#include "../gemm/bf16_gemm.h"
 
 kt_product_fn kt_bf16_product_scalar, kt_bf16_product_avx512, kt_bf16_product_amx;
 

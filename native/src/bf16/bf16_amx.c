@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/bf16_gemm_amx.h"
+#include "../gemm/bf16_gemm_amx.h"
 #include "bf16.h"
 
 /* A strip for half `half` and, if `both`, the next. Tokens of two halves are written twice, with

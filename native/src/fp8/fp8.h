@@ -8,7 +8,7 @@
 #ifndef KT_FP8_H
 #define KT_FP8_H
 
-#include "../common/bf16_gemm.h"
+#include "../gemm/bf16_gemm.h"
 
 enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
 

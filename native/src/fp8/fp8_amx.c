@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/bf16_gemm_amx.h"
+#include "../gemm/bf16_gemm_amx.h"
 #include "fp8.h"
 
 /* Scales of a row are those of the K block's one group: multiplied after the sum. */

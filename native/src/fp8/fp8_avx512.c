@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_avx512_bf16.h"
+#include "../simd/target_avx512_bf16.h"
 
-#include "../common/bf16_gemm_avx512.h"
+#include "../gemm/bf16_gemm_avx512.h"
 #include "fp8.h"
 
 KT_BF16_MICROS(decoding, KT_FORM_FP8, 0, 1)

@@ -12,7 +12,7 @@
 #ifndef KT_GINT4_H
 #define KT_GINT4_H
 
-#include "../common/bf16_gemm.h"
+#include "../gemm/bf16_gemm.h"
 
 enum { KT_GINT4_TILE = 512, KT_GINT4_BIAS = 8 };
 

@@ -19,9 +19,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/amx_tiles.h"
+#include "../gemm/amx_tiles.h"
 #include "gint4_scales_avx512.h"
 
 enum {

@@ -8,14 +8,14 @@
  * registers; more tokens are done in blocks. (Zen 4, K = 2048, groups of 32 / 128 columns: 362
  * / 430 of 469 GOPS. Totals in memory with 12 tokens: 265 / 380, with 5 tokens: 340.)
  *
- * Lines are read in strictly ascending order, which is what DRAM needs (kt_gemm_avx512.h), and
+ * Lines are read in strictly ascending order, which is what DRAM needs (int_gemm_avx512.h), and
  * prefetched: one token reads 33 GB/s where plain reading gives 35; 29 without. */
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_avx512_vnni.h"
+#include "../simd/target_avx512_vnni.h"
 
-#include "../common/unroll.h"
+#include "../simd/unroll.h"
 #include "gint4_scales_avx512.h"
 
 enum {

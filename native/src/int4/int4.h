@@ -3,8 +3,8 @@
 #ifndef KT_INT4_H
 #define KT_INT4_H
 
-#include "../common/layout.h"
-#include "../packed.h"
+#include "../quantize/layout.h"
+#include "../quantize/packed.h"
 
 enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_STEP = 16 };
 

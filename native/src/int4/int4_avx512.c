@@ -2,7 +2,7 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/strip_avx512.h"
+#include "../quantize/strip_avx512.h"
 #include "int4.h"
 
 static const kt_tile_rule rule = {&kt_int4_packer, KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2};

@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/kt_gemm_amx.h"
+#include "../gemm/int_gemm_amx.h"
 #include "int4_gemm.h"
 
 void kt_int4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,

@@ -1,5 +1,5 @@
 /* The rules of INT4 for one row: its scale and its place in the packed bytes. */
-#include "../common/rounding.h"
+#include "../quantize/rounding.h"
 #include "int4.h"
 
 float kt_int4_scale(float amax) { return kt_flush((float)((double)amax / 112.0)); }

@@ -2,8 +2,8 @@
 #ifndef KT_INT8_H
 #define KT_INT8_H
 
-#include "../common/layout.h"
-#include "../packed.h"
+#include "../quantize/layout.h"
+#include "../quantize/packed.h"
 
 enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64 };
 

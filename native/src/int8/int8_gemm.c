@@ -1,6 +1,6 @@
 /* The table row of INT8 weights, and their scalar product. */
 #include "int8_gemm.h"
-#include "../common/kt_gemm.h"
+#include "../gemm/int_gemm.h"
 #include "../cpu.h"
 
 static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {

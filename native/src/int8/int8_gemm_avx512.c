@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_avx512_vnni.h"
+#include "../simd/target_avx512_vnni.h"
 
-#include "../common/kt_gemm_avx512.h"
+#include "../gemm/int_gemm_avx512.h"
 #include "int8_gemm.h"
 
 KT_INT_KERNELS(0)

@@ -1,5 +1,5 @@
 /* The rules of INT8 for one row: its scale and its place in the packed bytes. */
-#include "../common/rounding.h"
+#include "../quantize/rounding.h"
 #include "int8.h"
 
 float kt_int8_scale(float amax) {

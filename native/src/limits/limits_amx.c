@@ -2,9 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/amx_tiles.h"
+#include "../gemm/amx_tiles.h"
 #include "limits.h"
 
 enum { INT8_OPS = 16 * 16 * 64, BF16_OPS = 16 * 16 * 32 }; /* multiply-adds of a product */

@@ -12,7 +12,7 @@
  * In 4 a thread owns columns of y for all experts, so sums run in a fixed order without
  * atomics or copies. Items are shared out dynamically: which thread computes one does not
  * matter for its bits. */
-#include "../common/float_mode.h"
+#include "../simd/float_mode.h"
 #include "../cpu.h"
 #include "../pool/pool.h"
 #include "epilogue.h"

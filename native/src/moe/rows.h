@@ -2,7 +2,7 @@
 #ifndef KT_ROWS_H
 #define KT_ROWS_H
 
-#include "../common/rounding.h"
+#include "../quantize/rounding.h"
 #include "gemm.h"
 
 #include <float.h>

@@ -2,7 +2,7 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_avx512.h"
+#include "../simd/target_avx512.h"
 
 #include "rows.h"
 

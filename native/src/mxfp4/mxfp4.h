@@ -6,7 +6,7 @@
 #ifndef KT_MXFP4_H
 #define KT_MXFP4_H
 
-#include "../common/bf16_gemm.h"
+#include "../gemm/bf16_gemm.h"
 
 enum { KT_MXFP4_TILE = 512, KT_MXFP4_GROUP = 32 };
 

@@ -7,9 +7,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_amx.h"
+#include "../simd/target_amx.h"
 
-#include "../common/bf16_gemm_amx.h"
+#include "../gemm/bf16_gemm_amx.h"
 #include "mxfp4.h"
 
 /* Whether bf16 holds the numbers of all codes times each of these scales. */

@@ -15,9 +15,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../common/target_avx512_bf16.h"
+#include "../simd/target_avx512_bf16.h"
 
-#include "../common/unroll.h"
+#include "../simd/unroll.h"
 #include "mxfp4.h"
 
 enum {

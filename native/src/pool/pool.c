@@ -6,7 +6,7 @@
 #endif
 #include "pool.h"
 
-#include "../common/float_mode.h"
+#include "../simd/float_mode.h"
 
 #include <pthread.h>
 #include <sched.h>

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
@@ -14,7 +14,8 @@ from ktconv.bench.routing import parse_routing
 from ktconv.bench.run import Request, bench, prepare
 from ktconv.errors import UsageError
 from ktconv.moe import METHODS, Method, method_named
-from ktconv.units import parse_ranges
+from ktconv.system import machine
+from ktconv.system.units import parse_ranges
 
 # Rarely needed, and heavier than the rest: compare, plots and pack_stage are imported where used.
 

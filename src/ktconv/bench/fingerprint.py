@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ktconv import __version__, machine, native
+from ktconv import __version__, native
+from ktconv.system import machine
 
 _SYS = Path("/sys/devices/system/cpu")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
@@ -23,7 +23,8 @@ from ktconv.bench.render import csv_text, markdown, table
 from ktconv.errors import UsageError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.moe import METHODS
-from ktconv.units import format_size
+from ktconv.system import machine
+from ktconv.system.units import format_size
 
 Array = NDArray[Any]
 

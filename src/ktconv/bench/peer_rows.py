@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.bench.limits import Meter
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers import PeerError, Request, Result, Spec, available, measure
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
 from ktconv.moe import Method, method_named
-from ktconv.pool import Pool
+from ktconv.system import machine
+from ktconv.system.pool import Pool
 
 Say = Callable[[str], None]
 

@@ -10,7 +10,7 @@ import numpy as np
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
 from ktconv.errors import ResourceError, UsageError
-from ktconv.writer.files import check_writable
+from ktconv.system.files import check_writable
 
 _SIZE = (9.0, 6.0)
 _DPI = 120

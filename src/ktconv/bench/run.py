@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.bench.fingerprint import fingerprint, largest_cache
 from ktconv.bench.limits import Limits, Meter, read_size
 from ktconv.bench.measure import (
@@ -38,10 +38,11 @@ from ktconv.bench.weights import RandomWeights
 from ktconv.errors import UsageError
 from ktconv.moe import Experts, Method, experts_per_token, pack_experts
 from ktconv.moe.experts import check_shape
-from ktconv.moe.opened import open_layer
-from ktconv.pool import Pool
-from ktconv.text import path_text, printable
-from ktconv.units import format_size
+from ktconv.moe.load import open_layer
+from ktconv.system import machine
+from ktconv.system.pool import Pool
+from ktconv.system.text import path_text, printable
+from ktconv.system.units import format_size
 
 Say = Callable[[str], None]
 

@@ -28,8 +28,8 @@ from ktconv.checkpoint.types import (
     SourceFile,
     TensorRef,
 )
-from ktconv.collector import collector_paused
-from ktconv.text import path_text
+from ktconv.system.collector import collector_paused
+from ktconv.system.text import path_text
 
 __all__ = [
     "PROJECTIONS",

@@ -19,7 +19,7 @@ from ktconv.checkpoint.config_values import (
 )
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError
-from ktconv.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 
 __all__ = [
     "CONFIG_NAME",

@@ -20,7 +20,7 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.regular_files import opened_regular, unreadable
+from ktconv.system.regular_files import opened_regular, unreadable
 
 # The format's own limit; it keeps a damaged length from becoming an allocation.
 MAX_HEADER_BYTES = 100_000_000

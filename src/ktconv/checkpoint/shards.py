@@ -11,8 +11,8 @@ from pathlib import Path
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.regular_files import read_small
-from ktconv.text import path_of
+from ktconv.system.regular_files import read_small
+from ktconv.system.text import path_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX

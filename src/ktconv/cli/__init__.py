@@ -1,10 +1,5 @@
 """The command line: options, one library call each, and everything that is printed.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a check failed,
-2 bad usage or input, 3 I/O or resources, 130 interrupted.
+2 bad usage or input, 3 I/O or resources, 130 interrupted. `entry` is where a process begins.
 """
-
-from ktconv.cli.app import app
-from ktconv.entry import main
-
-__all__ = ["app", "main"]

@@ -9,11 +9,13 @@ import typer
 
 from ktconv import __version__
 from ktconv.cli.bench import bench
-from ktconv.cli.change import merge_command, reshard_command
-from ktconv.cli.look import doctor, inspect
+from ktconv.cli.doctor import doctor
+from ktconv.cli.inspect import inspect
+from ktconv.cli.merge import merge_command
 from ktconv.cli.parsing import Command, Group
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
+from ktconv.cli.reshard import reshard_command
 from ktconv.cli.stats import stats
 from ktconv.cli.verify import verify
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.output import given, print_text, say
 from ktconv.cli.parsing import choice
-from ktconv.cli.show import given, print_text, say
 
 
 class BenchStage(str, Enum):

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from ktconv.cli.show import print_json, say, sentence
-from ktconv.entry import INTERRUPTED, SIGNALS
+from ktconv.cli.entry import INTERRUPTED, SIGNALS
+from ktconv.cli.output import print_json, say, sentence
 from ktconv.errors import KtconvError
-from ktconv.text import printable
+from ktconv.system.text import printable
 
 NOTHING_WRITTEN = "Nothing was written."
 REPEATED_SECONDS = 1.0  # a terminal and a parent process can both pass on one Ctrl-C

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
-from ktconv.text import printable
+from ktconv.system.text import printable
 
 
 def choice(values: type[Enum], words: str, *names: str) -> Any:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.conversions import (
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.options import (
     MODEL_HINTS,
     DryRunOption,
     FinalizeOption,
@@ -21,10 +22,9 @@ from ktconv.cli.conversions import (
     ThreadsOption,
     convert,
 )
-from ktconv.cli.exits import errors_shown
+from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice
-from ktconv.cli.show import JsonOption
-from ktconv.units import parse_ranges, parse_size
+from ktconv.system.units import parse_ranges, parse_size
 
 
 class Method(str, Enum):
@@ -98,8 +98,8 @@ def quantize_cpu_command(
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
     with errors_shown(as_json, MODEL_HINTS):
-        from ktconv.plan import Options
-        from ktconv.quantize_cpu import Request, prepare, quantize_cpu
+        from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
+        from ktconv.targets.ktransformers import Options
 
         options = Options(
             method=method.value,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktconv.cli.conversions import (
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.options import (
     MODEL_HINTS,
     DryRunOption,
     FinalizeOption,
@@ -28,11 +29,10 @@ from ktconv.cli.conversions import (
     report_facts,
     report_lines,
 )
-from ktconv.cli.exits import errors_shown
+from ktconv.cli.output import JsonOption, given, print_result, say
 from ktconv.cli.parsing import choice
-from ktconv.cli.show import JsonOption, given, print_result, say
 from ktconv.errors import UsageError
-from ktconv.units import parse_ranges, parse_size
+from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
     from ktconv.conversion import Report
@@ -125,9 +125,9 @@ def quantize_gpu_command(
     """
     with errors_shown(as_json, MODEL_HINTS):
         from ktconv.quantize_gpu.calibration import Calibration
-        from ktconv.quantize_gpu.classes import class_lines
         from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
-        from ktconv.quantize_gpu.target import Options
+        from ktconv.targets.pack_quantized.module_classes import class_lines
+        from ktconv.targets.pack_quantized.target import Options
 
         calibrated = method is GpuMethod.gptq
         _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given(context))
@@ -198,7 +198,7 @@ def gpu_facts(outlook: gpu.Outlook) -> dict[str, Any]:
 
 
 def _gpu_outlook_lines(outlook: gpu.Outlook) -> Iterator[str]:
-    from ktconv.quantize_gpu.classes import class_lines
+    from ktconv.targets.pack_quantized.module_classes import class_lines
 
     yield from outlook_lines(outlook)
     yield from class_lines(outlook.classes)

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.show import JsonOption, print_result, say
+from ktconv.cli.output import JsonOption, print_result, say
 from ktconv.errors import MemoryShortError
-from ktconv.units import parse_ranges, parse_size
+from ktconv.system.units import parse_ranges, parse_size
 
 _MEMORY = "--max-memory SIZE keeps the weights beyond it on disk, in TMPDIR"
 _HINTS: Hints = {MemoryShortError: _MEMORY, MemoryError: _MEMORY}

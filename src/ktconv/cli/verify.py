@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.conversions import progress_over
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.options import progress_over
+from ktconv.cli.output import JsonOption, print_result, say
 from ktconv.cli.parsing import choice
-from ktconv.cli.show import JsonOption, print_result, say
 from ktconv.errors import MemoryShortError, SourceChangedError
-from ktconv.units import parse_ranges, parse_size
+from ktconv.system.units import parse_ranges, parse_size
 
 
 class Level(str, Enum):

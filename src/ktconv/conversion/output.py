@@ -12,11 +12,11 @@ from typing import Any
 
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.errors import KtconvError, OutputError
-from ktconv.regular_files import opened_regular
-from ktconv.text import path_of, path_text
-from ktconv.writer.files import io_error, remove, sync_directory, translated
-from ktconv.writer.finish import CARD, INDEX, MANIFEST, index_lines, read_manifest
+from ktconv.system.files import io_error, remove, sync_directory, translated
+from ktconv.system.regular_files import opened_regular
+from ktconv.system.text import path_of, path_text
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
+from ktconv.writer.metadata import CARD, INDEX, MANIFEST, index_lines, read_manifest
 from ktconv.writer.staging import shard_record
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Generic
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
-from ktconv.collector import collector_paused
 from ktconv.conversion.target import O, Target
 from ktconv.errors import UsageError
-from ktconv.units import format_ranges, format_size
+from ktconv.system.collector import collector_paused
+from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
 
 Copy = tuple[TensorRef, str]  # a tensor of the source and its output name

@@ -12,8 +12,8 @@ from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.errors import OutputError
-from ktconv.text import valid_unicode
-from ktconv.units import format_ranges
+from ktconv.system.text import valid_unicode
+from ktconv.system.units import format_ranges
 from ktconv.writer.journal import Record, differences
 
 

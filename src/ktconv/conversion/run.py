@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias
 
-from ktconv import machine
 from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint.side_files import RECORDS
+from ktconv.conversion.copying import CopyTask
 from ktconv.conversion.output import OutputState
+from ktconv.conversion.pipeline import Job, Observer, Pipeline, Task
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.conversion.records import describe_units, refuse_difference, run_record
 from ktconv.conversion.target import O
-from ktconv.copying import Buffers, BufferSizes, CopyTask
 from ktconv.errors import (
     DiskSpaceError,
     KtconvError,
@@ -31,20 +32,11 @@ from ktconv.errors import (
     OutputError,
     UsageError,
 )
-from ktconv.pipeline import Job, Observer, Pipeline, Task
-from ktconv.side_files import RECORDS
-from ktconv.source import SourceReader
-from ktconv.units import format_ranges, format_size
-from ktconv.writer.files import sync_directory, translated
-from ktconv.writer.finish import (
-    MANIFEST,
-    copy_sidecars,
-    read_manifest,
-    write_card,
-    write_index,
-    write_made_files,
-    write_manifest,
-)
+from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.reader import SourceReader
+from ktconv.system import machine
+from ktconv.system.files import sync_directory, translated
+from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.journal import (
     OTHERS_BYTE,
     Journal,
@@ -52,6 +44,15 @@ from ktconv.writer.journal import (
     Record,
     differences,
     is_run_record,
+)
+from ktconv.writer.metadata import (
+    MANIFEST,
+    copy_sidecars,
+    read_manifest,
+    write_card,
+    write_index,
+    write_made_files,
+    write_manifest,
 )
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 

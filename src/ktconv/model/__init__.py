@@ -14,13 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import UsageError
-from ktconv.model.names import (
+from ktconv.families.names import (
     RouterTensors,
     SharedExpert,
     router_tensors,
     shared_expert_tensors,
 )
-from ktconv.model.routers import RouterSpec, route, router_of
+from ktconv.families.routers import RouterSpec, route, router_of
 
 if TYPE_CHECKING:
     from ktconv.model.evaluate import (

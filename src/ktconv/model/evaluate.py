@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ktconv import machine
 from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, find_experts
-from ktconv.units import format_size
+from ktconv.system import machine
+from ktconv.system.units import format_size
 
 # Beside the weights: while a layer's experts are stacked, they are there twice.
 _LOADING = 1.1

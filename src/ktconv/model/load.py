@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.side_files import find_side_files
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
-from ktconv.side_files import find_side_files
-from ktconv.text import printable
+from ktconv.system.text import printable
 
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _ADAPTER = "adapter_config.json"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ktconv.errors import UsageError
 from ktconv.moe import Experts
-from ktconv.pool import Pool
+from ktconv.system.pool import Pool
 
 
 class PackedExperts(nn.Module):

@@ -17,9 +17,9 @@ from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model.module import PackedExperts, SortedExperts
 from ktconv.moe import Experts, open_experts
-from ktconv.moe.opened import activation_of, moe_layers, packed_experts
-from ktconv.packed import open_packed
-from ktconv.pool import Pool
+from ktconv.moe.load import activation_of, moe_layers, packed_experts
+from ktconv.packed.weights import open_packed
+from ktconv.system.pool import Pool
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0

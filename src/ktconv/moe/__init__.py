@@ -1,8 +1,8 @@
 """One MoE layer on the C kernels: weights of any method, forward, and the readable truth."""
 
 from ktconv.moe.experts import Experts, pack_experts
+from ktconv.moe.load import experts_per_token, open_experts
 from ktconv.moe.methods import KERNEL_BOUND, METHODS, Method, method_named
-from ktconv.moe.opened import experts_per_token, open_experts
 
 __all__ = [
     "KERNEL_BOUND",

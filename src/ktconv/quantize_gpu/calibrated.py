@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv import machine
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
 from ktconv.conversion import Outlook, Plan, Unit
-from ktconv.copying import Buffers
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.pipeline import Observer
 from ktconv.quantize_gpu.calibration import (
     WITHOUT_MODEL,
     Samples,
@@ -31,18 +29,20 @@ from ktconv.quantize_gpu.calibration import (
     load_tokenizer,
     read_samples,
 )
-from ktconv.quantize_gpu.classes import class_of
 from ktconv.quantize_gpu.coverage import LayerCoverage
-from ktconv.quantize_gpu.decode import U16, decoded_rows
 from ktconv.quantize_gpu.memory import Need, Placement, estimate, place
-from ktconv.quantize_gpu.names import module_name
 from ktconv.quantize_gpu.rtn import as_array, quantized
 from ktconv.quantize_gpu.run import Request, Rtn, device_of
-from ktconv.quantize_gpu.scheme import PARTS
-from ktconv.quantize_gpu.target import Options, held_dtype
-from ktconv.source import SourceReader
-from ktconv.writer.finish import read_manifest
+from ktconv.reading.buffers import Buffers
+from ktconv.reading.decoded import U16, decoded_rows
+from ktconv.reading.reader import SourceReader
+from ktconv.system import machine
+from ktconv.targets.pack_quantized.module_classes import class_of
+from ktconv.targets.pack_quantized.names import module_name
+from ktconv.targets.pack_quantized.scheme import PARTS
+from ktconv.targets.pack_quantized.target import Options, held_dtype
 from ktconv.writer.journal import Record
+from ktconv.writer.metadata import read_manifest
 
 if TYPE_CHECKING:
     from ktconv.quantize_gpu.gptq import QuantizedMatrix

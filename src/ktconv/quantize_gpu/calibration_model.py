@@ -19,7 +19,7 @@ from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model.load import load_language_model, out_of_memory, way_out
 from ktconv.quantize_gpu.calibration import WITHOUT_MODEL
-from ktconv.quantize_gpu.libraries import quiet
+from ktconv.quantize_gpu.llm_compressor import quiet
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix
-from ktconv.copying import Buffers, changed_on_disk
-from ktconv.pipeline import Span
-from ktconv.quantize_gpu.decode import decoded_rows
+from ktconv.conversion.copying import changed_on_disk
 from ktconv.quantize_gpu.rtn import span_of
-from ktconv.source import SourceReader
+from ktconv.reading.buffers import Buffers
+from ktconv.reading.decoded import decoded_rows
+from ktconv.reading.reader import SourceReader, Span
 from ktconv.writer.staging import Staging
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ktconv.quantize_gpu.libraries import (
+from ktconv.quantize_gpu.llm_compressor import (
     causal_attention,
     quiet,
     replaced,

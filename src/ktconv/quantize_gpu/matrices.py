@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.copying import changed_on_disk
+from ktconv.conversion.copying import changed_on_disk
 from ktconv.errors import VerificationError
-from ktconv.quantize_gpu.decode import U16
-from ktconv.quantize_gpu.scheme import PARTS, Scheme
+from ktconv.reading.decoded import U16
+from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
 from ktconv.writer.shards import Tensor
 from ktconv.writer.staging import Staging
 

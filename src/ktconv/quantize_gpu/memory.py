@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import ResourceError
-from ktconv.units import format_size
+from ktconv.system.units import format_size
 
 BF16, F32 = 2, 4
 ROUNDING_BYTES = 1 << 30  # on the CPU, for the matrices that are rounded at once

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
 from ktconv.conversion.plan import matrix_source_bytes
-from ktconv.copying import Buffers
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.matrix_reader import ITEM_SIZE
-from ktconv.pipeline import Span
-from ktconv.quantize_gpu.decode import U16, decoded_rows
 from ktconv.quantize_gpu.matrices import error_of, write_matrix
-from ktconv.quantize_gpu.names import module_name
-from ktconv.quantize_gpu.scheme import Scheme
-from ktconv.quantize_gpu.target import held_dtype
-from ktconv.source import SourceReader
+from ktconv.reading.buffers import Buffers
+from ktconv.reading.decoded import U16, decoded_rows
+from ktconv.reading.matrices import ITEM_SIZE
+from ktconv.reading.reader import SourceReader, Span
+from ktconv.targets.pack_quantized.names import module_name
+from ktconv.targets.pack_quantized.scheme import Scheme
+from ktconv.targets.pack_quantized.target import held_dtype
 from ktconv.writer.staging import Staging
 
 # Per element of a matrix: bf16, its copy in the module, float32 quotients, levels, comparison.
@@ -36,7 +35,7 @@ class Rounder:
     def __init__(self, scheme: Scheme, pattern: str, device: str) -> None:
         import torch
 
-        from ktconv.quantize_gpu.libraries import quiet
+        from ktconv.quantize_gpu.llm_compressor import quiet
 
         with quiet():
             from compressed_tensors.quantization import QuantizationConfig

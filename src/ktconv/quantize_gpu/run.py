@@ -14,7 +14,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from ktconv import conversion, machine
+from ktconv import conversion
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, TensorRef, open_checkpoint
 from ktconv.conversion import (
     MEMORY_MARGIN,
@@ -31,19 +31,20 @@ from ktconv.conversion import (
     plan_checkpoint,
     refuse_nested,
 )
-from ktconv.copying import BufferSizes
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import UsageError
-from ktconv.expert_sets import check_expert_set, read_expert_set
-from ktconv.pipeline import Observer
-from ktconv.quantize_gpu import config
-from ktconv.quantize_gpu.classes import ClassCount, count_classes
-from ktconv.quantize_gpu.decode import source_buffer
+from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.decoded_copy import DecodedCopy
-from ktconv.quantize_gpu.loading import loading_notes
-from ktconv.quantize_gpu.names import target_pattern
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rounder, RtnTask
-from ktconv.quantize_gpu.target import CONFIG, RECIPE, GpuTarget, Options
-from ktconv.source import SourceReader
+from ktconv.quantize_gpu.transformers_compat import loading_notes
+from ktconv.reading.buffers import BufferSizes
+from ktconv.reading.decoded import source_buffer
+from ktconv.reading.reader import SourceReader
+from ktconv.system import machine
+from ktconv.targets.pack_quantized import config
+from ktconv.targets.pack_quantized.module_classes import ClassCount, count_classes
+from ktconv.targets.pack_quantized.names import target_pattern
+from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, GpuTarget, Options
 from ktconv.writer.journal import Journal, Record
 
 LIBRARIES_MEMORY = 700 << 20  # torch, transformers and llm-compressor once imported

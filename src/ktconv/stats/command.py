@@ -12,13 +12,13 @@ from typing import Any
 from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
-from ktconv.expert_sets import write_expert_set
 from ktconv.model.load import running, way_out
+from ktconv.placement.expert_sets import write_expert_set
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
 from ktconv.stats.placement import ENDING, write_placement
 from ktconv.stats.record import I32, Recorder, text_pieces
 from ktconv.stats.trace import read_trace, write_trace
-from ktconv.writer.files import check_writable, translated
+from ktconv.system.files import check_writable, translated
 
 MAX_TOKENS = 20480  # by default: 40 windows
 SHOWN_NEVER = 5  # experts that are named in a row of the table

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.errors import UsageError
-from ktconv.expert_sets import COUNTS, ExpertSet, expert_set
+from ktconv.placement.expert_sets import COUNTS, ExpertSet, expert_set
 
 SCHEMA = 1
 NUM_LAYERS = "num_hidden_layers"  # of the model, dense layers included

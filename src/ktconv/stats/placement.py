@@ -16,7 +16,7 @@ import numpy as np
 from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
 from ktconv.stats.counts import I64, NUM_LAYERS, Statistics
-from ktconv.writer.files import write_durably
+from ktconv.system.files import write_durably
 
 ENDING = ".pt"  # by which sglang-kt knows it
 

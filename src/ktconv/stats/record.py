@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.progress import format_duration
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
-from ktconv.text import path_text
+from ktconv.system.text import path_text
+from ktconv.system.units import format_duration
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

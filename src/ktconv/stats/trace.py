@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
 from ktconv.stats.counts import LayerCounts, Statistics
-from ktconv.units import parse_ranges
-from ktconv.writer.files import write_durably
+from ktconv.system.files import write_durably
+from ktconv.system.units import parse_ranges
 
 I32 = NDArray[np.int32]
 

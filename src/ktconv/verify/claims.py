@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ktconv.proof import Sums
+from ktconv.packed.matrix_check import Sums
 from ktconv.verify.reading import Context
-from ktconv.writer.finish import MANIFEST
+from ktconv.writer.metadata import MANIFEST
 
 CLAIMS = ("relative_rms_error", "max_error_steps", "zero_share")
 TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another order

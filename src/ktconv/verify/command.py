@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import KtconvError, UsageError
-from ktconv.units import format_size
+from ktconv.system.files import check_writable, write_durably
+from ktconv.system.units import format_size
 from ktconv.verify.gpu.lines import layers_line, mapping_lines
 from ktconv.verify.kinds import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
 from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
-from ktconv.writer.files import check_writable, write_durably
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
-from ktconv.copying import Buffers
-from ktconv.packed import Place
-from ktconv.regular_files import opened_regular
+from ktconv.packed.weights import Place
+from ktconv.reading.buffers import Buffers
+from ktconv.system.regular_files import opened_regular
 from ktconv.verify.reading import Context, compare_sum, read_into
 from ktconv.verify.totals import Done
 

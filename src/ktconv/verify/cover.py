@@ -16,12 +16,12 @@ from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.stacks import Stack, split_tensors
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward
-from ktconv.packed import PackedWeights, open_packed
-from ktconv.units import format_ranges
+from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.system.units import format_ranges
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.metadata import read_manifest
 
 LEVEL = "coverage"
 

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from ktconv import machine
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model import route
 from ktconv.moe.experts import expert_output, in_blocks
-from ktconv.moe.opened import activation_of
-from ktconv.units import format_ranges, format_size
-from ktconv.verify.dense import SourceTensors
+from ktconv.moe.load import activation_of
+from ktconv.reading.tensors import SourceTensors
+from ktconv.system import machine
+from ktconv.system.units import format_ranges, format_size
 from ktconv.verify.findings import Findings
 from ktconv.verify.layer_tensors import (
     LayerTensors,

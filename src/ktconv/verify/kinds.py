@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktconv.copying import BufferSizes
+from ktconv.reading.buffers import BufferSizes
 from ktconv.verify.findings import Findings
 from ktconv.verify.memory import Budget, Need
 from ktconv.verify.reading import Context
+from ktconv.verify.runner import Item
 from ktconv.verify.subject import Subject
-from ktconv.verify.sweep import Item
 from ktconv.verify.totals import Totals
 
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]

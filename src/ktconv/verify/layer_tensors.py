@@ -12,10 +12,10 @@ from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
+from ktconv.families.routers import RouterSpec, UnknownRouter, check_experts
 from ktconv.model import SharedExpert, router_of, router_tensors, shared_expert_tensors
-from ktconv.model.routers import RouterSpec, UnknownRouter, check_experts
-from ktconv.moe.opened import top_k_of
-from ktconv.verify.dense import SourceTensors
+from ktconv.moe.load import top_k_of
+from ktconv.reading.tensors import SourceTensors
 
 _NORMS = ("post_attention_layernorm", "ffn_norm", "pre_feedforward_layernorm", "norm2")
 

@@ -10,20 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ktconv import machine, native
+from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
 from ktconv.checkpoint.config import text_section
 from ktconv.conversion import MEMORY_MARGIN, fit_threads, peak_rss
 from ktconv.errors import MemoryLimitError
-from ktconv.matrix_reader import ITEM_SIZE, chunk_rows
 from ktconv.moe import METHODS
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
-from ktconv.packed import Geometry
-from ktconv.plan import matrix_source_bytes
-from ktconv.pool import Pool
-from ktconv.source import BOUNCE_BYTES
-from ktconv.units import format_size
+from ktconv.packed.weights import Geometry
+from ktconv.reading.matrices import ITEM_SIZE, chunk_rows
+from ktconv.reading.reader import BOUNCE_BYTES
+from ktconv.system import machine
+from ktconv.system.pool import Pool
+from ktconv.system.units import format_size
+from ktconv.targets.ktransformers import matrix_source_bytes
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
 LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported

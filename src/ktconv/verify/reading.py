@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError
-from ktconv.packed import Place
-from ktconv.regular_files import opened_regular
-from ktconv.source import SourceReader
+from ktconv.packed.weights import Place
+from ktconv.reading.reader import SourceReader
+from ktconv.system.files import io_error, read_exactly
+from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
-from ktconv.writer.files import io_error, read_exactly
 
 U8 = NDArray[np.uint8]
 

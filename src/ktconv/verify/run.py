@@ -11,14 +11,14 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
-from ktconv.source import SourceReader
+from ktconv.reading.reader import SourceReader
 from ktconv.verify.findings import Failure, Findings
 from ktconv.verify.hidden_states import why_not_captured
 from ktconv.verify.kinds import Kind, Progression, kind_of
 from ktconv.verify.memory import Budget, memory_facts, plan_memory
 from ktconv.verify.reading import Context
+from ktconv.verify.runner import Item, read_everything
 from ktconv.verify.subject import Subject
-from ktconv.verify.sweep import Item, read_everything
 from ktconv.verify.text import read_text
 
 LEVELS = ("structure", "weights", "layers", "model")

@@ -11,15 +11,22 @@ from pathlib import Path
 from ktconv.checkpoint import read_header
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.checkpoint.side_files import (
+    RECORDS,
+    Record,
+    flaws,
+    list_side_files,
+    record_of,
+    recorded,
+)
 from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS, parse_kt_path, parse_tensor_name
-from ktconv.regular_files import read_small
-from ktconv.side_files import RECORDS, Record, flaws, list_side_files, record_of, recorded
-from ktconv.text import path_text
+from ktconv.system.regular_files import read_small
+from ktconv.system.text import path_text
 from ktconv.verify.findings import Findings
 from ktconv.verify.side_content import content_differences
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import MANIFEST
+from ktconv.writer.metadata import MANIFEST
 
 LEVEL = "structure"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from ktconv.checkpoint import source_identity
 from ktconv.formats import FORMATS, TensorId, is_backward, parse_tensor_name
-from ktconv.packed import Place, name_of
-from ktconv.plan import Plan
+from ktconv.packed.weights import Place, name_of
+from ktconv.targets.ktransformers import Plan
 from ktconv.verify.findings import Findings
 from ktconv.verify.side_files import check_side_files
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import INDEX, MANIFEST, read_index
 from ktconv.writer.journal import file_is_intact
+from ktconv.writer.metadata import INDEX, MANIFEST, read_index
 from ktconv.writer.shards import Tensor
 
 LEVEL = "structure"

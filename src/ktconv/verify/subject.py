@@ -11,10 +11,10 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS
-from ktconv.packed import PackedWeights, open_packed
-from ktconv.plan import Options, Plan, make_plan
-from ktconv.writer.finish import MANIFEST, read_manifest
+from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.targets.ktransformers import Options, Plan, make_plan
 from ktconv.writer.journal import Journal, is_run_record
+from ktconv.writer.metadata import MANIFEST, read_manifest
 
 _NO_LIMIT = 1 << 62
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktconv.proof import Sums
+from ktconv.packed.matrix_check import Sums
 
 WORST_KEPT = 20
 

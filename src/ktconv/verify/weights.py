@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer, TensorRef
-from ktconv.copying import Buffers, BufferSizes
 from ktconv.formats import (
     FORMATS,
     KINDS,
@@ -26,11 +25,12 @@ from ktconv.formats import (
     is_backward,
     packed_shape,
 )
-from ktconv.matrix_reader import MatrixReader, chunks
-from ktconv.packed import Place, name_of
-from ktconv.plan import matrix_source_bytes
-from ktconv.proof import Packed, PartProof, Problem, Sums
-from ktconv.tasks import quantize_buffers
+from ktconv.packed.matrix_check import Packed, PartProof, Problem, Sums
+from ktconv.packed.weights import Place, name_of
+from ktconv.quantize_cpu.task import quantize_buffers
+from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.matrices import MatrixReader, chunks
+from ktconv.targets.ktransformers import matrix_source_bytes
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.reading import Context, PlaceStream, SumCheck

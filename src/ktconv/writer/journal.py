@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
-from ktconv.regular_files import MissingFileError, read_small
-from ktconv.writer.files import io_error, make_directory, write_durably
+from ktconv.system.files import io_error, make_directory, write_durably
+from ktconv.system.regular_files import MissingFileError, read_small
 
 STATE_DIRECTORY = ".ktconv"
 OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ktconv.writer.files import (
+from ktconv.system.files import (
     allocate,
     make_directory,
     read_exactly,

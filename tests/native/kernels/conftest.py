@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-import amx
 import pytest
+from helpers import amx
 from native.kernels.product import Products, compile_products
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.paths import NATIVE
 from numpy.typing import NDArray
 
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -25,7 +26,6 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
-NATIVE = Path(__file__).parents[3] / "native"
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi.py
 LIBC = ctypes.CDLL(None, use_errno=True)
 

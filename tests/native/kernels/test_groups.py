@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import amx
 import numpy as np
 import pytest
+from helpers import amx
 from native.kernels.product import (
     F32,
     F64,

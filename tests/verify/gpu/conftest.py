@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu import quantize
+from helpers.gpu import quantize
 
 
 @pytest.fixture(scope="session")

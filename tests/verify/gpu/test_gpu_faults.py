@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import check, forget_manifest, found, record_again
-from gpu_damage import U8, change, edit_config, find, group, read, rename, swap
+from helpers.corrupt import check, forget_manifest, found, record_again
+from helpers.gpu_corrupt import U8, change, edit_config, find, group, read, rename, swap
+from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.verify import Request, verify
@@ -23,13 +24,12 @@ Copy = Callable[..., Path]
 EXPERT = "model.layers.1.mlp.experts.2"
 UP = f"{EXPERT}.up_proj"
 SCHEMES = ["W4A16", "W8A16"]
-EXAMPLE = Path(__file__).parents[3] / "docs/example/tiny-moe"
 
 
 @pytest.fixture(scope="module")
 def quantized_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that ships here: it has attention and routers beside its experts."""
-    from gpu import quantize
+    from helpers.gpu import quantize
 
     pytest.importorskip("llmcompressor")
     output = tmp_path_factory.mktemp("example") / "out"
@@ -65,8 +65,8 @@ def test_errors_are_those_of_compressed_tensors(model: Path, for_gpu: Callable[.
     """One matrix dequantized by the library that engines use."""
     compressor = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     import torch
-    from converting import read_model
-    from families import Raw
+    from helpers.convert import read_model
+    from helpers.families import Raw
 
     def tensor(raw: Raw, dtype: Any) -> Any:
         return torch.frombuffer(bytearray(raw.data), dtype=dtype).reshape(raw.shape)
@@ -266,8 +266,8 @@ def test_a_target_that_misses_an_expert(model: Path, copied: Copy) -> None:
 @pytest.mark.parametrize("target", ["Linear", "re:.*q_proj", "model.layers.0.self_attn.q_proj"])
 def test_a_target_that_means_a_plain_weight(target: str, tmp_path: Path) -> None:
     """By class, pattern or name; an ignore list can take it back."""
-    from families import bf16, numbered, random_weights, simple_config, write_checkpoint
-    from gpu import quantize
+    from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
+    from helpers.gpu import quantize
 
     pytest.importorskip("llmcompressor")
     weights = random_weights(128, 128, 2, seed=3)
@@ -355,7 +355,7 @@ def test_tensors_tell_what_it_is(copied: Copy) -> None:
 
 def test_an_unfinished_output(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
-    from gpu import quantize
+    from helpers.gpu import quantize
 
     quantize(model, tmp_path / "out", layers=[0])
     with pytest.raises(CheckpointError, match="is not finished"):
@@ -415,8 +415,8 @@ def test_an_index_that_names_a_wrong_shard(model: Path, copied: Copy) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v3_fp8", "fused"])
 def test_fp8_and_fused_sources(name: str, tmp_path: Path) -> None:
-    from families import bf16, fp8, fused, random_weights, simple_config, write_checkpoint
-    from gpu import quantize
+    from helpers.families import bf16, fp8, fused, random_weights, simple_config, write_checkpoint
+    from helpers.gpu import quantize
 
     pytest.importorskip("llmcompressor")
     rng, prefix = np.random.default_rng(4), "model.layers.0.mlp"
@@ -457,8 +457,8 @@ def test_other_dtypes_tiny_and_zero_weights(
     dtype: str, scheme: str, group_size: int, tmp_path: Path
 ) -> None:
     """Scales of half precision that are denormal or replaced by eps; one scale per row."""
-    from families import Raw, numbered, random_weights, simple_config, write_checkpoint
-    from gpu import quantize
+    from helpers.families import Raw, numbered, random_weights, simple_config, write_checkpoint
+    from helpers.gpu import quantize
 
     def encode(matrix: Any) -> Raw:
         kind = {"F16": np.float16, "F32": np.float32}[dtype]
@@ -486,7 +486,7 @@ def test_other_dtypes_tiny_and_zero_weights(
 
 def test_some_experts_only(model: Path, tmp_path: Path) -> None:
     """What --experts left out is not missed; what it named is."""
-    from gpu import quantize
+    from helpers.gpu import quantize
 
     pytest.importorskip("llmcompressor")
     chosen = tmp_path / "hot.json"

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import quantize
-from gpu_damage import swap
+from helpers.gpu import quantize
+from helpers.gpu_corrupt import swap
+from helpers.paths import EXAMPLE, MODELS
 from typer.testing import CliRunner
 
-from ktconv.cli import app
+from ktconv.cli.app import app
 from ktconv.verify import Request, Result, Thresholds, verify
 
-EXAMPLE = Path(__file__).parents[3] / "docs/example/tiny-moe"
-MODELS = Path(__file__).resolve().parents[4] / "shared" / "models"
 LIMITS = Thresholds(max_ppl_increase=0.2, max_kl=0.2)
 
 

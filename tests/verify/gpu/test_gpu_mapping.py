@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import forget_manifest, found
-from gpu_damage import edit_config, find, group
+from helpers.corrupt import forget_manifest, found
+from helpers.gpu_corrupt import edit_config, find, group
 
 from ktconv.errors import UsageError
 from ktconv.verify import Request, verify

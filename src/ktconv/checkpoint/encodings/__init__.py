@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
-from ktconv.checkpoint.encodings.dense import BF16, FP16, FP32
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
 from ktconv.checkpoint.encodings.fp8 import SCALE as FP8_SCALE
 from ktconv.checkpoint.encodings.grids import load_block_scale, scale_grid_shape, scale_span
+from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
 from ktconv.errors import CheckpointError
 
 __all__ = [

@@ -13,15 +13,15 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktconv import machine
 from ktconv.errors import UsageError
+from ktconv.system import machine
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.pairs import compare_all, task_bytes
 from ktconv.verify.compare.planning import Plan, make_plan
 from ktconv.verify.compare.tally import Tally
 
 if TYPE_CHECKING:
-    from ktconv.pipeline import Observer
+    from ktconv.conversion.pipeline import Observer
 
 __all__ = ["Comparison", "compare", "make_plan", "run", "sizes_of", "thread_bytes"]
 

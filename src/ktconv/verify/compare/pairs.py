@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
-from ktconv.packed import Place
+from ktconv.packed.weights import Place
 from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
 from ktconv.verify.compare.words import finite
 from ktconv.verify.reading import read_place
 
 if TYPE_CHECKING:
-    from ktconv.pipeline import Observer
+    from ktconv.conversion.pipeline import Observer
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
 _CHUNK_ARRAYS = 64  # bytes per element of a chunk

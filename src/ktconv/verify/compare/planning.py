@@ -11,7 +11,7 @@ from typing import Any
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import UsageError
 from ktconv.formats import is_backward
-from ktconv.packed import Geometry
+from ktconv.packed.weights import Geometry
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
 from ktconv.verify.compare.side_files import SideFiles, compare_side_files
 from ktconv.verify.compare.sides import ORDER, SAID, Expert, Input, Side, side_of

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ktconv.checkpoint.side_files import is_legal, list_side_files
 from ktconv.errors import CheckpointError
-from ktconv.regular_files import read_small
-from ktconv.side_files import is_legal, list_side_files
+from ktconv.system.regular_files import read_small
 from ktconv.verify.compare.words import counted
 from ktconv.verify.side_content import content_differences
 

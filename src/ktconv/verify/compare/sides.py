@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Kind, Matrix, TensorId, packed_shape
-from ktconv.packed import Geometry, PackedWeights, Place, name_of, open_packed
+from ktconv.packed.weights import Geometry, PackedWeights, Place, name_of, open_packed
+from ktconv.system.files import translated
 from ktconv.verify.reading import read_place
-from ktconv.writer.files import translated
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]

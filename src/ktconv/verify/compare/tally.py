@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktconv.formats import Matrix
-from ktconv.packed import Geometry
-from ktconv.units import format_ranges
+from ktconv.packed.weights import Geometry
+from ktconv.system.units import format_ranges
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.pairs import Done, MatrixTask, Sums, TensorTask
 from ktconv.verify.compare.planning import Plan

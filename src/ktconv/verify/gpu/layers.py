@@ -14,9 +14,9 @@ import numpy as np
 from ktconv.checkpoint import PROJECTIONS, MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.experts import expert_output
-from ktconv.moe.opened import activation_of
+from ktconv.moe.load import activation_of
 from ktconv.moe.streamed import Streams
-from ktconv.verify.dense import SourceTensors
+from ktconv.reading.tensors import SourceTensors
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import GpuOutput, Module
 from ktconv.verify.gpu.weights import dequantized

@@ -17,7 +17,7 @@ from typing import Any
 from ktconv.checkpoint import PROJECTIONS, Projection
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
-from ktconv.units import format_ranges
+from ktconv.system.units import format_ranges
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group

@@ -14,11 +14,11 @@ from importlib import import_module
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from ktconv import machine
 from ktconv.checkpoint import PROJECTIONS
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model.load import load_config, running, way_out
-from ktconv.units import format_size
+from ktconv.system import machine
+from ktconv.system.units import format_size
 from ktconv.verify.findings import Findings
 from ktconv.verify.gpu.opened import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
@@ -147,7 +147,7 @@ def _quiet() -> Iterator[None]:
     warnings of names that only engines know."""
     from transformers.utils import logging as untyped
 
-    from ktconv.quantize_gpu.libraries import replaced
+    from ktconv.quantize_gpu.llm_compressor import replaced
 
     logging: Any = untyped
     verbosity = logging.get_verbosity()

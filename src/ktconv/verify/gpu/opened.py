@@ -12,12 +12,12 @@ from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef, open_
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
-from ktconv.expert_sets import set_of_record
-from ktconv.packed import PackedWeights, open_packed
-from ktconv.plan import Options as CpuOptions
-from ktconv.quantize_gpu.scheme import BITS, CHANNEL
-from ktconv.quantize_gpu.target import RECIPE, GpuTarget, Options
-from ktconv.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.placement.expert_sets import set_of_record
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.targets.ktransformers import Options as CpuOptions
+from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL
+from ktconv.targets.pack_quantized.target import RECIPE, GpuTarget, Options
 from ktconv.verify.gpu.quantization import (
     FORMAT,
     Group,
@@ -26,8 +26,8 @@ from ktconv.verify.gpu.quantization import (
     told_quantization,
 )
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import MANIFEST, read_manifest
 from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.metadata import MANIFEST, read_manifest
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have

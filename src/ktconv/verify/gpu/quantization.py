@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.quantize_gpu.names import LINEAR
+from ktconv.targets.pack_quantized.names import LINEAR
 from ktconv.verify.config_differences import QUANTIZATION_KEYS, differences, flat, shown
 
 QUANT_METHOD = "compressed-tensors"

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.formats.decode import round_to_bf16
-from ktconv.proof import Problem, Sums
+from ktconv.packed.matrix_check import Problem, Sums
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.unpack import I8, values
 

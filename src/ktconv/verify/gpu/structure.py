@@ -10,11 +10,11 @@ from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
 from ktconv.checkpoint.agreement import Dimensions, absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config
 from ktconv.errors import KtconvError
-from ktconv.quantize_gpu.classes import class_of
-from ktconv.quantize_gpu.config import quantization_section
-from ktconv.quantize_gpu.names import module_name, pattern_of, target_pattern
-from ktconv.quantize_gpu.scheme import CHANNEL, Scheme
-from ktconv.quantize_gpu.target import held_dtype
+from ktconv.targets.pack_quantized.config import quantization_section
+from ktconv.targets.pack_quantized.module_classes import class_of
+from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
+from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
+from ktconv.targets.pack_quantized.target import held_dtype
 from ktconv.verify.config_differences import (
     QUANTIZATION_KEYS,
     config_differences,
@@ -27,7 +27,7 @@ from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.subject import Subject
-from ktconv.writer.finish import MANIFEST
+from ktconv.writer.metadata import MANIFEST
 
 NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no engine packs them
 

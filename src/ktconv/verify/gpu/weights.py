@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, TensorRef
-from ktconv.copying import Buffers, BufferSizes
-from ktconv.matrix_reader import ITEM_SIZE, MatrixReader, chunk_rows, chunks
 from ktconv.moe.streamed import Piece, Streamed, piece_rows
-from ktconv.packed import Place
-from ktconv.proof import Problem, Sums
-from ktconv.quantize_gpu.target import GpuTarget
-from ktconv.regular_files import opened_regular
+from ktconv.packed.matrix_check import Problem, Sums
+from ktconv.packed.weights import Place
+from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.system.regular_files import opened_regular
+from ktconv.targets.pack_quantized.target import GpuTarget
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
@@ -28,8 +28,8 @@ from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import MatrixProof, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
 from ktconv.verify.reading import Context, PlaceStream, compare_sum, read_into, read_place
+from ktconv.verify.runner import Item
 from ktconv.verify.subject import Subject
-from ktconv.verify.sweep import Item
 from ktconv.verify.totals import Done, Totals
 
 U8 = NDArray[np.uint8]

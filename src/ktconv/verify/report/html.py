@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ktconv.text import printable
+from ktconv.system.text import printable
 
 MISSING = '<span class="none" title="not measured">–</span>'
 _NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktconv.units import format_size
+from ktconv.system.units import format_size
 from ktconv.verify.report.charts import Series, drawable
 from ktconv.verify.report.heat import heat_map
 from ktconv.verify.report.html import (

@@ -1,0 +1,184 @@
+/* int_gemm_avx512.h - products with INT8 and INT4 in KTransformers' layout, by VPDPBUSD.
+ *
+ * A 64-byte line of a half tile is 16 rows x 4 columns, so with 4 activations of a token
+ * broadcast one instruction adds 4 columns to 16 rows. VPDPBUSD wants one side unsigned: codes
+ * are biased (INT8 by 128, INT4 by 8) and sums start at -bias * (sum of the activations).
+ *
+ * A strip lies in one run of tiles per column block of 3584. Micro kernel: up to 12 tokens
+ * x 32 rows in registers (24 sums). From memory, lines must be read in strictly ascending
+ * order: one half tile after the other, one line for all tokens. Alternating between the half
+ * tiles, as is best for weights in L2 (each broadcast serves two lines), reads DRAM at a
+ * third of its speed: hardware prefetchers lose the stream (measured on Zen 4: 10 against
+ * 30 GB/s; software prefetching did not mend it).
+ *
+ * So the first block of tokens reads a strip ascending, further blocks, if any, find it in
+ * L2 and alternate. Then columns are cut into blocks of K_BLOCK, so that those of the
+ * activations and of the strip stay in L2 meanwhile.
+ *
+ * `int4` is a constant in every call. Include after target_avx512_vnni.h. */
+#ifndef KT_INT_GEMM_AVX512_H
+#define KT_INT_GEMM_AVX512_H
+
+#include "int_gemm.h"
+#include "../simd/unroll.h"
+
+enum {
+  KT_INT_BLOCK = 12,    /* tokens of the micro kernel */
+  KT_INT_K_BLOCK = 1792 /* columns, half of KT_COL_BLOCK */
+};
+
+/* (v ^ 8) & 15 in each byte: a two's complement nibble plus 8. */
+KT_INLINE __m512i kt_int4_biased(__m512i v) {
+  return _mm512_ternarylogic_epi32(v, _mm512_set1_epi8(8), _mm512_set1_epi8(15), 0x28);
+}
+
+/* Biased codes of a line; for INT4 the columns in the low (0) or high (1) nibbles. */
+KT_INLINE __m512i kt_int_biased(__m512i line, const int int4, const int high) {
+  if (!int4) return _mm512_xor_si512(line, _mm512_set1_epi8((char)0x80));
+  return kt_int4_biased(high ? _mm512_srli_epi16(line, 4) : line);
+}
+
+KT_INLINE __m512i kt_int_broadcast(const uint8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+/* Line g of one half tile for all tokens, or (both) of both half tiles. A macro, since
+ * compilers keep sums in registers only if they see all of it as one function. */
+#define KT_INT_LINE(half, both)                                                                    \
+  for (int g = 0; g < 16; g++) {                                                                   \
+    const uint8_t *const at = w + (half) * KT_HALF_TILE + g * KT_GROUP_STRIDE;                     \
+    const __m512i line0 = _mm512_loadu_si512(at);                                                  \
+    const __m512i line1 = (both) ? _mm512_loadu_si512(at + KT_HALF_TILE) : line0;                  \
+    _Pragma("GCC unroll 2") for (int high = 0; high <= int4; high++) {                             \
+      const __m512i w0 = kt_int_biased(line0, int4, high);                                         \
+      const __m512i w1 = (both) ? kt_int_biased(line1, int4, high) : w0;                           \
+      _Pragma("GCC unroll 12") for (int t = 0; t < tokens; t++) {                                  \
+        const __m512i four = kt_int_broadcast(base[t / 3] + t % 3 * stride + high * 64 + g * 4);   \
+        __m512i(*const to)[2] = high && split ? more : acc;                                        \
+        to[t][half] = _mm512_dpbusd_epi32(to[t][half], w0, four);                                  \
+        if (both) to[t][1] = _mm512_dpbusd_epi32(to[t][1], w1, four);                              \
+      }                                                                                            \
+    }                                                                                              \
+    KT_IN_ORDER;                                                                                   \
+  }
+
+/* sum[t][32 rows] += w[32 rows][columns of `tiles` tiles] * x[t][same columns] */
+KT_INLINE void kt_int_micro(const int int4, const int ascending, const int tokens, const uint8_t *w,
+                            int64_t tiles, const uint8_t *x, int64_t stride, int32_t *sum) {
+  const uint8_t *base[KT_INT_BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
+  /* Few tokens make few chains of sums: then high nibbles have sums of their own. */
+  const int split = int4 && tokens <= 4;
+  __m512i acc[KT_INT_BLOCK][2], more[KT_INT_BLOCK][2];
+#pragma GCC unroll 12
+  for (int t = 0; t < tokens; t++) {
+    more[t][0] = more[t][1] = _mm512_setzero_si512();
+    acc[t][0] = _mm512_loadu_si512(sum + t * KT_STRIP);
+    acc[t][1] = _mm512_loadu_si512(sum + t * KT_STRIP + 16);
+  }
+  for (int64_t tile = 0; tile < tiles; tile++, w += 2 * KT_HALF_TILE) {
+    if (ascending) {
+#pragma GCC unroll 16
+      KT_INT_LINE(0, 0)
+#pragma GCC unroll 16
+      KT_INT_LINE(1, 0)
+    } else {
+#pragma GCC unroll 16
+      KT_INT_LINE(0, 1)
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < (tokens + 2) / 3; p++) base[p] += int4 ? 128 : 64;
+  }
+#pragma GCC unroll 12
+  for (int t = 0; t < tokens; t++) {
+    _mm512_storeu_si512(sum + t * KT_STRIP, _mm512_add_epi32(acc[t][0], more[t][0]));
+    _mm512_storeu_si512(sum + t * KT_STRIP + 16, _mm512_add_epi32(acc[t][1], more[t][1]));
+  }
+}
+
+typedef void kt_int_micro_fn(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,
+                             int32_t *sum);
+
+/* Of a format, by tokens - 1. A block that is not the first has at least half of the tokens that
+ * fit. */
+typedef struct kt_int_kernels {
+  kt_int_micro_fn *const *first, *const *further;
+} kt_int_kernels;
+
+#define KT_INT_MICRO(n, name, int4, ascending)                                                     \
+  KT_NOINLINE void name##n(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,      \
+                           int32_t *sum) {                                                         \
+    if (ascending || n >= KT_INT_BLOCK / 2)                                                        \
+      kt_int_micro(int4, ascending, n, w, tiles, x, stride, sum);                                  \
+  }
+
+/* Defines kt_int_kernels `kernels`. */
+#define KT_INT_KERNELS(int4)                                                                       \
+  KT_1_TO_12(KT_INT_MICRO, first_of_, int4, 1)                                                     \
+  KT_1_TO_12(KT_INT_MICRO, further_of_, int4, 0)                                                   \
+  static kt_int_micro_fn *const first[] = {KT_1_TO_12(KT_NUMBERED, first_of_)};                    \
+  static kt_int_micro_fn *const further[] = {KT_1_TO_12(KT_NUMBERED, further_of_)};                \
+  static const kt_int_kernels kernels = {first, further};
+
+/* Columns k .. k + cols of one strip for all tokens, in blocks of nearly equal size. */
+KT_INLINE void kt_int_strip(const int int4, const kt_int_kernels *kernels, const kt_weight *w,
+                            int64_t block_rows, int64_t strip, int64_t k, int64_t cols,
+                            const uint8_t *x, int64_t stride, int64_t tokens, int32_t *sum) {
+  const int64_t tile_cols = int4 ? 128 : 64;
+  const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
+  const uint8_t *const tiles = w->codes + (int4 ? start / 2 : start);
+  const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t t = tokens * b / blocks, count = tokens * (b + 1) / blocks - t;
+    kt_int_micro_fn *const micro = (b == 0 ? kernels->first : kernels->further)[count - 1];
+    micro(tiles, cols / tile_cols, x + t * stride + k, stride, sum + t * KT_STRIP);
+  }
+}
+
+KT_INLINE void kt_int_start(const int bias, const uint8_t *x, int64_t cols, int64_t stride,
+                            int64_t strips, int64_t tokens, int32_t *sum) {
+  for (int64_t t = 0; t < tokens; t++) {
+    const __m512i start = _mm512_set1_epi32(
+        (int32_t)(0u - (uint32_t)bias * (uint32_t)kt_int_row_sum(x + t * stride, cols)));
+    for (int64_t s = 0; s < strips; s++) {
+      _mm512_storeu_si512(sum + (s * tokens + t) * KT_STRIP, start);
+      _mm512_storeu_si512(sum + (s * tokens + t) * KT_STRIP + 16, start);
+    }
+  }
+}
+
+/* From integer sums to products, in place. */
+KT_INLINE void kt_int_finish(float step, const float *scale, const uint8_t *x, int64_t cols,
+                             int64_t stride, int64_t tokens, float *out) {
+  const __m512 w0 = _mm512_mul_ps(_mm512_set1_ps(step), _mm512_loadu_ps(scale));
+  const __m512 w16 = _mm512_mul_ps(_mm512_set1_ps(step), _mm512_loadu_ps(scale + 16));
+  for (int64_t t = 0; t < tokens; t++, out += KT_STRIP) {
+    const __m512 xt = _mm512_set1_ps(kt_int_row_scale(x + t * stride, cols));
+    const __m512 v0 = _mm512_cvtepi32_ps(_mm512_loadu_si512(out));
+    const __m512 v16 = _mm512_cvtepi32_ps(_mm512_loadu_si512(out + 16));
+    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_mul_ps(v0, w0), xt));
+    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_mul_ps(v16, w16), xt));
+  }
+}
+
+KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kernels,
+                                     int64_t block_rows, const kt_weight *w, int64_t strip,
+                                     int64_t strips, const uint8_t *x, int64_t stride,
+                                     int64_t tokens, float *out) {
+  int32_t *const sum = (int32_t *)(void *)out;
+  const int64_t k_block = tokens <= KT_INT_BLOCK ? KT_COL_BLOCK : KT_INT_K_BLOCK;
+  kt_int_start(int4 ? 8 : 128, x, w->cols, stride, strips, tokens, sum);
+  for (int64_t k = 0, cols; k < w->cols; k += cols) {
+    const int64_t left = w->cols - k;
+    cols = left < k_block ? left : k_block;
+    for (int64_t s = 0; s < strips; s++)
+      kt_int_strip(int4, kernels, w, block_rows, strip + s, k, cols, x, stride, tokens,
+                   sum + s * tokens * KT_STRIP);
+  }
+  for (int64_t s = 0; s < strips; s++)
+    kt_int_finish(int4 ? 16.0f : 1.0f, (const float *)w->scale + (strip + s) * KT_STRIP, x, w->cols,
+                  stride, tokens, out + s * tokens * KT_STRIP);
+}
+
+#endif

@@ -1,0 +1,126 @@
+/* Decoding on AVX-512, 16 numbers at a time. Bit-equal to decode_scalar.c. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "matrix.h"
+#include "../simd/transpose_avx512.h"
+
+enum { LANES = 16 };
+
+/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included),
+ * so the value is 2^8 times the binary16's: a conversion and an exact product. */
+KT_INLINE __m512 widen_e4m3(__m128i bytes, __mmask16 valid) {
+  const __m256i wide = _mm256_cvtepu8_epi16(bytes);
+  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+  const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)) & valid;
+  const __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+  const __m512i payload = _mm512_set1_epi32(0x7fc00000);
+  return _mm512_castsi512_ps(
+      _mm512_mask_or_epi32(_mm512_castps_si512(value), nan, _mm512_castps_si512(value), payload));
+}
+
+/* 16 numbers from `at`, or the first of them that `valid` has ones for. */
+KT_INLINE __m512 widen16(const uint8_t *at, int dtype, __mmask16 valid) {
+  switch (dtype) {
+  case KT_BF16: {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(valid, at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  case KT_F16: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(valid, at));
+  case KT_F32: return _mm512_maskz_loadu_ps(valid, at);
+  default: return widen_e4m3(_mm_maskz_loadu_epi8(valid, at), valid);
+  }
+}
+
+KT_INLINE __m512 round_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
+  const __m512i rounded =
+      _mm512_and_si512(_mm512_add_epi32(bits, half), _mm512_set1_epi32((int)0xffff0000u));
+  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+  const __mmask16 special = _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
+  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, special, bits));
+}
+
+/* Columns begin..end-1 of a row that lies contiguously, all under one scale. */
+KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
+                           int scaled, int rounded, float *row) {
+  const __m512 factor = _mm512_set1_ps(scale);
+  for (int64_t k = begin; k < end; k += LANES) {
+    const __mmask16 valid = (__mmask16)(end - k >= LANES ? 0xffff : (1 << (end - k)) - 1);
+    __m512 value = widen16(from + k * kt_dtype_size(dtype), dtype, valid);
+    if (scaled) value = _mm512_mul_ps(value, factor);
+    if (rounded) value = round_bf16(value);
+    _mm512_mask_storeu_ps(row + k, valid, value);
+  }
+}
+
+KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * kt_dtype_size(dtype);
+  if (dtype != KT_F8_E4M3) {
+    decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
+    return;
+  }
+  const float *scales = kt_scale_row(m, n);
+  for (int64_t k = 0, end; k < m->cols; k = end) {
+    end = kt_scale_block_end(m, k);
+    decode_span(from, dtype, k, end, scales[(m->col_origin + k) / m->block_cols], 1, rounded, row);
+  }
+}
+
+/* Columns k..k+15 of rows n..n+15 of a matrix whose rows lie next to each other
+ * (row_stride 1): 16 source vectors, transposed in registers. */
+KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
+                             float *out, int64_t stride) {
+  const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * kt_dtype_size(dtype);
+  __m512i source[16], row[16];
+  for (int i = 0; i < LANES; i++)
+    source[i] = _mm512_castps_si512(
+        widen16(from + i * m->col_stride * kt_dtype_size(dtype), dtype, 0xffff));
+  kt_transpose16(source, row);
+  for (int r = 0; r < LANES; r++) {
+    __m512 value = _mm512_castsi512_ps(row[r]);
+    if (rounded) value = round_bf16(value);
+    _mm512_storeu_ps(out + r * stride + k, value);
+  }
+}
+
+KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
+                           float *out, int64_t stride) {
+  if (m->col_stride == 1) {
+    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
+  } else if (count == LANES && m->cols % LANES == 0 && !m->block_scale) {
+    for (int64_t k = 0; k < m->cols; k += LANES)
+      decode_square(m, row, k, dtype, rounded, out, stride);
+  } else {
+    kt_decode_rows_scalar(m, row, count, out,
+                          stride); /* FP8 stored [in, out] is not a known format */
+  }
+}
+
+/* One instantiation per dtype, so that the inner loops hold no switch. */
+KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out,
+                            int64_t stride) {
+  if (m->round_to_bf16)
+    decode_rows(m, row, count, dtype, 1, out, stride);
+  else
+    decode_rows(m, row, count, dtype, 0, out, stride);
+}
+
+void kt_decode_rows_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
+  switch (m->dtype) {
+  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out, stride); break;
+  case KT_F16: decode_dtype(m, row, count, KT_F16, out, stride); break;
+  case KT_F32: decode_dtype(m, row, count, KT_F32, out, stride); break;
+  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out, stride); break;
+  }
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,27 @@
+"""`ktconv inspect`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.exits import errors_shown
+from ktconv.cli.output import JsonOption, document_lines, print_result
+
+
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint, an output of ktconv, or a hub id.", metavar="PATH")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a checkpoint or a converted output holds, from headers alone.
+
+    Example: ktconv inspect qwen3-int4
+    """
+    with errors_shown(as_json):
+        from ktconv.packed.inspection import inspect_path
+
+        facts = inspect_path(path)
+        print_result(as_json, facts, lambda: document_lines(facts))

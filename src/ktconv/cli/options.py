@@ -1,0 +1,245 @@
+"""What the commands that convert share: options, plans, progress, results."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
+from ktconv.cli.output import fact_lines, print_result, say
+from ktconv.errors import (
+    DiskFullError,
+    DiskSpaceError,
+    FileSizeError,
+    InUseError,
+    SourceChangedError,
+)
+from ktconv.system.units import format_ranges, format_size
+
+if TYPE_CHECKING:
+    from ktconv.conversion import Outlook, Report, Unit
+
+# What can be done about an error where packed weights are converted, and where a model is.
+PACKED_HINTS: Hints = {
+    DiskFullError: "make room, then run the same command again: finished layers are kept",
+    FileSizeError: "raise the limit of the file system or process, or lower --max-shard-size",
+    SourceChangedError: "make sure nothing writes there, then start again with --overwrite",
+    MemoryError: "use fewer --threads",
+}
+MODEL_HINTS: Hints = {
+    **PACKED_HINTS,
+    DiskSpaceError: "make room, choose another disk, or convert a part with --layers",
+    InUseError: "wait for it to end, or give each run its own --layers",
+}
+
+# Options that several commands have.
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Checkpoint directory, or hub id (org/name) in the local cache.", metavar="MODEL"
+    ),
+]
+OutputArgument = Annotated[
+    Path, typer.Argument(help="Directory to write; made if it is missing.", metavar="OUTPUT")
+]
+LayersOption = Annotated[
+    str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
+]
+MtpOption = Annotated[
+    bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
+]
+ShardSizeOption = Annotated[str, typer.Option(help="No shard is larger than this.", metavar="SIZE")]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
+]
+CopyThreadsOption = Annotated[
+    int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+]
+FinalizeOption = Annotated[
+    bool, typer.Option("--finalize", help="Only write the index of layers converted before.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")]
+
+
+def convert(
+    outlook: Outlook[Any],
+    work: Callable[[Any], Report],
+    dry_run: bool,
+    as_json: bool,
+    did: str = "Converted",
+) -> None:
+    """Prints the plan, or does the work and prints what came of it; `did` is what it did."""
+    if dry_run:
+        print_result(as_json, outlook_facts(outlook), lambda: outlook_lines(outlook))
+        return
+    report = done(outlook, work)
+    print_result(as_json, report_facts(report), lambda: report_lines(report, did))
+
+
+def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
+    """The work, done with notes and progress; who interrupts it is told how to go on."""
+    say_notes(outlook)
+    gc.freeze()  # the plan lives as long as the process: no collection has to walk it
+    request = outlook.request
+    with interruptible(lambda: _way_on(request.output, request.overwrite)):
+        observer = progress_of(outlook)
+        with observer:
+            return work(observer)
+
+
+def _way_on(output: Path, overwrite: bool) -> str:
+    """What a run that was interrupted left there."""
+    from ktconv.writer.journal import STATE_DIRECTORY
+    from ktconv.writer.metadata import MANIFEST
+
+    if os.access(output / STATE_DIRECTORY, os.F_OK):
+        return f"Finished layers are kept: run the same command again to continue in {output}."
+    if overwrite:
+        return f"Files in {output} may have been removed: run the same command again."
+    return f"{output} is complete." if os.access(output / MANIFEST, os.F_OK) else NOTHING_WRITTEN
+
+
+def outlook_facts(outlook: Outlook[Any], pending: Sequence[Unit] | None = None) -> dict[str, Any]:
+    """The JSON of a dry run. `pending`: units that are written; None: those not there now."""
+    from ktconv.conversion import disk_needed
+
+    plan = outlook.plan
+    chosen = [unit.layer for unit in outlook.units if unit.layer]
+    units = [*outlook.units, *plan.others]
+    return {
+        "schema": 1,
+        "model_type": plan.checkpoint.config.get("model_type"),
+        **plan.target.facts(),
+        "layers": len(chosen),
+        "layer_indices": [layer.index for layer in chosen],
+        "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
+        "experts": max(len(unit.experts) for unit in outlook.units),
+        "experts_left_out": sum(
+            len(unit.layer.experts) - len(unit.experts) for unit in outlook.units if unit.layer
+        ),
+        "hidden_size": chosen[0].hidden_size,
+        "intermediate_size": chosen[0].intermediate_size,
+        "encodings": sorted({layer.encoding for layer in chosen}),
+        "source_bytes": sum(unit.source_bytes for unit in units),
+        "output_bytes": sum(unit.output_bytes for unit in units),
+        "files": sum(len(unit.shard_counts) for unit in units),
+        "copied_tensors": sum(len(unit.copies) for unit in plan.others),
+        "copied_bytes": sum(unit.data_bytes for unit in plan.others),
+        "copied_files": [str(path) for path in plan.sidecars],
+        "skipped": list(plan.skipped),
+        "notes": list(plan.notes),
+        "threads": outlook.threads,
+        "peak_memory_bytes": outlook.peak_memory,
+        "disk_needed_bytes": disk_needed(outlook.pending() if pending is None else pending),
+        "disk_free_bytes": outlook.disk_free,
+        "seconds": 0.0,
+    }
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """The JSON of a finished run."""
+    from ktconv.conversion import peak_rss
+
+    units, converted = report.outlook.plan.units, set(report.converted)
+    written = [unit for unit in units if unit.key in converted]
+    return outlook_facts(report.outlook, written) | {
+        "seconds": round(report.seconds, 3),
+        "source_bytes_read": report.source_bytes,
+        "gb_per_second": round(report.source_bytes / 1e9 / max(report.seconds, 1e-9), 3),
+        "peak_rss_bytes": peak_rss(),
+        "complete": report.complete,
+        "converted_units": list(report.converted),
+        "kept_units": list(report.kept),
+        "missing_units": list(report.missing),
+        "mean_relative_rms_error": report.mean_error,
+        "worst_tensor": report.worst[0] if report.worst else None,
+        "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        **report.more,
+    }
+
+
+def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
+    """The plan, for people."""
+    facts, request = outlook_facts(outlook), outlook.request
+    layers = format_ranges(facts["layer_indices"])
+    mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
+    copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
+    enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
+    container = f"{facts['files']} shards" if facts["files"] else "layer folders"
+    rows = {
+        "model": f"{request.model} ({facts['model_type']})",
+        "MoE layers": f"{facts['layers']} ({layers}{mtp})",
+        "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
+        f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
+        "write": f"{outlook.plan.target.description}, {container}",
+        "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
+        "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
+        f"plus index and manifest",
+        "copied as is": copied if facts["copied_tensors"] else "nothing",
+        "files copied": ", ".join(facts["copied_files"]) or "none",
+        "skipped": "; ".join(facts["skipped"]) or "nothing",
+        "memory": f"{format_size(facts['peak_memory_bytes'])} peak with {facts['threads']} threads",
+        "disk": f"{format_size(facts['disk_needed_bytes'])} needed, "
+        f"{format_size(facts['disk_free_bytes'])} free{enough}",
+    }
+    for note in facts["notes"]:
+        rows[f"note {len(rows) - 10}"] = note
+    return fact_lines(rows)
+
+
+def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
+    """What a run did, for people."""
+    from ktconv.conversion import describe_units
+
+    output = report.outlook.request.output
+    if not report.converted and report.complete:
+        yield f"{output} is complete: nothing to do."
+        return
+    if report.converted:
+        rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
+        yield (
+            f"{did} {describe_units(report.converted)} in {report.seconds:.1f} s "
+            f"({rate:.2f} GB/s of source)."
+        )
+    if report.worst and report.mean_error is not None:
+        yield (
+            f"Relative RMS error: mean {report.mean_error:.4f} over the tensors, "
+            f"worst {report.worst[1]:.4f} ({report.worst[0]})."
+        )
+    if report.complete:
+        yield f"{output} is complete."
+        if flags := report.outlook.plan.target.serving():
+            yield f"Serve it with sglang-kt: {flags} {output}"
+    elif report.missing:
+        yield f"{output} still lacks {describe_units(report.missing)}; the rest comes with them."
+    else:
+        yield f"Another ktconv is at work in {output}; it completes it, else --finalize does."
+
+
+def say_notes(outlook: Outlook[Any]) -> None:
+    for note in outlook.plan.notes:
+        say(f"note: {note}")
+    for skipped in outlook.plan.skipped:
+        say(f"skipped: {skipped}")
+
+
+def progress_of(outlook: Outlook[Any]) -> Any:
+    return progress_over({unit.key: unit.source_bytes for unit in outlook.plan.units})
+
+
+def progress_over(sizes: dict[str, int]) -> Any:
+    """Progress over units of these sizes, as the terminal allows."""
+    from ktconv.cli.progress import BarObserver, LineObserver
+
+    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, say)

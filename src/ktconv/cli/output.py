@@ -1,0 +1,98 @@
+"""What all commands share: results on stdout, words on stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from ktconv.system.text import printable, valid_unicode
+from ktconv.system.units import format_size
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def given(context: typer.Context) -> frozenset[str]:
+    """Options that were written, whatever their value: by their first long names."""
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(str(name)) for name in names}
+    return frozenset(
+        names[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    )
+
+
+def print_text(text: str) -> None:
+    """A table or document on stdout, line by line."""
+    _print(map(printable, text.split("\n")))
+
+
+def print_result(as_json: bool, facts: dict[str, Any], lines: Callable[[], Iterable[str]]) -> None:
+    """On stdout: `facts` as one JSON document, or `lines` for people."""
+    if as_json:
+        print_json(facts)
+    else:
+        _print(map(printable, lines()))
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document on stdout."""
+    _print([json.dumps(valid_unicode(document), indent=1)])
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Everything on stdout passes here, and its lines hold no control characters."""
+    text = "".join(f"{line}\n" for line in lines)
+    sys.stdout.write(_encodable(text, sys.stdout))
+    sys.stdout.flush()
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """`text` with escapes for what the stream's encoding lacks, as ASCII lacks most."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Names and values as aligned lines; nested names indented."""
+    return _fact_lines(facts, 0)
+
+
+def _fact_lines(facts: dict[str, Any], indent: int) -> Iterator[str]:
+    width = max((len(name) for name in facts), default=0)
+    for name, value in facts.items():
+        label = " " * indent + name.replace("_", " ")
+        if isinstance(value, dict):
+            yield label
+            yield from _fact_lines(value, indent + 2)
+        else:
+            yield f"{label:<{indent + width}}  {_fact_text(name, value)}"
+
+
+def _fact_text(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("bytes"):
+        return f"{value} ({format_size(value)})"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value)
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
+
+
+def sentence(text: str) -> str:
+    """With one full stop at its end, and names of absurd length cut in the middle."""
+    shown = re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", printable(text))
+    return shown.rstrip(".") + "."
+
+
+def document_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """For people, who need not know which version of the JSON document this would be."""
+    return fact_lines({name: fact for name, fact in facts.items() if name != "schema"})

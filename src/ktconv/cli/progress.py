@@ -1,0 +1,171 @@
+"""How far a conversion is: a bar on terminals, a line per unit elsewhere.
+
+The ETA comes from the bytes of the last half minute, so that it follows the disk.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from ktconv.system.text import printable
+from ktconv.system.units import format_duration, format_size
+
+WINDOW_SECONDS = 30.0
+BAR_WIDTH = 60  # columns; lines serve narrower terminals better
+
+
+class Rate:
+    """Bytes per second over the last half minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._points: deque[tuple[float, int]] = deque([(clock(), 0)])
+
+    def update(self, done: int) -> None:
+        now = self._clock()
+        if now - self._points[-1][0] > 0.2:
+            self._points.append((now, done))
+        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_SECONDS:
+            self._points.popleft()
+
+    def per_second(self, done: int) -> float:
+        start, before = self._points[0]
+        elapsed = self._clock() - start
+        return (done - before) / elapsed if elapsed > 0 else 0.0
+
+
+class Progression:
+    """Counts bytes and units; the base of both observers.
+
+    The total is known when the run starts: units that are already done never start, so
+    `begin` is told what remains.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        self.total = sum(sizes.values())
+        self.done = 0
+        self.unit = ""
+        self.rate = Rate()
+
+    def begin(self, keys: list[str]) -> None:
+        self.total = sum(self.sizes[key] for key in keys)
+        self.rate = Rate()
+
+    def advanced(self, source_bytes: int) -> None:
+        self.done += source_bytes
+        self.rate.update(self.done)
+
+    def unit_started(self, key: str) -> None:
+        self.unit = key
+
+    def unit_finished(self, key: str) -> None:
+        pass
+
+    def noted(self, text: str) -> None:
+        pass
+
+    def eta(self) -> str:
+        speed = self.rate.per_second(self.done)
+        return format_duration((self.total - self.done) / speed) if speed else "?"
+
+    def __enter__(self) -> Progression:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+
+class LineObserver(Progression):
+    """One line per finished unit, for logs."""
+
+    def __init__(self, sizes: Mapping[str, int], say: Callable[[str], None]) -> None:
+        super().__init__(sizes)
+        self._say = say
+
+    def unit_finished(self, key: str) -> None:
+        speed = self.rate.per_second(self.done) / 1e9
+        share = 100 * self.done / self.total if self.total else 100
+        self._say(
+            f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
+            f"{speed:.2f} GB/s, ETA {self.eta()}"
+        )
+
+    def noted(self, text: str) -> None:
+        self._say(text)
+
+
+class _Live(ProgressColumn):
+    """A column computed from the progression at each refresh."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text())
+
+
+class BarObserver(Progression):
+    """A bar with bytes, speed, layer and ETA on stderr."""
+
+    @staticmethod
+    def fits() -> bool:
+        """Whether stderr is a terminal that can move its cursor and has room for a bar."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            return False
+        console = Console(stderr=True)
+        return not console.is_dumb_terminal and console.width >= BAR_WIDTH
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(sizes)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            _Live(lambda: f"{format_size(self.done)} of {format_size(self.total)}"),
+            _Live(lambda: f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"),
+            _Live(lambda: f"ETA {self.eta()}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("planning", total=self.total)
+
+    def begin(self, keys: list[str]) -> None:
+        super().begin(keys)
+        self._bar.update(self._task, total=self.total)
+
+    def advanced(self, source_bytes: int) -> None:
+        super().advanced(source_bytes)
+        self._bar.update(self._task, completed=self.done)
+
+    def unit_started(self, key: str) -> None:
+        super().unit_started(key)
+        self._bar.update(self._task, description=printable(key))
+
+    def noted(self, text: str) -> None:
+        self._bar.console.print(Text(text))  # above the bar
+
+    def __enter__(self) -> Progression:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()

@@ -1,0 +1,74 @@
+"""`ktconv reshard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktconv.cli.exits import Hints, errors_shown
+from ktconv.cli.options import (
+    PACKED_HINTS,
+    CopyThreadsOption,
+    DryRunOption,
+    OutputArgument,
+    OverwriteOption,
+    ShardSizeOption,
+    VerifyOption,
+    convert,
+)
+from ktconv.cli.output import JsonOption
+from ktconv.errors import MemoryLimitError
+from ktconv.system.units import parse_size
+
+RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
+
+
+def reshard_command(
+    packed: Annotated[
+        Path, typer.Argument(help="A conversion: shards or layer folders.", metavar="PACKED")
+    ],
+    output: OutputArgument,
+    numa: Annotated[int, typer.Option(min=1, help="NUMA parts to cut into.", metavar="N")],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert again from the model instead, which is always exact.", metavar="MODEL"
+        ),
+    ] = None,
+    max_shard_size: ShardSizeOption = "5GB",
+    threads: CopyThreadsOption = 0,
+    verify: VerifyOption = True,
+    overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut a conversion into another number of NUMA parts, where no weight changes by that.
+
+    Splitting always works: the parts of down inherit the scales of its rows. Joining needs
+    scales that agree, or --source.
+
+    Example: ktconv reshard qwen3-int4 qwen3-int4-numa2 --numa 2
+    """
+    with errors_shown(as_json, RESHARD_HINTS):
+        from ktconv.repack.reshard import Request, prepare, reshard
+
+        request = Request(
+            packed=packed,
+            output=output,
+            numa=numa,
+            source=source,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+            threads=threads or None,
+            verify=verify,
+            overwrite=overwrite,
+        )
+        outlook = prepare(request)
+        convert(
+            outlook,
+            lambda observer: reshard(request, observer, outlook),
+            dry_run,
+            as_json,
+            "Resharded",
+        )

@@ -1,0 +1,246 @@
+"""Runs units of commit through worker threads: reading, computing and writing overlap.
+
+Workers take tasks in order. A prefetcher tells the kernel which bytes come next, workers
+read, compute and write them, and a committer makes finished units durable while the
+workers are at the next ones. Memory is what the workers hold, whatever the size of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from ktconv.errors import KtconvError
+from ktconv.reading.reader import Span
+from ktconv.writer.staging import Staging
+
+PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
+OPEN_UNITS = 3  # one being committed, one being finished, one being started
+
+Buffers = TypeVar("Buffers")
+
+
+class Task(Protocol[Buffers]):  # type: ignore[misc]
+    """The smallest piece of work, e.g. one projection of one expert."""
+
+    @property
+    def source_bytes(self) -> int: ...
+
+    def spans(self) -> Sequence[Span]:
+        """What it will read."""
+
+    def run(
+        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Do it; calls `advance` with bytes of source done. The result goes to the journal."""
+
+
+@dataclass(slots=True)
+class Job(Generic[Buffers]):
+    """A unit of commit: how to open it, its tasks, and what to do when it is final."""
+
+    key: str
+    source_bytes: int
+    open: Callable[[], Staging]
+    tasks: Callable[[], Sequence[Task[Buffers]]]
+    finish: Callable[[list[dict[str, object]], dict[str, Any]], None]
+    staging: Staging | None = None
+    pending: int = 0
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Told how far the pipeline is. Called from several threads, one at a time."""
+
+    def begin(self, keys: list[str]) -> None:
+        """Which units will be converted now."""
+
+    def advanced(self, source_bytes: int) -> None: ...
+
+    def unit_started(self, key: str) -> None: ...
+
+    def unit_finished(self, key: str) -> None: ...
+
+    def noted(self, text: str) -> None:
+        """A sentence that a user should read, as what the run waits for."""
+
+
+class Pipeline(Generic[Buffers]):
+    """Runs jobs in order with `threads` workers, each with buffers of its own."""
+
+    def __init__(
+        self, threads: int, make_buffers: Callable[[], Buffers], observer: Observer
+    ) -> None:
+        self._threads, self._make_buffers, self._observer = threads, make_buffers, observer
+        self._changed = threading.Condition()
+        self._jobs: deque[Job[Buffers]] = deque()
+        self._ready: deque[tuple[Job[Buffers], Task[Buffers]]] = deque()
+        self._ready_bytes = 0
+        self._taken_bytes = 0
+        self._open: list[Job[Buffers]] = []
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._commits: queue.SimpleQueue[Job[Buffers] | None] = queue.SimpleQueue()
+        self._prefetch: queue.SimpleQueue[Task[Buffers] | None] = queue.SimpleQueue()
+
+    def run(self, jobs: Iterable[Job[Buffers]]) -> None:
+        """Run all jobs. The first error stops all threads and is raised; what was staged
+        and not committed is removed. An interrupt ends in the same clean way."""
+        self._jobs.extend(jobs)
+        self._observer.begin([job.key for job in self._jobs])
+        workers: list[_Thread] = []
+        others: list[_Thread] = []
+        try:
+            # One by one: the system can refuse a thread, and those before it must be joined.
+            for loop in (self._commit_loop, self._prefetch_loop):
+                others.append(self._start(loop))
+            for _ in range(self._threads):
+                workers.append(self._start(self._work))
+            self._wait_for(workers, others)
+        except BaseException as error:
+            self._stop(error)
+        self._wait_for(workers, others)
+        for job in self._open:
+            if job.staging is not None:
+                # Of several errors the first one is told.
+                with contextlib.suppress(OSError, KtconvError):
+                    job.staging.abandon()
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for(self, workers: Sequence[_Thread], others: Sequence[_Thread]) -> None:
+        """The last commit can take long, and an interrupt come meanwhile."""
+        for thread in workers:
+            thread.wait()
+        self._commits.put(None)
+        self._prefetch.put(None)
+        for thread in others:
+            thread.wait()
+
+    def _start(self, loop: Callable[[], None]) -> _Thread:
+        def guarded() -> None:
+            try:
+                loop()
+            except BaseException as error:
+                self._stop(error)
+
+        thread = _Thread(guarded)
+        thread.start()
+        return thread
+
+    def _stop(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        buffers = self._make_buffers()
+        while (item := self._take()) is not None:
+            job, task = item
+            assert job.staging is not None
+            result = task.run(job.staging, buffers, self._advance)
+            with self._changed:
+                job.results.update(result)
+                job.pending -= 1
+                if job.pending == 0:
+                    self._commits.put(job)
+
+    def _take(self) -> tuple[Job[Buffers], Task[Buffers]] | None:
+        with self._changed:
+            while not self._stopped:
+                self._refill()
+                if self._ready:
+                    job, task = self._ready.popleft()
+                    self._ready_bytes -= task.source_bytes
+                    self._taken_bytes += task.source_bytes
+                    self._changed.notify_all()  # room for the prefetcher
+                    return job, task
+                if not self._jobs:
+                    return None
+                self._changed.wait()
+        return None
+
+    def _refill(self) -> None:
+        while self._jobs and self._ready_bytes < PREFETCH_BYTES and len(self._open) < OPEN_UNITS:
+            job = self._jobs.popleft()
+            self._open.append(job)
+            job.staging = job.open()
+            self._observer.unit_started(job.key)
+            tasks = job.tasks()
+            job.pending = len(tasks)
+            for task in tasks:
+                self._ready.append((job, task))
+                self._ready_bytes += task.source_bytes
+                self._prefetch.put(task)
+            if not tasks:  # a layer none of whose experts are converted
+                self._commits.put(job)
+
+    def _advance(self, source_bytes: int) -> None:
+        with self._changed:
+            if self._stopped:
+                raise _Stopped
+            self._observer.advanced(source_bytes)
+
+    def _commit_loop(self) -> None:
+        while (job := self._commits.get()) is not None:
+            assert job.staging is not None
+            job.finish(job.staging.commit(), job.results)
+            with self._changed:
+                self._open.remove(job)
+                self._observer.unit_finished(job.key)
+                self._changed.notify_all()
+
+    def _prefetch_loop(self) -> None:
+        advised = 0
+        while (task := self._prefetch.get()) is not None:
+            for span in task.spans():
+                advise(span)
+            advised += task.source_bytes
+            with self._changed:
+                while not self._stopped and advised - self._taken_bytes > PREFETCH_BYTES:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+
+
+class _Stopped(BaseException):
+    """Ends a task early; another error or an interrupt is already known."""
+
+
+def advise(span: Span) -> None:
+    """Ask the kernel to read ahead. Advice only: errors show when the bytes are read."""
+    with contextlib.suppress(OSError):
+        fd = os.open(span.file, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
+class _Thread(threading.Thread):
+    """A thread whose end can be waited for in spite of interrupts.
+
+    Before Python 3.13 an interrupt in `join` marks a thread as ended that still runs.
+    """
+
+    def __init__(self, loop: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._loop, self._ended = loop, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        while not self._ended.wait(0.5):  # in slices, so that signals reach this thread
+            pass
+        self.join()

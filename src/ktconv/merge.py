@@ -1,0 +1,9 @@
+"""Layer folders into safetensors shards, byte for byte what `quantize-cpu` writes.
+
+report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
+"""
+
+from ktconv.conversion import Report
+from ktconv.repack.merge import Outlook, Request, merge, prepare
+
+__all__ = ["Outlook", "Report", "Request", "merge", "prepare"]

@@ -1,0 +1,195 @@
+"""What a path holds: a source checkpoint, or converted weights by whatever tool."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
+from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
+from ktconv.system.units import format_ranges
+from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact
+from ktconv.writer.metadata import MANIFEST, read_index, read_manifest
+
+GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
+
+
+def inspect_path(path: str) -> dict[str, Any]:
+    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError."""
+    directory = Path(path)
+    if directory.is_dir():
+        if (directory / STATE_DIRECTORY / "run.json").exists():
+            return _unfinished(directory)
+        manifest = read_manifest(directory)
+        if manifest is None and not may_hold_packed(directory):
+            return _source(open_checkpoint(path))
+        found = open_packed(directory)
+        if manifest is not None and manifest["options"].get("format") == GPU_FORMAT:
+            return _quantized(directory, found, manifest)
+        if found.tensors or manifest is not None:
+            return _converted(directory, found, manifest)
+    return _source(open_checkpoint(path))
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+    layers = checkpoint.layers
+    return {
+        "schema": 1,
+        "kind": "checkpoint",
+        "path": str(checkpoint.path),
+        "family": checkpoint.config.get("model_type"),
+        "files": len(checkpoint.files),
+        "bytes": sum(source.nbytes for source in checkpoint.sources),
+        "moe_layers": format_ranges([layer.index for layer in layers]),
+        "mtp_layers": format_ranges([layer.index for layer in layers if layer.is_mtp]) or "none",
+        "experts": sorted({len(layer.experts) for layer in layers}),
+        "hidden_size": sorted({layer.hidden_size for layer in layers}),
+        "intermediate_size": sorted({layer.intermediate_size for layer in layers}),
+        "encodings": sorted({layer.encoding for layer in layers}),
+        "experts_found_as": sorted({re.sub(r"[0-9]+", "N", layer.source) for layer in layers}),
+        "other_tensors": len(checkpoint.other_tensors),
+        "other_bytes": sum(tensor.nbytes for tensor in checkpoint.other_tensors),
+        "numa_parts_possible": {key: _possible_parts(checkpoint, key) for key in FORMATS},
+        "notes": list(checkpoint.notes),
+    }
+
+
+def _possible_parts(checkpoint: Checkpoint, method: str) -> list[int]:
+    allowed = [
+        set(FORMATS[method].allowed_parts(layer.hidden_size, layer.intermediate_size))
+        for layer in checkpoint.layers
+    ]
+    return sorted(set.intersection(*allowed))
+
+
+def _unfinished(directory: Path) -> dict[str, Any]:
+    journal = Journal(directory)
+    run = journal.read_run() or {}
+    geometry = run.get("geometry", {})
+    layers = {int(index) for index in geometry.get("layers", {})}
+    finished = set()
+    for index in layers:
+        record = journal.read_unit(f"layer-{index:05d}")
+        if record is not None and journal.unit_is_intact(record):
+            finished.add(index)
+    return {
+        "schema": 1,
+        "kind": "unfinished conversion",
+        "path": str(directory),
+        "family": geometry.get("model_type"),
+        "options": run.get("options", {}),
+        "layers_done": format_ranges(sorted(finished)) or "none",
+        "layers_missing": format_ranges(sorted(layers - finished)) or "none",
+        "complete": False,
+        "way_out": "run the same command again",
+    }
+
+
+def _quantized(
+    directory: Path, found: PackedWeights, manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What quantize-gpu wrote."""
+    options, layers = manifest["options"], manifest["geometry"]["layers"]
+    listed = {name for unit in _units(manifest) for name in unit["tensors"]}
+    missing = sorted(listed - found.others.keys())
+    experts = [tensor for name, tensor in found.others.items() if ".experts." in name]
+    here = {tensor.name.split(".experts.")[0] + _expert_of(tensor.name) for tensor in experts}
+    damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
+    return {
+        "schema": 1,
+        "kind": "experts for a GPU",
+        "path": str(directory),
+        "made_by": f"ktconv {manifest.get('ktconv_version')}",
+        "family": manifest["geometry"].get("model_type"),
+        "method": options.get("method"),
+        "scheme": options.get("scheme"),
+        "group_size": options.get("group_size"),
+        "moe_layers": format_ranges([int(index) for index in layers]) or "none",
+        "experts": sorted({layer["experts"] for layer in layers.values()}),
+        "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
+        "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
+        "intermediate_size": sorted({layer["intermediate_size"] for layer in layers.values()}),
+        "expert_bytes": sum(tensor.nbytes for tensor in experts),
+        "missing_tensors": len(missing),
+        "first_missing": missing[0] if missing else None,
+        "damaged_files": damaged,
+        "complete": bool(experts) and not (missing or damaged),
+    }
+
+
+def _expert_of(name: str) -> str:
+    """The number in model.layers.3.mlp.experts.5.gate_proj.weight_packed, with its dot."""
+    return "." + name.split(".experts.")[1].partition(".")[0]
+
+
+def _converted(
+    directory: Path, found: PackedWeights, manifest: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    packed = {tensor: place.nbytes for tensor, place in found.tensors.items()}
+    layers = found.layers
+    missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
+    odd = [key for key, size in packed.items() if _is_odd(key, size, layers[key.layer])]
+    damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
+    formats = sorted({layer.format.name for layer in layers.values() if layer.format})
+    return {
+        "schema": 1,
+        "kind": "converted weights",
+        "path": str(directory),
+        "made_by": f"ktconv {manifest.get('ktconv_version')}" if manifest else f"no {MANIFEST}",
+        "family": manifest["geometry"].get("model_type") if manifest else None,
+        "method": ", ".join(formats) or None,
+        "numa_parts": sorted({layer.parts for layer in layers.values()}),
+        "moe_layers": format_ranges(list(layers)) or "none",
+        "experts": sorted({layer.experts for layer in layers.values()}),
+        "experts_left_out": sum(len(layer.elsewhere) for layer in layers.values()),
+        "hidden_size": sorted({layer.hidden for layer in layers.values()}),
+        "intermediate_size": sorted({layer.intermediate for layer in layers.values()}),
+        "expert_bytes": sum(packed.values()),
+        "missing_tensors": len(missing),
+        "first_missing": name_of(missing[0]) if missing else None,
+        "wrong_sizes": len(odd),
+        "first_wrong_size": name_of(odd[0]) if odd else None,
+        "damaged_files": damaged,
+        "complete": bool(formats) and not (missing or odd or damaged),
+    }
+
+
+def _expected(
+    directory: Path, layers: Mapping[int, Geometry], manifest: Mapping[str, Any] | None
+) -> Iterator[TensorId]:
+    """What should be there: by manifest or index if there is one, and no gaps in any case."""
+    listed = {name for name in map(parse_tensor_name, _listed(directory, manifest)) if name}
+    yield from sorted(listed, key=name_of)
+    for index, layer in layers.items():
+        yield from (key for key in layer.tensors(index) if key not in listed)
+
+
+def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:
+    if manifest is not None:
+        return [name for unit in _units(manifest) for name in unit["tensors"]]
+    weight_map = (read_index(directory) or {}).get("weight_map")
+    return weight_map if isinstance(weight_map, dict) else []
+
+
+def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
+    if key.proj not in PROJECTIONS:
+        return False  # backward weights
+    expected = layer.nbytes(key.proj, key.kind)
+    return expected is not None and expected != size
+
+
+def _damaged(directory: Path, manifest: Mapping[str, Any] | None) -> Sequence[str]:
+    """Files that are not as the manifest has them, and the manifest if it tells too little."""
+    if manifest is None:
+        return [MANIFEST] if (directory / MANIFEST).exists() else []
+    files = [file for unit in _units(manifest) for file in unit["files"]]
+    damaged = [file["name"] for file in files if not file_is_intact(directory, file)]
+    return damaged if None not in manifest["units"].values() else [*damaged, MANIFEST]
+
+
+def _units(manifest: Mapping[str, Any]) -> list[Record]:
+    """The units whose records are sound."""
+    return [unit for unit in manifest["units"].values() if unit is not None]

@@ -1,0 +1,261 @@
+"""Packed expert weights as they lie on a disk, by whatever tool: shards or layer folders.
+
+    packed = open_packed(Path("qwen3-int4"))
+    packed.layers[3].format, packed.layers[3].parts
+    packed.map(TensorId(3, "gate", 0, 0, "weight"))     # uint8, mapped
+
+Names and sizes only; the bytes of a tensor are read when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv.checkpoint import Header, TensorRef, read_header
+from ktconv.checkpoint.safetensors_file import header_mentions
+from ktconv.errors import CheckpointError, KtconvError, ResourceError
+from ktconv.formats import (
+    FORMATS,
+    KINDS,
+    PROJECTIONS,
+    Format,
+    Kind,
+    Projection,
+    TensorId,
+    is_backward,
+    packed_shape,
+    parse_kt_path,
+    parse_tensor_name,
+    tensor_name,
+)
+from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
+from ktconv.system.regular_files import opened_regular
+from ktconv.writer.metadata import MANIFEST, read_manifest
+
+U8 = NDArray[np.uint8]
+
+_LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of a packed tensor lie. dtype and shape are empty for a `.kt` file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of one layer, as the sizes of most of its tensors say."""
+
+    experts: int  # that its router chooses from
+    parts: int
+    hidden: int
+    intermediate: int
+    format: Format | None  # None: no known format has such sizes
+    elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Ids of the experts that should be there."""
+        if not self.elsewhere:
+            return range(self.experts)
+        return [expert for expert in range(self.experts) if expert not in self.elsewhere]
+
+    def shape(self, proj: Projection) -> tuple[int, int]:
+        """Rows and columns of one part's matrix."""
+        return packed_shape(proj, self.hidden, self.intermediate, self.parts)
+
+    def nbytes(self, proj: Projection, kind: Kind) -> int | None:
+        if self.format is None:
+            return None
+        rows, cols = self.shape(proj)
+        if kind == "scale":
+            return self.format.scale_nbytes(rows)
+        return self.format.weight_nbytes(rows, cols)
+
+    def tensors(self, layer: int) -> Iterator[TensorId]:
+        """All that a layer of these dimensions consists of."""
+        for expert in self.here:
+            for part in range(self.parts):
+                for proj in PROJECTIONS:
+                    for kind in KINDS:
+                        yield TensorId(layer, proj, expert, part, kind)
+
+
+@dataclass(slots=True)
+class PackedWeights:
+    """The packed tensors of a directory, and what is wrong with its files."""
+
+    directory: Path
+    layout: str = "safetensors"  # or "layers"
+    tensors: dict[TensorId, Place] = field(default_factory=dict)
+    others: dict[str, TensorRef] = field(default_factory=dict)  # non-expert tensors of shards
+    headers: dict[str, Header] = field(default_factory=dict)  # by shard
+    damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong
+    doubles: list[tuple[str, str, str]] = field(default_factory=list)  # name, first, second file
+    layers: dict[int, Geometry] = field(default_factory=dict)
+
+    def map(self, tensor: TensorId) -> U8:
+        """The tensor's bytes, mapped read-only. Raises CheckpointError if it is not there."""
+        place = self.place(tensor)
+        return map_file(place.file)[place.offset : place.offset + place.nbytes]
+
+    def place(self, tensor: TensorId) -> Place:
+        """Where a tensor lies. Raises CheckpointError if it is not there."""
+        try:
+            return self.tensors[tensor]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.directory} lacks {name_of(tensor)}", "convert the model again"
+            ) from None
+
+    def of_layer(self, layer: int) -> dict[TensorId, Place]:
+        return {tensor: place for tensor, place in self.tensors.items() if tensor.layer == layer}
+
+    def geometry(self, layer: int) -> Geometry:
+        """Dimensions of a layer. Raises CheckpointError if no known format has its sizes."""
+        found = self.layers.get(layer)
+        if found is None or found.format is None:
+            raise CheckpointError(
+                f"layer {layer} of {self.directory} is of no format that ktconv knows",
+                f"it knows {', '.join(FORMATS)}",
+            )
+        return found
+
+
+def open_packed(directory: Path) -> PackedWeights:
+    """What a directory holds: all its shards, or its layer folders where it has no shard."""
+    found = PackedWeights(directory)
+    shards = sorted(directory.glob("*.safetensors"))
+    for shard in shards:
+        _add_shard(found, shard)
+    if not shards:
+        found.layout = "layers"
+        _add_folders(found)
+    by_layer: dict[int, dict[TensorId, int]] = defaultdict(dict)
+    for tensor, place in found.tensors.items():
+        by_layer[tensor.layer][tensor] = place.nbytes
+    left_out = left_out_of(directory)
+    found.layers = {
+        layer: _geometry(sizes, left_out.of(layer)) for layer, sizes in sorted(by_layer.items())
+    }
+    return found
+
+
+def may_hold_packed(directory: Path) -> bool:
+    """False only where no shard has a packed expert's name in its header, and no folder one."""
+    shards = list(directory.glob("*.safetensors"))
+    try:
+        return not shards or any(header_mentions(shard, b"_exps.") for shard in shards)
+    except KtconvError:  # a damaged shard says nothing
+        return True
+
+
+def left_out_of(directory: Path) -> ExpertSet:
+    """The experts that quantize-cpu was told to leave out, as the manifest says.
+
+    Raises CheckpointError for a manifest that says it in a way that is not ours.
+    """
+    manifest = read_manifest(directory)
+    told = manifest["options"].get(EXCLUDED, {}) if manifest else {}
+    return set_of_record(told, str(directory / MANIFEST))
+
+
+def map_file(path: Path) -> U8:
+    """All bytes of a file, mapped read-only."""
+    return np.frombuffer(map_pages(path), np.uint8)
+
+
+def map_pages(path: Path) -> mmap.mmap:
+    """A read-only mapping of a whole file. Raises ResourceError where it cannot be mapped."""
+    try:
+        with opened_regular(path) as fd:
+            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise ResourceError(f"{path} cannot be mapped: {error}") from error
+
+
+def name_of(tensor: TensorId) -> str:
+    """The key of a tensor in shards."""
+    return tensor_name(tensor.layer, tensor.proj, tensor.expert, tensor.part, tensor.kind)
+
+
+def _add_shard(found: PackedWeights, shard: Path) -> None:
+    try:
+        header = read_header(shard)
+    except CheckpointError as error:
+        found.damaged[shard.name] = str(error)
+        return
+    found.headers[shard.name] = header
+    for ref in header.tensors:
+        tensor = parse_tensor_name(ref.name)
+        earlier = found.others.get(ref.name) if tensor is None else found.tensors.get(tensor)
+        if earlier is not None:
+            found.doubles.append((ref.name, earlier.file.name, shard.name))
+        if tensor is None:
+            found.others[ref.name] = ref
+        else:
+            found.tensors[tensor] = Place(shard, ref.offset, ref.nbytes, ref.dtype, ref.shape)
+
+
+def _add_folders(found: PackedWeights) -> None:
+    for folder in sorted(found.directory.iterdir()):
+        if not _LAYER_FOLDER.fullmatch(folder.name):
+            continue
+        for path in sorted(folder.glob("_numa_*/*.kt")):
+            name = path.relative_to(found.directory).as_posix()
+            file = parse_kt_path(name)
+            if file is None:
+                found.damaged[name] = f"{name} is no name of a packed tensor"
+                continue
+            try:
+                status = path.stat()
+            except OSError as error:
+                found.damaged[name] = f"{name} cannot be read: {error.strerror}"
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                found.damaged[name] = f"{name} is not a regular file"
+                continue
+            size = status.st_size
+            if size != file.nbytes:
+                found.damaged[name] = f"{name} has {size} bytes"
+            if file.tensor in found.tensors:
+                earlier = found.tensors[file.tensor].file.relative_to(found.directory).as_posix()
+                found.doubles.append((name_of(file.tensor), earlier, name))
+            found.tensors[file.tensor] = Place(path, 0, size)
+
+
+def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometry:
+    rows = _usual(sizes, "gate", "scale") // 4
+    cols = _usual(sizes, "down", "scale") // 4
+    weight = _usual(sizes, "gate", "weight")
+    forward: Sequence[TensorId] = [key for key in sizes if not is_backward(key.proj)]
+    parts = 1 + max((key.part for key in forward), default=0)
+    known = [
+        fmt
+        for fmt in FORMATS.values()
+        if fmt.check(cols, rows * parts, parts) is None and fmt.weight_nbytes(rows, cols) == weight
+    ]
+    experts = 1 + max([0, *left_out, *(key.expert for key in forward)])
+    fmt = known[0] if known else None
+    return Geometry(experts, parts, cols, rows * parts, fmt, frozenset(left_out))
+
+
+def _usual(sizes: Mapping[TensorId, int], proj: Any, kind: Kind) -> int:
+    counted = Counter(size for key, size in sizes.items() if (key.proj, key.kind) == (proj, kind))
+    return counted.most_common(1)[0][0] if counted else 0

@@ -1,0 +1,1 @@
+"""Which expert runs where."""

@@ -1,0 +1,120 @@
+"""The main job: an MoE checkpoint into quantized CPU experts, streaming and resumable.
+
+    report = quantize_cpu(Request(model="path/to/model", output=Path("out")))
+
+Planning is here and in `plan`; how a run locks, resumes and finishes is in `conversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ktconv import conversion, native
+from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.conversion import (
+    MEMORY_MARGIN,
+    BufferedTask,
+    Conversion,
+    OutputState,
+    Report,
+    SilentObserver,
+    fit_threads,
+    manifest_memory,
+    refuse_nested,
+)
+from ktconv.conversion.pipeline import Observer
+from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
+from ktconv.placement.expert_sets import check_expert_set, read_expert_set
+from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
+from ktconv.reading.buffers import BufferSizes
+from ktconv.reading.reader import SourceReader
+from ktconv.system import machine
+from ktconv.targets.card import model_card
+from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan, Unit, make_plan
+from ktconv.writer.journal import Journal
+
+Outlook: TypeAlias = conversion.Outlook[Options]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to convert and how. `options.numa` of 0 means one part per NUMA node."""
+
+    model: str
+    output: Path
+    options: Options = field(default_factory=Options)
+    layers: Sequence[int] | None = None  # None: all
+    threads: int | None = None  # None: one per CPU that this process may use
+    max_memory: int = 8 << 30
+    verify: bool = True
+    overwrite: bool = False
+    finalize: bool = False  # only write index and manifest of finished layers
+    exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
+    allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
+
+
+def prepare(request: Request) -> Outlook:
+    """Open the checkpoint and plan. Reads headers only and writes nothing."""
+    if request.overwrite and request.finalize:
+        raise UsageError("--overwrite removes what --finalize completes", "give one of them")
+    native.isa()  # an unusable KTCONV_ISA is told before an hour of work
+    options = request.options
+    if options.numa == 0:
+        options = replace(options, numa=machine.numa_nodes())
+    checkpoint = open_checkpoint(request.model)
+    refuse_nested(checkpoint.path, request.output)
+    if request.exclude_experts is not None:
+        if not request.allow_partial:
+            raise UsageError(
+                NO_KTRANSFORMERS,
+                "convert without --exclude-experts, since KTransformers places experts by itself "
+                "(docs/hot-experts.md); or add --allow-partial to convert for ktconv's own runtime",
+            )
+        excluded = read_expert_set(request.exclude_experts, "--exclude-experts")
+        layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
+        check_expert_set(excluded, layers, request.exclude_experts)
+        options = replace(options, exclude_experts=excluded.as_record())
+    plan = make_plan(checkpoint, options)
+    OutputState(plan, Journal(request.output)).refuse_foreign_files()
+    units = plan.layer_units(request.layers)
+    threads, peak = _fit_memory(request, plan)
+    return Outlook(request, plan, units, threads, peak, machine.disk_free(request.output))
+
+
+def quantize_cpu(
+    request: Request, observer: Observer | None = None, outlook: Outlook | None = None
+) -> Report:
+    """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
+    outlook = outlook or prepare(request)
+    return QuantizeCpu(outlook, observer or SilentObserver()).run()
+
+
+def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
+    """Threads that the memory allows, and the peak to expect."""
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    per_thread = quantize_buffers(layers, FORMATS[plan.options.method]).nbytes
+    base = machine.resident_memory() + MEMORY_MARGIN + manifest_memory(request.output)
+    threads = fit_threads(request.max_memory, request.threads, base, per_thread)
+    return threads, base + threads * per_thread
+
+
+class QuantizeCpu(Conversion[Options]):
+    """One run of a planned conversion."""
+
+    def buffers(self) -> BufferSizes:
+        layers = [unit.layer for unit in self.plan.layers if unit.layer]
+        return quantize_buffers(layers, FORMATS[self.plan.options.method])
+
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+        assert unit.layer is not None
+        options, verify = self.plan.options, self.request.verify
+        for expert in unit.experts:
+            for proj in PROJECTIONS:
+                yield QuantizeTask(reader, unit.layer, expert, proj, options, verify)
+
+    def card(self) -> str:
+        return model_card(self.plan)

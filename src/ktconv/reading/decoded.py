@@ -1,0 +1,54 @@
+"""Matrices of a checkpoint as the model holds them: bf16 or half precision, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.checkpoint import ExpertMatrix
+from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.reading.reader import SourceReader
+
+U16 = NDArray[np.uint16]
+
+
+def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
+    """What reading a matrix needs."""
+    rows = min(chunk_rows(matrix), matrix.rows)
+    return BufferSizes(rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
+
+
+def decoded_rows(
+    reader: SourceReader,
+    matrix: ExpertMatrix,
+    buffers: Buffers,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[int, U16]]:
+    """(first row, rows as bits of bf16; of half precision where the source has it).
+
+    Calls `advance` with the bytes read. Raises CheckpointError for a NaN or an infinity.
+    """
+    source = MatrixReader(reader, matrix, round_to_bf16=matrix.tensor.dtype != "F16")
+    with source.open() as fd:
+        grid = source.load_scales()
+        for chunk in chunks(matrix, matrix.rows):
+            count = source.read(fd, chunk, buffers.source, buffers.bounce)
+            values = native.decode(source.view(chunk, grid, buffers.source, 0, matrix.cols))
+            if not np.isfinite(values).all():
+                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+                raise source.not_finite(chunk.start + row, col)
+            yield chunk.start, _half(values) if matrix.tensor.dtype == "F16" else _bf16(values)
+            advance(count)
+
+
+def _half(values: NDArray[np.float32]) -> U16:
+    return values.astype(np.float16).view(np.uint16)
+
+
+def _bf16(values: NDArray[np.float32]) -> U16:
+    """Exact: the values are bf16 already."""
+    return np.ascontiguousarray(values.view(np.uint16)[:, 1::2])

@@ -1,0 +1,174 @@
+"""Packed weights that are all there, in shards or layer folders, ours or another tool's.
+
+given = open_complete(Path("qwen3-int4"))
+given.tree.parts, given.options.method, given.weights.map(tensor)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ktconv.checkpoint import SourceFile
+from ktconv.errors import CheckpointError
+from ktconv.formats import TensorId, is_backward, parse_tensor_name
+from ktconv.packed.weights import PackedWeights, name_of, open_packed
+from ktconv.reading.reader import SourceReader
+from ktconv.repack.sources import Manifest, check_alone, check_manifest, read_known
+from ktconv.repack.tree import (
+    Tree,
+    TreeLayer,
+    read_tree,
+    refuse_mixtures,
+    tensor_nbytes,
+    tensors_of,
+)
+from ktconv.targets.ktransformers import Options
+from ktconv.writer.journal import STATE_DIRECTORY, Record
+from ktconv.writer.metadata import read_index
+
+_VERIFY = "ktconv verify tells all that is wrong with it; convert the model again"
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteWeights:
+    """Packed weights as they lie there, their dimensions and how they were made."""
+
+    weights: PackedWeights
+    tree: Tree
+    manifest: Manifest | None
+    options: Options
+
+    @property
+    def directory(self) -> Path:
+        return self.weights.directory
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """What tells this state of the files from another."""
+        if self.weights.layout == "layers":
+            return {f"_layer_{layer.index}": layer.record for layer in self.tree.layers.values()}
+        return {
+            name: {
+                "bytes": header.file_bytes,
+                "mtime_ns": header.mtime_ns,
+                "header_sha256": header.sha256,
+            }
+            for name, header in self.weights.headers.items()
+        }
+
+    def reader(self) -> SourceReader:
+        """Reads the files and refuses a shard that changed meanwhile."""
+        headers = self.weights.headers.values()
+        sources = [
+            SourceFile(header.file.name, header.file_bytes, header.mtime_ns, header.sha256)
+            for header in headers
+        ]
+        return SourceReader([header.file for header in headers], sources)
+
+
+def open_complete(directory: Path) -> CompleteWeights:
+    """Open and judge; CheckpointError names what is missing or does not fit."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory", "give an OUTPUT of quantize-cpu")
+    if (directory / STATE_DIRECTORY / "run.json").exists():
+        raise CheckpointError(
+            f"{directory} is not finished: a conversion into it was interrupted",
+            "run the command that began it again",
+        )
+    weights = open_packed(directory)
+    tree = _tree_of_shards(weights) if weights.headers or weights.damaged else read_tree(directory)
+    manifest = read_known(directory)
+    if manifest is None:
+        check_alone(tree)
+    else:
+        check_manifest(manifest, tree)
+    _refuse_unlisted(weights, manifest)
+    return CompleteWeights(weights, tree, manifest, _options(weights, tree, manifest))
+
+
+def _refuse_unlisted(weights: PackedWeights, manifest: Manifest | None) -> None:
+    """Whatever manifest or index list is there, other tensors too."""
+    for name in _listed(weights.directory, manifest):
+        tensor = parse_tensor_name(name)
+        if name not in weights.others and (tensor is None or tensor not in weights.tensors):
+            raise CheckpointError(f"{weights.directory} lacks {name}", _VERIFY)
+
+
+def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
+    if manifest is not None:
+        return manifest.tensors
+    listed = (read_index(directory) or {}).get("weight_map")
+    return listed if isinstance(listed, dict) else ()
+
+
+def _options(weights: PackedWeights, tree: Tree, manifest: Manifest | None) -> Options:
+    """How they were made; without a manifest by the reference converter, as far as we know."""
+    made = manifest.options if manifest else Options(compat=True)
+    return replace(
+        made,
+        method=tree.format.key,
+        numa=tree.parts,
+        layout="safetensors",
+        experts_only=not weights.others,
+    )
+
+
+def _tree_of_shards(weights: PackedWeights) -> Tree:
+    """The layers of shards, judged as layer folders are."""
+    for why in weights.damaged.values():
+        raise CheckpointError(why, _VERIFY)
+    for name, first, second in weights.doubles:
+        raise CheckpointError(
+            f"{weights.directory} holds {name} twice, in {first} and in {second}",
+            "remove the shards that another conversion left behind",
+        )
+    if not weights.layers:
+        raise CheckpointError(
+            f"{weights.directory} holds no packed experts", "give an OUTPUT of quantize-cpu"
+        )
+    tree = Tree(weights.directory, {index: _layer(weights, index) for index in weights.layers})
+    refuse_mixtures(tree)
+    return tree
+
+
+def _layer(weights: PackedWeights, index: int) -> TreeLayer:
+    geometry = weights.geometry(index)
+    assert geometry.format is not None  # or geometry() had raised
+    found = weights.of_layer(index)
+    layer = TreeLayer(
+        index=index,
+        format=geometry.format,
+        parts=geometry.parts,
+        experts=geometry.experts,
+        hidden=geometry.hidden,
+        intermediate=geometry.intermediate,
+        backward=any(is_backward(tensor.proj) for tensor in found),
+        files=len(found),
+        nbytes=sum(place.nbytes for place in found.values()),
+        sha256="",
+        elsewhere=geometry.elsewhere,
+    )
+    _refuse_incomplete(weights, layer)
+    return layer
+
+
+def _refuse_incomplete(weights: PackedWeights, layer: TreeLayer) -> None:
+    expected = set(tensors_of(layer))
+    found = weights.of_layer(layer.index)
+    if missing := sorted(map(name_of, expected - found.keys())):
+        more = f" and {len(missing) - 1} more tensor(s)" if missing[1:] else ""
+        raise CheckpointError(f"{weights.directory} lacks {missing[0]}{more}", _VERIFY)
+    if extra := sorted(map(name_of, found.keys() - expected)):
+        raise CheckpointError(f"{weights.directory} holds {extra[0]}, which fits nowhere", _VERIFY)
+    for tensor, place in found.items():
+        _refuse_odd_size(layer, tensor, place.nbytes, place.file)
+
+
+def _refuse_odd_size(layer: TreeLayer, tensor: TensorId, nbytes: int, file: Path) -> None:
+    expected = tensor_nbytes(layer, tensor)
+    if nbytes != expected:
+        raise CheckpointError(
+            f"{name_of(tensor)} in {file} has {nbytes} bytes, not {expected}", _VERIFY
+        )

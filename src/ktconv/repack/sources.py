@@ -1,0 +1,243 @@
+"""What is known of packed weights beside their bytes: their manifest, their source.
+
+A manifest (ktconv.json) tells options, dimensions and checksums; a source tells which layers
+and experts there must be. Whatever is known must agree with what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
+from ktconv.checkpoint.agreement import absent_layers, contradictions
+from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.checkpoint.side_files import flaws, recorded
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.formats import FORMATS
+from ktconv.repack.tree import Tree, TreeLayer
+from ktconv.system.units import format_ranges
+from ktconv.targets.ktransformers import Options
+from ktconv.writer.journal import Record
+from ktconv.writer.metadata import MANIFEST, read_manifest
+
+Dimensions = tuple[object, object, object]  # experts, hidden, intermediate
+
+
+# ---- manifest --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A readable ktconv.json."""
+
+    path: Path
+    record: Record
+    options: Options
+
+    @property
+    def tensors(self) -> dict[str, Record]:
+        """What it says of each tensor: checksum and, of weights, quantization errors."""
+        units = self.record["units"].values()
+        return {name: about for unit in units for name, about in unit["tensors"].items()}
+
+    @property
+    def source_files(self) -> list[SourceFile]:
+        """The model that was converted, as far as told."""
+        told = self.record.get("source")
+        files = told.get("files") if isinstance(told, dict) else None
+        found = files.values() if isinstance(files, dict) else []
+        return [_source_file(file) for file in found if isinstance(file, dict)]
+
+    @property
+    def layers(self) -> dict[int, Record]:
+        """What it says of each layer."""
+        return {int(index): about for index, about in self.record["geometry"]["layers"].items()}
+
+
+def read_known(directory: Path) -> Manifest | None:
+    """The manifest of a directory, or None. CheckpointError for one that is damaged."""
+    path = directory / MANIFEST
+    if not path.exists():
+        return None
+    record = read_manifest(directory)
+    options = _options(record["options"]) if record is not None else None
+    if record is None or options is None or None in record["units"].values():
+        raise CheckpointError(
+            f"{path} is damaged", "restore it, or remove it to go on without its checksums"
+        )
+    return Manifest(path, record, options)
+
+
+def _options(told: Mapping[str, Any]) -> Options | None:
+    """The options of a manifest if they have the types and values that ours have."""
+    known = {field.name: getattr(Options(), field.name) for field in fields(Options)}
+    values = {name: value for name, value in told.items() if name in known}
+    if any(type(value) is not type(known[name]) for name, value in values.items()):
+        return None
+    options = Options(**values)
+    return options if options.method in FORMATS and options.numa > 0 else None
+
+
+def _source_file(file: Record) -> SourceFile:
+    mtime = file.get("mtime_ns")
+    checksum = file.get("sha256") if mtime is None else file.get("header_sha256")
+    return SourceFile(str(file.get("name")), file.get("bytes", 0), mtime, str(checksum))
+
+
+def check_side_files(manifest: Manifest | None, directory: Path) -> None:
+    """Refuse side files of `directory`, which will be copied, that are not as its manifest records
+    them."""
+    records = recorded(manifest.record) if manifest else None
+    for flaw in flaws(directory, records) if records is not None else ():
+        raise VerificationError(
+            f"{directory}: {flaw.message}",
+            "copy it from the model again, remove what does not belong there, or convert again",
+        )
+
+
+# ---- agreement -------------------------------------------------------------------------
+
+
+def check_manifest(manifest: Manifest, tree: Tree) -> None:
+    """Refuse folders that are not what their manifest says."""
+    options = manifest.options
+    if (options.method, options.numa) != (tree.format.key, tree.parts):
+        raise CheckpointError(
+            f"{tree.root} holds {tree.format.name} in {tree.parts} part(s), but {manifest.path} "
+            f"says {FORMATS[options.method].name} in {options.numa}",
+            "remove what another conversion left behind, or convert again",
+        )
+    told = {
+        index: (about.get("experts"), about.get("hidden_size"), about.get("intermediate_size"))
+        for index, about in manifest.layers.items()
+    }
+    _check_layers(tree, told, str(manifest.path), "convert again into an empty directory")
+
+
+def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
+    """Refuse folders that are not all layers of their source."""
+    layers = [layer for layer in source.layers if mtp or not layer.is_mtp]
+    absent_mtp = [layer for layer in layers if layer.is_mtp and layer.index not in tree.layers]
+    if absent_mtp:
+        raise CheckpointError(
+            f"{tree.root} lacks the MTP layer {absent_mtp[0].index} of {source.path}",
+            "give --no-mtp: the reference converter leaves MTP layers out",
+        )
+    left_out = {layer.index for layer in source.layers} - {layer.index for layer in layers}
+    told: dict[int, Dimensions] = {
+        layer.index: (len(layer.experts), layer.hidden_size, layer.intermediate_size)
+        for layer in layers
+    }
+    _check_layers(tree, told, str(source.path), "convert that model again, or give its source",
+                  left_out)  # fmt: skip
+
+
+def _check_layers(
+    tree: Tree,
+    told: Mapping[int, Dimensions],
+    by: str,
+    hint: str,
+    ignored: set[int] | frozenset[int] = frozenset(),
+) -> None:
+    if missing := told.keys() - tree.layers.keys():
+        named = format_ranges(sorted(missing))
+        raise CheckpointError(f"{tree.root} lacks layer(s) {named} of {by}", hint)
+    if extra := tree.layers.keys() - told.keys() - ignored:
+        named = format_ranges(sorted(extra))
+        raise CheckpointError(f"{tree.root} has layer(s) {named}, which {by} has not", hint)
+    for index, dimensions in told.items():
+        found = _dimensions(tree.layers[index])
+        if found != dimensions:
+            raise CheckpointError(
+                f"{tree.root / f'_layer_{index}'} holds {_words(found)}, but {by} has "
+                f"{_words(dimensions)}",
+                hint,
+            )
+
+
+def _dimensions(layer: TreeLayer) -> Dimensions:
+    return layer.experts, layer.hidden, layer.intermediate
+
+
+def _words(dimensions: Dimensions) -> str:
+    experts, hidden, intermediate = dimensions
+    return f"{experts} experts of hidden size {hidden} and intermediate size {intermediate}"
+
+
+def check_alone(tree: Tree) -> None:
+    """Without manifest and source: all layers are alike, and none is missing in between."""
+    layers = list(tree.layers.values())
+    for layer in layers[1:]:
+        if _dimensions(layer) != _dimensions(layers[0]):
+            raise CheckpointError(
+                f"{tree.root} has layers that differ: _layer_{layers[0].index} holds "
+                f"{_words(_dimensions(layers[0]))}, _layer_{layer.index} "
+                f"{_words(_dimensions(layer))}",
+                "convert again; if the model is like that, give --source MODEL",
+            )
+    _check_config(tree)
+    between = set(range(layers[0].index, layers[-1].index)) - tree.layers.keys()
+    if gaps := sorted(between - _dense_layers(tree.root, between)):
+        raise CheckpointError(
+            f"{tree.root} lacks layer(s) {format_ranges(gaps)} between {layers[0].index} and "
+            f"{layers[-1].index}",
+            "convert the missing layers; if the model has no experts there, give --source MODEL",
+        )
+
+
+def _check_config(tree: Tree) -> None:
+    """A config.json beside the folders tells sizes, and layers before and after them."""
+    if not (tree.root / CONFIG_NAME).exists():
+        return
+    config = interpret_config(read_config(tree.root).content)
+    found = {n: (one.experts, one.hidden, one.intermediate) for n, one in tree.layers.items()}
+    for message, _ in contradictions(config, found):
+        raise CheckpointError(
+            f"{tree.root}: {message}", "convert again, or copy the config.json of this model there"
+        )
+    if absent := absent_layers(config, tree.layers):
+        raise CheckpointError(
+            f"{tree.root} lacks layer(s) {format_ranges(absent)} of the {CONFIG_NAME} there",
+            "convert the missing layers; if the model has no experts there, give --source MODEL",
+        )
+
+
+def _dense_layers(root: Path, indices: set[int]) -> set[int]:
+    """Those that a config.json beside the folders makes dense."""
+    if not (root / CONFIG_NAME).exists():
+        return set()
+    dense = interpret_config(read_config(root).content).dense_layers
+    return {index for index in indices if dense is not None and dense.key_of(index)}
+
+
+def check_same_source(manifest: Manifest, source: Checkpoint) -> None:
+    """Refuse a source that is not the model that was converted. Times do not matter."""
+    before = {file.name: (file.nbytes, file.sha256) for file in manifest.source_files}
+    now = {file.name: (file.nbytes, file.sha256) for file in source.sources}
+    names = sorted(before.keys() | now.keys())
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if before and changed:
+        raise CheckpointError(
+            f"{manifest.path.parent} was converted from another model than {source.path}: "
+            f"{changed[0]} differs",
+            "give the model that was converted as --source",
+        )
+
+
+def layer_alone(
+    index: int, experts: int, hidden: int, intermediate: int, about: Mapping[str, Any]
+) -> MoELayer:
+    """A layer without its source, as plans want it; `about` is what a manifest says of it."""
+    nothing: Mapping[Any, Any] = {}
+    return MoELayer(
+        index,
+        str(about.get("source", "")),
+        about.get("mtp") is True,
+        hidden,
+        intermediate,
+        str(about.get("encoding", "packed")),
+        [nothing] * experts,
+    )

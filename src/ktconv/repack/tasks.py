@@ -1,0 +1,130 @@
+"""The work of a merge: the two files of one matrix, copied unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.packed.weights import name_of
+from ktconv.reading.buffers import COPY_BYTES, Buffers
+from ktconv.reading.reader import Span
+from ktconv.repack.tree import KtEntry
+from ktconv.system.files import io_error, read_exactly
+from ktconv.system.regular_files import opened_regular
+from ktconv.writer.journal import Record
+from ktconv.writer.staging import Staging
+
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeTask:
+    """Copies some `.kt` files into the shards, a few MiB at a time."""
+
+    root: Path
+    entries: Sequence[KtEntry]
+    known: Mapping[str, Record]  # of a manifest, by tensor
+    verify: bool  # read back what was written
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def spans(self) -> Sequence[Span]:
+        return [Span(self.root / entry.name, 0, entry.nbytes) for entry in self.entries]
+
+    def run(
+        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> dict[str, Any]:
+        return {
+            name_of(entry.tensor): self._copy(entry, staging, buffers, advance)
+            for entry in self.entries
+        }
+
+    def _copy(
+        self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
+    ) -> Record:
+        digest, name = hashlib.sha256(), name_of(entry.tensor)
+        with self._open(entry) as fd:
+            for offset in range(0, entry.nbytes, COPY_BYTES):
+                piece = buffers.source[: min(COPY_BYTES, entry.nbytes - offset)]
+                self._read(fd, entry, piece, offset)
+                digest.update(piece.data)
+                staging.write(name, piece.data, offset)
+                if self.verify:
+                    read_back(name, piece, staging, buffers, offset)
+                advance(len(piece))
+        return self._record(entry, digest.hexdigest())
+
+    def _read(self, fd: int, entry: KtEntry, piece: U8, offset: int) -> None:
+        path = self.root / entry.name
+        try:
+            read_exactly(fd, piece.data, offset)
+        except OSError as error:
+            raise io_error("read", path, error) from error
+        if entry.tensor.kind == "scale":
+            refuse_odd_scales(piece, str(path))
+
+    @contextmanager
+    def _open(self, entry: KtEntry) -> Iterator[int]:
+        """A descriptor of a file that is as it was when the folder was listed, to the end."""
+        path = self.root / entry.name
+        with opened_regular(path) as fd:
+            _refuse_changed(fd, entry, path)
+            yield fd
+            _refuse_changed(fd, entry, path)
+
+    def _record(self, entry: KtEntry, checksum: str) -> Record:
+        """What the new manifest says: the checksum, and what a manifest there says too."""
+        known = self.known.get(name_of(entry.tensor))
+        check_sum(checksum, known, str(self.root / entry.name))
+        return dict(known or {"sha256": checksum})
+
+
+def check_sum(found: str, known: Record | None, where: str) -> None:
+    """Refuse bytes that are not those that a manifest knows."""
+    if known is not None and known.get("sha256") != found:
+        raise VerificationError(
+            f"{where} does not have the checksum of its manifest",
+            "it was damaged after its conversion: copy it again, or convert again",
+        )
+
+
+def _refuse_changed(fd: int, entry: KtEntry, path: Path) -> None:
+    status = os.fstat(fd)
+    if (status.st_size, status.st_mtime_ns) != (entry.nbytes, entry.mtime_ns):
+        raise CheckpointError(
+            f"{path} changed during the merge",
+            "make sure nothing writes there, then start again with --overwrite",
+        )
+
+
+def refuse_odd_scales(data: U8, where: str) -> None:
+    """A scale that is negative, denormal or not finite is none."""
+    scale = data.view("<f4")
+    sound = np.isfinite(scale) & ((scale == 0) | (scale >= np.finfo(np.float32).tiny))
+    if not sound.all():
+        raise CheckpointError(
+            f"{where} holds a scale that is negative, denormal, infinite or NaN",
+            "the file is damaged, or the model had such weights: convert it again",
+        )
+
+
+def read_back(name: str, piece: U8, staging: Staging, buffers: Buffers, offset: int) -> None:
+    """Compare what the output holds with what was written."""
+    written = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
+    staging.read(name, written.data, offset)
+    if not np.array_equal(written, piece):
+        raise VerificationError(
+            f"{name} was read back with other bytes than were written",
+            "suspect the disk of this machine; run the same command again",
+        )

@@ -1,0 +1,387 @@
+"""Layer folders as they lie on a disk: what they hold, and why they cannot be used.
+
+    tree = read_tree(Path("layers"))
+    tree.layers[3].parts, tree.layers[3].hidden
+
+What a file is follows from its own name, `{METHOD}_{proj}_{expert}_{nbytes}Byte_{quant|scale}_.kt`,
+and from no other part of its path. Names and sizes only: no file is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconv.errors import CheckpointError
+from ktconv.formats import (
+    BACKWARD,
+    FORMATS,
+    KINDS,
+    PROJECTIONS,
+    Format,
+    Matrix,
+    TensorId,
+    is_backward,
+    kt_path,
+    packed_shape,
+    parse_kt_path,
+)
+from ktconv.packed.weights import left_out_of
+from ktconv.system.files import io_error
+from ktconv.system.units import format_ranges
+from ktconv.writer.journal import STATE_DIRECTORY
+
+_NUMBER = "(0|[1-9][0-9]{0,4})"
+_LAYER_FOLDER = re.compile(rf"_layer_{_NUMBER}")
+_NUMA_FOLDER = re.compile(rf"_numa_{_NUMBER}")
+_FORMATS = {fmt.name: fmt for fmt in FORMATS.values()}
+_LEFT_OVER = "remove what another conversion left behind, or convert again into an empty directory"
+_INCOMPLETE = "convert again into an empty directory: the tree is not complete"
+
+
+@dataclass(frozen=True, slots=True)
+class KtEntry:
+    """One `.kt` file."""
+
+    name: str  # below the root, with /
+    method: str
+    tensor: TensorId
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayer:
+    """One layer folder that is complete and consistent in itself."""
+
+    index: int
+    format: Format
+    parts: int
+    experts: int  # that its router chooses from
+    hidden: int
+    intermediate: int
+    backward: bool  # whether it holds the matrices of the backward pass too
+    files: int
+    nbytes: int
+    sha256: str  # of names, sizes and times: what tells this state from another
+    elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Ids of the experts that are there."""
+        if not self.elsewhere:
+            return range(self.experts)
+        return [expert for expert in range(self.experts) if expert not in self.elsewhere]
+
+    @property
+    def record(self) -> dict[str, object]:
+        """What a journal remembers of it."""
+        return {"files": self.files, "bytes": self.nbytes, "listing_sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """All layer folders of a directory. They are of one format and one number of parts."""
+
+    root: Path
+    layers: Mapping[int, TreeLayer]  # ascending
+
+    @property
+    def format(self) -> Format:
+        return next(iter(self.layers.values())).format
+
+    @property
+    def parts(self) -> int:
+        return next(iter(self.layers.values())).parts
+
+    @property
+    def backward(self) -> bool:
+        return any(layer.backward for layer in self.layers.values())
+
+
+def read_tree(root: Path) -> Tree:
+    """Read all layer folders. CheckpointError names the first thing that is wrong."""
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is no directory", "give the directory of _layer_* folders")
+    if (root / STATE_DIRECTORY / "run.json").exists():
+        raise CheckpointError(
+            f"{root} is not finished: a conversion into it was interrupted",
+            "run the same quantize-cpu command again, then merge",
+        )
+    left_out = left_out_of(root)
+    layers = {index: read_layer(root, index, left_out.of(index)) for index in _layer_indices(root)}
+    tree = Tree(root, layers)
+    refuse_mixtures(tree)
+    return tree
+
+
+def read_layer(root: Path, index: int, left_out: Sequence[int] = ()) -> TreeLayer:
+    """Scan and judge one layer folder, which lacks the experts that were left out."""
+    return _judge(root, index, scan_layer(root, index), left_out)
+
+
+def scan_layer(root: Path, index: int) -> list[KtEntry]:
+    """The files of a layer, by name; each is as large as its name says."""
+    entries = []
+    for part in _part_folders(root, index):
+        items = _listing(root / part)
+        if not items:
+            raise CheckpointError(
+                f"{root / part} is a ghost: it holds no file", f"remove it, or {_INCOMPLETE}"
+            )
+        entries += [_entry(root, f"{part}/{item.name}", item) for item in items]
+    return entries
+
+
+def listing_sha256(entries: Iterable[KtEntry]) -> str:
+    """Names, sizes and times in one number."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(
+            f"{entry.name} {entry.nbytes} {entry.mtime_ns}\n".encode(errors="surrogateescape")
+        )
+    return digest.hexdigest()
+
+
+def matrices(backward: bool) -> tuple[Matrix, ...]:
+    """The matrices of an expert."""
+    return (*PROJECTIONS, *BACKWARD) if backward else PROJECTIONS
+
+
+# ---- folders and names -----------------------------------------------------------------
+
+
+def _layer_indices(root: Path) -> list[int]:
+    indices = []
+    for item in _listing(root):
+        if not item.name.startswith("_layer_"):
+            continue
+        match = _LAYER_FOLDER.fullmatch(item.name)
+        if match is None or not item.is_dir():
+            raise CheckpointError(f"{root / item.name} is no layer folder", _LEFT_OVER)
+        indices.append(int(match[1]))
+    if not indices:
+        shards = any(root.glob("*.safetensors"))
+        raise CheckpointError(
+            f"{root} holds no _layer_* folder" + (", but shards" if shards else ""),
+            "shards need no merging" if shards else "give the directory of _layer_* folders",
+        )
+    return sorted(indices)
+
+
+def _part_folders(root: Path, index: int) -> list[str]:
+    """`_layer_L/_numa_p` for p = 0, 1, ...; a gap or anything else is refused."""
+    folder, parts = f"_layer_{index}", []
+    for item in _listing(root / folder):
+        match = _NUMA_FOLDER.fullmatch(item.name)
+        if match is None or not item.is_dir():
+            raise CheckpointError(
+                f"{root / folder / item.name} is neither a NUMA folder nor of this tree", _LEFT_OVER
+            )
+        parts.append(int(match[1]))
+    if not parts:
+        raise CheckpointError(f"{root / folder} holds no _numa_* folder", _INCOMPLETE)
+    if missing := set(range(max(parts))) - set(parts):
+        raise CheckpointError(
+            f"{root / folder} has _numa_{max(parts)} but no _numa_{min(missing)}", _LEFT_OVER
+        )
+    return [f"{folder}/_numa_{part}" for part in range(len(parts))]
+
+
+def _listing(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, by name; hidden files are the system's."""
+    try:
+        with os.scandir(folder) as items:
+            return sorted(
+                (item for item in items if not item.name.startswith(".")), key=lambda i: i.name
+            )
+    except OSError as error:
+        raise io_error("read", folder, error) from error
+
+
+def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
+    file = parse_kt_path(name)
+    if file is None:
+        raise CheckpointError(f"{root / name} is no name of a packed tensor", _LEFT_OVER)
+    if not item.is_file():
+        raise CheckpointError(
+            f"{root / name} is no file, or a link to nothing", "restore it, or convert again"
+        )
+    try:
+        status = item.stat()
+    except OSError as error:
+        raise io_error("read", root / name, error) from error
+    if status.st_size != file.nbytes:
+        raise CheckpointError(
+            f"{root / name} has {status.st_size} bytes, not the {file.nbytes} of its name",
+            "convert again: a full disk (or /dev/shm) cuts files short",
+        )
+    return KtEntry(name, file.method, file.tensor, file.nbytes, status.st_mtime_ns)
+
+
+# ---- one layer -------------------------------------------------------------------------
+
+
+def _judge(
+    root: Path, index: int, entries: Sequence[KtEntry], left_out: Sequence[int]
+) -> TreeLayer:
+    fmt = _format(root, entries)
+    by_tensor = _by_tensor(root, entries)
+    parts = 1 + max(tensor.part for tensor in by_tensor)
+    width = _width(root, index, by_tensor)
+    hidden = _usual(by_tensor.values(), "down", 0) // 4
+    if reason := fmt.check(hidden, width * parts, parts):
+        raise CheckpointError(
+            f"{root / f'_layer_{index}'} has sizes of no {fmt.name} layer: {reason}", _LEFT_OVER
+        )
+    layer = TreeLayer(
+        index,
+        fmt,
+        parts,
+        1 + max([*left_out, *(tensor.expert for tensor in by_tensor)]),
+        hidden,
+        width * parts,
+        any(is_backward(tensor.proj) for tensor in by_tensor),
+        len(entries),
+        sum(entry.nbytes for entry in entries),
+        listing_sha256(entries),
+        frozenset(left_out),
+    )
+    _refuse_odd_sizes(root, layer, entries)
+    _refuse_missing(root, layer, by_tensor.keys())
+    return layer
+
+
+def _format(root: Path, entries: Sequence[KtEntry]) -> Format:
+    first = entries[0]
+    for entry in entries:
+        if entry.method != first.method:
+            raise CheckpointError(
+                f"{root} mixes methods: {first.name} and {entry.name}", _LEFT_OVER
+            )
+    if first.method not in _FORMATS:
+        raise CheckpointError(
+            f"{root / first.name} is of method {first.method}, whose bytes are private to the "
+            "program that wrote them",
+            f"ktconv knows {', '.join(_FORMATS)}; convert from the original model",
+        )
+    return _FORMATS[first.method]
+
+
+def _by_tensor(root: Path, entries: Sequence[KtEntry]) -> dict[TensorId, KtEntry]:
+    found: dict[TensorId, KtEntry] = {}
+    for entry in entries:
+        earlier = found.setdefault(entry.tensor, entry)
+        if earlier is not entry:
+            raise CheckpointError(
+                f"{root} holds one tensor twice: {earlier.name} and {entry.name}; one is the stale "
+                "file of another conversion",
+                _LEFT_OVER,
+            )
+    return found
+
+
+def _width(root: Path, index: int, by_tensor: Mapping[TensorId, KtEntry]) -> int:
+    """Rows of one part's gate. Every part has as many, or the folder is a ghost."""
+    parts = 1 + max(tensor.part for tensor in by_tensor)
+    widths = [_usual(by_tensor.values(), "gate", part) // 4 for part in range(parts)]
+    for part, width in enumerate(widths):
+        folder = root / f"_layer_{index}" / f"_numa_{part}"
+        if not width:
+            raise CheckpointError(
+                f"{folder} is a ghost: it holds no scales of a gate", f"remove it, or {_INCOMPLETE}"
+            )
+        if width != widths[0]:
+            raise CheckpointError(
+                f"{folder} is a ghost: its parts have {width} rows, those of _numa_0 have "
+                f"{widths[0]}; a conversion into another number of NUMA parts left it behind",
+                _LEFT_OVER,
+            )
+    return widths[0]
+
+
+def _usual(entries: Iterable[KtEntry], proj: Matrix, part: int) -> int:
+    """Size of most scale files of a projection in one part; 0 if there is none."""
+    sizes = Counter(
+        entry.nbytes
+        for entry in entries
+        if (entry.tensor.proj, entry.tensor.part, entry.tensor.kind) == (proj, part, "scale")
+    )
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def tensor_nbytes(layer: TreeLayer, tensor: TensorId) -> int:
+    """The size that a tensor of this layer has."""
+    rows, cols = packed_shape(tensor.proj, layer.hidden, layer.intermediate, layer.parts)
+    if tensor.kind == "scale":
+        return layer.format.scale_nbytes(rows)
+    return layer.format.weight_nbytes(rows, cols)
+
+
+def _refuse_odd_sizes(root: Path, layer: TreeLayer, entries: Sequence[KtEntry]) -> None:
+    for entry in entries:
+        expected = tensor_nbytes(layer, entry.tensor)
+        if entry.nbytes != expected:
+            raise CheckpointError(
+                f"{root / entry.name} has a size of another model or number of parts: "
+                f"{layer.format.name} of hidden size {layer.hidden}, intermediate size "
+                f"{layer.intermediate} in {layer.parts} part(s) takes {expected} bytes",
+                _LEFT_OVER,
+            )
+
+
+def _refuse_missing(root: Path, layer: TreeLayer, found: Iterable[TensorId]) -> None:
+    present = set(found)
+    missing = [tensor for tensor in tensors_of(layer) if tensor not in present]
+    if not missing:
+        return
+    first = missing[0]
+    nbytes = tensor_nbytes(layer, first)
+    name = kt_path(
+        layer.format.name, layer.index, first.proj, first.expert, first.part, first.kind, nbytes
+    )
+    more = f" and {len(missing) - 1} more file(s)" if missing[1:] else ""
+    experts = format_ranges(sorted({tensor.expert for tensor in missing}))
+    raise CheckpointError(f"{root} lacks {name}{more}, of expert(s) {experts}", _INCOMPLETE)
+
+
+def tensors_of(layer: TreeLayer) -> Iterator[TensorId]:
+    """All that a layer consists of."""
+    for expert in layer.here:
+        for part in range(layer.parts):
+            for proj in matrices(layer.backward):
+                for kind in KINDS:
+                    yield TensorId(layer.index, proj, expert, part, kind)
+
+
+# ---- all layers ------------------------------------------------------------------------
+
+
+def refuse_mixtures(tree: Tree) -> None:
+    """One method, one number of parts, and backward matrices everywhere or nowhere."""
+    first, *others = tree.layers.values()
+    for layer in others:
+        here, there = f"_layer_{layer.index}", f"_layer_{first.index}"
+        if layer.format is not first.format:
+            raise CheckpointError(
+                f"{tree.root} mixes methods: {there} is {first.format.name}, {here} is "
+                f"{layer.format.name}",
+                _LEFT_OVER,
+            )
+        if layer.parts != first.parts:
+            raise CheckpointError(
+                f"{tree.root} mixes numbers of NUMA parts: {there} has {first.parts}, {here} has "
+                f"{layer.parts}",
+                _LEFT_OVER,
+            )
+        if layer.backward != first.backward:
+            without = here if first.backward else there
+            raise CheckpointError(
+                f"{tree.root / without} lacks the backward matrices that other layers have",
+                _INCOMPLETE,
+            )

@@ -1,0 +1,98 @@
+"""What this machine can do, for people and for bug reports."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from ktconv import __version__, native
+from ktconv.errors import UsageError
+from ktconv.system import machine
+
+OPTIONAL_PACKAGES = {
+    "huggingface_hub": "hub ids as MODEL",
+    "torch": "extra model",
+    "transformers": "extra model",
+    "accelerate": "stats --max-memory, extra gpu",
+    "compressed-tensors": "verify --level model of GPU checkpoints, extra gpu",
+    "llmcompressor": "extra gpu",
+    "datasets": "extra gpu",
+    "matplotlib": "extra plot",
+}
+
+
+def examine(directory: Path) -> dict[str, Any]:
+    """Facts as nested names and values, ready for JSON."""
+    features = native.cpu_features()
+    return {
+        "schema": 1,
+        "ktconv": __version__,
+        "python": platform.python_version(),
+        "cpu": {
+            "model": machine.cpu_model(),
+            "architecture": platform.machine(),
+            "usable_cpus": machine.usable_cpus(),
+            "numa_nodes": machine.numa_nodes(),
+            "levels": native.isa_available(),
+            "level_in_use": _level(),
+            "features": [name for name, present in features.items() if present],
+            "amx": _amx(features),
+        },
+        "memory": {
+            "total_bytes": machine.total_memory(),
+            "available_bytes": machine.available_memory(),
+        },
+        "disk": {"directory": str(directory), "free_bytes": machine.disk_free(directory)},
+        "packages": {name: _package(name, use) for name, use in OPTIONAL_PACKAGES.items()},
+    }
+
+
+def _level() -> str:
+    try:
+        return native.isa()
+    except UsageError as error:
+        return f"none: {error}"
+
+
+def _amx(features: dict[str, bool]) -> str:
+    if not features["amx_tile"] and "amx" in native.isa_available():
+        return "this CPU has none, KTCONV_ASSUME claims it"
+    if not features["amx_tile"]:
+        return "this CPU has none"
+    if not features["amx_permission"]:
+        return "present, but the kernel refuses tile state to this process"
+    return "ready"
+
+
+def _package(name: str, use: str) -> str:
+    """The version, and who needs another one: pip only warns of that."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return f"not installed ({use})"
+    return "; ".join([found, *_wanted_otherwise(name, found)])
+
+
+def _wanted_otherwise(name: str, found: str) -> Iterator[str]:
+    """What needs another version of a package than `found`, in words."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # it comes with transformers
+        return
+    for needing in ("ktconv", *OPTIONAL_PACKAGES):
+        for requirement in map(Requirement, _requirements(needing)):
+            same = requirement.name.replace("_", "-") == name.replace("_", "-")
+            if same and not requirement.specifier.contains(found, prereleases=True):
+                yield f"{needing} {version(needing)} needs {requirement.specifier}"
+
+
+def _requirements(name: str) -> list[str]:
+    """Of an installed package, without those of its extras; of ktconv, with them."""
+    try:
+        found = requires(name) or []
+    except PackageNotFoundError:
+        return []
+    return [text for text in found if name == "ktconv" or "extra ==" not in text]

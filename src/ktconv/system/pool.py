@@ -1,0 +1,74 @@
+"""Threads of the C library, placed on this machine.
+
+    with Pool() as pool:          # one thread per usable core, on all NUMA nodes
+        layer.touch(pool)
+
+Python threads may share a pool: their calls come one after the other. A child process
+(fork) cannot use its parent's pool and gets a ValueError; `Pool.shared()` gives it its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy.typing as npt
+
+from ktconv import native
+from ktconv.errors import ResourceError
+from ktconv.system import machine
+
+
+class Pool(native.Pool):
+    """Raises UsageError for numbers that this machine cannot have, ResourceError if the system
+    does not allow so many threads."""
+
+    def __init__(self, threads: int | None = None, nodes: int | None = None) -> None:
+        place = machine.placement(threads, nodes)
+        self.os_nodes = place.os_nodes  # by the system's numbers
+        try:
+            super().__init__(place.threads, place.cpus, place.nodes)
+        except ValueError as error:
+            raise ResourceError(
+                f"{place.threads} threads cannot be started: {error}",
+                "use fewer threads, or raise the limits of the user or container",
+            ) from error
+
+    @property
+    def nodes(self) -> int:
+        """How many NUMA nodes the threads are on."""
+        return len(self.os_nodes)
+
+    def bind(self, memory: npt.NDArray[Any], node: int) -> None:
+        """Asks for `memory` to be where the threads of node `node`, from 0 on, run."""
+        if self.nodes > 1:
+            native.bind_memory(memory, self.os_nodes[node])
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @classmethod
+    def shared(cls) -> Pool:
+        """The process's own pool, made at the first call; not to be closed."""
+        with _shared.lock:
+            if _shared.pool is None:
+                _shared.pool = cls()
+            return _shared.pool
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.lock = threading.Lock()
+        self.pool: Pool | None = None
+
+
+_shared = _Shared()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_shared.reset)

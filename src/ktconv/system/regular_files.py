@@ -1,0 +1,154 @@
+"""Opening files that strangers may have made: regular files only, small ones of bounded size.
+
+A named pipe would wait for ever, a device never ends, and a link in a downloaded model can lead to
+any file of this machine. What is opened is checked by its descriptor, so that a file which is
+exchanged in between is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ktconv.errors import CheckpointError, ResourceError
+from ktconv.system.units import format_size
+
+# Far beyond any config.json; parsed JSON takes several times its size.
+MAX_CONFIG_BYTES = 64 << 20
+# Of any other file beside the weights. A manifest of a million tensors has 250 MB.
+MAX_SMALL_BYTES = 1 << 30
+
+_DOWNLOAD = "Download it again, or copy it there."
+_CHUNK_BYTES = 1 << 20
+
+
+class MissingFileError(CheckpointError):
+    """There is nothing under that name, not even a link."""
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading `path`, a regular file; links are followed.
+
+    Raises CheckpointError for anything else and for a broken link, MissingFileError where nothing
+    is, ResourceError where the system refuses.
+    """
+    try:
+        _refuse_irregular(path, path.stat())  # before opening: some devices act on that alone
+        # Without O_NONBLOCK the open of a pipe that is put there now waits for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise _unopened(path, error) from None
+    try:
+        _refuse_irregular(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def opened_regular(path: Path) -> Iterator[int]:
+    """`open_regular`, closed at the end."""
+    descriptor = open_regular(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) -> Iterator[int]:
+    """A descriptor of a file beside the weights of `directory`, of at most `limit` bytes.
+
+    Links may lead inside of `directory` and, from a snapshot in the hub's cache, to the blobs of
+    the same repository. Raises as `open_regular`; CheckpointError for other links and larger files.
+    """
+    path = directory / name
+    with opened_regular(path) as descriptor:
+        _refuse_outside(directory, path, descriptor)
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise _too_large(path, f"has {format_size(size)}", limit)
+        yield descriptor
+
+
+def read_chunks(path: Path, descriptor: int, limit: int = MAX_SMALL_BYTES) -> Iterator[bytes]:
+    """What an opened file holds, a MiB at a time; `path` is for errors."""
+    done = 0
+    while piece := _read(path, descriptor, done):
+        done += len(piece)
+        if done > limit:  # it grows while it is read
+            raise _too_large(path, "grows while it is read", limit)
+        yield piece
+
+
+def read_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) -> bytes:
+    """All bytes of a file beside the weights; raises as `opened_small`."""
+    with opened_small(directory, name, limit) as descriptor:
+        return b"".join(read_chunks(directory / name, descriptor, limit))
+
+
+def unreadable(path: Path, error: OSError) -> ResourceError:
+    """The error for a file that the system does not let us read."""
+    reason = error.strerror or str(error)
+    return ResourceError(f"{path} cannot be read: {reason}", "Check its permissions and the disk.")
+
+
+def _read(path: Path, descriptor: int, offset: int) -> bytes:
+    try:
+        return os.pread(descriptor, _CHUNK_BYTES, offset)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _refuse_irregular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{path} is a directory, not a regular file", "Remove or rename it.")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            f"{path} is not a regular file", "Remove it, or put the file itself in its place."
+        )
+
+
+def _unopened(path: Path, error: OSError) -> CheckpointError | ResourceError:
+    if error.errno == errno.ENAMETOOLONG:
+        return MissingFileError(f"{path} does not exist: its name is too long", _DOWNLOAD)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if path.is_symlink():
+            return CheckpointError(f"{path} is a broken link to {path.readlink()}", _DOWNLOAD)
+        return MissingFileError(f"{path} does not exist", _DOWNLOAD)
+    return unreadable(path, error)
+
+
+def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
+    """Refuse a file that a link leads to from outside of `directory`."""
+    root, target = (Path(os.path.realpath(one)) for one in (directory, path))
+    if not any(target.is_relative_to(allowed) for allowed in _allowed(root)):
+        raise CheckpointError(
+            f"{path} is a link to {target}, which is outside of {directory}",
+            "Replace the link by a copy, if that file belongs to the model.",
+        )
+    try:
+        same = os.path.samestat(os.fstat(descriptor), target.stat())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not same:
+        raise CheckpointError(f"{path} was exchanged while it was opened", "Try again.")
+
+
+def _allowed(root: Path) -> Iterator[Path]:
+    """Where files of `root` may lie: there, or in the blobs that hub snapshots link to."""
+    yield root
+    if root.parent.name == "snapshots":
+        yield root.parent.parent / "blobs"
+
+
+def _too_large(path: Path, what: str, limit: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {what}, more than the {format_size(limit)} that such a file may have",
+        "Remove it, or put the right file in its place.",
+    )

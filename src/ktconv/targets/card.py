@@ -1,0 +1,115 @@
+"""The model card: a short README.md for people who find the output."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from ktconv import __version__
+from ktconv.system.text import path_text, printable
+from ktconv.system.units import format_ranges, format_size
+from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
+
+
+def model_name(path: Path) -> str:
+    """What people call a checkpoint, as one printable line: its directory, or org/name in the
+    hub's cache."""
+    for part in reversed(path.parts):
+        if match := re.fullmatch(r"models--(.+?)--(.+)", part):
+            return _one_line(f"{match[1]}/{match[2]}")
+    return _one_line(path.resolve().name)
+
+
+def _one_line(name: str) -> str:
+    return printable(" ".join(path_text(name).split()))
+
+
+def command_line(name: str, options: Options) -> str:
+    """The command that gives the same bytes again."""
+    words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
+    words += [f"--numa {options.numa}", f"--scale {options.scale}"]
+    if options.layout == "safetensors":
+        words.append(f"--max-shard-size {options.max_shard_size}")
+    else:
+        words.append(f"--layout {options.layout}")
+    if options.exclude_experts:
+        words.append("--exclude-experts FILE --allow-partial")
+    words += [
+        flag
+        for flag, given in (
+            ("--compat", options.compat),
+            ("--no-mtp", not options.mtp),
+            ("--experts-only", options.experts_only),
+        )
+        if given
+    ]
+    return " ".join(words)
+
+
+def yaml_name(name: str) -> str:
+    """A name as a YAML scalar: plain where it is, else in double quotes, as JSON has them."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
+def _use(plan: Plan) -> str:
+    """The paragraph about what loads the output."""
+    if plan.options.exclude_experts:
+        return (
+            f"ktconv computes with it. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
+            f"For KTransformers convert without `--exclude-experts`."
+        )
+    return (
+        "KTransformers loads it. Serve with these flags of sglang-kt: another number of thread "
+        f"pools than\nthe {plan.options.numa} NUMA part(s) of the files crashes or computes "
+        f"garbage.\n\n    {plan.target.serving()} OUTPUT"
+    )
+
+
+def expert_counts(plan: Plan) -> str:
+    """How many experts the layers have, and how many were left out of them."""
+    counts = sorted({len(unit.experts) for unit in plan.layers})
+    left_out = sum(
+        len(unit.layer.experts) - len(unit.experts) for unit in plan.layers if unit.layer
+    )
+    named = f"; {left_out} experts are left out, `ktconv.json` names them" if left_out else ""
+    return ", ".join(map(str, counts)) + named
+
+
+def model_card(plan: Plan) -> str:
+    name = model_name(plan.checkpoint.path)
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    content = "expert weights only" if not plan.others else "all tensors"
+    where = (
+        "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
+        if plan.options.layout == "safetensors"
+        else "`_layer_{layer}/_numa_{part}/*.kt`"
+    )
+    whole = not plan.options.exclude_experts
+    return f"""---
+base_model: {yaml_name(name)}
+library_name: {"ktransformers" if whole else "ktconv"}
+tags:
+- ktconv
+- mixture-of-experts
+- {plan.options.method}
+---
+
+# {name}: CPU experts in {plan.target.name}
+
+The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktconv's"} CPU kernels:
+{plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+
+- MoE layers: {format_ranges([layer.index for layer in layers])}
+- Experts per layer: {expert_counts(plan)}
+- Tensors: {where}
+- `ktconv.json` holds a checksum and the quantization error of every tensor.
+
+{_use(plan)}
+
+Made with ktconv {__version__}:
+
+    {command_line(name, plan.options)}
+"""

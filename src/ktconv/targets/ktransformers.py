@@ -1,0 +1,234 @@
+"""Packed experts for KTransformers' CPU kernels as the target of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from ktconv import __version__
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint.side_files import find_side_files
+from ktconv.conversion import plan as any_plan
+from ktconv.conversion.plan import (
+    Content,
+    Copy,
+    LayerContent,
+    Selection,
+    Unit,
+    lay_out,
+    matrix_source_bytes,
+    plan_checkpoint,
+)
+from ktconv.conversion.target import Target
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.formats import (
+    BACKWARD,
+    FORMATS,
+    Format,
+    Matrix,
+    kt_path,
+    packed_shape,
+    parse_tensor_name,
+    tensor_name,
+)
+from ktconv.placement.expert_sets import (
+    EXCLUDED,
+    ExpertSet,
+    check_expert_set,
+    others,
+    set_of_record,
+)
+from ktconv.targets.renaming import rename_tensors
+from ktconv.writer.shards import Tensor
+
+__all__ = [
+    "Content",
+    "Copy",
+    "KtTarget",
+    "LayerContent",
+    "Layout",
+    "Options",
+    "Plan",
+    "Selection",
+    "Unit",
+    "lay_out",
+    "make_plan",
+    "matrix_source_bytes",
+    "metadata",
+]
+
+# Its loader counts the experts of a layer until one is missing, and reads masked ones too.
+NO_KTRANSFORMERS = "KTransformers cannot load an output that lacks experts"
+
+Layout = Literal["safetensors", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that decide which bytes are written; a resumed run must have the same."""
+
+    method: str = "int4"
+    numa: int = 1
+    layout: Layout = "safetensors"
+    scale: Literal["amax"] = "amax"
+    compat: bool = False
+    mtp: bool = True
+    experts_only: bool = False
+    max_shard_size: int = 5_000_000_000
+    exclude_experts: Mapping[str, Any] = field(default_factory=dict)  # ExpertSet.as_record()
+
+    def as_dict(self) -> dict[str, object]:
+        told = asdict(self)
+        return told if told[EXCLUDED] else {key: told[key] for key in told if key != EXCLUDED}
+
+
+Plan: TypeAlias = any_plan.Plan[Options]
+
+
+def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
+    """Plan the conversion of `checkpoint`; refuses what the format cannot hold, and a set of
+    excluded experts that is not the model's or leaves a layer none."""
+    excluded = set_of_record(options.exclude_experts, f"--{EXCLUDED.replace('_', '-')}")
+    if not excluded.layers:
+        return plan_checkpoint(checkpoint, KtTarget(options))
+    selection = _without(excluded, checkpoint, options)
+    plan = plan_checkpoint(checkpoint, KtTarget(options), selection)
+    left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
+    note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
+    return replace(plan, skipped=[*plan.skipped, left_out], notes=[*plan.notes, note])
+
+
+def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
+    """What remains of the layers that experts are excluded from."""
+    experts = {
+        layer.index: len(layer.experts)
+        for layer in checkpoint.layers
+        if options.mtp or not layer.is_mtp
+    }
+    check_expert_set(excluded, experts, "--exclude-experts")
+    remaining = others(excluded, {layer: experts[layer] for layer in excluded.layers})
+    for layer, ids in remaining.items():
+        if not ids:
+            raise UsageError(
+                f"--exclude-experts leaves layer {layer} none of its {experts[layer]} experts",
+                "leave at least one of each layer to the CPU",
+            )
+    return remaining
+
+
+class KtTarget(Target[Options]):
+    """Packed weights and row scales, cut into NUMA parts (docs/formats.md)."""
+
+    def __init__(self, options: Options, backward: frozenset[int] = frozenset()) -> None:
+        super().__init__(options)
+        self._backward = backward  # layers that have matrices for backward passes too
+        self.has_index = options.layout == "safetensors"
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.options.method]
+
+    @property
+    def name(self) -> str:
+        return self.format.name
+
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.options.numa} NUMA part(s)"
+
+    def facts(self) -> dict[str, object]:
+        return {"method": self.options.method, "numa": self.options.numa}
+
+    def serving(self) -> str | None:
+        options = self.options
+        if options.exclude_experts:
+            return None
+        method = f"--kt-method AMX{self.name} --kt-threadpool-count {options.numa}"
+        return f"{method} --kt-weight-path"
+
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        """Refuse dimensions and NUMA counts that the format cannot hold."""
+        fmt, numa = self.format, self.options.numa
+        for layer in layers:
+            hidden, intermediate = layer.hidden_size, layer.intermediate_size
+            reason = fmt.check(hidden, intermediate, numa)
+            if reason is None:
+                continue
+            if allowed := fmt.allowed_parts(hidden, intermediate):
+                numbers = ", ".join(map(str, allowed))
+                raise UsageError(
+                    f"{fmt.name} cannot split layer {layer.index} into --numa {numa}: {reason}",
+                    f"for this model --numa can be {numbers}",
+                )
+            others = [f.key for f in FORMATS.values() if f.allowed_parts(hidden, intermediate)]
+            raise CheckpointError(
+                f"{fmt.name} cannot hold layer {layer.index}: {fmt.check(hidden, intermediate, 1)}",
+                f"--method {others[0]} can" if others else "no method of ktconv can hold it",
+            )
+
+    def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
+        """Forward matrices, then those for backward passes if there are."""
+        forward = self._packed(layer, experts, PROJECTIONS)
+        if layer.index not in self._backward:
+            return [forward]
+        return [forward, self._packed(layer, experts, BACKWARD)]
+
+    def _packed(
+        self, layer: MoELayer, experts: Sequence[int], matrices: Sequence[Matrix]
+    ) -> Iterator[Tensor]:
+        """Part by part, so that a NUMA node's share lies together."""
+        fmt, numa = self.format, self.options.numa
+        shapes = {
+            proj: packed_shape(proj, layer.hidden_size, layer.intermediate_size, numa)
+            for proj in matrices
+        }
+        for part in range(numa):
+            for expert in experts:
+                for proj, (rows, cols) in shapes.items():
+                    nbytes = fmt.weight_nbytes(rows, cols)
+                    name = tensor_name(layer.index, proj, expert, part, "weight")
+                    yield Tensor(name, "I8", (nbytes,), nbytes)
+                    name = tensor_name(layer.index, proj, expert, part, "scale")
+                    yield Tensor(name, "F32", (rows,), fmt.scale_nbytes(rows))
+
+    def metadata(self) -> dict[str, str]:
+        return metadata(self.options)
+
+    def left_out(self) -> str | None:
+        if self.options.experts_only:
+            return "--experts-only"
+        return None if self.has_index else "--layout layers holds experts only"
+
+    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
+        return rename_tensors(tensors)
+
+    def sidecars(self, directory: Path) -> list[Path]:
+        return find_side_files(directory)
+
+    def folder(self, layer: MoELayer) -> str | None:
+        return f"_layer_{layer.index}" if self.options.layout == "layers" else None
+
+    def folder_files(
+        self, layer: MoELayer, experts: Sequence[int]
+    ) -> Mapping[str, tuple[str, int]]:
+        files = {}
+        for tensor in self.tensors(layer, experts):
+            name = parse_tensor_name(tensor.name)
+            assert name is not None  # just built
+            path = kt_path(
+                self.name, name.layer, name.proj, name.expert, name.part, name.kind, tensor.nbytes
+            )
+            files[tensor.name] = path, tensor.nbytes
+        return files
+
+
+def metadata(options: Options) -> dict[str, str]:
+    """The `__metadata__` of every shard."""
+    return {
+        "format": "pt",
+        "ktconv_version": __version__,
+        "ktconv_method": FORMATS[options.method].name,
+        "ktconv_numa": str(options.numa),
+    }

@@ -1,0 +1,157 @@
+"""config.json, recipe.yaml and README.md of a compressed-tensors checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ktconv import __version__
+from ktconv.conversion import Plan
+from ktconv.system.units import format_ranges, format_size
+from ktconv.targets.card import model_name, yaml_name
+from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
+from ktconv.targets.pack_quantized.names import LINEAR, target_pattern
+from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
+from ktconv.targets.pack_quantized.target import Options
+
+FORMAT = "pack-quantized"
+RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
+
+
+def scheme_of(plan: Plan[Options]) -> Scheme:
+    return Scheme(plan.options.scheme, plan.options.group_size)
+
+
+def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
+    """What tells engines which modules are packed, and how.
+
+    The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
+    experts by that name alone; so every other linear layer must be on the list `ignore`.
+    """
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    others = (tensor for unit in plan.others for tensor in unit.tensors())
+    return quantization_section(scheme_of(plan), target_pattern(layers), others)
+
+
+def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) -> dict[str, Any]:
+    """`quantization_config` for experts that `target` finds, beside the tensors `others`."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "experts": {
+                "targets": [target, LINEAR],
+                "weights": scheme.weight_arguments(),
+                "input_activations": None,
+                "output_activations": None,
+                "format": FORMAT,
+            }
+        },
+        "ignore": ignored_modules(others),
+        "transform_config": {},
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def config_json(plan: Plan[Options]) -> bytes:
+    """The source's config.json, with our quantization_config in place of any other."""
+    content = _without_quantization(dict(plan.checkpoint.config))
+    content["quantization_config"] = quantization_config(plan)
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if key not in ("quantization_config", "compression_config")
+    }
+
+
+def recipe_yaml(plan: Plan[Options]) -> bytes:
+    """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    options = plan.options
+    group = {"targets": [target_pattern(layers)], "weights": scheme_of(plan).weight_arguments()}
+    values: dict[str, Any] = {"config_groups": {"experts": group}, "ignore": []}
+    name = "QuantizationModifier"
+    if options.method == "gptq":
+        name = "GPTQModifier"
+        values["dampening_frac"] = options.dampening
+    lines = ["default_stage:", "  default_modifiers:", f"    {name}:"]
+    lines += [f"      {key}: {json.dumps(value)}" for key, value in values.items()]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def card(plan: Plan[Options]) -> str:
+    """README.md: what the checkpoint is and how it was made."""
+    name, options = model_name(plan.checkpoint.path), plan.options
+    layers = [unit.layer for unit in plan.layers if unit.layer]
+    counts = sorted({len(unit.experts) for unit in plan.layers})
+    chosen = any(len(unit.experts) < len(unit.layer.experts) for unit in plan.layers if unit.layer)
+    size = options.group_size
+    groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
+    how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
+    return f"""---
+base_model: {yaml_name(name)}
+base_model_relation: quantized
+library_name: transformers
+tags:
+- ktconv
+- llm-compressor
+- compressed-tensors
+- mixture-of-experts
+- {options.scheme}
+---
+
+# {name}: experts in {options.scheme}
+
+{name} with its routed experts in {options.scheme} ({how}, {groups}), everything else as it was:
+{format_size(plan.output_bytes)} in the compressed-tensors format.
+
+- MoE layers: {format_ranges([layer.index for layer in layers])}
+- Experts per layer: {", ".join(map(str, counts))}
+- `ktconv.json` holds a checksum and the quantization error of every tensor.
+{note}
+{_use(plan, chosen)}
+
+Made with ktconv {__version__} and llm-compressor:
+
+    {command_line(name, options)}
+"""
+
+
+def _use(plan: Plan[Options], chosen: bool) -> str:
+    """The paragraph about what loads the output."""
+    if chosen:
+        return (
+            "No engine loads it by itself: sglang-kt chooses GPU experts by a placement strategy\n"
+            "and would leave those that are absent uninitialised."
+        )
+    text = (
+        "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
+        "beside `--kt-weight-path` of a CPU conversion."
+    )
+    named = all(".mlp.experts" in unit.layer.source for unit in plan.layers if unit.layer)
+    fits = plan.options.scheme == "W4A16" and plan.options.group_size == RAWINT4_GROUP and named
+    usable = "can" if fits else "cannot"
+    return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself."
+
+
+def command_line(name: str, options: Options) -> str:
+    """The command that gives the same checkpoint again."""
+    words = ["ktconv quantize-gpu", name, "OUTPUT", f"--method {options.method}"]
+    words += [f"--scheme {options.scheme}", f"--group-size {options.group_size}"]
+    words.append(f"--max-shard-size {options.max_shard_size}")
+    words += [] if options.mtp else ["--no-mtp"]
+    words += ["--experts FILE"] if options.experts else []
+    if options.calibration is not None:
+        used = options.calibration
+        words += [f"--dataset {used.dataset}", f"--split {used.split}"]
+        words += [f"--samples {used.samples}", f"--max-seq-len {used.max_seq_len}"]
+        words += [f"--seed {used.seed}", f"--dampening {options.dampening}"]
+    return " ".join(words)

@@ -1,0 +1,92 @@
+"""The modules that config.json must name as not quantized.
+
+SGLang and vLLM before 0.24 refuse a checkpoint with a linear layer that is neither a target nor on
+this list; others, and all of them where the class Linear is a target, would take it for quantized.
+
+Names, not patterns: old versions of vLLM ask about attention and embeddings too and end where one
+of these is ignored, and a pattern that fits a layer's `experts` could switch the experts off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Protocol
+
+from ktconv.targets.pack_quantized.module_classes import class_of
+
+HEAD = "lm_head"
+_WEIGHT = ".weight"
+_NO_LINEAR = "embeddings"
+_QKV = ("q_proj", "k_proj", "v_proj")
+_QKV_A = ("q_a_proj", "kv_a_proj_with_mqa")
+# Layers that engines compute as one, and what they are made of. Engines ask for the parts where
+# their model tells them, else for the whole. Both spellings of qkv: SGLang writes attn.qkv_proj for
+# attn.qkv in the lists of vision models, even where _proj is there already.
+_JOINED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": _QKV,
+    "qkv": _QKV,
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": _QKV_A,
+    "fused_qkv_a_proj_with_mqa": _QKV_A,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+_IN_LAYER = re.compile(r"(?:.*?\.)(layers\.[0-9]+\..*)")
+_DRAFT = ".eh_proj"  # only a layer for multi-token prediction has it
+
+
+class Stored(Protocol):
+    """A tensor of a plan or of a file."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def plain_modules(tensors: Iterable[Stored]) -> set[str]:
+    """The modules that `tensors` are the weights of: those of two or more dimensions that are no
+    embedding, which are linear layers or do no harm on the list."""
+    return {
+        tensor.name.removesuffix(_WEIGHT)
+        for tensor in tensors
+        if tensor.name.endswith(_WEIGHT)
+        and len(tensor.shape) > 1
+        and class_of(tensor.name) != _NO_LINEAR
+    }
+
+
+def ignored_modules(tensors: Iterable[Stored]) -> list[str]:
+    """The list `ignore`, sorted, for an output whose unpacked tensors are `tensors`: their modules
+    by every name that an engine has for them, and the head, which may have no weight of its own."""
+    names = plain_modules(tensors)
+    if not any(name.rpartition(".")[2] == HEAD for name in names):
+        names.add(HEAD)
+    names |= set(_joined(names))
+    return sorted(names | set(_of_drafts(names)) | set(_shorter(names)))
+
+
+def _joined(names: Set[str]) -> Iterator[str]:
+    for joined, (first, *more) in _JOINED.items():
+        for name in names:
+            parent, _, last = name.rpartition(".")
+            if last == first and all(f"{parent}.{part}" in names for part in more):
+                yield f"{parent}.{joined}"
+
+
+def _shorter(names: Set[str]) -> Iterator[str]:
+    """From `layers` on: SGLang compares the ends of names, and what comes before differs between
+    its models and the checkpoint (Mixtral, vision models, drafts)."""
+    for name in names:
+        if found := _IN_LAYER.fullmatch(name):
+            yield found[1]
+
+
+def _of_drafts(names: Set[str]) -> Iterator[str]:
+    """SGLang calls the layer for multi-token prediction `decoder`, whatever its number."""
+    for draft in [name.removesuffix(_DRAFT) for name in names if name.endswith(_DRAFT)]:
+        for name in names:
+            if name.startswith(f"{draft}."):
+                yield f"decoder.{name.removeprefix(f'{draft}.')}"

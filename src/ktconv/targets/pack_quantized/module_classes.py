@@ -1,0 +1,108 @@
+"""What kinds of modules a checkpoint has: only routed experts are quantized, and it is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ktconv.checkpoint import PROJECTIONS, TensorRef
+from ktconv.conversion import Unit
+from ktconv.errors import CheckpointError
+from ktconv.system.units import format_size
+from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
+
+ROUTED = "routed experts"
+# The first pattern found in a tensor's name decides.
+_CLASSES: Sequence[tuple[str, str]] = (
+    ("vision parts", r"(?:^|\.)(?:\w*vis(?:ual|ion)\w*|\w*image\w*|audio\w*|\w*mm_projector|"
+     r"multi_modal_projector|aligner)\."),
+    ("shared-expert gates", r"\.shared_experts?_gate\."),
+    ("shared experts", r"\.(?:shared_experts?|shared_mlp)\."),
+    ("router gates", r"\.(?:mlp|block_sparse_moe|ffn|feed_forward|moe)\.(?:gate|router)\b|"
+     r"e_score_correction_bias|expert_bias"),
+    ("norms", r"(?:^|\.)\w*(?:norm|layernorm|ln_f|ln_\d)\w*(?:\.weight|\.bias)?$"),
+    ("linear attention", r"\.(?:linear_attn|linear_attention|mamba|mixer|gated_delta\w*)\."),
+    ("attention", r"\.(?:self_attn|attention|attn|self_attention)\."),
+    ("embeddings", r"(?:^|\.)(?:embed\w*|\w*word_embeddings|wte|wpe)\."),
+    ("lm_head", r"(?:^|\.)(?:lm_head|head|output)\."),
+    ("leading dense layers", r"\.(?:mlp|ffn|feed_forward)\.(?:gate_proj|up_proj|down_proj|"
+     r"gate_up_proj|w[123])\."),
+)  # fmt: skip
+_OTHER = "other"
+_PATTERNS = [(name, re.compile(pattern)) for name, pattern in _CLASSES]
+
+
+@dataclass(slots=True)
+class ClassCount:
+    """Modules of one class; a weight with its scales and bias is one module."""
+
+    name: str
+    modules: int = 0
+    source_bytes: int = 0
+    quantized: bool = False
+    example: str = ""  # of its modules
+
+
+def class_of(tensor: str) -> str:
+    """The class of a tensor that is no routed expert's.
+
+    >>> class_of("model.layers.3.mlp.shared_experts.up_proj.weight")
+    'shared experts'
+    """
+    return next((name for name, pattern in _PATTERNS if pattern.search(tensor)), _OTHER)
+
+
+def class_lines(classes: Sequence[ClassCount]) -> list[str]:
+    """The table that people read."""
+    lines = []
+    for count in classes:
+        fate = "quantized" if count.quantized else "kept as they are"
+        lines.append(
+            f"{count.name:<21} {count.modules:>8} modules  {format_size(count.source_bytes):>9}"
+            f"  {fate:<16}  {count.example}"
+        )
+    return lines
+
+
+def count_classes(units: Sequence[Unit], others: Iterable[TensorRef]) -> list[ClassCount]:
+    """All classes that there are, routed experts first.
+
+    Raises CheckpointError for an expert that would stay unquantized, and where the pattern in
+    config.json would not find exactly the experts.
+    """
+    layers = [unit.layer for unit in units if unit.layer]
+    pattern = target_pattern(layers)
+    experts = ClassCount(ROUTED, quantized=True)
+    for unit in units:
+        assert unit.layer is not None
+        for expert in unit.experts:
+            for proj in PROJECTIONS:
+                name = module_name(unit.layer, expert, proj)
+                if not fits(pattern, name):
+                    raise CheckpointError(f"{name} would stay unquantized: {pattern} misses it")
+                experts.modules += 1
+                experts.example = experts.example or name
+        experts.source_bytes += unit.source_bytes
+    if not experts.modules:
+        raise CheckpointError(f"{pattern} finds no module: there is nothing to quantize")
+    return [experts, *_count_others(others, pattern)]
+
+
+def _count_others(tensors: Iterable[TensorRef], pattern: str) -> list[ClassCount]:
+    counts = {name: ClassCount(name) for name, _ in (*_CLASSES, (_OTHER, ""))}
+    seen = set()
+    for tensor in tensors:
+        module = tensor.name.rpartition(".")[0] or tensor.name
+        if fits(pattern, module) or re.search(r"(?:^|\.)experts\.", tensor.name):
+            raise CheckpointError(
+                f"{tensor.name} belongs to an expert that would stay unquantized",
+                "ktconv does not know this way to store experts",
+            )
+        count = counts[class_of(tensor.name)]
+        count.source_bytes += tensor.nbytes
+        if module not in seen:
+            seen.add(module)
+            count.modules += 1
+            count.example = count.example or module
+    return [count for count in counts.values() if count.modules]

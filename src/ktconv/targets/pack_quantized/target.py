@@ -1,0 +1,108 @@
+"""compressed-tensors' pack-quantized experts as the target of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ktconv import __version__
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint.side_files import find_side_files
+from ktconv.conversion import Target
+from ktconv.quantize_gpu.calibration import Calibration
+from ktconv.targets.pack_quantized.names import module_name
+from ktconv.targets.pack_quantized.other_tensors import decoded_others
+from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
+from ktconv.writer.shards import Tensor
+
+CONFIG, RECIPE = "config.json", "recipe.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that decide which bytes are written; a resumed run must have the same."""
+
+    method: str = "rtn"  # or "gptq"
+    scheme: str = "W4A16"
+    group_size: int = 128
+    mtp: bool = True
+    max_shard_size: int = 5_000_000_000
+    experts: Mapping[str, object] = field(default_factory=dict)  # ExpertSet.as_record()
+    calibration: Calibration | None = None  # gptq
+    dampening: float | None = None  # gptq
+
+    def as_dict(self) -> dict[str, object]:
+        """Only what the method has."""
+        told = {"format": "pack-quantized"} | asdict(self)
+        return {name: value for name, value in told.items() if value not in (None, {})}
+
+
+class GpuTarget(Target[Options]):
+    """Experts under the names of the unfused model; everything else under its own name."""
+
+    made_files = (CONFIG, RECIPE)
+
+    def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
+        super().__init__(options)
+        self.scheme = Scheme(options.scheme, options.group_size)
+        # Matrices that only the source's engine could read are written decoded, by tensor name.
+        self.decoded, self._dropped = decoded_others(checkpoint)
+
+    @property
+    def name(self) -> str:
+        return self.options.scheme
+
+    @property
+    def description(self) -> str:
+        size = self.scheme.group_size
+        groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
+        return f"{self.name} by {self.options.method}, {groups}"
+
+    def facts(self) -> dict[str, object]:
+        options = self.options
+        return {
+            "method": options.method,
+            "scheme": options.scheme,
+            "group_size": options.group_size,
+        }
+
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        self.scheme.check(layers)
+
+    def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
+        return [self._packed(layer, experts)]
+
+    def _packed(self, layer: MoELayer, experts: Sequence[int]) -> Iterator[Tensor]:
+        for expert in experts:
+            for proj in PROJECTIONS:
+                matrix = layer.experts[expert][proj]
+                yield from self.scheme.tensors(
+                    module_name(layer, expert, proj), matrix.rows, matrix.cols, held_dtype(matrix)
+                )
+
+    def metadata(self) -> dict[str, str]:
+        return {
+            "format": "pt",
+            "ktconv_version": __version__,
+            "ktconv_method": self.options.method,
+            "ktconv_scheme": self.options.scheme,
+        }
+
+    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
+        return [(tensor, tensor.name) for tensor in tensors if tensor.name not in self._dropped]
+
+    def copied(self, tensor: TensorRef, name: str) -> Tensor:
+        matrix = self.decoded.get(tensor.name)
+        if matrix is None:
+            return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
+        return Tensor(name, "BF16", tensor.shape, 2 * matrix.rows * matrix.cols)
+
+    def sidecars(self, directory: Path) -> list[Path]:
+        return [path for path in find_side_files(directory) if str(path) not in self.made_files]
+
+
+def held_dtype(matrix: ExpertMatrix) -> str:
+    """The dtype of the weights that are quantized, and so of their scales: half precision as the
+    model computes in it; everything else is rounded to bf16 first."""
+    return "F16" if matrix.tensor.dtype == "F16" else "BF16"

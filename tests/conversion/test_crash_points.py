@@ -1,0 +1,204 @@
+"""Faults at every single write, fsync and rename; and the order that survives power loss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import STATE, check_reader, contents, done, refused, run, staged, write_model
+from helpers.disk_calls import CALLS, hooked
+
+LAYOUTS = {
+    "shards": (),
+    "several shards per layer": ("--max-shard-size=30kB",),
+    "layer folders": ("--layout=layers",),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model", layers=2, experts=2)
+
+
+class Recorder:
+    """What happened, one line per call, with descriptors as paths."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        target = arguments[-1] if name in ("replace", "rename") else arguments[0]
+        path = str(
+            Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+        )
+        with self._lock:
+            self.events.append((name, path))
+
+    def position(self, name: str, path: Path, after: int = -1) -> int:
+        """Of the first such event behind position `after`."""
+        return self.events.index((name, str(path)), after + 1)
+
+
+def test_order_of_fsync_rename_and_journal(model: Path, tmp_path: Path) -> None:
+    output, recorder = tmp_path / "output", Recorder()
+    with hooked(recorder):
+        done(model, output, "--max-shard-size=30kB")
+    state = output / STATE
+    units = [path for name, path in recorder.events if name == "replace" and STATE in path]
+    shards = [path.name for path in output.glob("*.safetensors")]
+    assert len(shards) > 4
+    for name in shards:
+        synced = recorder.position("fsync", state / f"{name}.part")
+        final = recorder.position("replace", output / name)
+        listed = recorder.position("fsync", output, after=final)
+        journaled = min(
+            recorder.position("replace", Path(path))
+            for path in units
+            if recorder.position("replace", Path(path)) > final
+        )
+        assert synced < final < listed < journaled
+        writes = [
+            i
+            for i, (call, path) in enumerate(recorder.events)
+            if call == "pwrite" and path == str(state / f"{name}.part")
+        ]
+        assert max(writes) < synced
+    finals = [
+        path for name, path in recorder.events if name == "replace" and Path(path).parent == output
+    ]
+    assert finals[-1].endswith("model.safetensors.index.json")
+    assert finals[-2].endswith("ktconv.json")
+    for path in [*finals[-4:], *units]:
+        final = recorder.position("replace", Path(path))
+        staged_name = state / f"{Path(path).name}.part"
+        assert recorder.position("fsync", staged_name) < final
+        assert recorder.position("fsync", Path(path).parent, after=final) > final
+
+
+def test_order_of_folders(model: Path, tmp_path: Path) -> None:
+    output, recorder = tmp_path / "output", Recorder()
+    with hooked(recorder):
+        done(model, output, "--layout=layers")
+    state = output / STATE
+    for index in (0, 1):
+        folder = state / f"_layer_{index}.part"
+        final = recorder.position("rename", output / f"_layer_{index}")
+        synced = {path for call, path in recorder.events[:final] if call == "fsync"}
+        for path in (output / f"_layer_{index}").rglob("*"):
+            assert str(folder / path.relative_to(output / f"_layer_{index}")) in synced
+        assert str(folder) in synced
+        listed = recorder.position("fsync", output, after=final)
+        assert listed < recorder.position("replace", state / f"layer-{index:05d}.json")
+
+
+class Snapshots:
+    """Copies OUTPUT ahead of every call; bytes that no fsync made durable become zeros,
+    as after a power loss on a file system that delays allocation."""
+
+    def __init__(self, output: Path, target: Path) -> None:
+        self.output, self.target, self.count = output, target, 0
+        self._synced: dict[int, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            if self.output.exists():
+                self._copy(self.target / str(self.count))
+                self.count += 1
+            if name == "fsync":
+                status = os.fstat(arguments[0])
+                self._synced[status.st_ino] = status.st_size, status.st_mtime_ns
+
+    def _copy(self, target: Path) -> None:
+        shutil.copytree(self.output, target, copy_function=self._copy_file, dirs_exist_ok=True)
+
+    def _copy_file(self, source: str, target: str) -> None:
+        try:
+            status = Path(source).stat()
+            shutil.copyfile(source, target)
+        except FileNotFoundError:
+            return  # renamed or removed by another thread meanwhile
+        if self._synced.get(status.st_ino) != (status.st_size, status.st_mtime_ns):
+            Path(target).write_bytes(bytes(status.st_size))
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_power_loss_at_every_call(model: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    done(model, tmp_path / "clean", *options)
+    clean, snapshots = contents(tmp_path / "clean"), tmp_path / "snapshots"
+    taken = Snapshots(tmp_path / "output", snapshots)
+    with hooked(taken):
+        done(model, tmp_path / "output", *options, "--threads=1")
+    assert taken.count > 40
+    for number in range(taken.count):
+        after_crash = snapshots / str(number)
+        check_reader(after_crash, clean)
+        if number % 2 == 0 or number > taken.count - 12:
+            done(model, after_crash, *options)
+            assert contents(after_crash) == clean, f"after a crash at call {number}"
+
+
+class Fault:
+    """Raises at the k-th call of a kind."""
+
+    def __init__(self, call: str, k: int, code: int) -> None:
+        self.call, self.left, self.code, self.hit = call, k, code, False
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            self.left -= name == self.call
+            if name == self.call and self.left == 0:
+                self.hit = True
+                raise OSError(self.code, os.strerror(self.code), str(arguments[-1]))
+
+
+STEPS = {"pwrite": 5}  # every how many calls there is a fault; others at each
+RARE = ("posix_fallocate", "rename", "mkdir")  # not in every layout
+REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EIO: "the device reports an I/O error",
+    errno.EROFS: "the file system is read-only",
+}
+CODES = list(REASONS)
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_fault_at_every_call(
+    model: Path, tmp_path: Path, call: str, options: tuple[str, ...]
+) -> None:
+    done(model, tmp_path / "clean", *options)
+    clean = contents(tmp_path / "clean")
+    for number in range(1000):
+        k, code = 1 + number * STEPS.get(call, 1), CODES[number % len(CODES)]
+        fault, output = Fault(call, k, code), tmp_path / str(number)
+        with hooked(fault):
+            result = run(model, output, *options)
+        if not fault.hit:
+            break
+        if result.exit_code:  # all but an fsync that only hardens a new directory's name
+            refused(result, 3, REASONS[code], str(output))
+        check_reader(output, clean)
+        assert staged(output) == [], f"{call} {k}"
+        done(model, output, *options)
+        assert contents(output) == clean, f"{call} {k}"
+    assert result.exit_code == 0
+    assert number > 3 or call in RARE
+
+
+def test_finished_layers_survive_a_fault(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with hooked(Fault("replace", 4, errno.ENOSPC)):  # run.json, shard, record, shard
+        refused(run(model, output, "--threads=1"), 3, "the disk is full")
+    finished = [path.name for path in output.glob("*.safetensors")]
+    assert len(finished) == 1
+    before = (output / finished[0]).stat().st_mtime_ns
+    done(model, output)
+    assert (output / finished[0]).stat().st_mtime_ns == before

@@ -1,0 +1,107 @@
+"""Killed and interrupted at calls that change the disk: the bytes are those of one clean run.
+
+Kills are placed by counting calls (disk_calls.py), so they hit the same on every machine."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.cli import check_reader, contents, done, staged, words, write_model
+from helpers.disk_calls import Commands
+
+LAYERS = 10
+VARIANTS = {
+    "shards": (),
+    "several shards per layer": ("--max-shard-size=40kB",),
+    "layer folders": ("--layout=layers",),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    server = Commands(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kill_9_at_a_third_of_all_calls(commands: Commands, tmp_path: Path, variant: str) -> None:
+    """Another third in each variant; test_faults.py has a fault at each call."""
+    options, first = VARIANTS[variant], 1 + list(VARIANTS).index(variant)
+    model = write_model(tmp_path / "model", layers=2, experts=1)
+    done(model, tmp_path / "clean", *options)
+    clean = contents(tmp_path / "clean")
+    for call in itertools.count(first, 3):
+        output = tmp_path / str(call)
+        ended = commands.run(words(model, output, *options), call)
+        check_reader(output, clean)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        done(model, output, *options)
+        assert contents(output) == clean, f"killed at call {call}"
+    assert call > 40
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_kill_9_until_done(
+    commands: Commands, model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Each run is given a few calls more than the one before, and goes on from what that left."""
+    done(model, tmp_path / "clean", *options)
+    clean, output = contents(tmp_path / "clean"), tmp_path / "output"
+    for call in itertools.count(8, 8):
+        ended = commands.run(words(model, output, *options), call)
+        check_reader(output, clean)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert call > 40, "the runs were not killed often enough to show anything"
+    assert contents(output) == clean
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("call", "threads"), [(60, 1), (100, 1), (81, 2)])
+def test_interrupt_leaves_finished_layers_and_says_how_to_continue(
+    commands: Commands,
+    model: Path,
+    tmp_path: Path,
+    layout: str,
+    number: int,
+    call: int,
+    threads: int,
+) -> None:
+    options = (f"--layout={layout}", f"--threads={threads}")
+    done(model, tmp_path / "clean", *options)
+    clean, output = contents(tmp_path / "clean"), tmp_path / "output"
+    ended = commands.run(words(model, output, *options), call, number)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stdout == "" and "Traceback" not in ended.stderr
+    assert ended.stderr.count("Interrupted") == 1
+    assert f"run the same command again to continue in {output}" in " ".join(ended.stderr.split())
+    assert staged(output) == []
+    check_reader(output, clean)
+    assert set(clean) & set(contents(output)), "nothing was finished before the interrupt"
+    done(model, output, *options)
+    assert contents(output) == clean
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_before_anything_is_finished_leaves_no_trace(
+    commands: Commands, model: Path, tmp_path: Path, number: int
+) -> None:
+    for call in (1, 2, 3, 5, 8, 13):
+        output = tmp_path / str(call)
+        ended = commands.run(words(model, output, "--experts-only", "--threads=1"), call, number)
+        assert ended.returncode == 130, ended.stderr
+        assert not output.exists(), f"interrupted at call {call}"

@@ -1,0 +1,371 @@
+"""Several runs into one OUTPUT: the same work is refused, shared work is one conversion."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers.cli import (
+    STATE,
+    check_reader,
+    contents,
+    done,
+    refused,
+    run,
+    staged,
+    start,
+    write_model,
+)
+
+from ktconv.errors import OutputError
+from ktconv.quantize_cpu.run import Report, Request, SilentObserver, quantize_cpu
+from ktconv.targets.ktransformers import Options
+from ktconv.writer.journal import Journal, OutputLock
+
+LAYERS = 12
+STOPPED_AT = 50  # of the calls that change the disk, of which there are several hundred
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    output = tmp_path_factory.mktemp("clean") / "output"
+    done(model, output)
+    return contents(output)
+
+
+class Held(SilentObserver):
+    """Stops a conversion when it starts unit `key`, until `go` is set."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.there, self.go = key, threading.Event(), threading.Event()
+
+    def unit_started(self, key: str) -> None:
+        if key == self.key:
+            self.there.set()
+            self.go.wait()
+
+
+@contextmanager
+def held(model: Path, output: Path, key: str, **request: object) -> Iterator[list[Report]]:
+    """A conversion in a thread that is stuck at unit `key` inside the block."""
+    observer, reports = Held(key), []
+    asked = Request(str(model), output, Options(numa=1), threads=2, **request)  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: reports.append(quantize_cpu(asked, observer)))
+    thread.start()
+    try:
+        while not observer.there.wait(1):
+            assert thread.is_alive(), f"the conversion never came to {key}"
+        yield reports
+    finally:
+        observer.go.set()
+        thread.join()
+
+
+@contextmanager
+def stopped(model: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """A conversion in a process of its own that is frozen in the middle of its units."""
+    process = start(model, output, "--threads=1", stop_at=STOPPED_AT)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    assert any("safetensors.part" in name for name in staged(output))
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_second_run_in_another_process_is_refused(
+    model: Path, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    output = tmp_path / "output"
+    with stopped(model, output) as process:
+        refused(run(model, output), 2, "another ktconv is converting layers 0-11", str(output))
+        refused(run(model, output, "--layers=3"), 2, "another ktconv is converting layers 3")
+        refused(run(model, output, "--overwrite"), 2, "another ktconv is converting this model")
+        refused(run(model, output, "--finalize"), 2, "not converted yet")
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert contents(output) == clean
+
+
+def test_second_run_in_another_thread_is_refused(
+    model: Path, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    output = tmp_path / "output"
+    with held(model, output, "layer-00002") as reports:
+        link = tmp_path / "link"
+        link.symlink_to(output)
+        for spelling in (output, link, tmp_path / "x" / ".." / "output"):
+            with pytest.raises(OutputError, match="another ktconv is converting layers 0-11"):
+                quantize_cpu(Request(str(model), spelling, Options(numa=1)))
+    assert reports[0].complete
+    assert contents(output) == clean
+
+
+def test_refused_run_does_not_drop_the_locks_of_the_first(model: Path, tmp_path: Path) -> None:
+    """POSIX locks vanish when a process closes any descriptor of the file."""
+    output = tmp_path / "output"
+    with held(model, output, "layer-00002"):
+        with pytest.raises(OutputError):
+            quantize_cpu(Request(str(model), output, Options(numa=1)))
+        process = start(model, output)
+        _, stderr = process.communicate()
+        assert process.returncode == 2 and "another ktconv" in stderr
+
+
+def test_kill_9_releases_the_locks(model: Path, tmp_path: Path, clean: dict[str, str]) -> None:
+    output = tmp_path / "output"
+    with stopped(model, output) as process:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done(model, output)
+    assert contents(output) == clean
+
+
+def test_staged_files_of_another_run_are_left_alone(
+    model: Path, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    output = tmp_path / "output"
+    with held(model, output, "other-00001", layers=[0]) as reports:
+        before = staged(output)
+        assert any("model-00013" in name for name in before)
+        assert "still lacks" in done(model, output, "--layers=1-10")
+        assert set(before) <= set(staged(output))
+    assert not reports[0].complete
+    assert "is complete" in done(model, output, "--layers=11")
+    assert contents(output) == clean
+
+
+def test_others_wait_for_who_comes_last(model: Path, tmp_path: Path, clean: dict[str, str]) -> None:
+    """A run that is done while another is at work neither writes the index nor fails."""
+    output = tmp_path / "output"
+    with held(model, output, "layer-00011", layers=[11]) as reports:
+        text = done(model, output, "--layers=0-10")
+        assert "still lacks layer(s) 11" in text
+        assert not (output / "model.safetensors.index.json").exists()
+    assert reports[0].complete
+    assert contents(output) == clean
+
+
+def test_all_units_there_but_another_run_is_at_work(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    done(model, output, "--layers=0-10")
+    other = OutputLock(Journal(output))
+    with other.door():
+        other.acquire([3], "layer 3")
+    assert "completes it, else --finalize does" in done(model, output, "--layers=11")
+    refused(run(model, output, "--finalize"), 2, "another ktconv is converting this model")
+    other.release()
+    assert "is complete" in done(model, output, "--finalize")
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_disjoint_layers_in_processes_at_once(model: Path, tmp_path: Path, layout: str) -> None:
+    done(model, tmp_path / "clean", f"--layout={layout}")
+    output = tmp_path / "output"
+    parts = ("0-3", "4-7", "8-11")
+    options = (f"--layout={layout}", "--threads=1")
+    processes = [start(model, output, f"--layers={part}", *options) for part in parts]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert sum("is complete" in stdout for stdout, _ in outputs) >= 1
+    assert contents(output) == contents(tmp_path / "clean")
+
+
+def test_disjoint_layers_in_threads_many_times(tmp_path: Path) -> None:
+    """Beginnings and ends that meet: the door lets one in at a time."""
+    model = write_model(tmp_path / "model", layers=3, experts=1)
+    done(model, tmp_path / "clean")
+    clean = contents(tmp_path / "clean")
+    for number in range(25):
+        output, failures = tmp_path / str(number), []
+
+        def convert(layer: int, output: Path = output, failures: list[object] = failures) -> None:
+            request = Request(str(model), output, Options(numa=1), [layer], threads=1)
+            try:
+                quantize_cpu(request)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=convert, args=[layer]) for layer in range(3)]
+        for delay, thread in enumerate(threads):
+            time.sleep(0.001 * delay * (number % 5))  # variety; the outcome is the same
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert contents(output) == clean
+
+
+def test_same_command_many_times_at_once(tmp_path: Path) -> None:
+    """One does the work, the others are refused or find nothing to do; none breaks."""
+    model = write_model(tmp_path / "model", layers=3, experts=1)
+    output = tmp_path / "output"
+    processes = [start(model, output) for _ in range(5)]
+    outputs = [process.communicate() for process in processes]
+    for process, (_, stderr) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0 or "another ktconv" in stderr, stderr
+    assert 0 in {process.returncode for process in processes}
+    done(model, tmp_path / "clean")
+    assert contents(output) == contents(tmp_path / "clean")
+
+
+def test_finalize_names_what_is_missing_and_completes_later(
+    model: Path, tmp_path: Path, clean: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "output"
+    done(model, output, "--layers=0-2,5")
+    before = contents(output)
+    refused(run(model, output, "--finalize"), 2, "layer(s) 3-4,6-11 not converted yet")
+    assert contents(output) == before
+    (output / STATE / "other-00001.json").unlink()
+    refused(
+        run(model, output, "--finalize"), 2,
+        "layer(s) 3-4,6-11 and non-expert tensors not converted yet",
+    )  # fmt: skip
+    with monkeypatch.context() as patch:  # the last run is interrupted before its index
+        patch.setattr("ktconv.conversion.run.copy_sidecars", _interrupt)
+        assert run(model, output).exit_code == 130
+    check_reader(output, clean)
+    assert not (output / "model.safetensors.index.json").exists()
+    assert "is complete" in done(model, output, "--finalize")
+    assert contents(output) == clean
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_finalize_of_nothing_leaves_no_trace(model: Path, tmp_path: Path) -> None:
+    result = run(model, tmp_path / "output", "--finalize")
+    refused(result, 2, "layer(s) 0-11 and non-expert tensors not converted yet")
+    assert not (tmp_path / "output").exists()
+
+
+def test_finalize_and_overwrite_exclude_each_other(
+    model: Path, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    done(model, tmp_path / "output")
+    refused(run(model, tmp_path / "output", "--finalize", "--overwrite"), 2, "--finalize")
+    assert contents(tmp_path / "output") == clean
+
+
+def test_parts_with_other_options_are_refused(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with held(model, output, "layer-00000", layers=[0]):
+        result = run(model, output, "--layers=1", "--method=int8")
+        refused(result, 2, "options.method: int4 there, int8 now")
+
+
+def test_patience_at_the_door_has_an_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", 0.05)
+    with OutputLock(Journal(tmp_path / "output")).door():
+        refused(run(model, tmp_path / "output"), 2, "does not come to an end")
+
+
+def test_who_waits_at_the_door_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    output, notices = tmp_path / "output", []
+    holder = contextlib.ExitStack()
+    holder.enter_context(OutputLock(Journal(output)).door())
+
+    def noticed(text: str) -> None:
+        notices.append(text)
+        holder.close()  # the first leaves: nothing here depends on time
+
+    with OutputLock(Journal(output)).door(noticed):
+        pass
+    assert len(notices) == 1
+    assert "waiting for another ktconv" in notices[0] and str(output) in notices[0]
+
+
+def test_who_waits_at_the_door_names_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", -1.0)
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from ktconv.writer.journal import Journal, OutputLock\n"
+        "with OutputLock(Journal(Path(sys.argv[1]))).door():\n    print(flush=True)\n    input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "output")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        lock = OutputLock(Journal(tmp_path / "output"))
+        with pytest.raises(OutputError, match=rf"process {process.pid}\)"), lock.door():
+            pass
+        process.communicate(b"\n")
+
+
+def test_an_interrupted_run_does_not_wait_at_the_door_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run begins or finishes, and whoever waits for it is interrupted."""
+    tries: list[bool] = []
+
+    def locked_by_another(lock: OutputLock) -> bool:
+        Journal(tmp_path / "output").create()
+        tries.append(False)
+        assert len(tries) < 10
+        return False
+
+    monkeypatch.setattr(OutputLock, "_try_door", locked_by_another)
+    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    monkeypatch.setattr("ktconv.conversion.run.WITHDRAW_SECONDS", -1.0)
+    monkeypatch.setattr(SilentObserver, "noted", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_cpu(Request(str(model), tmp_path / "output", Options(numa=1)))
+
+
+def test_lock_file_that_was_removed_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits at the door of a finished conversion gets a new lock file."""
+    journal = Journal(tmp_path / "output")
+    first, second = OutputLock(journal), OutputLock(journal)
+    entered: list[bool] = []
+    tries: list[bool] = []  # of the second, to get in
+    try_door = OutputLock._try_door
+
+    def noticed(lock: OutputLock) -> bool:
+        inside = try_door(lock)
+        if lock is second:
+            tries.append(inside)
+        return inside
+
+    monkeypatch.setattr(OutputLock, "_try_door", noticed)
+
+    def enter() -> None:
+        with second.door():
+            entered.append((journal.directory / "lock").exists())
+        second.release()
+
+    with first.door():
+        thread = threading.Thread(target=enter)
+        thread.start()
+        while not tries:
+            assert thread.is_alive()
+        assert tries[0] is False and entered == []
+        (journal.directory / "lock").unlink()
+        journal.directory.rmdir()
+    first.release()
+    thread.join()
+    assert entered == [True]

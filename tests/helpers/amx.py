@@ -1,0 +1,147 @@
+"""AMX for tests: the machine's own, or our emulator of its instructions.
+
+The emulator (native/test/amx_emulator.c) performs AMX instructions in a handler of SIGILL and
+counts them. Where a CPU has AVX-512 but no AMX, pytest loads it and claims the level with
+KTCONV_ASSUME, in this process only: programs that tests start see the machine as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import NATIVE
+from ktconv import native
+
+COUNTERS = (
+    "configs",
+    "loads",
+    "stores",
+    "zeros",
+    "int8_products",
+    "bf16_products",
+    "releases",
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often instructions were executed, in all threads."""
+
+    configs: int
+    loads: int
+    stores: int
+    zeros: int
+    int8_products: int
+    bf16_products: int
+    releases: int
+
+    @property
+    def products(self) -> int:
+        return self.int8_products + self.bf16_products
+
+
+class Emulator:
+    """The loaded emulator."""
+
+    def __init__(self, library: Path) -> None:
+        self.path = library
+        self._lib = ctypes.CDLL(str(library))
+
+    def install(self) -> None:
+        """Takes SIGILL again, in case somebody else did: pytest's faulthandler does."""
+        self._lib.kt_amx_emulator_install()
+
+    def reset(self) -> None:
+        self._lib.kt_amx_emulator_reset()
+
+    def counts(self) -> Counts:
+        out = (ctypes.c_uint64 * len(COUNTERS))()
+        self._lib.kt_amx_emulator_counts(out)
+        return Counts(*out)
+
+    def environment(self, report: Path) -> dict[str, str]:
+        """For a program that is to run under the emulator and leave its counters in `report`."""
+        return os.environ | {
+            "LD_PRELOAD": str(self.path),
+            "KTCONV_ASSUME": "amx",
+            "KT_AMX_EMULATOR_REPORT": str(report),
+        }
+
+
+EMULATOR = pytest.StashKey[Emulator | None]()
+
+
+def read_report(report: Path) -> Counts:
+    lines = (line.split() for line in report.read_text().splitlines())
+    return Counts(**{name: int(count) for name, count in lines})
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CC", "cc"))
+
+
+def build_library(source: Path, cache: Path, *flags: str) -> Path:
+    """`source` as a shared library, compiled again when it has changed."""
+    text = source.read_bytes() + " ".join(flags).encode()
+    target = cache / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not target.exists():
+        partial = target.with_suffix(f".{os.getpid()}")
+        command = [compiler() or "cc", "-std=c11", *flags, "-shared", "-fPIC", str(source)]
+        subprocess.run([*command, "-o", str(partial), "-lm"], check=True)
+        partial.rename(target)
+    return target
+
+
+def can_emulate() -> bool:
+    features = native.cpu_features()
+    x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
+    beside = features["avx512_bf16"] and features["avx512_vbmi"]  # as every CPU with AMX has
+    return x86_linux and beside and not features["amx_tile"] and bool(compiler())
+
+
+def kept_directory(config: pytest.Config, name: str) -> Path:
+    """For what is compiled: kept from run to run in pytest's cache, unless that is turned off."""
+    cache = getattr(config, "cache", None)
+    return cache.mkdir(name) if cache else Path(tempfile.mkdtemp(prefix=name))
+
+
+def load_emulator(cache: Path) -> Emulator | None:
+    """The emulator, with the level claimed in this process; None where it is not needed (the CPU
+    has AMX) or cannot work."""
+    if not can_emulate():
+        return None
+    emulator = Emulator(build_library(NATIVE / "test/amx_emulator.c", cache, "-O2"))
+    with claimed():
+        native.isa()  # the library reads the environment now, and only now
+    if not os.environ.get("KTCONV_ISA"):
+        native.use_isa("avx512")  # tests that do not ask for a level are faster without faults
+    return emulator
+
+
+def program_levels() -> list[str]:
+    """The levels of programs that tests start: without what is claimed for this process."""
+    there = native.cpu_features()
+    return [level for level in native.isa_available() if level != "amx" or there["amx_tile"]]
+
+
+class claimed:
+    """While open, libraries that look at the CPU for the first time see AMX."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("KTCONV_ASSUME")
+        os.environ["KTCONV_ASSUME"] = "amx"
+
+    def __exit__(self, *_: object) -> None:
+        del os.environ["KTCONV_ASSUME"]
+        if self.before is not None:
+            os.environ["KTCONV_ASSUME"] = self.before

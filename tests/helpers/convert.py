@@ -1,0 +1,234 @@
+"""Running conversions and holding their output against the truth.
+
+The truth is `formats.reference` on source values decoded by NumPy; files are read by the
+safetensors library and never by our own reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import deserialize
+
+from helpers.families import Raw, Weights, read_matrix
+from ktconv.checkpoint import PROJECTIONS, Projection, open_checkpoint
+from ktconv.formats import FORMATS, kt_path, parse_tensor_name, reference, split, tensor_name
+from ktconv.formats.decode import round_to_bf16
+from ktconv.quantize_cpu.run import Report, Request, quantize_cpu
+from ktconv.targets.ktransformers import Options
+
+# (layer, expert, projection) -> the whole forward matrix [out, in]
+Matrices = Mapping[tuple[int, int, Projection], NDArray[np.float32]]
+
+SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
+REQUEST_OPTIONS = {"layers", "threads", "max_memory", "verify", "overwrite", "finalize"}
+
+
+def convert(model: Path, output: Path, **options: Any) -> Report:
+    """`quantize_cpu` with fields of Request and Options by name, one part and one thread."""
+    request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
+    chosen = Options(**{"numa": 1, **options})
+    return quantize_cpu(Request(str(model), output, chosen, **{"threads": 1, **request}))
+
+
+def ktconv(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with changed environment variables."""
+    command = [sys.executable, "-m", "ktconv", *map(str, words)]
+    environment = {**os.environ, **changes}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+# ---- reading ---------------------------------------------------------------------------
+
+
+def read_shards(shards: Iterable[Path]) -> dict[str, Raw]:
+    """Every tensor of these files, through the safetensors library."""
+    return {
+        name: Raw(view["dtype"], tuple(view["shape"]), bytes(view["data"]))
+        for shard in shards
+        for name, view in deserialize(shard.read_bytes())
+    }
+
+
+def read_model(directory: Path) -> dict[str, Raw]:
+    """Every tensor of a checkpoint or an output; sub-directories do not count."""
+    return read_shards(sorted(directory.glob("*.safetensors")))
+
+
+def read_folders(directory: Path) -> dict[str, bytes]:
+    """Every `.kt` file by its path below `directory`."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.glob("_layer_*/**/*")
+        if path.is_file()
+    }
+
+
+def read_header(shard: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data starts, and the header."""
+    data = shard.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    return start, json.loads(data[8:start])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def all_files(directory: Path) -> dict[str, bytes]:
+    """Every file below `directory`, to compare two outputs."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+# ---- the truth -------------------------------------------------------------------------
+
+
+def source_matrices(model: Path) -> Matrices:
+    """The values of all expert matrices of a checkpoint, element by element."""
+    return {
+        (layer.index, number, proj): read_matrix(expert[proj])
+        for layer in open_checkpoint(model).layers
+        for number, expert in enumerate(layer.experts)
+        for proj in PROJECTIONS
+    }
+
+
+def matrices_of(layers: Mapping[int, Weights]) -> Matrices:
+    """The same for hand-made weights."""
+    return {
+        (index, expert, proj): getattr(weights, proj)[expert]
+        for index, weights in layers.items()
+        for proj in PROJECTIONS
+        for expert in range(len(weights.gate))
+    }
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one part of one matrix must become."""
+
+    source: NDArray[np.float32]
+    codes: NDArray[np.int8]
+    scale: NDArray[np.float32]
+    payload: bytes
+
+    @property
+    def scale_bytes(self) -> bytes:
+        return self.scale.astype("<f4").tobytes()
+
+
+def truths(
+    matrices: Matrices, method: str, numa: int, compat: bool = False
+) -> dict[tuple[int, int, Projection, int], Truth]:
+    """(layer, expert, projection, part) -> its truth."""
+    fmt, found = FORMATS[method], {}
+    for (layer, expert, proj), values in matrices.items():
+        inner, hidden = values.shape if proj != "down" else values.shape[::-1]
+        for part in range(numa):
+            piece = np.ascontiguousarray(values[split(proj, hidden, inner, part, numa).index])
+            piece = round_to_bf16(piece) if compat else piece
+            codes, scale = reference.quantize(fmt, piece)
+            payload = reference.pack_codes(fmt, codes).tobytes()
+            found[layer, expert, proj, part] = Truth(piece, codes, scale, payload)
+    return found
+
+
+def expected_experts(
+    matrices: Matrices, method: str, numa: int, compat: bool = False
+) -> dict[str, Raw]:
+    """Every expert tensor of the output, by name."""
+    tensors = {}
+    for (layer, expert, proj, part), truth in truths(matrices, method, numa, compat).items():
+        name = tensor_name(layer, proj, expert, part, "weight")
+        tensors[name] = Raw("I8", (len(truth.payload),), truth.payload)
+        name = tensor_name(layer, proj, expert, part, "scale")
+        tensors[name] = Raw("F32", truth.scale.shape, truth.scale_bytes)
+    return tensors
+
+
+def kt_files_of(tensors: Mapping[str, Raw], method: str) -> dict[str, bytes]:
+    """The same tensors as files of `--layout layers`."""
+    files = {}
+    for name, tensor in tensors.items():
+        found = parse_tensor_name(name)
+        assert found is not None
+        layer, proj, expert = found.layer, found.proj, found.expert
+        size = len(tensor.data)
+        path = kt_path(method.upper(), layer, proj, expert, found.part, found.kind, size)
+        files[path] = tensor.data
+    return files
+
+
+# ---- assertions ------------------------------------------------------------------------
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Equal mappings; a failure names keys and not megabytes."""
+    assert sorted(found.keys() - expected.keys()) == [], "unexpected"
+    assert sorted(expected.keys() - found.keys()) == [], "missing"
+    assert [key for key in sorted(expected) if found[key] != expected[key]] == [], "differ"
+
+
+def assert_shards(directory: Path, method: str, numa: int, max_shard_size: int = 0) -> None:
+    """Names, alignment, metadata, index and size limit of a finished output's shards."""
+    shards = sorted(directory.glob("*.safetensors"))
+    total = len(shards)
+    assert [shard.name for shard in shards] == [
+        f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+    ]
+    weight_map, size = {}, 0
+    for shard in shards:
+        start, header = read_header(shard)
+        assert start % 64 == 0
+        metadata = header.pop("__metadata__")
+        assert metadata["ktconv_method"] == method.upper()
+        assert metadata["ktconv_numa"] == str(numa)
+        assert metadata["format"] == "pt"
+        assert not weight_map.keys() & header.keys()
+        weight_map.update(dict.fromkeys(header, shard.name))
+        size += shard.stat().st_size - start
+        assert not max_shard_size or shard.stat().st_size <= max_shard_size
+        assert shard.stat().st_mode & 0o777 == 0o644
+    index = read_json(directory / "model.safetensors.index.json")
+    assert index["weight_map"] == weight_map
+    assert index["metadata"]["total_size"] == size
+
+
+def assert_output(
+    directory: Path,
+    matrices: Matrices,
+    others: Mapping[str, Raw],
+    *,
+    method: str,
+    numa: int,
+    layout: str = "safetensors",
+    compat: bool = False,
+    max_shard_size: int = 0,
+) -> None:
+    """The output holds exactly these experts and, under these names, these other tensors."""
+    experts = expected_experts(matrices, method, numa, compat)
+    if layout == "layers":
+        assert not list(directory.glob("*.safetensors*"))
+        assert_same(read_folders(directory), kt_files_of(experts, method))
+    else:
+        assert_shards(directory, method, numa, max_shard_size)
+        assert_same(read_model(directory), {**experts, **others})
+    assert not (directory / ".ktconv").exists()
+    assert (directory / "README.md").is_file()
+    manifest = read_json(directory / "ktconv.json")
+    assert manifest["options"]["method"] == method
+    assert manifest["options"]["numa"] == numa

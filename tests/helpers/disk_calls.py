@@ -1,0 +1,151 @@
+"""Calls that change the disk: hooks ahead of them, and commands that a signal hits at the n-th.
+
+Signals are placed by counting, never by time, so a test sees the same on a busy machine. As a
+program: `disk_calls.py N WORDS...` runs `ktconv WORDS...` and stops ahead of the N-th call. Without
+arguments it is the server of `Commands`, which has ktconv imported and forks a process per command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+CALLS: dict[str, Any] = {
+    "fsync": os, "pwrite": os, "posix_fallocate": os, "replace": Path, "rename": Path, "mkdir": Path
+}  # fmt: skip
+Hook = Callable[[str, tuple[Any, ...]], None]
+
+
+@contextmanager
+def hooked(before: Hook) -> Iterator[None]:
+    """Calls `before(name, arguments)` ahead of every call that changes the disk."""
+    with ExitStack() as patches:
+        for name, owner in CALLS.items():
+            hook = _hook(name, getattr(owner, name), before)
+            patches.enter_context(patch.object(owner, name, hook))
+        yield
+
+
+def _hook(name: str, call: Callable[..., Any], before: Hook) -> Callable[..., Any]:
+    def replacement(*arguments: Any, **named: Any) -> Any:
+        before(name, arguments)
+        return call(*arguments, **named)
+
+    return replacement
+
+
+class Strike:
+    """Sends this process a signal ahead of its n-th call. No call goes on before the signal has
+    arrived, so what the process does afterwards does not depend on which thread is faster."""
+
+    def __init__(self, call: int, number: int) -> None:
+        self._left, self._number = call, number
+        self._lock, self._arrived = threading.Lock(), threading.Event()
+        self._set_handler = signal.signal
+        signal.signal = self._noticing  # type: ignore[assignment]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _noticing(self, number: int, handler: Any) -> Any:
+        def noticed(*arguments: Any) -> Any:
+            self._arrived.set()
+            return handler(*arguments)
+
+        return self._set_handler(number, noticed if callable(handler) else handler)
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                if self._number in (signal.SIGINT, signal.SIGTERM):
+                    signal.pthread_kill(threading.main_thread().ident or 0, self._number)
+                    self._arrived.wait()
+                else:
+                    os.kill(os.getpid(), self._number)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended; minus the signal that ended it, as of subprocess."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Commands:
+    """Runs `ktconv` commands in processes of their own, without a new interpreter for each."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
+        )
+
+    def run(self, words: Sequence[object], call: int = 0, number: int = signal.SIGKILL) -> Ended:
+        """The command's end; with `call`, hit by `number` ahead of that call (counted from 1)."""
+        streams = [str(self._directory / name) for name in ("stdout", "stderr")]
+        order = {"words": [*map(str, words)], "call": call, "number": number, "streams": streams}
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(json.dumps(order), file=self._server.stdin, flush=True)
+        code = int(self._server.stdout.readline())
+        return Ended(code, *(Path(path).read_text() for path in streams))
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.communicate()
+
+
+def _serve() -> None:
+    import ktconv.cli
+    import ktconv.quantize_cpu.run  # noqa: F401
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _execute(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _run(words: list[str], call: int, number: int) -> None:
+    sys.argv = ["ktconv", *words]
+    with hooked(Strike(call, number)):
+        runpy.run_module("ktconv", run_name="__main__")
+
+
+def _execute(words: list[str], call: int, number: int, streams: list[str]) -> NoReturn:
+    """In a child: the command, as `python -m ktconv` runs it."""
+    for descriptor, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    code = 1
+    try:
+        _run(words, call, number)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _run(sys.argv[2:], int(sys.argv[1]), signal.SIGSTOP)
+    else:
+        _serve()

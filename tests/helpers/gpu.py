@@ -1,0 +1,62 @@
+"""Helpers of the tests of quantize-gpu: run it, and unpack what it wrote, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helpers.convert import read_model
+from helpers.families import Raw
+
+REQUEST_OPTIONS = {"layers", "threads", "max_memory", "verify", "overwrite", "experts", "device"}
+
+
+def quantize(model: Path, output: Path, **options: Any) -> Any:
+    """`quantize_gpu` with fields of Request and Options by name, on one thread."""
+    from ktconv.quantize_gpu.run import Request, quantize_gpu
+    from ktconv.targets.pack_quantized.target import Options
+
+    request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
+    chosen = Request(str(model), output, Options(**options), **{"threads": 1, **request})
+    return quantize_gpu(chosen)
+
+
+def floats(tensor: Raw) -> NDArray[np.float32]:
+    """A stored tensor's values."""
+    if tensor.dtype == "BF16":
+        bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, {"F16": "<f2", "F32": "<f4"}[tensor.dtype]).astype(
+        np.float32
+    ).reshape(tensor.shape)  # fmt: skip
+
+
+def dequantize(tensors: Mapping[str, Raw], module: str) -> NDArray[np.float32]:
+    """The values of one packed matrix, bit by bit as docs/quantize-gpu.md draws them."""
+    rows, cols = np.frombuffer(tensors[f"{module}.weight_shape"].data, "<i8")
+    packed = tensors[f"{module}.weight_packed"]
+    words = np.frombuffer(packed.data, "<u4").reshape(packed.shape)
+    scale = floats(tensors[f"{module}.weight_scale"])
+    bits = 32 * words.shape[1] // cols
+    per_word = 32 // bits
+    values = np.empty((rows, cols), np.float32)
+    for col in range(cols):
+        code = (words[:, col // per_word] >> np.uint32(bits * (col % per_word))) & (2**bits - 1)
+        level = code.astype(np.int64) - 2 ** (bits - 1)
+        values[:, col] = level * scale[:, col * scale.shape[1] // cols]
+    return values
+
+
+def modules(tensors: Mapping[str, Raw]) -> list[str]:
+    """Names of all packed matrices."""
+    return [key.removesuffix(".weight_packed") for key in tensors if key.endswith("_packed")]
+
+
+def experts_of(directory: Path) -> dict[str, NDArray[np.float32]]:
+    """Every packed matrix of an output, dequantized."""
+    tensors = read_model(directory)
+    return {module: dequantize(tensors, module) for module in modules(tensors)}
