@@ -1,9 +1,9 @@
 /* Public entry points of the audit: check, pick the level, call. */
 #include "audit.h"
 
+#include "../cpu.h"
 #include "../simd/float_mode.h"
 #include "../source/matrix.h"
-#include "../cpu.h"
 
 /* The shape rules of docs/formats.md, once more. */
 static kt_status check_packed(int format, int64_t rows, int64_t cols) {

@@ -22,8 +22,8 @@
 #ifndef KT_BF16_GEMM_AVX512_H
 #define KT_BF16_GEMM_AVX512_H
 
-#include "bf16_gemm.h"
 #include "../simd/unroll.h"
+#include "bf16_gemm.h"
 
 enum {
   KT_BF16_BLOCK = 12,     /* tokens of the micro kernel: 24 sums of 32 registers */

@@ -19,8 +19,8 @@
 #ifndef KT_INT_GEMM_AVX512_H
 #define KT_INT_GEMM_AVX512_H
 
-#include "int_gemm.h"
 #include "../simd/unroll.h"
+#include "int_gemm.h"
 
 enum {
   KT_INT_BLOCK = 12,    /* tokens of the micro kernel */

@@ -1,7 +1,7 @@
 /* The table row of INT4 weights, and their scalar product. */
 #include "int4_gemm.h"
-#include "../gemm/int_gemm.h"
 #include "../cpu.h"
+#include "../gemm/int_gemm.h"
 
 static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {
   return kt_int_gemm_steps(layout, KT_INT4_TILE_COLS, rows_step, cols_step);

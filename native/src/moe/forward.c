@@ -12,9 +12,9 @@
  * In 4 a thread owns columns of y for all experts, so sums run in a fixed order without
  * atomics or copies. Items are shared out dynamically: which thread computes one does not
  * matter for its bits. */
-#include "../simd/float_mode.h"
 #include "../cpu.h"
 #include "../pool/pool.h"
+#include "../simd/float_mode.h"
 #include "epilogue.h"
 #include "gemm.h"
 #include "route.h"

@@ -1,8 +1,8 @@
 /* Public entry points of the packed formats: check, pick format and level, call. */
 #include "packed.h"
 
-#include "../simd/float_mode.h"
 #include "../cpu.h"
+#include "../simd/float_mode.h"
 
 static const kt_packer *find_packer(int format) {
   switch (format) {

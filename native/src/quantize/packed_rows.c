@@ -1,7 +1,7 @@
 /* The scalar truth of the packed formats: matrices [rows, cols], one row at a time. What
  * differs between formats is in their kt_packer. */
-#include "rounding.h"
 #include "packed.h"
+#include "rounding.h"
 
 /* Rows are decoded some at a time, for sources whose rows lie next to each other. The codes
  * of one row fit behind them in the scratch, which has room for KT_STRIP_ROWS rows. */

@@ -3,10 +3,10 @@
 #ifndef KT_STRIP_AVX512_H
 #define KT_STRIP_AVX512_H
 
-#include "packed.h"
-#include "layout.h"
-#include "rounding.h"
 #include "../simd/transpose_avx512.h"
+#include "layout.h"
+#include "packed.h"
+#include "rounding.h"
 
 /* How the rows of a strip lie in memory, a compile-time constant in every loop below. */
 enum { KT_ROW_BF16, KT_ROW_F32 };

@@ -2,8 +2,8 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "matrix.h"
 #include "../simd/transpose_avx512.h"
+#include "matrix.h"
 
 enum { LANES = 16 };
 

@@ -1,7 +1,7 @@
 /* The truth of decoding: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
-#include "matrix.h"
 #include "../quantize/rounding.h"
+#include "matrix.h"
 
 /* `yes` where the condition is 1, `no` where it is 0. */
 static inline uint32_t select(uint32_t condition, uint32_t yes, uint32_t no) {
