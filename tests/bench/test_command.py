@@ -29,7 +29,7 @@ from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
 from ktconv.cli.app import app
 from ktconv.cli.bench import BenchFormat
-from ktconv.cli.entry import OutputStream
+from ktconv.cli.process import OutputStream
 from ktconv.errors import ResourceError, UsageError
 from ktconv.moe import METHODS, Experts
 from ktconv.system.units import parse_size

@@ -26,7 +26,7 @@ from ktconv.cli import exits, options
 from ktconv.cli import stats as stats_command
 from ktconv.cli import verify as verify_command
 from ktconv.cli.app import app
-from ktconv.cli.entry import OutputStream
+from ktconv.cli.process import OutputStream
 from ktconv.cli.reshard import RESHARD_HINTS
 from ktconv.errors import KtconvError
 

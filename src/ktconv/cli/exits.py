@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from ktconv.cli.entry import INTERRUPTED, SIGNALS
 from ktconv.cli.output import print_json, say, sentence
+from ktconv.cli.process import INTERRUPTED, SIGNALS
 from ktconv.errors import KtconvError
 from ktconv.system.text import printable
 
