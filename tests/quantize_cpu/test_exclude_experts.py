@@ -25,7 +25,7 @@ from ktconv.placement.expert_sets import expert_set, write_expert_set
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.repack import reshard
 from ktconv.targets.ktransformers import Options
-from ktconv.verify.run import Request as VerifyRequest
+from ktconv.verify import VerifyRequest
 from ktconv.verify.run import verify
 
 CHOSEN = expert_set({0: [0, 3, 7], 1: [5]})  # of 8; the first and the last too

@@ -18,8 +18,7 @@ from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import expert_set, write_expert_set
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
-from ktconv.verify.run import Request as VerifyRequest
-from ktconv.verify.run import Result, verify
+from ktconv.verify import Result, VerifyRequest, verify
 
 EXPERTS, LAYERS = 3, 2  # of the model in conftest.py
 CHOSEN = {0: [1], 1: [0, 2]}

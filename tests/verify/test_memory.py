@@ -36,7 +36,7 @@ from ktconv.moe import open_experts, streamed
 from ktconv.moe.streamed import Piece, Streamed, whole
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
-from ktconv.verify import Request, prepare, truth, verify
+from ktconv.verify import Request, prepare, reference, verify
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.memory import (
     DEFAULT_MEMORY,
@@ -46,7 +46,7 @@ from ktconv.verify.memory import (
     memory_facts,
     plan_memory,
 )
-from ktconv.verify.truth import LayerTruth, Outputs
+from ktconv.verify.reference import LayerReference, Outputs
 
 MIB = 1 << 20
 HIDDEN, INNER = 512, 512
@@ -320,7 +320,7 @@ def test_no_more_experts_at_once_than_threads() -> None:
             running += 1
             most = max(most, running)
             started.append(expert)
-            assert len(started) - len(truth.errors) <= 3 + 2, "results that nobody took"
+            assert len(started) - len(reference.errors) <= 3 + 2, "results that nobody took"
         y = x * np.float32(expert)
         with lock:
             running -= 1
@@ -328,8 +328,8 @@ def test_no_more_experts_at_once_than_threads() -> None:
 
     ids = np.arange(40).reshape(20, 2)
     inputs = Inputs(np.zeros((20, 8), np.uint16), ids, np.ones(ids.shape, np.float32), "random")
-    truth = LayerTruth(np.ones((20, 8), np.float32), compute, threads=3)
-    together = truth.add(inputs)
+    reference = LayerReference(np.ones((20, 8), np.float32), compute, threads=3)
+    together = reference.add(inputs)
     assert most <= 3 and sorted(started) == list(range(40))
     assert (together == ids.sum(axis=1)[:, None]).all()
 
@@ -341,7 +341,7 @@ def test_an_error_in_a_thread_ends_it() -> None:
     ids = np.arange(8).reshape(4, 2)
     inputs = Inputs(np.zeros((4, 8), np.uint16), ids, np.ones(ids.shape, np.float32), "random")
     with pytest.raises(ResourceError, match="expert 0 cannot be read"):
-        LayerTruth(np.ones((4, 8), np.float32), compute, threads=2).add(inputs)
+        LayerReference(np.ones((4, 8), np.float32), compute, threads=2).add(inputs)
 
 
 @pytest.mark.usefixtures("tiles", "small_pieces")
@@ -443,13 +443,13 @@ def test_blas_has_one_thread_while_ours_share_the_work(
 ) -> None:
     """Its own threads spin while they wait for one another."""
     model, output = large
-    before, during, compute = blas_threads(), [], truth.in_blocks
+    before, during, compute = blas_threads(), [], reference.in_blocks
 
     def noticed(*arguments: Any) -> Any:
         during.append(blas_threads())
         return compute(*arguments)
 
-    monkeypatch.setattr(truth, "in_blocks", noticed)
+    monkeypatch.setattr(reference, "in_blocks", noticed)
     assert verify(Request(output, str(model), level="layers")).passed
     assert during and all(threads <= {1} for threads in during)
     assert blas_threads() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,11 @@ from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite
 from helpers.families import Raw, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
+from ktconv.errors import CheckpointError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.packed.weights import open_packed
-from ktconv.verify import Request, verify
+from ktconv.verify import Request, prepare, verify
 
 Convert = Callable[..., Path]
 Change = Callable[[dict[str, Any]], Any]
@@ -267,7 +269,6 @@ def test_the_rounding_of_an_unfinished_output(model: Path, tmp_path: Path) -> No
 def test_failures_are_told_though_a_level_cannot_be_run(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.errors import CheckpointError
     from ktconv.verify import hidden_states, layers
 
     def fails(*_: object) -> None:
@@ -284,3 +285,15 @@ def test_failures_are_told_though_a_level_cannot_be_run(
     result = verify(request)
     assert {one.level for one in result.failures} == {"weights"} and result.facts["layers"] is None
     assert any("the kernels refuse" in note for note in result.facts["notes"])
+
+
+def test_file_that_becomes_shorter(model: Path, damaged: Convert) -> None:
+    """After its header was read: the output is wrong, not this machine."""
+    output = damaged()
+    request = Request(output, str(model), "weights", threads=1)
+    ready = prepare(request)
+    for shard in output.glob("*.safetensors"):
+        os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="became shorter while it was read") as caught:
+        verify(request, prepared=ready)
+    assert caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""Proof that one part's packed matrix holds its source: element by element, scale by scale.
+"""Check that one part's packed matrix holds its source: element by element, scale by scale.
 
 Unpacking is the audit's (native/src/audit), which shares no code with the packer. Used while
 a layer is written (quantize-cpu) and on what lies on the disk (verify).
@@ -26,7 +26,7 @@ NAMED_PER_CALL = 3  # elements outside the bound that are named
 
 
 @dataclass(slots=True)
-class Sums:
+class ErrorStats:
     """Errors of any number of elements."""
 
     squared_source: float = 0.0
@@ -36,7 +36,7 @@ class Sums:
     zeros: int = 0
     elements: int = 0
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: ErrorStats) -> None:
         self.squared_source += other.squared_source
         self.squared_error += other.squared_error
         self.squared_value += other.squared_value
@@ -59,7 +59,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Violation:
     """Something that does not hold. row and column are those of the whole matrix."""
 
     check: str  # element, level, scale or source
@@ -82,8 +82,8 @@ class Packed:
     first: int = 0
 
 
-class PartProof:
-    """The proof of one part's matrix, which `weight` names; its rows may come in pieces."""
+class MatrixCheck:
+    """The check of one part's matrix, which `weight` names; its rows may come in pieces."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PartProof:
         weight: TensorId,
         rows: int,
         cols: int,
-        report: Callable[[Problem], None],
+        report: Callable[[Violation], None],
     ) -> None:
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
         self._report = report
@@ -99,7 +99,7 @@ class PartProof:
         self._error = np.zeros(rows, np.float32)
         self._amax = np.zeros(rows, np.float32)
         self._rule = np.zeros(rows, np.float32)
-        self._sums = Sums()
+        self._sums = ErrorStats()
 
     @property
     def _weight_name(self) -> str:
@@ -139,7 +139,7 @@ class PartProof:
 
     def _add(self, found: native.Audit, source: native.Matrix) -> None:
         self._sums.add(
-            Sums(
+            ErrorStats(
                 found.squared_source,
                 found.squared_error,
                 found.squared_value,
@@ -184,7 +184,7 @@ class PartProof:
     def _element(self, row: int, column: int, source: Any, value: Any, steps: float) -> None:
         key = self._id
         self._report(
-            Problem(
+            Violation(
                 "element",
                 f"{self._weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
                 f"[{row}, {column}] is {float(source):.9g} in the source, but "
@@ -207,7 +207,7 @@ class PartProof:
         row, column = (int(i) for i in np.argwhere(beyond)[0])
         at = self._whole(start + row, column)
         self._report(
-            Problem(
+            Violation(
                 "level",
                 f"{self._weight_name} holds level {codes[row, column]} at [{at[0]}, {at[1]}] of "
                 f"its matrix: levels are -{self._fmt.max_level} to {self._fmt.max_level}, and 0 "
@@ -223,7 +223,7 @@ class PartProof:
         row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
         at = self._whole(start + row, column)
         self._report(
-            Problem(
+            Violation(
                 "source",
                 f"the source of {self._weight_name} holds {values[row, column]} at "
                 f"[{at[0]}, {at[1]}].",
@@ -239,7 +239,7 @@ class PartProof:
         """The scale of each row, as its largest weight in this part makes it."""
         return self._rule
 
-    def judge(self, widest: F32 | None = None, exact: bool = True) -> Sums:
+    def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
         """What whole rows tell, after all were compared.
 
         `widest`: scales that were chosen for wider parts (ktconv reshard) are these, or at least
@@ -248,7 +248,7 @@ class PartProof:
         odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
         if odd.any():
             row = int(np.flatnonzero(odd)[0])
-            self._scale_problem(
+            self._wrong_scale(
                 row,
                 f"holds {self._scale[row]} at row {row}: scales are finite, not negative and "
                 "not denormal.",
@@ -265,16 +265,16 @@ class PartProof:
         wrong = np.flatnonzero(differs)
         if len(wrong):
             row = int(wrong[0])
-            self._scale_problem(
+            self._wrong_scale(
                 row,
                 f"holds {float(self._scale[row]):.9g} at row {row}, but the largest weight "
                 f"makes {float(rule[row]):.9g} ({len(wrong)} of {self._rows} rows differ).",
                 float(rule[row]),
             )
 
-    def _scale_problem(self, row: int, words: str, expected: float | None = None) -> None:
+    def _wrong_scale(self, row: int, words: str, expected: float | None = None) -> None:
         name, value = self._scale_name, float(self._scale[row])
-        self._report(Problem("scale", f"{name} {words}", name, row, None, expected, value))
+        self._report(Violation("scale", f"{name} {words}", name, row, None, expected, value))
 
 
 def _denormal(values: F32) -> NDArray[np.bool_]:

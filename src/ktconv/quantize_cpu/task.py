@@ -1,4 +1,4 @@
-"""The work of quantize-cpu: one expert matrix quantized, packed, written and proven."""
+"""The work of quantize-cpu: one expert matrix quantized, packed, written and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
 from ktconv.conversion.copying import changed_on_disk
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, TensorId, packed_shape, tensor_name
-from ktconv.packed.matrix_check import Packed, PartProof, Problem
+from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
 from ktconv.reading.reader import SourceReader, Span
@@ -41,12 +41,12 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
 
 
 class Part:
-    """One part of a matrix while its chunks arrive: checksum, scales, proof."""
+    """One part of a matrix while its chunks arrive: checksum, scales, check."""
 
-    def __init__(self, rows: int, proof: PartProof) -> None:
+    def __init__(self, rows: int, check: MatrixCheck) -> None:
         self.digest = hashlib.sha256()
         self.scale = np.empty(rows, np.float32)
-        self.proof = proof
+        self.check = check
         self.rows_done = 0
         self.bytes_done = 0
 
@@ -81,7 +81,7 @@ class QuantizeTask:
         self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
     ) -> dict[str, Any]:
         rows, cols = self._packed_shape()
-        parts = [Part(rows, self._proof(part, rows, cols)) for part in range(self.options.numa)]
+        parts = [Part(rows, self._check(part, rows, cols)) for part in range(self.options.numa)]
         remaining = self.source_bytes
         source = self._source()
         with source.open() as fd:
@@ -135,13 +135,13 @@ class QuantizeTask:
                 staging.read(name, written.data, part.bytes_done)
                 packed = written
             part.digest.update(packed.data)
-            part.proof.compare(view, part.rows_done, Packed(packed, scale, view.rows))
+            part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
             part.rows_done += view.rows
             part.bytes_done += packed.nbytes
 
-    def _proof(self, part: int, rows: int, cols: int) -> PartProof:
+    def _check(self, part: int, rows: int, cols: int) -> MatrixCheck:
         weight = TensorId(self.layer.index, self.proj, self.expert, part, "weight")
-        return PartProof(FORMATS[self.options.method], weight, rows, cols, _disproved)
+        return MatrixCheck(FORMATS[self.options.method], weight, rows, cols, _refuse)
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
         """Write the scales; what the manifest says of each tensor."""
@@ -155,7 +155,7 @@ class QuantizeTask:
                 staging.read(name, written.data, 0)
                 if not np.array_equal(written, scale):
                     raise changed_on_disk(name)
-            errors = part.proof.judge().as_dict()
+            errors = part.check.finish().as_dict()
             records[self._name(index, "weight")] = {
                 "sha256": part.digest.hexdigest(),
                 "relative_rms_error": _rounded(errors["relative_rms_error"]),
@@ -166,10 +166,10 @@ class QuantizeTask:
         return records
 
 
-def _disproved(problem: Problem) -> None:
+def _refuse(violation: Violation) -> None:
     """What was packed a moment ago does not hold its source."""
     raise VerificationError(
-        problem.message,
+        violation.message,
         "suspect the disk or memory of this machine; run the same command again",
     )
 

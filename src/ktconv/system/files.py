@@ -66,13 +66,17 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
+class FileTooShortError(OSError):
+    """A file ends before what should be read of it does."""
+
+
 def read_exactly(fd: int, target: memoryview, offset: int) -> None:
-    """preadv until `target` is full; OSError if the file ends before."""
+    """preadv until `target` is full; FileTooShortError if the file ends before."""
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0:
-            raise OSError("the file ends too early")
+            raise FileTooShortError("the file ends too early")
         done += count
 
 

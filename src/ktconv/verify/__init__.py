@@ -5,6 +5,19 @@ result.passed, result.failures, result.facts
 """
 
 from ktconv.verify.findings import Failure
-from ktconv.verify.run import LEVELS, Prepared, Request, Result, Thresholds, prepare, verify
+from ktconv.verify.request import LEVELS, Thresholds, VerifyRequest
+from ktconv.verify.run import Prepared, Result, prepare, verify
 
-__all__ = ["LEVELS", "Failure", "Prepared", "Request", "Result", "Thresholds", "prepare", "verify"]
+Request = VerifyRequest
+
+__all__ = [
+    "LEVELS",
+    "Failure",
+    "Prepared",
+    "Request",
+    "Result",
+    "Thresholds",
+    "VerifyRequest",
+    "prepare",
+    "verify",
+]

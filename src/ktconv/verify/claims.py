@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ktconv.packed.matrix_check import Sums
+from ktconv.packed.matrix_check import ErrorStats
 from ktconv.verify.reading import Context
 from ktconv.writer.metadata import MANIFEST
 
@@ -12,7 +12,7 @@ CLAIMS = ("relative_rms_error", "max_error_steps", "zero_share")
 TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another order
 
 
-def check_claims(context: Context, name: str, sums: Sums) -> None:
+def check_claims(context: Context, name: str, sums: ErrorStats) -> None:
     """A failure for each error of tensor `name` that is not the one measured, `sums`."""
     about, measured = context.claims.get(name, {}), sums.as_dict()
     for key in CLAIMS:

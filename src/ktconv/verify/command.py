@@ -11,10 +11,11 @@ from typing import Any
 from ktconv.errors import KtconvError, UsageError
 from ktconv.system.files import check_writable, write_durably
 from ktconv.system.units import format_size
+from ktconv.verify.findings import Progression
 from ktconv.verify.gpu.lines import layers_line, mapping_lines
-from ktconv.verify.kinds import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
-from ktconv.verify.run import Request, Result, Thresholds, prepare, verify
+from ktconv.verify.request import Thresholds, VerifyRequest
+from ktconv.verify.run import Result, prepare, verify
 
 SHOWN = 10  # failures on the terminal; --json and --report have more
 
@@ -58,7 +59,7 @@ def run(options: Options, progression: Progression, say: Callable[[str], None]) 
 
 
 def _verify(options: Options, progression: Progression, say: Callable[[str], None]) -> Outcome:
-    request = Request(
+    request = VerifyRequest(
         output=options.output,
         source=options.source,
         level=options.level,

@@ -14,7 +14,7 @@ from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.reading import Context, compare_sum, read_into
-from ktconv.verify.totals import Done
+from ktconv.verify.totals import ItemResult
 
 U8 = NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -35,7 +35,7 @@ class CopyItem:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
-    def run(self, buffers: Buffers, advance: Advance) -> Done:
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         digest, equal = hashlib.sha256(), True
         with opened_regular(self.tensor.file) as fd:
             for offset in range(0, self.tensor.nbytes, COPY_BYTES):
@@ -54,7 +54,7 @@ class CopyItem:
             )
         place = Place(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
         checked = compare_sum(self.context, self.tensor.name, place, digest.hexdigest())
-        return Done(self.tensor.nbytes, checked.compared, int(self.origin is not None))
+        return ItemResult(self.tensor.nbytes, checked.compared, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
         if self.origin is None or self.context.reader is None:

@@ -9,9 +9,8 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.verify.cover import LEVEL as COVERAGE
 from ktconv.verify.cover import check_cover
-from ktconv.verify.findings import Findings
+from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.hidden_states import experts_per_token
-from ktconv.verify.kinds import Facts, Progression
 from ktconv.verify.memory import Budget, Need, capture_bytes, layers_need, level_model_bytes
 from ktconv.verify.structure import check_structure
 from ktconv.verify.subject import Subject
@@ -32,7 +31,7 @@ __all__ = [
     "weights_facts",
 ]
 
-_PROOF_BYTES = 2 << 20  # of a thread: what the proof of a matrix has of each of its rows
+_CHECK_BYTES = 2 << 20  # of a thread: what the check of a matrix has of each of its rows
 
 
 def refuse_impossible(level: str, subject: Subject, request: Any) -> None:
@@ -60,7 +59,7 @@ def check_more(subject: Subject, request: Any, findings: Findings) -> Facts:
 
 
 def memory_need(level: str, subject: Subject, request: Any) -> Need:
-    need = Need(buffer_sizes(subject).nbytes + _PROOF_BYTES)
+    need = Need(buffer_sizes(subject).nbytes + _CHECK_BYTES)
     checkpoint = subject.checkpoint
     if checkpoint is None or level not in ("layers", "model"):
         return need

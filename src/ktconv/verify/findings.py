@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
+
+Facts = dict[str, Any]  # a section of the report
+Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # observer of sizes
+Log = Callable[[str], None]  # of what begins
 
 LISTED_PER_CHECK = 50  # of one kind: a swapped layer has thousands
 

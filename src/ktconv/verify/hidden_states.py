@@ -185,7 +185,7 @@ class HiddenStates:
             return None
         gate, up, down = (self._source.matrix(one) for one in (found.gate, found.up, found.down))
         activation = activation_of(self._config)
-        with threadpool_limits(limits=1, user_api="blas"):  # as in LayerTruth
+        with threadpool_limits(limits=1, user_api="blas"):  # as in LayerReference
             (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)
         if found.gating is not None:
             y /= 1 + np.exp(-self._source.matrix(found.gating).product(x))

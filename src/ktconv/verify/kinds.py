@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from ktconv.reading.buffers import BufferSizes
-from ktconv.verify.findings import Findings
+from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.memory import Budget, Need
 from ktconv.verify.reading import Context
 from ktconv.verify.runner import Item
 from ktconv.verify.subject import Subject
 from ktconv.verify.totals import Totals
-
-Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
-Facts = dict[str, Any]
 
 
 class Kind(Protocol):

@@ -25,8 +25,8 @@ from ktconv.targets.ktransformers import matrix_source_bytes
 from ktconv.verify.findings import Findings
 from ktconv.verify.hidden_states import LEVEL, HiddenStates, Inputs
 from ktconv.verify.memory import Budget
+from ktconv.verify.reference import LayerReference, Outputs, relative
 from ktconv.verify.subject import Subject
-from ktconv.verify.truth import LayerTruth, Outputs, relative
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -124,11 +124,11 @@ class _Layers:
             return Outputs(packed, rounded, experts.output(self._source.expert(layer, expert), x))
 
         x = bf16_to_f32(inputs.x)
-        truth = LayerTruth(x, compute, self._budget.layer_threads)
-        kernel_error, y = self._outputs(experts, inputs, truth)
+        reference = LayerReference(x, compute, self._budget.layer_threads)
+        kernel_error, y = self._outputs(experts, inputs, reference)
         for isa, error in kernel_error.items():
             self._judge(layer.index, isa, error)
-        return truth.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
+        return reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
 
     def _judge(self, layer: int, isa: str, error: float) -> None:
         if error <= KERNEL_BOUND:
@@ -143,7 +143,7 @@ class _Layers:
         )
 
     def _outputs(
-        self, experts: Experts, inputs: Inputs, truth: LayerTruth
+        self, experts: Experts, inputs: Inputs, reference: LayerReference
     ) -> tuple[dict[str, float], F32]:
         """The largest error by level of the kernels, and what the last of these computes.
 
@@ -156,7 +156,7 @@ class _Layers:
                 inputs.experts, self._budget.experts_at_once(experts.expert_bytes)
             ):
                 part = inputs.only(group)
-                expected, y = truth.add(part), total
+                expected, y = reference.add(part), total
                 for isa, y in _on_all_levels(experts, part, pool):
                     error = relative(y, expected)
                     errors[isa] = float(np.maximum(errors.get(isa, 0.0), error))  # NaN stays

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ktconv.errors import CheckpointError
 from ktconv.packed.weights import Place
 from ktconv.reading.reader import SourceReader
-from ktconv.system.files import io_error, read_exactly
+from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
 from ktconv.verify.subject import Subject
@@ -97,7 +97,7 @@ def compare_sum(context: Context, name: str, place: Place, digest: str) -> SumCh
 def read_into(fd: int, path: Any, target: U8, offset: int) -> None:
     try:
         read_exactly(fd, target.data, offset)
-    except EOFError:
+    except FileTooShortError:
         raise CheckpointError(f"{path} became shorter while it was read") from None
     except OSError as error:
         raise io_error("read", path, error) from error

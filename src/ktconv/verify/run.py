@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
 from ktconv.reading.reader import SourceReader
-from ktconv.verify.findings import Failure, Findings
+from ktconv.verify.findings import Failure, Findings, Progression
 from ktconv.verify.hidden_states import why_not_captured
-from ktconv.verify.kinds import Kind, Progression, kind_of
+from ktconv.verify.kinds import Kind, kind_of
 from ktconv.verify.memory import Budget, memory_facts, plan_memory
 from ktconv.verify.reading import Context
+from ktconv.verify.request import LEVELS, VerifyRequest
 from ktconv.verify.runner import Item, read_everything
 from ktconv.verify.subject import Subject
 from ktconv.verify.text import read_text
-
-LEVELS = ("structure", "weights", "layers", "model")
 
 
 def silent(sizes: dict[str, int]) -> AbstractContextManager[Any]:
@@ -30,38 +28,10 @@ def silent(sizes: dict[str, int]) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
-    """What level model accepts; None: the method's default."""
-
-    max_ppl_increase: float | None = None  # relative: 0.02 is 2 %
-    max_kl: float | None = None  # mean, in nats
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to verify and how thoroughly. Without a source only level structure is possible."""
-
-    output: Path
-    source: str | None = None
-    level: str | None = None  # None: layers, or structure without a source
-    sample: float = 1.0  # share of experts and of other tensors whose bytes are read
-    seed: int = 0
-    threads: int | None = None
-    tokens: int = 16  # of level layers, per layer
-    text: Path | None = None  # None: the text that ships with ktconv
-    windows: int = 40  # of 512 tokens, of level model
-    beside: Path | None = None  # an output that must hold the experts that this one lacks
-    tp: Sequence[int] | None = None  # tensor-parallel sizes that must be possible
-    ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """An opened subject, and what there is to do: for progress."""
 
-    request: Request
+    request: VerifyRequest
     level: str
     kind: Kind
     subject: Subject
@@ -90,7 +60,7 @@ class Result:
     facts: Mapping[str, Any]
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: VerifyRequest) -> Prepared:
     """Opens everything and checks what headers tell. Raises KtconvError if it cannot be run."""
     level = _level(request)
     if not 0 < request.sample <= 1:
@@ -113,13 +83,13 @@ def prepare(request: Request) -> Prepared:
     return Prepared(request, level, kind, subject, budget, findings, items, structure, more)
 
 
-def _budget(request: Request, level: str, kind: Kind, subject: Subject) -> Budget:
+def _budget(request: VerifyRequest, level: str, kind: Kind, subject: Subject) -> Budget:
     need = kind.memory_need(level, subject, request)
     why_not = why_not_captured(subject) if need.layers else None
     return plan_memory(need, request.max_memory, request.threads, why_not)
 
 
-def _level(request: Request) -> str:
+def _level(request: VerifyRequest) -> str:
     if request.level is None:
         return "layers" if request.source else "structure"
     if request.level not in LEVELS:
@@ -133,7 +103,7 @@ def _level(request: Request) -> str:
 
 
 def verify(
-    request: Request,
+    request: VerifyRequest,
     progression: Progression = silent,
     prepared: Prepared | None = None,
     say: Callable[[str], None] = lambda text: None,

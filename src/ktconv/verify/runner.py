@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.verify.totals import Done, Totals
+from ktconv.verify.totals import ItemResult, Totals
 
 
 class Item(Protocol):
@@ -24,7 +24,7 @@ class Item(Protocol):
     def nbytes(self) -> int:
         """Bytes of progress."""
 
-    def run(self, buffers: Buffers, advance: Callable[[int], None]) -> Done: ...
+    def run(self, buffers: Buffers, advance: Callable[[int], None]) -> ItemResult: ...
 
 
 def read_everything(
@@ -59,9 +59,9 @@ class _Worker:
         self._local = threading.local()
         self.stopped = False
 
-    def __call__(self, item: Item) -> Done:
+    def __call__(self, item: Item) -> ItemResult:
         if self.stopped:
-            return Done(0)
+            return ItemResult(0)
         if not hasattr(self._local, "buffers"):
             self._local.buffers = self._make()
         return item.run(self._local.buffers, self._advance)
@@ -89,7 +89,7 @@ class _Progress:
             with self._lock:
                 self._observer.unit_started(item.unit)
 
-    def finish(self, done: Done, totals: Totals) -> None:
+    def finish(self, done: ItemResult, totals: Totals) -> None:
         """The oldest item that was not finished yet is."""
         totals.add(done)
         unit = self._order.popleft()

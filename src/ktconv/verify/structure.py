@@ -293,24 +293,24 @@ class StructureCheck:
         found = {name_of(tensor): place.file.name for tensor, place in self._packed.tensors.items()}
         found |= {name: ref.file.name for name, ref in self._packed.others.items()}
         for name in sorted(found.keys() | weight_map.keys()):
-            said, true = weight_map.get(name), found.get(name)
-            if said == true:
+            said, actual = weight_map.get(name), found.get(name)
+            if said == actual:
                 continue
             told = "does not name it" if said is None else f"says {said}"
-            truth = "is nowhere" if true is None else f"is in {true}"
-            self._fail("index", f"{name} {truth}, but {INDEX} {told}.", file=INDEX, tensor=name)
+            place = "is nowhere" if actual is None else f"is in {actual}"
+            self._fail("index", f"{name} {place}, but {INDEX} {told}.", file=INDEX, tensor=name)
 
     def _total_size(self, content: Mapping[str, Any]) -> None:
         metadata = content.get("metadata")
         said = metadata.get("total_size") if isinstance(metadata, dict) else None
-        true = sum(place.nbytes for place in self._packed.tensors.values())
-        true += sum(ref.nbytes for ref in self._packed.others.values())
-        if said == true:
+        actual = sum(place.nbytes for place in self._packed.tensors.values())
+        actual += sum(ref.nbytes for ref in self._packed.others.values())
+        if said == actual:
             return
         if self._subject.ours:
-            self._fail("index", f"{INDEX} says total_size {said}, not {true}.", file=INDEX)
+            self._fail("index", f"{INDEX} says total_size {said}, not {actual}.", file=INDEX)
         else:
-            self._findings.note(f"{INDEX} says total_size {said}, not {true}")
+            self._findings.note(f"{INDEX} says total_size {said}, not {actual}")
 
 
 def _words(place: Place) -> str:

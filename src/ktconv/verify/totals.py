@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktconv.packed.matrix_check import Sums
+from ktconv.packed.matrix_check import ErrorStats
 
 WORST_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ItemResult:
     """What one item found."""
 
     nbytes: int
@@ -21,7 +21,7 @@ class Done:
     layer: int | None = None
     expert: int = 0
     proj: str = ""
-    sums: Sums | None = None
+    sums: ErrorStats | None = None
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class Totals:
     checksums: int = 0
     copied_tensors: int = 0
     matrices: int = 0
-    sums: Sums = field(default_factory=Sums)
-    by_expert: dict[tuple[int, int], Sums] = field(default_factory=dict)
-    by_layer: dict[int, Sums] = field(default_factory=dict)
+    sums: ErrorStats = field(default_factory=ErrorStats)
+    by_expert: dict[tuple[int, int], ErrorStats] = field(default_factory=dict)
+    by_layer: dict[int, ErrorStats] = field(default_factory=dict)
     worst: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, done: Done) -> None:
+    def add(self, done: ItemResult) -> None:
         self.bytes_checked += done.nbytes
         self.checksums += done.checksums
         self.copied_tensors += done.copied
@@ -45,8 +45,8 @@ class Totals:
             return
         self.matrices += 1
         self.sums.add(done.sums)
-        self.by_layer.setdefault(done.layer, Sums()).add(done.sums)
-        self.by_expert.setdefault((done.layer, done.expert), Sums()).add(done.sums)
+        self.by_layer.setdefault(done.layer, ErrorStats()).add(done.sums)
+        self.by_expert.setdefault((done.layer, done.expert), ErrorStats()).add(done.sums)
         about = {"layer": done.layer, "expert": done.expert, "projection": done.proj}
         self.worst.append(about | done.sums.as_dict())
         if len(self.worst) > 10 * WORST_KEPT:

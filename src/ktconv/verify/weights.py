@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from ktconv.formats import (
     is_backward,
     packed_shape,
 )
-from ktconv.packed.matrix_check import Packed, PartProof, Problem, Sums
+from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
 from ktconv.packed.weights import Place, name_of
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import Buffers, BufferSizes
@@ -35,7 +35,7 @@ from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.reading import Context, PlaceStream, SumCheck
 from ktconv.verify.subject import Subject
-from ktconv.verify.totals import Done
+from ktconv.verify.totals import ItemResult
 
 Advance = Callable[[int], None]
 F32 = NDArray[np.float32]
@@ -70,16 +70,16 @@ class MatrixItem:
         )
         return [place for place in found if place is not None]
 
-    def run(self, buffers: Buffers, advance: Advance) -> Done:
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         parts = [_Part(self, part) for part in range(self.context.subject.options.numa)]
-        proven = self.source is not None and all(part.complete for part in parts)
-        if proven:
+        comparable = self.source is not None and all(part.complete for part in parts)
+        if comparable:
             self._compare(parts, buffers)
         checksums = sum(part.finish(buffers) for part in parts)
-        sums = self._judge(parts) if proven else None
+        sums = self._judge(parts) if comparable else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
-        return Done(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
+        return ItemResult(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
 
     def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
         assert self.source is not None and self.context.reader is not None
@@ -97,14 +97,14 @@ class MatrixItem:
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows, buffers)
 
-    def _judge(self, parts: Sequence[_Part]) -> Sums:
-        total, before = Sums(), _parts_before(self.context.subject)
+    def _judge(self, parts: Sequence[_Part]) -> ErrorStats:
+        total, before = ErrorStats(), _parts_before(self.context.subject)
         for part in parts:
             if self.proj != "down" or before is None:
                 total.add(part.judge())
             else:
                 together = _within(part.index, len(parts), before[0])
-                widest = np.maximum.reduce([parts[index].proof.rule for index in together])
+                widest = np.maximum.reduce([parts[index].check.rule for index in together])
                 total.add(part.judge(widest, exact=before[1]))
         return total
 
@@ -132,7 +132,7 @@ def _within(part: int, parts: int, before: int) -> range:
 
 
 class _Part:
-    """One part's packed matrix, read a few rows at a time, and the proof that they hold their
+    """One part's packed matrix, read a few rows at a time, and the check that they hold their
     source. A tensor of another size is not read: level structure says so."""
 
     def __init__(self, item: MatrixItem, index: int) -> None:
@@ -153,7 +153,7 @@ class _Part:
         if self._scales is not None:
             self._scales.read(self._scale.view(np.uint8))
         report = partial(_report, item.context, weight)
-        self.proof = PartProof(self._fmt, weight, self.rows, self.cols, report)
+        self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, report)
 
     def _stream(self, tensor: TensorId, nbytes: int) -> PlaceStream | None:
         place = self._context.subject.packed.tensors.get(tensor)
@@ -171,7 +171,7 @@ class _Part:
         assert self._weight is not None
         packed = self._weight.read(buffers.packed[: self._fmt.weight_nbytes(view.rows, self.cols)])
         scale = self._scale[first : first + view.rows]
-        self.proof.compare(view, first, Packed(packed, scale, view.rows))
+        self.check.compare(view, first, Packed(packed, scale, view.rows))
 
     def finish(self, buffers: Buffers) -> int:
         """Reads what was not compared; how many checksums were."""
@@ -181,30 +181,23 @@ class _Part:
         self._checked = [one.check() for one in streams]
         return sum(one.compared for one in self._checked)
 
-    def judge(self, widest: F32 | None = None, exact: bool = True) -> Sums:
-        """What the proof found, after all rows were compared and checksums, too; see PartProof."""
-        found = self.proof.judge(widest, exact)
+    def judge(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
+        """What the check found, after all rows and checksums were compared; see MatrixCheck."""
+        found = self.check.finish(widest, exact)
         if all(one.equal for one in self._checked):  # of other bytes the manifest tells nothing
             check_claims(self._context, name_of(self._id), found)
         return found
 
 
-def _report(context: Context, weight: TensorId, problem: Problem) -> None:
+def _report(context: Context, weight: TensorId, violation: Violation) -> None:
     context.findings.fail(
         LEVEL,
-        problem.check,
-        problem.message,
+        **asdict(violation),
         file=context.subject.packed.tensors[weight].file.name,
-        tensor=problem.tensor,
         layer=weight.layer,
         expert=weight.expert,
         projection=weight.proj,
         part=weight.part,
-        row=problem.row,
-        column=problem.column,
-        source_value=problem.source_value,
-        value=problem.value,
-        steps=problem.steps,
     )
 
 

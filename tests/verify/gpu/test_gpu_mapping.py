@@ -13,18 +13,12 @@ from helpers.gpu_corrupt import edit_config, find, group
 
 from ktconv.errors import UsageError
 from ktconv.verify import Request, verify
-from ktconv.verify.gpu.mapping import LayerShape, expert_parallel, placed, tensor_parallel
-from ktconv.verify.gpu.quantization import Group
 
 Copy = Callable[..., Path]
 
 
 def mapped(output: Path, **sizes: Any) -> Any:
     return verify(Request(output, threads=2, **sizes))
-
-
-def layer(intermediate: int, group_size: int | None, bits: int = 4) -> LayerShape:
-    return LayerShape(0, range(8), intermediate, Group("", ["Linear"], bits, group_size, ""))
 
 
 def test_sizes_are_for_information_unless_asked_for(for_gpu: Copy) -> None:
@@ -51,40 +45,6 @@ def test_sizes_that_are_asked_for_must_be_possible(for_gpu: Copy) -> None:
 def test_sizes_mean_nothing_for_cpus(converted: Copy) -> None:
     with pytest.raises(UsageError, match="--ep is about experts for GPUs"):
         mapped(converted(), ep=[2])
-
-
-@pytest.mark.parametrize(("shape", "size", "reason"), [
-    (layer(768, 128), 2, None),
-    (layer(768, 128), 4, "192 of the 768 columns of down (w2)"),
-    (layer(768, 64), 4, None),
-    (layer(768, 64), 5, "intermediate size 768 is not divisible by 5"),
-    (layer(768, None), 8, None),  # one scale per row: columns can be cut anywhere
-    (layer(72, None), 6, "12 columns of down (w2) of 4 bits do not fill int32 words"),
-    (layer(72, None, bits=8), 6, None),
-])  # fmt: skip
-def test_tensor_parallel(shape: LayerShape, size: int, reason: str | None) -> None:
-    facts = tensor_parallel([shape], size)
-    assert facts["possible"] == (reason is None)
-    assert reason is None or reason in facts["reason"]
-
-
-def test_expert_parallel() -> None:
-    assert placed(range(8), 4, "linear") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert placed(range(8), 4, "round_robin") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert placed(range(8), 3, "linear") == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert placed(range(2), 3, "linear") == [[0], [1], []]
-    assert expert_parallel([layer(256, 128)], 4)["possible"]
-    assert not expert_parallel([layer(256, 128)], 3)["possible"]
-    for size in range(1, 10):
-        for placement in ("linear", "round_robin"):
-            ranks = placed([1, 4, 5, 9, 12], size, placement)
-            assert len(ranks) == size and sorted(expert for rank in ranks for expert in rank) == [
-                1,
-                4,
-                5,
-                9,
-                12,
-            ]
 
 
 def test_two_names_for_one_slot(copied: Copy) -> None:

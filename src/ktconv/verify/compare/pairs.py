@@ -30,7 +30,7 @@ OTHER = "other"  # unit of progress of the non-expert tensors
 
 
 @dataclass(slots=True)
-class Sums:
+class DifferenceStats:
     """Differences of any number of elements."""
 
     squared_a: float = 0.0
@@ -40,7 +40,7 @@ class Sums:
     max_steps: float = 0.0  # of the coarser step of both; NaN if a difference is not finite
     differing: int = 0
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: DifferenceStats) -> None:
         self.squared_a += other.squared_a
         self.squared_b += other.squared_b
         self.product += other.product
@@ -62,7 +62,7 @@ class Sums:
         }
 
 
-_UNKNOWN = Sums(*(math.nan,) * 5)  # of what could only be compared as bytes
+_UNKNOWN = DifferenceStats(*(math.nan,) * 5)  # of what could only be compared as bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class _First:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TaskResult:
     """What comparing a matrix or a tensor found."""
 
     task: Task
     same_bytes: bool
     equal: bool
-    sums: Sums | None = None  # None: equal
+    sums: DifferenceStats | None = None  # None: equal
     first: _First | None = None  # None: equal, or only bytes could be compared
     digests: tuple[bytes, bytes] | None = None  # of what A and B have, where they differ
     offset: int = 0  # of the first byte that differs, of a tensor
@@ -111,19 +111,19 @@ class MatrixTask:
         rows, cols = part_shape(self.a.geometry, self.proj)
         return rows * cols * self.a.geometry.parts
 
-    def run(self) -> Done:
+    def run(self) -> TaskResult:
         a, b = self.a.load(), self.b.load()
         if a.keys() == b.keys() and all(np.array_equal(a[piece], b[piece]) for piece in a):
-            return Done(self, same_bytes=True, equal=True)
+            return TaskResult(self, same_bytes=True, equal=True)
         if self.a.fault or self.b.fault:
-            return Done(self, False, False, _UNKNOWN, None, (_digest(a), _digest(b)))
+            return TaskResult(self, False, False, _UNKNOWN, None, (_digest(a), _digest(b)))
         values = self.a.joined(a), self.b.joined(b)
         if values[0].same_as(values[1]):
-            return Done(self, same_bytes=False, equal=True)
+            return TaskResult(self, same_bytes=False, equal=True)
         sums, first = _measure(*values)
         if first is None:
-            return Done(self, same_bytes=False, equal=True)
-        return Done(self, False, False, sums, first, (_digest(a), _digest(b)))
+            return TaskResult(self, same_bytes=False, equal=True)
+        return TaskResult(self, False, False, sums, first, (_digest(a), _digest(b)))
 
 
 def _digest(data: Mapping[Piece, U8]) -> bytes:
@@ -134,11 +134,11 @@ def _digest(data: Mapping[Piece, U8]) -> bytes:
     return digest.digest()
 
 
-def _measure(a: Values, b: Values) -> tuple[Sums, _First | None]:
+def _measure(a: Values, b: Values) -> tuple[DifferenceStats, _First | None]:
     """Some rows at a time, so that float64 copies stay small."""
     rows, cols = a.codes.shape
     height = max(1, CHUNK_ELEMENTS // cols)
-    total, first = Sums(), None
+    total, first = DifferenceStats(), None
     with np.errstate(all="ignore"):
         for start in range(0, rows, height):
             here = slice(start, start + height)
@@ -152,12 +152,12 @@ def _measure(a: Values, b: Values) -> tuple[Sums, _First | None]:
     return total, first
 
 
-def sums_of(left: F32, right: F32, unequal: NDArray[np.bool_], step: F32) -> Sums:
+def sums_of(left: F32, right: F32, unequal: NDArray[np.bool_], step: F32) -> DifferenceStats:
     a, b = left.astype(np.float64), right.astype(np.float64)
     difference = np.zeros_like(a)
     np.subtract(a, b, out=difference, where=unequal)
     steps = np.divide(np.abs(difference), step, out=np.zeros_like(a), where=unequal)
-    return Sums(
+    return DifferenceStats(
         _product(a, a),
         _product(b, b),
         _product(a, b),
@@ -187,7 +187,7 @@ class TensorTask:
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
-    def run(self) -> Done:
+    def run(self) -> TaskResult:
         for offset in range(0, self.a.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.a.nbytes - offset)
             a, b = (
@@ -195,8 +195,8 @@ class TensorTask:
                 for tensor in (self.a, self.b)
             )
             if not np.array_equal(a, b):
-                return Done(self, False, False, offset=offset + int((a != b).argmax()))
-        return Done(self, same_bytes=True, equal=True)
+                return TaskResult(self, False, False, offset=offset + int((a != b).argmax()))
+        return TaskResult(self, same_bytes=True, equal=True)
 
 
 Task = MatrixTask | TensorTask
@@ -209,9 +209,11 @@ def task_bytes(task: Task) -> int:
     return task.nbytes + 4 * task.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
 
 
-def compare_all(tasks: Sequence[Task], threads: int, observer: Observer | None) -> Iterator[Done]:
+def compare_all(
+    tasks: Sequence[Task], threads: int, observer: Observer | None
+) -> Iterator[TaskResult]:
     """Everything in order; no more than two pairs per worker are under way. An error ends it."""
-    progress, waiting = _Progress(tasks, observer), deque[Future[Done]]()
+    progress, waiting = _Progress(tasks, observer), deque[Future[TaskResult]]()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for task in tasks:
@@ -241,7 +243,7 @@ class _Progress:
             self._started.add(task.unit)
             self._observer.unit_started(task.unit)
 
-    def finish(self, done: Done) -> Done:
+    def finish(self, done: TaskResult) -> TaskResult:
         unit = done.task.unit
         self._left[unit] -= 1
         if self._observer:

@@ -12,7 +12,7 @@ from ktconv.formats import Matrix
 from ktconv.packed.weights import Geometry
 from ktconv.system.units import format_ranges
 from ktconv.verify.compare.comparison import Comparison
-from ktconv.verify.compare.pairs import Done, MatrixTask, Sums, TensorTask
+from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan
 from ktconv.verify.compare.sides import CUT_ROWS, ORDER, SAID
 from ktconv.verify.compare.words import at_most, counted, finite, step_words
@@ -27,14 +27,14 @@ class _Layer:
     matrices: int = 0
     equal_bytes: int = 0
     different: Counter[Matrix] = field(default_factory=Counter)
-    sums: Sums = field(default_factory=Sums)  # of the matrices that differ
-    experts: dict[int, Sums] = field(default_factory=dict)
+    sums: DifferenceStats = field(default_factory=DifferenceStats)  # of the matrices that differ
+    experts: dict[int, DifferenceStats] = field(default_factory=dict)
 
-    def add(self, done: Done, task: MatrixTask) -> None:
+    def add(self, done: TaskResult, task: MatrixTask) -> None:
         self.matrices += 1
         self.equal_bytes += done.same_bytes
         self.different[task.proj] += not done.equal
-        self.experts.setdefault(task.expert, Sums())
+        self.experts.setdefault(task.expert, DifferenceStats())
         if done.sums is not None:
             self.sums.add(done.sums)
             self.experts[task.expert].add(done.sums)
@@ -56,7 +56,7 @@ class _Layer:
         }
 
 
-def _relative(sums: Sums) -> float | None:
+def _relative(sums: DifferenceStats) -> float | None:
     found: float | None = sums.as_dict()["relative_rms_difference"]
     return found
 
@@ -67,14 +67,14 @@ class Tally:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._layers: dict[int, _Layer] = {}
-        self._worst: list[Done] = []
-        self.sums_of = Sums()
+        self._worst: list[TaskResult] = []
+        self.sums_of = DifferenceStats()
         self._tensors: list[str] = []
         self._digests: tuple[dict[bytes, MatrixTask], dict[bytes, MatrixTask]] = ({}, {})
         self._elements = self._others = 0
         self._equal_bytes = True
 
-    def add(self, done: Done) -> None:
+    def add(self, done: TaskResult) -> None:
         self._equal_bytes = self._equal_bytes and done.same_bytes
         if isinstance(done.task, TensorTask):
             self._others += 1
@@ -86,7 +86,7 @@ class Tally:
         if not done.equal:
             self._different(done, done.task)
 
-    def _different(self, done: Done, task: MatrixTask) -> None:
+    def _different(self, done: TaskResult, task: MatrixTask) -> None:
         self._worst.append(done)
         if len(self._worst) > 10 * WORST_KEPT:
             self._keep_worst()
@@ -149,13 +149,13 @@ def _by_projection(layers: Iterable[_Layer]) -> Counter[Matrix]:
     return +found
 
 
-def _badness(done: Done) -> float:
+def _badness(done: TaskResult) -> float:
     """The relative RMS difference; what has none is worst."""
     relative = _relative(done.sums) if done.sums else None
     return math.inf if relative is None else relative
 
 
-def _worst_dict(done: Done) -> dict[str, Any]:
+def _worst_dict(done: TaskResult) -> dict[str, Any]:
     assert isinstance(done.task, MatrixTask) and done.sums is not None
     about = {"layer": done.task.layer, "expert": done.task.expert, "projection": done.task.proj}
     if done.first is None:
@@ -171,7 +171,9 @@ def _worst_dict(done: Done) -> dict[str, Any]:
     }
 
 
-def _cause(plan: Plan, layers: Mapping[int, _Layer], sums: Sums) -> tuple[list[str], bool]:
+def _cause(
+    plan: Plan, layers: Mapping[int, _Layer], sums: DifferenceStats
+) -> tuple[list[str], bool]:
     """What options explain matrices that differ, in words, and whether they explain all."""
     differing = {number: layer for number, layer in layers.items() if layer.different.total()}
     pairs = [(plan.a.packed.layers[n], plan.b.packed.layers[n]) for n in differing]

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import UsageError
-from ktconv.verify.findings import Findings
+from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.gpu.mapping import LEVEL as MAPPING
 from ktconv.verify.gpu.mapping import check_mapping, check_sizes
 from ktconv.verify.gpu.opened import GpuOutput, open_gpu_output
 from ktconv.verify.gpu.structure import check_structure
 from ktconv.verify.gpu.weights import buffer_sizes, items_of, thread_bytes, weights_facts
 from ktconv.verify.hidden_states import experts_per_token
-from ktconv.verify.kinds import Facts, Progression
 from ktconv.verify.memory import Budget, Need, capture_bytes, layers_need, level_model_bytes
 from ktconv.verify.subject import Subject
 

@@ -17,15 +17,14 @@ from ktconv.moe.experts import expert_output
 from ktconv.moe.load import activation_of
 from ktconv.moe.streamed import Streams
 from ktconv.reading.tensors import SourceTensors
-from ktconv.verify.findings import Findings
+from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.gpu.opened import GpuOutput, Module
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import HiddenStates, Inputs
-from ktconv.verify.kinds import Facts, Progression
 from ktconv.verify.layers import each_layer, sampled
 from ktconv.verify.memory import Budget
+from ktconv.verify.reference import F32, LayerReference, Outputs
 from ktconv.verify.subject import Subject
-from ktconv.verify.truth import F32, LayerTruth, Outputs
 
 
 def check_layers(
@@ -79,9 +78,9 @@ class _Layers:
             return Outputs(packed, packed, source)
 
         x = bf16_to_f32(inputs.x)
-        truth = LayerTruth(x, compute, self._budget.layer_threads)
-        truth.add(inputs)
-        return truth.facts(layer, inputs, {}, truth.packed, self._states.shared(layer, x))
+        reference = LayerReference(x, compute, self._budget.layer_threads)
+        reference.add(inputs)
+        return reference.facts(layer, inputs, {}, reference.packed, self._states.shared(layer, x))
 
     def _streams(self, layer: MoELayer, expert: int) -> Streams:
         gate, up, down = (

@@ -10,18 +10,14 @@ experts: neighbours (linear) or every n-th (round robin).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from ktconv.checkpoint import PROJECTIONS, Projection
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
-from ktconv.system.units import format_ranges
-from ktconv.verify.findings import Findings
+from ktconv.placement.parallel import LayerShape, Split, expert_parallel, tensor_parallel
+from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
-from ktconv.verify.gpu.quantization import Group
-from ktconv.verify.kinds import Facts
 
 LEVEL = "mapping"
 SIZES = (1, 2, 4, 8)  # that are reported where none are asked for
@@ -31,17 +27,6 @@ SLOTS: Mapping[Projection, str] = {
     "down": "w2",
 }
 _USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-PLACEMENTS = ("linear", "round_robin")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What sharing out a layer depends on."""
-
-    layer: int
-    experts: Sequence[int]
-    intermediate: int
-    group: Group
 
 
 def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
@@ -61,27 +46,29 @@ def check_mapping(output: GpuOutput, request: Any, findings: Findings) -> Facts:
         "experts": sum(len(shape.experts) for shape in shapes),
         "slots": len(slots.filled),
         "tensor_parallel": [
-            _judged(size, tensor_parallel(shapes, size), request.tp, "tensor", findings)
+            _size(size, tensor_parallel(shapes, size), request.tp, "tensor", findings)
             for size in request.tp or SIZES
         ],
         "expert_parallel": [
-            _judged(size, expert_parallel(shapes, size), request.ep, "expert", findings)
+            _size(size, expert_parallel(shapes, size), request.ep, "expert", findings)
             for size in request.ep or SIZES
         ],
     }
 
 
-def _judged(
-    size: int, facts: Facts, demanded: Sequence[int] | None, kind: str, findings: Findings
+def _size(
+    size: int, split: Split, demanded: Sequence[int] | None, kind: str, findings: Findings
 ) -> Facts:
-    if demanded and not facts["possible"]:
+    if demanded and not split.possible:
         findings.fail(
             LEVEL,
             f"{kind} parallel",
-            f"{kind}-parallel size {size} is not possible: {facts['reason']}.",
+            f"{kind}-parallel size {size} is not possible: {split.reason}.",
             value=float(size),
         )
-    return {"size": size, "demanded": bool(demanded), **facts}
+    shares = {} if split.first_layer is None else {"first_layer": split.first_layer}
+    about = {"size": size, "demanded": bool(demanded), "possible": split.possible}
+    return {**about, "reason": split.reason, **shares}
 
 
 # ---- slots -----------------------------------------------------------------------------
@@ -159,49 +146,4 @@ def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
             continue
         seen.add(module.layer)
         cols = packed.shape[1] * 32 // group.bits
-        yield LayerShape(module.layer, layers[module.layer], cols, group)
-
-
-def tensor_parallel(shapes: Sequence[LayerShape], size: int) -> Facts:
-    """Whether `size` GPUs can each take a part of the intermediate size; why not."""
-    reasons = dict.fromkeys(filter(None, (_why_not_cut(shape, size) for shape in shapes)))
-    return {"possible": not reasons, "reason": "; ".join(reasons) or None}
-
-
-def _why_not_cut(shape: LayerShape, size: int) -> str | None:
-    inner, group = shape.intermediate, shape.group
-    if inner % size:
-        return f"intermediate size {inner} is not divisible by {size}"
-    part = inner // size
-    if group.group_size is not None and part % group.group_size:
-        return (
-            f"each GPU would have {part} of the {inner} columns of down (w2), which is not "
-            f"divisible by the group size {group.group_size}"
-        )
-    if part * group.bits % 32:
-        return f"{part} columns of down (w2) of {group.bits} bits do not fill int32 words"
-    return None
-
-
-def expert_parallel(shapes: Sequence[LayerShape], size: int) -> Facts:
-    """Whether every layer's experts are shared out evenly in both placements; why not."""
-    reasons: dict[str, None] = {}
-    shares: dict[str, list[int]] = {}
-    for shape in shapes:
-        for placement in PLACEMENTS:
-            ranks = placed(shape.experts, size, placement)
-            shares.setdefault(placement, [len(rank) for rank in ranks])
-            if len(set(map(len, ranks))) > 1:
-                counts = format_ranges(sorted(set(map(len, ranks))))
-                reasons[f"{len(shape.experts)} experts give GPUs {counts} each"] = None
-    return {"possible": not reasons, "reason": "; ".join(reasons) or None, "first_layer": shares}
-
-
-def placed(experts: Sequence[int], size: int, placement: str) -> list[list[int]]:
-    """Expert ids by GPU. Experts count by their position among those that are there; where they
-    cannot be shared out evenly, the first GPUs have one more."""
-    if placement == "round_robin":
-        return [list(experts[rank::size]) for rank in range(size)]
-    share, more = divmod(len(experts), size)
-    ends = [rank * share + min(rank, more) for rank in range(size + 1)]
-    return [list(experts[start:end]) for start, end in pairwise(ends)]
+        yield LayerShape(layers[module.layer], cols, group.bits, group.group_size)

@@ -19,10 +19,9 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model.load import load_config, running, way_out
 from ktconv.system import machine
 from ktconv.system.units import format_size
-from ktconv.verify.findings import Findings
+from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.gpu.opened import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
-from ktconv.verify.kinds import Facts
 from ktconv.verify.model import (
     MODEL_PACKAGES,
     MORE_MEMORY,

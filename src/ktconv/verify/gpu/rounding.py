@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.formats.decode import round_to_bf16
-from ktconv.packed.matrix_check import Problem, Sums
+from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.unpack import I8, values
 
@@ -70,16 +70,16 @@ def bound_steps(group: Group, dtype: str = "BF16") -> float:
 
 
 @dataclass(slots=True)
-class MatrixProof:
-    """The proof of one matrix, whose rows may come in pieces."""
+class RoundingCheck:
+    """The check of one matrix, whose rows may come in pieces."""
 
     group: Group
     rules: Rules
     dtype: str  # of the scales
     module: str
     where: str  # "layer 3, expert 5, up": for messages
-    report: Callable[[Problem], None]
-    sums: Sums
+    report: Callable[[Violation], None]
+    sums: ErrorStats
     squared_steps: float = 0.0
 
     def compare(self, source: F32, level: I8, scale: F32, first: int) -> None:
@@ -96,7 +96,7 @@ class MatrixProof:
         error = source - value
         zeros = int(level.size - np.count_nonzero(level))
         self.sums.add(
-            Sums(_squares(source), _squares(error), _squares(value), 0.0, zeros, level.size)
+            ErrorStats(_squares(source), _squares(error), _squares(value), 0.0, zeros, level.size)
         )
         steps = np.abs(error, out=error).reshape(*scale.shape, -1)
         steps /= scale[:, :, None]
@@ -111,7 +111,7 @@ class MatrixProof:
         elif self.rules.elements:
             self._elements(source, level, scale, flat, first)
 
-    def judge(self) -> Sums:
+    def finish(self) -> ErrorStats:
         """What only the whole matrix tells."""
         if self.rules.elements:
             return self.sums
@@ -122,7 +122,7 @@ class MatrixProof:
             (steps, MOST_RMS_STEPS, "steps on average"),
         ):
             if not found <= most:
-                self._problem(
+                self._violation(
                     "error",
                     "weight_packed",
                     f"is off from its source by {found:.4g} {words}, where {most:g} is plausible.",
@@ -138,7 +138,7 @@ class MatrixProof:
         sound: NDArray[np.bool_] = np.isfinite(scale) & (scale > 0)
         if not sound.all():
             row, group = (int(i) for i in np.argwhere(~sound)[0])
-            self._problem(
+            self._violation(
                 "scale",
                 "weight_scale",
                 f"is {scale[row, group]} at [{first + row}, {group}]: scales are finite and "
@@ -154,7 +154,7 @@ class MatrixProof:
             wrong = sound & np.isfinite(widest) & ((scale < low) | (scale > high))
             if wrong.any():
                 row, group = (int(i) for i in np.argwhere(wrong)[0])
-                self._problem(
+                self._violation(
                     "scale",
                     "weight_scale",
                     f"is {scale[row, group]:.9g} at [{first + row}, {group}], but the largest "
@@ -203,7 +203,7 @@ class MatrixProof:
             row, col = int(rows[index]), int(cols[index])
             value = float(got[index]) * float(chosen[index])
             error = float(steps[row, col])
-            self._problem(
+            self._violation(
                 "element",
                 "weight_packed",
                 f"[{first + row}, {col}] is {float(source[row, col]):.9g} in the source, but "
@@ -223,7 +223,7 @@ class MatrixProof:
 
     def _name_source(self, source: F32, first: int) -> None:
         row, col = (int(i) for i in np.argwhere(~np.isfinite(source))[0])
-        self._problem(
+        self._violation(
             "source",
             "weight_packed",
             f"has a source that holds {source[row, col]} at [{first + row}, {col}].",
@@ -231,7 +231,7 @@ class MatrixProof:
             col,
         )
 
-    def _problem(
+    def _violation(
         self,
         check: str,
         part: str,
@@ -244,7 +244,7 @@ class MatrixProof:
     ) -> None:
         name = f"{self.module}.{part}"
         message = f"{name} ({self.where}) {words}"
-        self.report(Problem(check, message, name, row, column, source_value, value, steps))
+        self.report(Violation(check, message, name, row, column, source_value, value, steps))
 
 
 def _squares(values: F32) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.moe.streamed import Piece, Streamed, piece_rows
-from ktconv.packed.matrix_check import Problem, Sums
+from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
@@ -25,12 +25,12 @@ from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
-from ktconv.verify.gpu.rounding import MatrixProof, bound_steps, rules_of
+from ktconv.verify.gpu.rounding import RoundingCheck, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
 from ktconv.verify.reading import Context, PlaceStream, compare_sum, read_into, read_place
 from ktconv.verify.runner import Item
 from ktconv.verify.subject import Subject
-from ktconv.verify.totals import Done, Totals
+from ktconv.verify.totals import ItemResult, Totals
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -63,7 +63,7 @@ class MatrixItem:
             return self.matrix.rows * self.matrix.cols * ITEM_SIZE[self.matrix.tensor.dtype]
         return self.module.nbytes
 
-    def run(self, buffers: Buffers, advance: Advance) -> Done:
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         streams = {
             part: PlaceStream(self.context, tensor.name, _place(tensor))
             for part, tensor in self.module.parts.items()
@@ -82,9 +82,9 @@ class MatrixItem:
         advance(self.nbytes)
         where = self.module.where
         if where is None:
-            return Done(self.module.nbytes, checksums)
+            return ItemResult(self.module.nbytes, checksums)
         layer, nbytes = self.module.layer, self.module.nbytes
-        return Done(nbytes, checksums, 0, layer, where.expert, where.proj, sums)
+        return ItemResult(nbytes, checksums, 0, layer, where.expert, where.proj, sums)
 
     @property
     def sound(self) -> bool:
@@ -117,12 +117,12 @@ class MatrixItem:
 
     def _compare(
         self, matrix: ExpertMatrix, streams: Mapping[str, PlaceStream], buffers: Buffers
-    ) -> Sums:
+    ) -> ErrorStats:
         assert self.context.reader is not None
         packed, scaled = (self.module.parts[part] for part in PARTS[:2])
         data = streams[PARTS[1]].read(np.empty(scaled.nbytes, np.uint8))
         scale = scales(data, scaled.dtype, matrix.rows)
-        proof = self._proof(scaled.dtype)
+        check = self._check(scaled.dtype)
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
         with source.open() as fd:
             grid = source.load_scales()
@@ -132,30 +132,21 @@ class MatrixItem:
                 weights = native.decode(source.view(chunk, grid, buffers.source, 0, matrix.cols))
                 words = np.empty(rows * packed.nbytes // matrix.rows, np.uint8)
                 level = levels(streams[PARTS[0]].read(words), rows, matrix.cols, self.group.bits)
-                proof.compare(weights, level, scale[chunk.start : chunk.stop], chunk.start)
-        return proof.judge()
+                check.compare(weights, level, scale[chunk.start : chunk.stop], chunk.start)
+        return check.finish()
 
-    def _proof(self, dtype: str) -> MatrixProof:
+    def _check(self, dtype: str) -> RoundingCheck:
         subject = self.context.subject
         assert isinstance(subject, GpuOutput)
         at, rules = self.module.at, rules_of(subject.method, subject.ours)
         where = f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
-        return MatrixProof(self.group, rules, dtype, self.module.name, where, self._fail, Sums())
-
-    def _fail(self, problem: Problem) -> None:
-        self.context.findings.fail(
-            LEVEL,
-            problem.check,
-            problem.message,
-            file=self.module.parts[PARTS[0]].file.name,
-            tensor=problem.tensor,
-            row=problem.row,
-            column=problem.column,
-            source_value=problem.source_value,
-            value=problem.value,
-            steps=problem.steps,
-            **self.module.at,
+        return RoundingCheck(
+            self.group, rules, dtype, self.module.name, where, self._fail, ErrorStats()
         )
+
+    def _fail(self, violation: Violation) -> None:
+        file = self.module.parts[PARTS[0]].file.name
+        self.context.findings.fail(LEVEL, **asdict(violation), file=file, **self.module.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +163,7 @@ class DecodedItem:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
-    def run(self, buffers: Buffers, advance: Advance) -> Done:
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         assert self.context.reader is not None
         digest, equal = hashlib.sha256(), True
         source = MatrixReader(self.context.reader, self.matrix, round_to_bf16=True)
@@ -199,7 +190,7 @@ class DecodedItem:
         checked = compare_sum(
             self.context, self.tensor.name, _place(self.tensor), digest.hexdigest()
         )
-        return Done(self.tensor.nbytes, checked.compared, 1)
+        return ItemResult(self.tensor.nbytes, checked.compared, 1)
 
 
 def _bf16(values: F32) -> U16:

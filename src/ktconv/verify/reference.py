@@ -1,7 +1,7 @@
 """A layer's routed experts in float32, on the packed and on the source's weights.
 
 Threads compute one expert each, from a few rows of its matrices at a time, so that memory depends
-neither on the size nor on the number of experts. Sums are formed in the order of the experts.
+neither on the size nor on the number of experts. ErrorStats are formed in the order of the experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     source: F32
 
 
-class LayerTruth:
+class LayerReference:
     """Adds up what `compute` makes of each expert's tokens x [M, H]."""
 
     def __init__(self, x: F32, compute: Callable[[int, F32], Outputs], threads: int) -> None:

@@ -1,0 +1,37 @@
+"""What to verify, and how thoroughly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LEVELS = ("structure", "weights", "layers", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What level model accepts; None: the method's default."""
+
+    max_ppl_increase: float | None = None  # relative: 0.02 is 2 %
+    max_kl: float | None = None  # mean, in nats
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """What to verify and how thoroughly. Without a source only level structure is possible."""
+
+    output: Path
+    source: str | None = None
+    level: str | None = None  # None: layers, or structure without a source
+    sample: float = 1.0  # share of experts and of other tensors whose bytes are read
+    seed: int = 0
+    threads: int | None = None
+    tokens: int = 16  # of level layers, per layer
+    text: Path | None = None  # None: the text that ships with ktconv
+    windows: int = 40  # of 512 tokens, of level model
+    beside: Path | None = None  # an output that must hold the experts that this one lacks
+    tp: Sequence[int] | None = None  # tensor-parallel sizes that must be possible
+    ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
