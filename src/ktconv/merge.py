@@ -4,6 +4,6 @@ report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
 """
 
 from ktconv.conversion import Report
-from ktconv.repack.merge import Outlook, Request, merge, prepare
+from ktconv.repack.merge import Preflight, Request, merge, prepare
 
-__all__ = ["Outlook", "Report", "Request", "merge", "prepare"]
+__all__ = ["Preflight", "Report", "Request", "merge", "prepare"]

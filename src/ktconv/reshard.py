@@ -4,6 +4,6 @@ report = reshard(Request(Path("out-1"), Path("out-2"), numa=2))
 """
 
 from ktconv.conversion import Report
-from ktconv.repack.reshard import Outlook, Request, prepare, reshard
+from ktconv.repack.reshard import Preflight, Request, prepare, reshard
 
-__all__ = ["Outlook", "Report", "Request", "prepare", "reshard"]
+__all__ = ["Preflight", "Report", "Request", "prepare", "reshard"]

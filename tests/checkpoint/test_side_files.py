@@ -258,11 +258,11 @@ def test_a_file_exchanged_for_a_link_after_planning(
     """Checked again when it is copied, hours later."""
     (tmp_path / "secret").write_text("secret")
     request = quantize_cpu.Request(str(model), output)
-    outlook = quantize_cpu.prepare(request)
+    preflight = quantize_cpu.prepare(request)
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="which is outside of"):
-        quantize_cpu.quantize_cpu(request, outlook=outlook)
+        quantize_cpu.quantize_cpu(request, preflight=preflight)
     assert not (output / "tokenizer.json").exists()
 
 

@@ -346,11 +346,11 @@ def test_defaults_are_those_of_the_library(tmp_path: Path) -> None:
 
     facts = json.loads(quantize(tmp_path / "out", "--dry-run", "--json").stdout)
     request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=0))
-    outlook = prepare(request)
-    assert facts["method"] == outlook.plan.options.method
-    assert facts["numa"] == outlook.plan.options.numa
-    assert facts["output_bytes"] == outlook.plan.output_bytes
-    assert facts["threads"] == outlook.threads
+    preflight = prepare(request)
+    assert facts["method"] == preflight.plan.options.method
+    assert facts["numa"] == preflight.plan.options.numa
+    assert facts["output_bytes"] == preflight.plan.output_bytes
+    assert facts["threads"] == preflight.threads
 
 
 @pytest.mark.parametrize("entry", ["module", "script"])

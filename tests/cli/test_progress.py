@@ -84,9 +84,9 @@ def test_all_bytes_are_counted(layout: str, numa: int, tmp_path: Path) -> None:
         observer = LineObserver({}, said.append)
         from ktconv.quantize_cpu.run import prepare
 
-        outlook = prepare(request)
-        observer.sizes = {unit.key: unit.source_bytes for unit in outlook.plan.units}
-        report = quantize_cpu(request, observer, outlook)
+        preflight = prepare(request)
+        observer.sizes = {unit.key: unit.source_bytes for unit in preflight.plan.units}
+        report = quantize_cpu(request, observer, preflight)
         assert observer.done == observer.total == report.source_bytes > 0
         assert len(said) == len(report.converted)
 

@@ -164,7 +164,7 @@ def test_all_units_there_but_another_run_is_at_work(model: Path, tmp_path: Path)
     output = tmp_path / "output"
     done(model, output, "--layers=0-10")
     other = OutputLock(Journal(output))
-    with other.door():
+    with other.setup_lock():
         other.acquire([3], "layer 3")
     assert "completes it, else --finalize does" in done(model, output, "--layers=11")
     refused(run(model, output, "--finalize"), 2, "another ktconv is converting this model")
@@ -186,7 +186,7 @@ def test_disjoint_layers_in_processes_at_once(model: Path, tmp_path: Path, layou
 
 
 def test_disjoint_layers_in_threads_many_times(tmp_path: Path) -> None:
-    """Beginnings and ends that meet: the door lets one in at a time."""
+    """Beginnings and ends that meet: the setup lock lets one in at a time."""
     model = write_model(tmp_path / "model", layers=3, experts=1)
     done(model, tmp_path / "clean")
     clean = contents(tmp_path / "clean")
@@ -270,52 +270,53 @@ def test_parts_with_other_options_are_refused(model: Path, tmp_path: Path) -> No
         refused(result, 2, "options.method: int4 there, int8 now")
 
 
-def test_patience_at_the_door_has_an_end(
+def test_waiting_for_the_setup_lock_has_an_end(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", 0.05)
-    with OutputLock(Journal(tmp_path / "output")).door():
+    monkeypatch.setattr("ktconv.writer.journal.SETUP_LOCK_TIMEOUT", 0.05)
+    with OutputLock(Journal(tmp_path / "output")).setup_lock():
         refused(run(model, tmp_path / "output"), 2, "does not come to an end")
 
 
-def test_who_waits_at_the_door_says_so_once(
+def test_who_waits_for_the_setup_lock_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    monkeypatch.setattr("ktconv.writer.journal.SETUP_NOTICE_SECONDS", -1.0)
     output, notices = tmp_path / "output", []
     holder = contextlib.ExitStack()
-    holder.enter_context(OutputLock(Journal(output)).door())
+    holder.enter_context(OutputLock(Journal(output)).setup_lock())
 
     def noticed(text: str) -> None:
         notices.append(text)
         holder.close()  # the first leaves: nothing here depends on time
 
-    with OutputLock(Journal(output)).door(noticed):
+    with OutputLock(Journal(output)).setup_lock(noticed):
         pass
     assert len(notices) == 1
     assert "waiting for another ktconv" in notices[0] and str(output) in notices[0]
 
 
-def test_who_waits_at_the_door_names_the_process(
+def test_who_waits_for_the_setup_lock_names_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconv.writer.journal.DOOR_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr("ktconv.writer.journal.SETUP_LOCK_TIMEOUT", -1.0)
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from ktconv.writer.journal import Journal, OutputLock\n"
-        "with OutputLock(Journal(Path(sys.argv[1]))).door():\n    print(flush=True)\n    input()"
+        "with OutputLock(Journal(Path(sys.argv[1]))).setup_lock():\n"
+        "    print(flush=True)\n    input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "output")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         lock = OutputLock(Journal(tmp_path / "output"))
-        with pytest.raises(OutputError, match=rf"process {process.pid}\)"), lock.door():
+        with pytest.raises(OutputError, match=rf"process {process.pid}\)"), lock.setup_lock():
             pass
         process.communicate(b"\n")
 
 
-def test_an_interrupted_run_does_not_wait_at_the_door_again(
+def test_an_interrupted_run_does_not_wait_for_the_setup_lock_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run begins or finishes, and whoever waits for it is interrupted."""
@@ -327,8 +328,8 @@ def test_an_interrupted_run_does_not_wait_at_the_door_again(
         assert len(tries) < 10
         return False
 
-    monkeypatch.setattr(OutputLock, "_try_door", locked_by_another)
-    monkeypatch.setattr("ktconv.writer.journal.DOOR_NOTICE_SECONDS", -1.0)
+    monkeypatch.setattr(OutputLock, "_try_setup_lock", locked_by_another)
+    monkeypatch.setattr("ktconv.writer.journal.SETUP_NOTICE_SECONDS", -1.0)
     monkeypatch.setattr("ktconv.conversion.run.WITHDRAW_SECONDS", -1.0)
     monkeypatch.setattr(SilentObserver, "noted", _interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -338,27 +339,27 @@ def test_an_interrupted_run_does_not_wait_at_the_door_again(
 def test_lock_file_that_was_removed_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits at the door of a finished conversion gets a new lock file."""
+    """Whoever waits for the setup lock of a finished conversion gets a new lock file."""
     journal = Journal(tmp_path / "output")
     first, second = OutputLock(journal), OutputLock(journal)
     entered: list[bool] = []
     tries: list[bool] = []  # of the second, to get in
-    try_door = OutputLock._try_door
+    try_setup_lock = OutputLock._try_setup_lock
 
     def noticed(lock: OutputLock) -> bool:
-        inside = try_door(lock)
+        inside = try_setup_lock(lock)
         if lock is second:
             tries.append(inside)
         return inside
 
-    monkeypatch.setattr(OutputLock, "_try_door", noticed)
+    monkeypatch.setattr(OutputLock, "_try_setup_lock", noticed)
 
     def enter() -> None:
-        with second.door():
+        with second.setup_lock():
             entered.append((journal.directory / "lock").exists())
         second.release()
 
-    with first.door():
+    with first.setup_lock():
         thread = threading.Thread(target=enter)
         thread.start()
         while not tries:

@@ -166,7 +166,7 @@ def test_no_mtp_on_deepseek_v3(tmp_path: Path, model: Callable[[str], Model]) ->
     """--no-mtp leaves out the layer with all its tensors, and the plan says what."""
     source = model("deepseek_v3")
     report = convert(source.path, tmp_path / "out", mtp=False)
-    skipped = " / ".join(report.outlook.plan.skipped)
+    skipped = " / ".join(report.preflight.plan.skipped)
     gone = {name for name in source.others if name.startswith("blk.3.")}
     assert "MTP layer 3: --no-mtp" in skipped
     assert f"{len(gone)} other tensors of MTP layers: --no-mtp" in skipped
@@ -194,11 +194,11 @@ def test_mtp_stack(source: str, tmp_path: Path) -> None:
     others = others_of(path)
     assert {"mtp.fc.weight", "mtp.norm.weight", "norm.weight", "mtprojector.weight"} == set(others)
     report = convert(path, tmp_path / "with", numa=1)
-    assert f"layer 2 is an MTP layer ({source})" in report.outlook.plan.notes
+    assert f"layer 2 is an MTP layer ({source})" in report.preflight.plan.notes
     assert_output(tmp_path / "with", matrices_of(weights), others, method="int4", numa=1)
     report = convert(path, tmp_path / "without", mtp=False)
-    assert "MTP layer 2: --no-mtp" in report.outlook.plan.skipped
-    assert "2 other tensors of MTP layers: --no-mtp" in report.outlook.plan.skipped
+    assert "MTP layer 2: --no-mtp" in report.preflight.plan.skipped
+    assert "2 other tensors of MTP layers: --no-mtp" in report.preflight.plan.skipped
     kept = {name: tensor for name, tensor in others.items() if not name.startswith("mtp.")}
     matrices = without_layer(matrices_of(weights), 2)
     assert_output(tmp_path / "without", matrices, kept, method="int4", numa=1)

@@ -369,7 +369,7 @@ def test_the_self_test_runs_before_the_first_layer(
             quantize_gpu(asked)
     assert not (tmp_path / "output").exists()
     said: list[str] = []
-    report = quantize_gpu(asked, Silent(), say=said.append)
+    report = quantize_gpu(asked, Silent(), notify=said.append)
     tested = report.more["self_test"]
     assert 0 < tested["gptq_error"] < tested["rtn_error"] < 0.2
     assert f"layer 0 are {tested['gptq_error']:.4f} off with GPTQ" in said[1]

@@ -19,7 +19,7 @@ from helpers.families import bf16, numbered, random_weights, simple_config, writ
 from typer.testing import CliRunner
 
 from ktconv.cli.app import app
-from ktconv.cli.options import outlook_facts, report_facts
+from ktconv.cli.options import preflight_facts, report_facts
 from ktconv.errors import CheckpointError, OutputError, ResourceError, UsageError, VerificationError
 from ktconv.merge import Request, merge, prepare
 from ktconv.quantize_cpu.run import SilentObserver
@@ -166,19 +166,19 @@ def test_verify_holds(model: Path, kept_folders: Made, tmp_path: Path, source: b
 
 def test_prepare_writes_nothing(model: Path, kept_folders: Made, tmp_path: Path) -> None:
     before = stamps(kept_folders("int4", 2))
-    outlook = prepare(Request(kept_folders("int4", 2), tmp_path / "out", str(model)))
+    preflight = prepare(Request(kept_folders("int4", 2), tmp_path / "out", str(model)))
     assert not (tmp_path / "out").exists()
     assert stamps(kept_folders("int4", 2)) == before
-    merge(Request(kept_folders("int4", 2), tmp_path / "out", str(model)), outlook=outlook)
+    merge(Request(kept_folders("int4", 2), tmp_path / "out", str(model)), preflight=preflight)
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-    assert outlook.plan.output_bytes == sum(sizes)
-    assert outlook.peak_memory > 0 and outlook.disk_free > 0
+    assert preflight.plan.output_bytes == sum(sizes)
+    assert preflight.peak_memory > 0 and preflight.disk_free > 0
 
 
 def test_facts_for_the_command_line(model: Path, kept_folders: Made, tmp_path: Path) -> None:
     for source in (str(model), None):
         request = Request(kept_folders("int4", 2), tmp_path / f"out-{source is None}", source)
-        facts = json.loads(json.dumps(outlook_facts(prepare(request))))
+        facts = json.loads(json.dumps(preflight_facts(prepare(request))))
         assert facts["method"] == "int4" and facts["numa"] == 2 and facts["experts"] == 4
         assert facts["copied_tensors"] == (4 if source else 0)
         done = report_facts(merge(request))
@@ -298,10 +298,10 @@ def test_output_of_quantize_cpu_is_refused(model: Path, kept_folders: Made, tmp_
 
 def test_folders_that_change_meanwhile(folders: Made, tmp_path: Path) -> None:
     root = folders("int4", 1)
-    outlook = prepare(Request(root, tmp_path / "out"))
+    preflight = prepare(Request(root, tmp_path / "out"))
     os.utime(next((root / "_layer_1").rglob("*quant_.kt")), ns=(1, 1))
     with pytest.raises(CheckpointError, match="_layer_1 changed during the merge"):
-        merge(Request(root, tmp_path / "out"), outlook=outlook)
+        merge(Request(root, tmp_path / "out"), preflight=preflight)
 
 
 # ---- checks on the way -----------------------------------------------------------------

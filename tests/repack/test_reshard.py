@@ -16,7 +16,7 @@ from helpers.convert import assert_same, assert_shards, convert, read_json, read
 from helpers.families import Raw, bf16, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
-from ktconv.cli.options import outlook_facts
+from ktconv.cli.options import preflight_facts
 from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError, VerificationError
 from ktconv.formats import FORMATS, reference
 from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
@@ -192,12 +192,12 @@ def test_from_the_source_it_is_a_fresh_conversion(
 
 def test_prepare_writes_nothing(shards: Made, tmp_path: Path) -> None:
     before = stamps(shards("int4", 1))
-    outlook = prepare(Request(shards("int4", 1), tmp_path / "out", 2))
-    assert outlook_facts(outlook)["numa"] == 2
+    preflight = prepare(Request(shards("int4", 1), tmp_path / "out", 2))
+    assert preflight_facts(preflight)["numa"] == 2
     assert not (tmp_path / "out").exists() and stamps(shards("int4", 1)) == before
-    reshard(Request(shards("int4", 1), tmp_path / "out", 2), outlook=outlook)
+    reshard(Request(shards("int4", 1), tmp_path / "out", 2), preflight=preflight)
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-    assert outlook.plan.output_bytes == sum(sizes)
+    assert preflight.plan.output_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize(

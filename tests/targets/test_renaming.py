@@ -6,11 +6,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from helpers.paths import EXAMPLE
 
 from ktconv.checkpoint import TensorRef, open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.targets import renaming
-from ktconv.targets.ktransformers import KtTarget, Options, make_plan
+from ktconv.targets.ktransformers import KTransformersTarget, Options, make_plan
 from ktconv.targets.renaming import output_name, rename_tensors
 
 
@@ -90,11 +91,11 @@ def test_names_with_a_meaning_of_their_own_are_refused(name: str) -> None:
 
 def test_planning_names_and_places_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a million tensors, doing it twice took half of the time before a conversion began."""
-    checkpoint = open_checkpoint(Path(__file__).parents[1] / "docs/example/tiny-moe")
+    checkpoint = open_checkpoint(EXAMPLE)
     named = Mock(wraps=renaming.output_name)
-    placed = Mock(wraps=KtTarget(Options()).copied)
+    placed = Mock(wraps=KTransformersTarget(Options()).copied)
     monkeypatch.setattr(renaming, "output_name", named)
-    monkeypatch.setattr(KtTarget, "copied", placed)
+    monkeypatch.setattr(KTransformersTarget, "copied", placed)
     make_plan(checkpoint, Options())
     once = [tensor.name for tensor in checkpoint.other_tensors]
     assert [call.args[0] for call in named.call_args_list] == once

@@ -8,7 +8,7 @@ const kt_packer kt_int4_packer = {
     .cols_step = KT_INT4_TILE_COLS,
     .codes_per_byte = 2,
     .scale = kt_int4_scale,
-    .round_again = kt_int4_round_again,
+    .requantize_to_int4 = kt_int4_requantize,
     .pack_row = kt_int4_pack_row,
     .unpack_row = kt_int4_unpack_row,
 #if KT_X86

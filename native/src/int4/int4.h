@@ -13,7 +13,7 @@ enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_STEP = 16 };
 float kt_int4_scale(float amax);
 
 /* From 8-bit codes to codes -7..7, in place. */
-void kt_int4_round_again(int8_t *codes, int64_t cols);
+void kt_int4_requantize(int8_t *codes, int64_t cols);
 
 /* Codes int8 [cols] of row n of a [rows, cols] matrix, to and from their packed bytes. */
 void kt_int4_pack_row(const int8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed);

@@ -6,7 +6,7 @@ float kt_int4_scale(float amax) { return kt_flush((float)((double)amax / 112.0))
 
 /* On 8-bit codes q: nearest multiple of 16, ties away from zero. As a floor: (q+8)/16 for
  * q >= 0 and (q+7)/16 below, made positive by 8*16 first. */
-void kt_int4_round_again(int8_t *codes, int64_t cols) {
+void kt_int4_requantize(int8_t *codes, int64_t cols) {
   for (int64_t k = 0; k < cols; k++)
     codes[k] = (int8_t)(((codes[k] + 8 + 128 - (codes[k] < 0)) >> 4) - 8);
 }

@@ -18,8 +18,9 @@ typedef kt_status kt_quantize_pack_fn(const kt_matrix *matrix, uint8_t *packed, 
  * are the loops over rows of packed_rows.c. */
 struct kt_packer {
   int64_t rows_step, cols_step, codes_per_byte;
-  float (*scale)(float amax);                       /* of a row, from its largest magnitude */
-  void (*round_again)(int8_t *codes, int64_t cols); /* second rounding, NULL if there is none */
+  float (*scale)(float amax); /* of a row, from its largest magnitude */
+  void (*requantize_to_int4)(int8_t *codes,
+                             int64_t cols); /* second rounding, NULL if there is none */
   void (*pack_row)(const int8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed);
   void (*unpack_row)(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n, int8_t *codes);
   kt_quantize_pack_fn *quantize_pack[KT_ISA_COUNT];

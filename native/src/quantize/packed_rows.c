@@ -20,7 +20,7 @@ static kt_status quantize_row(const kt_packer *packer, const float *row, int64_t
   if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
   *scale = packer->scale(kt_float(max));
   kt_round_row(row, cols, kt_reciprocal(*scale), codes);
-  if (packer->round_again) packer->round_again(codes, cols);
+  if (packer->requantize_to_int4) packer->requantize_to_int4(codes, cols);
   return KT_OK;
 }
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.output import given, print_text, say
+from ktconv.cli.output import given, notify, print_text
 from ktconv.cli.parsing import choice
 
 
@@ -139,8 +139,8 @@ def bench(
         )
         with interruptible(lambda: NOTHING_WRITTEN):
             if stage is BenchStage.pack:
-                command.run_packing(options, form.value, say, print_text)
+                command.run_packing(options, form.value, notify, print_text)
                 return
-            regressions = command.run(options, form.value, say, print_text)
+            regressions = command.run(options, form.value, notify, print_text)
         if regressions:
             raise typer.Exit(1)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from ktconv.cli.output import print_json, say, sentence
+from ktconv.cli.output import notify, print_json, sentence
 from ktconv.cli.process import INTERRUPTED, SIGNALS
 from ktconv.errors import KtconvError
 from ktconv.system.text import printable
@@ -52,8 +52,8 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
     except KeyboardInterrupt as error:
         way_out = error.way_out if isinstance(error, _Interrupted) else None
         if way_out:
-            say("")  # leaves the line on which the terminal shows ^C
-            say(f"Interrupted. {way_out}")
+            notify("")  # leaves the line on which the terminal shows ^C
+            notify(f"Interrupted. {way_out}")
         _end("interrupted", way_out, INTERRUPTED, as_json)
 
 
@@ -62,9 +62,9 @@ def _hint(error: BaseException, hints: Hints) -> str | None:
 
 
 def _fail(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
-    say(f"Error: {sentence(message)}")
+    notify(f"Error: {sentence(message)}")
     if hint:
-        say(f"Hint: {sentence(hint)}")
+        notify(f"Hint: {sentence(hint)}")
     _end(message, hint, code, as_json)
 
 

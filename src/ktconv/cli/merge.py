@@ -68,7 +68,11 @@ def merge_command(
             verify=verify,
             overwrite=overwrite,
         )
-        outlook = prepare(request)
+        preflight = prepare(request)
         convert(
-            outlook, lambda observer: merge(request, observer, outlook), dry_run, as_json, "Merged"
+            preflight,
+            lambda observer: merge(request, observer, preflight),
+            dry_run,
+            as_json,
+            "Merged",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
-from ktconv.cli.output import fact_lines, print_result, say
+from ktconv.cli.output import fact_lines, notify, print_result
 from ktconv.errors import (
     DiskFullError,
     DiskSpaceError,
@@ -22,7 +22,7 @@ from ktconv.errors import (
 from ktconv.system.units import format_ranges, format_size
 
 if TYPE_CHECKING:
-    from ktconv.conversion import Outlook, Report, Unit
+    from ktconv.conversion import Preflight, Report, Unit
 
 # What can be done about an error where packed weights are converted, and where a model is.
 PACKED_HINTS: Hints = {
@@ -73,7 +73,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan, w
 
 
 def convert(
-    outlook: Outlook[Any],
+    preflight: Preflight[Any],
     work: Callable[[Any], Report],
     dry_run: bool,
     as_json: bool,
@@ -81,19 +81,19 @@ def convert(
 ) -> None:
     """Prints the plan, or does the work and prints what came of it; `did` is what it did."""
     if dry_run:
-        print_result(as_json, outlook_facts(outlook), lambda: outlook_lines(outlook))
+        print_result(as_json, preflight_facts(preflight), lambda: preflight_lines(preflight))
         return
-    report = done(outlook, work)
+    report = done(preflight, work)
     print_result(as_json, report_facts(report), lambda: report_lines(report, did))
 
 
-def done(outlook: Outlook[Any], work: Callable[[Any], Report]) -> Report:
+def done(preflight: Preflight[Any], work: Callable[[Any], Report]) -> Report:
     """The work, done with notes and progress; who interrupts it is told how to go on."""
-    say_notes(outlook)
+    notify_notes(preflight)
     gc.freeze()  # the plan lives as long as the process: no collection has to walk it
-    request = outlook.request
+    request = preflight.request
     with interruptible(lambda: _way_on(request.output, request.overwrite)):
-        observer = progress_of(outlook)
+        observer = progress_of(preflight)
         with observer:
             return work(observer)
 
@@ -110,13 +110,15 @@ def _way_on(output: Path, overwrite: bool) -> str:
     return f"{output} is complete." if os.access(output / MANIFEST, os.F_OK) else NOTHING_WRITTEN
 
 
-def outlook_facts(outlook: Outlook[Any], pending: Sequence[Unit] | None = None) -> dict[str, Any]:
+def preflight_facts(
+    preflight: Preflight[Any], pending: Sequence[Unit] | None = None
+) -> dict[str, Any]:
     """The JSON of a dry run. `pending`: units that are written; None: those not there now."""
     from ktconv.conversion import disk_needed
 
-    plan = outlook.plan
-    chosen = [unit.layer for unit in outlook.units if unit.layer]
-    units = [*outlook.units, *plan.others]
+    plan = preflight.plan
+    chosen = [unit.layer for unit in preflight.units if unit.layer]
+    units = [*preflight.units, *plan.others]
     return {
         "schema": 1,
         "model_type": plan.checkpoint.config.get("model_type"),
@@ -124,9 +126,9 @@ def outlook_facts(outlook: Outlook[Any], pending: Sequence[Unit] | None = None) 
         "layers": len(chosen),
         "layer_indices": [layer.index for layer in chosen],
         "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
-        "experts": max(len(unit.experts) for unit in outlook.units),
+        "experts": max(len(unit.experts) for unit in preflight.units),
         "experts_left_out": sum(
-            len(unit.layer.experts) - len(unit.experts) for unit in outlook.units if unit.layer
+            len(unit.layer.experts) - len(unit.experts) for unit in preflight.units if unit.layer
         ),
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
@@ -139,10 +141,10 @@ def outlook_facts(outlook: Outlook[Any], pending: Sequence[Unit] | None = None) 
         "copied_files": [str(path) for path in plan.sidecars],
         "skipped": list(plan.skipped),
         "notes": list(plan.notes),
-        "threads": outlook.threads,
-        "peak_memory_bytes": outlook.peak_memory,
-        "disk_needed_bytes": disk_needed(outlook.pending() if pending is None else pending),
-        "disk_free_bytes": outlook.disk_free,
+        "threads": preflight.threads,
+        "peak_memory_bytes": preflight.peak_memory,
+        "disk_needed_bytes": disk_needed(preflight.pending() if pending is None else pending),
+        "disk_free_bytes": preflight.disk_free,
         "seconds": 0.0,
     }
 
@@ -151,9 +153,9 @@ def report_facts(report: Report) -> dict[str, Any]:
     """The JSON of a finished run."""
     from ktconv.conversion import peak_rss
 
-    units, converted = report.outlook.plan.units, set(report.converted)
+    units, converted = report.preflight.plan.units, set(report.converted)
     written = [unit for unit in units if unit.key in converted]
-    return outlook_facts(report.outlook, written) | {
+    return preflight_facts(report.preflight, written) | {
         "seconds": round(report.seconds, 3),
         "source_bytes_read": report.source_bytes,
         "gb_per_second": round(report.source_bytes / 1e9 / max(report.seconds, 1e-9), 3),
@@ -169,9 +171,9 @@ def report_facts(report: Report) -> dict[str, Any]:
     }
 
 
-def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
+def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
     """The plan, for people."""
-    facts, request = outlook_facts(outlook), outlook.request
+    facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
     copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
@@ -182,7 +184,7 @@ def outlook_lines(outlook: Outlook[Any]) -> Iterator[str]:
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
-        "write": f"{outlook.plan.target.description}, {container}",
+        "write": f"{preflight.plan.target.description}, {container}",
         "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
         "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
         f"plus index and manifest",
@@ -202,7 +204,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
     """What a run did, for people."""
     from ktconv.conversion import describe_units
 
-    output = report.outlook.request.output
+    output = report.preflight.request.output
     if not report.converted and report.complete:
         yield f"{output} is complete: nothing to do."
         return
@@ -219,7 +221,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         )
     if report.complete:
         yield f"{output} is complete."
-        if flags := report.outlook.plan.target.serving():
+        if flags := report.preflight.plan.target.serving():
             yield f"Serve it with sglang-kt: {flags} {output}"
     elif report.missing:
         yield f"{output} still lacks {describe_units(report.missing)}; the rest comes with them."
@@ -227,19 +229,19 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         yield f"Another ktconv is at work in {output}; it completes it, else --finalize does."
 
 
-def say_notes(outlook: Outlook[Any]) -> None:
-    for note in outlook.plan.notes:
-        say(f"note: {note}")
-    for skipped in outlook.plan.skipped:
-        say(f"skipped: {skipped}")
+def notify_notes(preflight: Preflight[Any]) -> None:
+    for note in preflight.plan.notes:
+        notify(f"note: {note}")
+    for skipped in preflight.plan.skipped:
+        notify(f"skipped: {skipped}")
 
 
-def progress_of(outlook: Outlook[Any]) -> Any:
-    return progress_over({unit.key: unit.source_bytes for unit in outlook.plan.units})
+def progress_of(preflight: Preflight[Any]) -> Any:
+    return progress_over({unit.key: unit.source_bytes for unit in preflight.plan.units})
 
 
 def progress_over(sizes: dict[str, int]) -> Any:
     """Progress over units of these sizes, as the terminal allows."""
     from ktconv.cli.progress import BarObserver, LineObserver
 
-    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, say)
+    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, notify)

@@ -82,7 +82,7 @@ def _fact_text(name: str, value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """One line on stderr."""
     print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
 

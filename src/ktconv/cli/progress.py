@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from ktconv.system.text import printable
+from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_duration, format_size
 
 WINDOW_SECONDS = 30.0
@@ -92,20 +92,20 @@ class Progression:
 class LineObserver(Progression):
     """One line per finished unit, for logs."""
 
-    def __init__(self, sizes: Mapping[str, int], say: Callable[[str], None]) -> None:
+    def __init__(self, sizes: Mapping[str, int], notify: Notify) -> None:
         super().__init__(sizes)
-        self._say = say
+        self._notify = notify
 
     def unit_finished(self, key: str) -> None:
         speed = self.rate.per_second(self.done) / 1e9
         share = 100 * self.done / self.total if self.total else 100
-        self._say(
+        self._notify(
             f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
             f"{speed:.2f} GB/s, ETA {self.eta()}"
         )
 
     def noted(self, text: str) -> None:
-        self._say(text)
+        self._notify(text)
 
 
 class _Live(ProgressColumn):

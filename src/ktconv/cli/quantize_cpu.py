@@ -124,7 +124,7 @@ def quantize_cpu_command(
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
         )
-        outlook = prepare(request)
+        preflight = prepare(request)
         convert(
-            outlook, lambda observer: quantize_cpu(request, observer, outlook), dry_run, as_json
+            preflight, lambda observer: quantize_cpu(request, observer, preflight), dry_run, as_json
         )

@@ -24,12 +24,12 @@ from ktconv.cli.options import (
     ThreadsOption,
     VerifyOption,
     done,
-    outlook_facts,
-    outlook_lines,
+    preflight_facts,
+    preflight_lines,
     report_facts,
     report_lines,
 )
-from ktconv.cli.output import JsonOption, given, print_result, say
+from ktconv.cli.output import JsonOption, given, notify, print_result
 from ktconv.cli.parsing import choice
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
@@ -157,15 +157,17 @@ def quantize_gpu_command(
             overwrite=overwrite,
             finalize=finalize,
         )
-        outlook = prepare(request)
+        preflight = prepare(request)
         if dry_run:
-            facts = outlook_facts(outlook) | gpu_facts(outlook)
-            print_result(as_json, facts, lambda: _gpu_outlook_lines(outlook))
+            facts = preflight_facts(preflight) | gpu_facts(preflight)
+            print_result(as_json, facts, lambda: _gpu_preflight_lines(preflight))
             return
-        for line in class_lines(outlook.classes):
-            say(line)
-        report = done(outlook, lambda observer: quantize_gpu(request, observer, outlook, say))
-        facts = report_facts(report) | gpu_facts(outlook)
+        for line in class_lines(preflight.classes):
+            notify(line)
+        report = done(
+            preflight, lambda observer: quantize_gpu(request, observer, preflight, notify)
+        )
+        facts = report_facts(report) | gpu_facts(preflight)
         print_result(as_json, facts, lambda: _gpu_report_lines(report))
 
 
@@ -192,16 +194,16 @@ def _limit(text: str, option: str) -> int | None:
     return parse_size(text, option) if text else None
 
 
-def gpu_facts(outlook: gpu.Outlook) -> dict[str, Any]:
+def gpu_facts(preflight: gpu.Preflight) -> dict[str, Any]:
     """What the JSON of quantize-gpu says beside that of any conversion."""
-    return {"classes": [asdict(count) for count in outlook.classes]}
+    return {"classes": [asdict(count) for count in preflight.classes]}
 
 
-def _gpu_outlook_lines(outlook: gpu.Outlook) -> Iterator[str]:
+def _gpu_preflight_lines(preflight: gpu.Preflight) -> Iterator[str]:
     from ktconv.targets.pack_quantized.module_classes import class_lines
 
-    yield from outlook_lines(outlook)
-    yield from class_lines(outlook.classes)
+    yield from preflight_lines(preflight)
+    yield from class_lines(preflight.classes)
 
 
 def _gpu_report_lines(report: Report) -> Iterator[str]:

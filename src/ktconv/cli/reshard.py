@@ -64,10 +64,10 @@ def reshard_command(
             verify=verify,
             overwrite=overwrite,
         )
-        outlook = prepare(request)
+        preflight = prepare(request)
         convert(
-            outlook,
-            lambda observer: reshard(request, observer, outlook),
+            preflight,
+            lambda observer: reshard(request, observer, preflight),
             dry_run,
             as_json,
             "Resharded",

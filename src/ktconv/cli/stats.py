@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.output import JsonOption, print_result, say
+from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.errors import MemoryShortError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -97,5 +97,5 @@ def stats(
             placement=placement,
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines = command.run(options, say)
+            facts, lines = command.run(options, notify)
         print_result(as_json, facts, lambda: lines)

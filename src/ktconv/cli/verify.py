@@ -10,7 +10,7 @@ import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.options import progress_over
-from ktconv.cli.output import JsonOption, print_result, say
+from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import choice
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
@@ -146,7 +146,7 @@ def verify(
             max_memory=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines, passed = command.run(options, progress_over, say)
+            facts, lines, passed = command.run(options, progress_over, notify)
         print_result(as_json, facts, lambda: lines)
         if not passed:
             raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """What all conversions share: planning every byte, then writing it, resumable.
 
 plan = plan_checkpoint(checkpoint, target)      # plan: a `Target` says what experts become
-SomeConversion(outlook, observer).run()         # run: which tasks write them
+SomeConversion(preflight, observer).run()         # run: which tasks write them
 """
 
 from ktconv.conversion.output import OutputState
@@ -12,7 +12,7 @@ from ktconv.conversion.run import (
     MEMORY_MARGIN,
     BufferedTask,
     Conversion,
-    Outlook,
+    Preflight,
     Report,
     Request,
     SilentObserver,
@@ -28,9 +28,9 @@ __all__ = [
     "MEMORY_MARGIN",
     "BufferedTask",
     "Conversion",
-    "Outlook",
     "OutputState",
     "Plan",
+    "Preflight",
     "Report",
     "Request",
     "Selection",

@@ -86,7 +86,7 @@ class Request(Protocol):
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
-class Outlook(Generic[O]):
+class Preflight(Generic[O]):
     """A planned conversion with what it will need here; what `--dry-run` prints."""
 
     request: Request
@@ -114,7 +114,7 @@ def disk_needed(units: Sequence[Unit]) -> int:
 class Report:
     """What a run did."""
 
-    outlook: Outlook[Any]
+    preflight: Preflight[Any]
     converted: Sequence[str]  # keys of units written now
     kept: Sequence[str]  # keys of units that were there
     missing: Sequence[str]  # keys of units that other runs must still do
@@ -241,8 +241,8 @@ class Conversion(ABC, Generic[O]):
         """The target's `made_files` by name."""
         return {}
 
-    def __init__(self, outlook: Outlook[O], observer: Observer) -> None:
-        self.outlook, self.plan, self.request = outlook, outlook.plan, outlook.request
+    def __init__(self, preflight: Preflight[O], observer: Observer) -> None:
+        self.preflight, self.plan, self.request = preflight, preflight.plan, preflight.request
         self.output = self.request.output
         self.observer = observer
         self.journal = Journal(self.output)
@@ -267,7 +267,7 @@ class Conversion(ABC, Generic[O]):
     def _run(self, started: float) -> Report:
         if self._is_finished():
             return self._report([], started)
-        with self.lock.door(self.observer.noted):
+        with self.lock.setup_lock(self.observer.noted):
             units = self._claim()
             complete = self._resume(units)
         pending = [unit for unit in units if unit.key not in self.done]
@@ -275,9 +275,9 @@ class Conversion(ABC, Generic[O]):
             if pending:
                 self._check_disk(pending)
                 self.convert(pending)
-            with self.lock.door(self.observer.noted):
+            with self.lock.setup_lock(self.observer.noted):
                 self._finish()
-                # Before the door opens: who comes last must find all units unlocked.
+                # Before the setup lock: who comes last must find all units unlocked.
                 self.lock.release()
         return self._report(pending, started)
 
@@ -300,7 +300,7 @@ class Conversion(ABC, Generic[O]):
             self.state.remove_earlier_run()
         if self.request.finalize:
             return []
-        units = list(self.outlook.units)
+        units = list(self.preflight.units)
         indices = [unit.layer.index for unit in units if unit.layer]
         self.lock.acquire(indices, f"layers {format_ranges(indices)}")
         if self.lock.try_acquire([OTHERS_BYTE]):
@@ -378,11 +378,11 @@ class Conversion(ABC, Generic[O]):
     def _withdraw(self, existed: bool) -> None:
         """After a failure of a run that found nothing and finished nothing: leave no trace.
 
-        Whoever else is at the door has a use for what is there, so it is not waited for long.
+        Whoever else has the setup lock needs what is there, so it is not waited for long.
         """
         with contextlib.suppress(OSError, KtconvError):
             if self.journal.directory.exists():
-                with self.lock.door(patience=WITHDRAW_SECONDS):
+                with self.lock.setup_lock(patience=WITHDRAW_SECONDS):
                     if not self.state.nothing_is_kept():
                         return
                     if not self.lock.try_acquire(self._all_bytes()):
@@ -406,7 +406,7 @@ class Conversion(ABC, Generic[O]):
         """Convert these units; each is journaled as soon as it is final."""
         self.begin(pending)
         sizes = self.buffers()
-        pipeline = Pipeline(self.outlook.threads, lambda: Buffers(sizes), self.observer)
+        pipeline = Pipeline(self.preflight.threads, lambda: Buffers(sizes), self.observer)
         pipeline.run(self.job(unit) for unit in pending)  # not a list: jobs end one by one
 
     def job(self, unit: Unit) -> Job[Buffers]:
@@ -489,7 +489,7 @@ class Conversion(ABC, Generic[O]):
         complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
         errors = self.errors
         return Report(
-            outlook=self.outlook,
+            preflight=self.preflight,
             converted=converted,
             kept=sorted(self.done - set(converted)),
             missing=[] if complete else self._missing(),

@@ -3,6 +3,6 @@
 report = quantize_cpu(Request(model="path/to/model", output=Path("out")))
 """
 
-from ktconv.quantize_cpu.run import Outlook, Request, prepare, quantize_cpu
+from ktconv.quantize_cpu.run import Preflight, Request, prepare, quantize_cpu
 
-__all__ = ["Outlook", "Request", "prepare", "quantize_cpu"]
+__all__ = ["Preflight", "Request", "prepare", "quantize_cpu"]

@@ -37,7 +37,7 @@ from ktconv.targets.card import model_card
 from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan, Unit, make_plan
 from ktconv.writer.journal import Journal
 
-Outlook: TypeAlias = conversion.Outlook[Options]
+Preflight: TypeAlias = conversion.Preflight[Options]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Request:
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
 
 
-def prepare(request: Request) -> Outlook:
+def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
     if request.overwrite and request.finalize:
         raise UsageError("--overwrite removes what --finalize completes", "give one of them")
@@ -82,15 +82,15 @@ def prepare(request: Request) -> Outlook:
     OutputState(plan, Journal(request.output)).refuse_foreign_files()
     units = plan.layer_units(request.layers)
     threads, peak = _fit_memory(request, plan)
-    return Outlook(request, plan, units, threads, peak, machine.disk_free(request.output))
+    return Preflight(request, plan, units, threads, peak, machine.disk_free(request.output))
 
 
 def quantize_cpu(
-    request: Request, observer: Observer | None = None, outlook: Outlook | None = None
+    request: Request, observer: Observer | None = None, preflight: Preflight | None = None
 ) -> Report:
     """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
-    outlook = outlook or prepare(request)
-    return QuantizeCpu(outlook, observer or SilentObserver()).run()
+    preflight = preflight or prepare(request)
+    return QuantizeCpu(preflight, observer or SilentObserver()).run()
 
 
 def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:

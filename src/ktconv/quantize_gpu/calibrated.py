@@ -8,7 +8,7 @@ the same as without the interruption.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
-from ktconv.conversion import Outlook, Plan, Unit
+from ktconv.conversion import Plan, Preflight, Unit
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize_gpu.calibration import (
@@ -37,6 +37,7 @@ from ktconv.reading.buffers import Buffers
 from ktconv.reading.decoded import U16, decoded_rows
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
+from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.scheme import PARTS
@@ -139,12 +140,12 @@ class Gptq(Rtn):
 
     def __init__(
         self,
-        outlook: Outlook[Options],
+        preflight: Preflight[Options],
         observer: Observer,
-        say: Callable[[str], None] = lambda text: None,
+        notify: Notify = silent,
     ) -> None:
-        super().__init__(outlook, _OneBegin(observer))
-        self._say = say
+        super().__init__(preflight, _OneBegin(observer))
+        self._notify = notify
         assert isinstance(self.request, Request)
         assert self.plan.options.calibration is not None
         self.settings = self.plan.options.calibration
@@ -199,7 +200,7 @@ class Gptq(Rtn):
         mine = [unit for unit in pending if _is_calibrated(unit)]
         if mine:
             self._placement = self._place()
-            self._say_samples()
+            self._notify_of_samples()
         if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
             self._rehearse(mine[0])
         self.observer.begin([unit.key for unit in pending])
@@ -220,10 +221,10 @@ class Gptq(Rtn):
                 "copy tokenizer.json and tokenizer_config.json of this model beside its weights",
             )
 
-    def _say_samples(self) -> None:
+    def _notify_of_samples(self) -> None:
         count, wanted = len(self.samples.ids), self.settings.samples
         fewer = f" (there are no more: --samples is {wanted})" if count < wanted else ""
-        self._say(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
+        self._notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
 
     def _rehearse(self, unit: Unit) -> None:
         """Before the first layer: a mistake must show now, not after hours."""
@@ -232,12 +233,12 @@ class Gptq(Rtn):
         assert unit.layer is not None and isinstance(self.request, Request)
         if self.request.self_test:
             self.observer.unit_started("self-test")
-            use_threads(self.outlook.threads)
+            use_threads(self.preflight.threads)
             self.tested = self_test(
                 self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
                 self._weights(), self._dampening(), self._scratch("self-test"), self.device,
             )  # fmt: skip
-            self._say(self.tested.words())
+            self._notify(self.tested.words())
 
     def _calibrate(self, pending: Sequence[Unit]) -> None:
         from ktconv.quantize_gpu.calibration_model import (
@@ -248,9 +249,9 @@ class Gptq(Rtn):
         from ktconv.quantize_gpu.gptq import put_back, quantize_layers
 
         checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
-        use_threads(self.outlook.threads)
+        use_threads(self.preflight.threads)
         self.observer.unit_started("loading")
-        self._say("loading the model")
+        self._notify("loading the model")
         try:
             cpu_weights = self._placement.cpu_weights
             model = load_linear_model(

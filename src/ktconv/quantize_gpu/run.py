@@ -8,7 +8,7 @@ memory and disk; convert layer by layer; write config, index and manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.decoded import source_buffer
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
+from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.module_classes import ClassCount, count_classes
 from ktconv.targets.pack_quantized.names import target_pattern
@@ -74,13 +75,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outlook(conversion.Outlook[Options]):
+class Preflight(conversion.Preflight[Options]):
     """A planned quantization; what `--dry-run` prints."""
 
     classes: Sequence[ClassCount]
 
 
-def prepare(request: Request) -> Outlook:
+def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only, writes nothing, needs no torch."""
     if request.options.method not in METHODS:
         raise UsageError(
@@ -105,23 +106,23 @@ def prepare(request: Request) -> Outlook:
 
         peak = max(peak, calibrated.check(request, plan).cpu(gpu=False))
     free = machine.disk_free(request.output)
-    return Outlook(request, plan, units, threads, peak, free, classes)
+    return Preflight(request, plan, units, threads, peak, free, classes)
 
 
 def quantize_gpu(
     request: Request,
     observer: Observer | None = None,
-    outlook: Outlook | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    preflight: Preflight | None = None,
+    notify: Notify = silent,
 ) -> Report:
-    """Quantize; see `Request`. `say` is told what happens around the layers. Raises KtconvError,
+    """Quantize; see `Request`. `notify` gets what happens around the layers. Raises KtconvError,
     or KeyboardInterrupt with all state kept."""
-    outlook = outlook or prepare(request)
+    preflight = preflight or prepare(request)
     if request.options.method == "gptq":
         from ktconv.quantize_gpu.calibrated import Gptq
 
-        return Gptq(outlook, observer or SilentObserver(), say).run()
-    return Rtn(outlook, observer or SilentObserver()).run()
+        return Gptq(preflight, observer or SilentObserver(), notify).run()
+    return Rtn(preflight, observer or SilentObserver()).run()
 
 
 def _require_libraries() -> None:

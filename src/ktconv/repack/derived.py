@@ -1,7 +1,7 @@
 """A conversion whose source is packed weights.
 
 Journal, locks, resume, disk check, pipeline and final files are those of quantize-cpu. What
-differs is where the bytes come from; the record of that (`Outlook.origin`) is written into
+differs is where the bytes come from; the record of that (`Preflight.origin`) is written into
 run.json and manifest, and a run into an output with another one is refused.
 """
 
@@ -40,7 +40,7 @@ MOST_THREADS = 8  # copying is bound by the disk
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook(conversion.Outlook[Options]):
+class Preflight(conversion.Preflight[Options]):
     """A planned job with what it will need here, and what its bytes come from."""
 
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
@@ -76,9 +76,9 @@ class CheckedCopy:
 class Derived(Conversion[Options], ABC):
     """One run; subclasses say which tasks a layer takes."""
 
-    def __init__(self, outlook: Outlook, observer: Observer) -> None:
-        super().__init__(outlook, observer)
-        self.derived = outlook
+    def __init__(self, preflight: Preflight, observer: Observer) -> None:
+        super().__init__(preflight, observer)
+        self.derived = preflight
 
     def buffers(self) -> BufferSizes:
         return BUFFERS
@@ -110,12 +110,14 @@ def expected_memory(threads: int, per_thread: int, manifests: Sequence[Path]) ->
     return base + MANIFEST_EXPANSION * known + threads * (BUFFERS.nbytes + per_thread)
 
 
-def card(outlook: Outlook) -> str:
+def card(preflight: Preflight) -> str:
     """README.md of the output: what it holds and where that comes from."""
-    plan = outlook.plan
+    plan = preflight.plan
     layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "all tensors" if plan.others else "expert weights only"
-    base = f"base_model: {json.dumps(outlook.base, ensure_ascii=False)}\n" if outlook.base else ""
+    base = (
+        f"base_model: {json.dumps(preflight.base, ensure_ascii=False)}\n" if preflight.base else ""
+    )
     return f"""---
 {base}library_name: ktransformers
 tags:
@@ -126,7 +128,7 @@ tags:
 
 # CPU experts in {plan.target.name}
 
-Routed experts for KTransformers' CPU kernels, from {outlook.about}:
+Routed experts for KTransformers' CPU kernels, from {preflight.about}:
 {plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
@@ -136,5 +138,5 @@ Routed experts for KTransformers' CPU kernels, from {outlook.about}:
 
 Made with ktconv {__version__}:
 
-    {outlook.command}
+    {preflight.command}
 """

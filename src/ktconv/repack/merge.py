@@ -66,7 +66,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook(derived.Outlook):
+class Preflight(derived.Preflight):
     """A planned merge with what it will need here; what `--dry-run` prints."""
 
     tree: Tree
@@ -84,7 +84,7 @@ class _Input:
     options: Options
 
 
-def prepare(request: Request) -> Outlook:
+def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
@@ -96,14 +96,14 @@ def prepare(request: Request) -> Outlook:
     _check(given)
     plan = _plan(given)
     derived.check_output(plan, request.output)
-    return _outlook(given, plan)
+    return _preflight(given, plan)
 
 
 def merge(
-    request: Request, observer: Observer | None = None, outlook: Outlook | None = None
+    request: Request, observer: Observer | None = None, preflight: Preflight | None = None
 ) -> Report:
     """Merge; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
-    return Merging(outlook or prepare(request), observer or SilentObserver()).run()
+    return Merging(preflight or prepare(request), observer or SilentObserver()).run()
 
 
 # ---- planning --------------------------------------------------------------------------
@@ -208,12 +208,12 @@ def _notes(given: _Input) -> Sequence[str]:
     return notes
 
 
-def _outlook(given: _Input, plan: Plan) -> Outlook:
+def _preflight(given: _Input, plan: Plan) -> Preflight:
     request = given.request
     threads = request.threads or min(machine.usable_cpus(), derived.MOST_THREADS)
     known = [given.manifest.path] if given.manifest else []
     base = model_name(given.source.path) if given.source else None
-    return Outlook(
+    return Preflight(
         request=quantize_cpu.Request(
             model=request.source or str(request.layers_dir),
             output=request.output,
@@ -263,10 +263,10 @@ def _command(given: _Input) -> str:
 class Merging(Derived):
     """One run of a planned merge."""
 
-    def __init__(self, outlook: Outlook, observer: Observer) -> None:
-        super().__init__(outlook, observer)
-        self._tree = outlook.tree
-        self._known = outlook.manifest.tensors if outlook.manifest else {}
+    def __init__(self, preflight: Preflight, observer: Observer) -> None:
+        super().__init__(preflight, observer)
+        self._tree = preflight.tree
+        self._known = preflight.manifest.tensors if preflight.manifest else {}
 
     def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
         assert unit.layer is not None

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.targets.ktransformers import Content as PlanContent
-from ktconv.targets.ktransformers import Copy, KtTarget, LayerContent, Options, Plan, lay_out
+from ktconv.targets.ktransformers import (
+    Copy,
+    KTransformersTarget,
+    LayerContent,
+    Options,
+    Plan,
+    lay_out,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +60,5 @@ def plan_packed(content: Content) -> Plan:
             content.notes,
             content.skipped,
         ),
-        KtTarget(content.options, frozenset(backward)),
+        KTransformersTarget(content.options, frozenset(backward)),
     )

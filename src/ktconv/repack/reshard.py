@@ -62,13 +62,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook(derived.Outlook):
+class Preflight(derived.Preflight):
     """A planned resharding; what `--dry-run` prints."""
 
     given: CompleteWeights
 
 
-def prepare(request: Request) -> quantize_cpu.Outlook:
+def prepare(request: Request) -> quantize_cpu.Preflight:
     """Read headers, and where parts are joined all scales; check and plan. Writes nothing.
 
     With a source this plans a conversion by `quantize_cpu`.
@@ -84,19 +84,19 @@ def prepare(request: Request) -> quantize_cpu.Outlook:
     plan = plan_packed(_content(request, given))
     _refuse_unequal_scales(given, plan)
     derived.check_output(plan, request.output)
-    return _outlook(request, given, plan)
+    return _preflight(request, given, plan)
 
 
 def reshard(
     request: Request,
     observer: Observer | None = None,
-    outlook: quantize_cpu.Outlook | None = None,
+    preflight: quantize_cpu.Preflight | None = None,
 ) -> Report:
     """Cut anew; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
-    outlook, observer = outlook or prepare(request), observer or SilentObserver()
-    if isinstance(outlook, Outlook):
-        return Resharding(outlook, observer).run()
-    return quantize_cpu.QuantizeCpu(outlook, observer).run()
+    preflight, observer = preflight or prepare(request), observer or SilentObserver()
+    if isinstance(preflight, Preflight):
+        return Resharding(preflight, observer).run()
+    return quantize_cpu.QuantizeCpu(preflight, observer).run()
 
 
 def source_request(request: Request, given: CompleteWeights) -> quantize_cpu.Request:
@@ -155,11 +155,11 @@ def _down_scales(old: int, new: int) -> str:
     return f"down is joined from {old} parts, whose row scales agree"
 
 
-def _outlook(request: Request, given: CompleteWeights, plan: Plan) -> Outlook:
+def _preflight(request: Request, given: CompleteWeights, plan: Plan) -> Preflight:
     threads = request.threads or min(machine.usable_cpus(), derived.MOST_THREADS)
     largest = max(layer.hidden * layer.intermediate for layer in given.tree.layers.values())
     known = [given.manifest.path] if given.manifest else []
-    return Outlook(
+    return Preflight(
         request=quantize_cpu.Request(
             model=str(request.packed),
             output=request.output,
@@ -236,10 +236,10 @@ def _refuse_unequal(given: CompleteWeights, tensors: Sequence[TensorId], options
 class Resharding(Derived):
     """One run of a planned resharding."""
 
-    def __init__(self, outlook: Outlook, observer: Observer) -> None:
-        super().__init__(outlook, observer)
-        self._given = outlook.given
-        self._known = outlook.given.manifest.tensors if outlook.given.manifest else {}
+    def __init__(self, preflight: Preflight, observer: Observer) -> None:
+        super().__init__(preflight, observer)
+        self._given = preflight.given
+        self._known = preflight.given.manifest.tensors if preflight.given.manifest else {}
 
     def reader(self) -> SourceReader:
         return self._given.reader()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,10 @@ from ktconv.stats.placement import ENDING, write_placement
 from ktconv.stats.record import I32, Recorder, text_pieces
 from ktconv.stats.trace import read_trace, write_trace
 from ktconv.system.files import check_writable, translated
+from ktconv.system.text import Notify
 
 MAX_TOKENS = 20480  # by default: 40 windows
 SHOWN_NEVER = 5  # experts that are named in a row of the table
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,12 @@ class _Recorded:
     ids: dict[int, I32] = field(default_factory=dict)
 
 
-def run(options: Options, say: Say) -> tuple[dict[str, Any], list[str]]:
+def run(options: Options, notify: Notify) -> tuple[dict[str, Any], list[str]]:
     """The JSON document and the lines for people. Raises KtconvError."""
     started = time.monotonic()
     _check(options)
     earlier = _earlier(options)
-    recorded = _record(options, say) if earlier is None else _Recorded(earlier)
+    recorded = _record(options, notify) if earlier is None else _Recorded(earlier)
     statistics = recorded.statistics
     if options.layers is not None:
         statistics = statistics.only(options.layers)
@@ -69,14 +68,14 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], list[str]]:
     if options.trace is not None:
         experts = {layer.layer: layer.experts for layer in statistics.layers}
         write_trace(options.trace, {n: recorded.ids[n] for n in experts}, experts)
-        say(f"wrote {options.trace}")
+        notify(f"wrote {options.trace}")
     if options.write is not None:
         chosen = statistics.hot(*options.choice)
         write_expert_set(chosen, options.write)
-        say(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {options.write}")
+        notify(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {options.write}")
     if options.placement is not None:
         write_placement(statistics, options.placement)
-        say(f"wrote {options.placement}")
+        notify(f"wrote {options.placement}")
     facts["seconds"] = round(time.monotonic() - started, 3)
     return facts, list(_lines(statistics, facts, options))
 
@@ -130,17 +129,17 @@ def _earlier(options: Options) -> Statistics | None:
     return from_facts(parse_object(data, str(path), "give what ktconv stats --json printed"), path)
 
 
-def _record(options: Options, say: Say) -> _Recorded:
+def _record(options: Options, notify: Notify) -> _Recorded:
     directory = locate_model(options.model)
     check_headers(directory)
     pieces = _text(options.text)
-    say("loading the model")
+    notify("loading the model")
     limit = options.max_tokens or MAX_TOKENS
     name = options.text.name if options.text else "the sample of ktconv"
     with _way_out(), running(directory), Recorder(directory, options.max_memory) as recorder:
         _check_choice(recorder.experts, options)
-        say(f"reading at most {limit} tokens of {name}")
-        found, ids = recorder.read(pieces, limit, say, keep=options.trace is not None)
+        notify(f"reading at most {limit} tokens of {name}")
+        found, ids = recorder.read(pieces, limit, notify, keep=options.trace is not None)
     return _Recorded(Statistics(found.layers, {**found.about, "text": name}), ids)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
-from ktconv.system.text import path_text
+from ktconv.system.text import Notify, path_text, silent
 from ktconv.system.units import format_duration
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
 _PIECE = 1 << 20  # characters of a text that are in memory at a time
-_SAY_SECONDS = 5.0
+_NOTIFY_SECONDS = 5.0
 _TEXT = "give a text in UTF-8"
 
 I32 = NDArray[np.int32]
-Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class Recorder:
         self,
         pieces: Iterable[str],
         max_tokens: int,
-        say: Say = lambda text: None,
+        notify: Notify = silent,
         *,
         keep: bool = False,
     ) -> tuple[Statistics, dict[int, I32]]:
@@ -100,7 +99,7 @@ class Recorder:
 
         found = {layer: _Layer(np.zeros(n, np.int64)) for layer, n in self.experts.items()}
         length = getattr(self._model.config, "max_position_embeddings", None) or WINDOW
-        progress, tokens = _Progress(max_tokens, say), 0
+        progress, tokens = _Progress(max_tokens, notify), 0
         with ExitStack() as stack, torch.inference_mode():
             for layer, site in self._sites.items():
                 count = _counter(layer, site.module, found[layer], keep)
@@ -223,14 +222,14 @@ def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]
 class _Progress:
     """A line every few seconds."""
 
-    def __init__(self, total: int, say: Say) -> None:
-        self._total, self._say = total, say
+    def __init__(self, total: int, notify: Notify) -> None:
+        self._total, self._notify = total, notify
         self._started = self._told = time.monotonic()
 
     def tell(self, tokens: int) -> None:
         now = time.monotonic()
-        if now - self._told < _SAY_SECONDS:
+        if now - self._told < _NOTIFY_SECONDS:
             return
         self._told = now
         left = (now - self._started) / tokens * (self._total - tokens)
-        self._say(f"{tokens} of at most {self._total} tokens, ETA {format_duration(left)}")
+        self._notify(f"{tokens} of at most {self._total} tokens, ETA {format_duration(left)}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+Notify = Callable[[str], None]  # takes a line that a user should read
 
 # What moves the cursor, changes colours, reorders a line, or cannot be seen; and halves of
 # surrogate pairs, which no UTF-8 holds.
@@ -15,6 +17,10 @@ _UNSEEN = re.compile(
     "\ufeff\ufff9-\uffff\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
 )
 _SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def silent(_: str) -> None:
+    """A `Notify` for callers without a user."""
 
 
 def printable(text: str, keep: str = "") -> str:

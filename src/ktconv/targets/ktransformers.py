@@ -46,7 +46,7 @@ from ktconv.writer.shards import Tensor
 __all__ = [
     "Content",
     "Copy",
-    "KtTarget",
+    "KTransformersTarget",
     "LayerContent",
     "Layout",
     "Options",
@@ -92,9 +92,9 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded experts that is not the model's or leaves a layer none."""
     excluded = set_of_record(options.exclude_experts, f"--{EXCLUDED.replace('_', '-')}")
     if not excluded.layers:
-        return plan_checkpoint(checkpoint, KtTarget(options))
+        return plan_checkpoint(checkpoint, KTransformersTarget(options))
     selection = _without(excluded, checkpoint, options)
-    plan = plan_checkpoint(checkpoint, KtTarget(options), selection)
+    plan = plan_checkpoint(checkpoint, KTransformersTarget(options), selection)
     left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
     return replace(plan, skipped=[*plan.skipped, left_out], notes=[*plan.notes, note])
@@ -118,7 +118,7 @@ def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> S
     return remaining
 
 
-class KtTarget(Target[Options]):
+class KTransformersTarget(Target[Options]):
     """Packed weights and row scales, cut into NUMA parts (docs/formats.md)."""
 
     def __init__(self, options: Options, backward: frozenset[int] = frozenset()) -> None:

@@ -22,7 +22,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
@@ -30,13 +30,14 @@ from typing import Any, ClassVar, TypeGuard
 from ktconv.errors import InUseError, OutputError
 from ktconv.system.files import io_error, make_directory, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
+from ktconv.system.text import Notify, silent
 
 STATE_DIRECTORY = ".ktconv"
 OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
-DOOR_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.door
-DOOR_POLL_SECONDS = 0.02
-DOOR_PATIENCE_SECONDS = 120.0  # what is done inside takes seconds even on slow disks
-DOOR_NOTICE_SECONDS = 2.0  # who waits longer is told for what
+SETUP_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.setup_lock
+SETUP_POLL_SECONDS = 0.02
+SETUP_LOCK_TIMEOUT = 120.0  # what is done under it takes seconds even on slow disks
+SETUP_NOTICE_SECONDS = 2.0  # who waits longer is told for what
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
@@ -207,7 +208,7 @@ class OutputLock:
     belong to a process and vanish when it closes any descriptor of the file, so each file
     is opened once per process and the class remembers what the process holds.
 
-    Units are locked, and the state directory is removed, only inside the `door`; so nobody
+    Units are locked, and the state directory is removed, only under the `setup_lock`; so nobody
     holds a unit of a directory that is gone.
     """
 
@@ -220,22 +221,20 @@ class OutputLock:
         self._mine: set[int] = set()
 
     @contextmanager
-    def door(
-        self, say: Callable[[str], None] = lambda text: None, patience: float | None = None
-    ) -> Iterator[None]:
+    def setup_lock(self, notify: Notify = silent, patience: float | None = None) -> Iterator[None]:
         """One run at a time begins or finishes; others wait. Creates the state directory.
 
-        `say` gets one sentence if that takes a while. OutputError after `patience` seconds.
+        `notify` gets one sentence if that takes a while. OutputError after `patience` seconds.
         """
-        self._wait_at_door(say, DOOR_PATIENCE_SECONDS if patience is None else patience)
+        self._wait_for_setup_lock(notify, SETUP_LOCK_TIMEOUT if patience is None else patience)
         try:
             yield
         finally:
-            self._give_back({DOOR_BYTE})
+            self._give_back({SETUP_BYTE})
 
-    def _wait_at_door(self, say: Callable[[str], None], patience: float) -> None:
+    def _wait_for_setup_lock(self, notify: Notify, patience: float) -> None:
         started, noticed = time.monotonic(), False
-        while not self._try_door():
+        while not self._try_setup_lock():
             waited = time.monotonic() - started
             if waited > patience:
                 raise OutputError(
@@ -243,17 +242,17 @@ class OutputLock:
                     f"{self._journal.output} and does not come to an end",
                     "if it is stopped or hangs, end it; then run the same command again",
                 )
-            if waited > DOOR_NOTICE_SECONDS and not noticed:
+            if waited > SETUP_NOTICE_SECONDS and not noticed:
                 noticed = True
-                say(
+                notify(
                     f"waiting for another ktconv{self._who()} that is beginning or finishing in "
                     f"{self._journal.output}"
                 )
-            time.sleep(DOOR_POLL_SECONDS)
+            time.sleep(SETUP_POLL_SECONDS)
 
     def _who(self) -> str:
-        """ " (process 4711)" where the door is locked by another process of this machine."""
-        question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, DOOR_BYTE, 1, 0)
+        """ " (process 4711)" where another process of this machine has the setup lock."""
+        question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SETUP_BYTE, 1, 0)
         answer = question
         with self._guard, contextlib.suppress(OSError):
             fd, _ = self._open()
@@ -278,10 +277,10 @@ class OutputLock:
         """Give back all that this object holds."""
         self._give_back(self._mine)
 
-    def _try_door(self) -> bool:
+    def _try_setup_lock(self) -> bool:
         self._journal.create()
         try:
-            return self._try({DOOR_BYTE})
+            return self._try({SETUP_BYTE})
         except FileNotFoundError:
             return False  # a run that finished has just removed the directory
 
@@ -324,7 +323,7 @@ class OutputLock:
 
 @contextmanager
 def _lock_errors(path: Path) -> Iterator[None]:
-    """OSErrors in words, but for the missing directory that `door` knows how to handle."""
+    """OSErrors in words, but for the missing directory that `setup_lock` handles."""
     try:
         yield
     except FileNotFoundError:
@@ -356,6 +355,6 @@ def _lock_bytes(fd: int, wanted: set[int]) -> bool:
 
 
 def _unlock_bytes(fd: int, units: Iterable[int]) -> None:
-    """In ascending order, so that the door opens last: who enters finds the units free."""
+    """In ascending order, so that the setup lock goes last: who gets it finds the units free."""
     for unit in sorted(units):
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, unit)
