@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 from bench.reports import LIMITS
+from ktconv._native import ffi, lib
 
 from ktconv import native
 from ktconv.bench.limits import Limits, Meter, own_seconds, settle
-from ktconv.native import ffi, lib
 from ktconv.system.pool import Pool
 
 MIB = 1 << 20

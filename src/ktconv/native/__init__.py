@@ -1,0 +1,73 @@
+"""The border to the C library: the one package that touches cffi.
+
+Every function checks sizes and contiguity, calls, and turns a status into an
+exception. Calls release the GIL, so Python threads run them in parallel.
+"""
+
+from ktconv.native.arrays import Array, NonFiniteError, aligned_bytes
+from ktconv.native.auditing import Audit, audit, audit_codes
+from ktconv.native.levels import ISA_NAMES, cpu_features, isa, isa_available, use_isa
+from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
+from ktconv.native.moe import (
+    GATE_FUNCTIONS,
+    KERNELS,
+    MAX_COLS,
+    SCALE_DTYPES,
+    Activation,
+    Layer,
+    Layout,
+    Projection,
+    pack_weight,
+)
+from ktconv.native.packing import (
+    FORMATS,
+    new_scratch,
+    pack,
+    packed_size,
+    quantize,
+    quantize_pack,
+    scratch_size,
+    unpack,
+)
+from ktconv.native.pool import Pool, bind_memory
+from ktconv.native.source import DTYPES, Matrix, decode
+
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "GATE_FUNCTIONS",
+    "ISA_NAMES",
+    "KERNELS",
+    "MAX_COLS",
+    "SCALE_DTYPES",
+    "UNITS",
+    "Activation",
+    "Array",
+    "Audit",
+    "Layer",
+    "Layout",
+    "Matrix",
+    "NonFiniteError",
+    "Pool",
+    "Projection",
+    "aligned_bytes",
+    "audit",
+    "audit_codes",
+    "bind_memory",
+    "cpu_features",
+    "decode",
+    "isa",
+    "isa_available",
+    "limit_dot",
+    "limit_ops",
+    "limit_read",
+    "new_scratch",
+    "pack",
+    "pack_weight",
+    "packed_size",
+    "quantize",
+    "quantize_pack",
+    "scratch_size",
+    "unpack",
+    "use_isa",
+]

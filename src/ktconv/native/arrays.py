@@ -1,0 +1,67 @@
+"""Arrays as C reads them, and the status of a call as an exception."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconv._native import ffi, lib
+from ktconv.errors import CheckpointError
+
+Array = npt.NDArray[Any]
+
+
+class NonFiniteError(CheckpointError):
+    """A NaN or Inf at (row, col) of a source matrix."""
+
+    def __init__(self, row: int, col: int) -> None:
+        super().__init__(f"the matrix holds a NaN or an infinity at row {row}, column {col}")
+        self.row, self.col = row, col
+
+
+def aligned_bytes(size: int) -> Array:
+    """uint8 memory that starts at a cache line."""
+    memory = np.empty(size + 63, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+def expect_bytes(what: str, array: Array, nbytes: int) -> None:
+    if array.nbytes != nbytes or not array.flags.c_contiguous:
+        raise ValueError(f"{what} must be {nbytes} contiguous bytes, got {array.nbytes}")
+
+
+def expect_rows(what: str, array: Array, dtype: Any, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{what} must be contiguous {np.dtype(dtype).name} {list(shape)}, "
+            f"got {array.dtype.name} {list(array.shape)}"
+        )
+
+
+def expect_aligned(what: str, array: Array, size: int) -> None:
+    if array.ctypes.data % size:
+        raise ValueError(f"{what} must be aligned to {size} bytes")
+
+
+def byte_pointer(array: Array, writable: bool = False) -> Any:
+    return ffi.cast("uint8_t *", ffi.from_buffer(array, require_writable=writable))
+
+
+def aligned_floats(scale: Array) -> Array:
+    """`scale` itself, or a copy where a float cannot lie: files align nothing."""
+    return scale if scale.ctypes.data % 4 == 0 else scale.copy()
+
+
+def words(status: int) -> str:
+    return str(ffi.string(lib.kt_strerror(status)).decode())
+
+
+def check(status: int, bad: Any = None) -> None:
+    if status == lib.KT_OK:
+        return
+    if status == lib.KT_ERR_NONFINITE:
+        raise NonFiniteError(int(bad.row), int(bad.col))
+    raise ValueError(words(status))

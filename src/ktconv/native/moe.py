@@ -1,0 +1,272 @@
+"""The MoE forward: packed weights, layers and their calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ktconv._native import ffi, lib
+from ktconv.native.arrays import (
+    Array,
+    aligned_bytes,
+    check,
+    expect_aligned,
+    expect_bytes,
+    expect_rows,
+)
+from ktconv.native.pool import Pool, open_pool
+
+MAX_COLS: int = lib.KT_MAX_COLS  # of any matrix that the kernels read
+
+KERNELS = {
+    "int8": lib.KT_KERNEL_INT8,
+    "int4": lib.KT_KERNEL_INT4,
+    "bf16": lib.KT_KERNEL_BF16,
+    "fp8": lib.KT_KERNEL_FP8,
+    "mxfp4": lib.KT_KERNEL_MXFP4,
+    "gint4": lib.KT_KERNEL_GINT4,
+}
+
+_SCALE_BYTES = {"f32": 4, "bf16": 2, "ue8m0": 1}
+
+SCALE_DTYPES = {
+    "none": lib.KT_SCALE_NONE,
+    "f32": lib.KT_SCALE_F32,
+    "bf16": lib.KT_SCALE_BF16,
+    "ue8m0": lib.KT_SCALE_UE8M0,
+}
+
+GATE_FUNCTIONS = {
+    "swiglu": lib.KT_SWIGLU,
+    "gelu": lib.KT_GELU,
+    "gelu_tanh": lib.KT_GELU_TANH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the kernels read weights; see kt_layout in ktconv.h."""
+
+    kernel: str
+    group: int = 0
+    scale_dtype: str = "f32"
+
+    def c(self) -> Any:
+        return ffi.new(
+            "kt_layout *",
+            (KERNELS[self.kernel], self.group, SCALE_DTYPES[self.scale_dtype]),
+        )
+
+    def weight_size(self, rows: int, cols: int) -> int:
+        """Bytes of packed codes; 0 if the layout cannot hold that shape."""
+        return int(lib.kt_weight_size(self.c(), rows, cols))
+
+    def scale_size(self, rows: int, cols: int) -> int:
+        """Bytes of packed scales."""
+        return int(lib.kt_weight_scale_size(self.c(), rows, cols))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What happens between the gate and up products and the down one; see kt_activation."""
+
+    function: str = "swiglu"
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = math.inf
+
+
+_LARGEST = {"int8": 127, "int4": 7}  # codes
+
+_FP8_BLOCK = 128
+
+
+def _check_codes(layout: Layout, rows: int, cols: int, codes: Array) -> None:
+    if largest := _LARGEST.get(layout.kernel):
+        expect_rows("codes", codes, np.int8, (rows, cols))
+        if codes.max() > largest or codes.min() < -largest:
+            raise ValueError(f"{layout.kernel} codes must be {-largest}..{largest}")
+    elif layout.kernel in ("mxfp4", "gint4"):
+        expect_rows("codes", codes, np.uint8, (rows, cols // 2))
+    else:
+        expect_rows(
+            "codes", codes, np.uint16 if layout.kernel == "bf16" else np.uint8, (rows, cols)
+        )
+
+
+def _check_scale(layout: Layout, rows: int, cols: int, scale: Array | None) -> None:
+    if layout.scale_dtype == "none":
+        if scale is not None:
+            raise ValueError(f"{layout.kernel} has no scales")
+        return
+    if scale is None:
+        raise ValueError(f"{layout.kernel} needs scales")
+    dtype = {"f32": np.float32, "bf16": np.uint16, "ue8m0": np.uint8}[layout.scale_dtype]
+    shape: tuple[int, ...] = (rows,)
+    if layout.group:
+        shape = (-(-rows // _FP8_BLOCK) if layout.kernel == "fp8" else rows, cols // layout.group)
+    expect_rows("scale", scale, dtype, shape)
+
+
+def pack_weight(
+    layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None, packed: Array
+) -> Array:
+    """Packs row-major codes into `packed` (uint8); returns the packed scales (uint8).
+
+    `codes` and `scale` have the dtypes and shapes that kt_weight_pack wants. Raises ValueError for
+    others, for a shape that the layout cannot hold, for INT8 and INT4 codes out of their range, and
+    for scales that are not finite.
+    """
+    size = layout.weight_size(rows, cols)
+    if not size:
+        raise ValueError(f"{layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
+    codes = np.ascontiguousarray(codes)
+    scale = None if scale is None else np.ascontiguousarray(scale)
+    _check_codes(layout, rows, cols, codes)
+    _check_scale(layout, rows, cols, scale)
+    expect_bytes("packed", packed, size)
+    packed_scale = aligned_bytes(max(1, layout.scale_size(rows, cols)))
+    status = lib.kt_weight_pack(
+        layout.c(),
+        rows,
+        cols,
+        ffi.from_buffer(codes),
+        ffi.NULL if scale is None else ffi.from_buffer(scale),
+        ffi.from_buffer(packed, require_writable=True),
+        ffi.from_buffer(packed_scale, require_writable=True),
+    )
+    if status == lib.KT_ERR_NONFINITE:
+        raise ValueError("a scale or a code is NaN or infinite")
+    check(status)
+    return packed_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One packed matrix of one expert: codes (uint8), scales (bytes or None), bias (float32)."""
+
+    codes: Array
+    scale: Array | None = None
+    bias: Array | None = None
+
+
+class Layer:
+    """The experts of one MoE layer, ready for kt_moe_forward; keeps their memory alive.
+
+    `experts[part][expert]` is (gate, up, down), or None for an expert that is not here.
+    Raises ValueError when sizes or alignments do not fit, or a limit is negative or NaN.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        activation: Activation,
+        hidden: int,
+        intermediate: int,
+        experts: list[list[tuple[Projection, Projection, Projection] | None]],
+    ) -> None:
+        self.layout, self.hidden, self.intermediate = layout, hidden, intermediate
+        self.parts, self.experts = len(experts), len(experts[0])
+        self._keep = experts
+        self._table = ffi.new("kt_expert[]", self.parts * self.experts)
+        self.c = ffi.new("kt_moe *")
+        self.c.layout = layout.c()[0]
+        self.c.activation = (
+            GATE_FUNCTIONS[activation.function],
+            activation.alpha,
+            activation.beta,
+            activation.limit,
+        )
+        self.c.hidden, self.c.intermediate = hidden, intermediate
+        self.c.experts, self.c.parts, self.c.expert = self.experts, self.parts, self._table
+        if not activation.limit >= 0:
+            raise ValueError(f"the limit of an activation must not be {activation.limit}")
+        if intermediate % self.parts:
+            raise ValueError(f"{intermediate} columns cannot be cut into {self.parts} parts")
+        for part, row in enumerate(experts):
+            for index, expert in enumerate(row):
+                if expert is not None:
+                    if part and expert[2].bias is not None:
+                        raise ValueError("only part 0 has biases of down: they are added once")
+                    self._set_expert(self._table[part * self.experts + index], expert)
+
+    def _set_expert(self, entry: Any, expert: tuple[Projection, Projection, Projection]) -> None:
+        width = self.intermediate // self.parts
+        shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
+        for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):
+            size = self.layout.weight_size(rows, cols)
+            if not size:
+                raise ValueError(f"{self.layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
+            expect_bytes(f"{name} codes", matrix.codes, size)
+            setattr(entry, name, ffi.from_buffer(matrix.codes))
+            if scale_size := self.layout.scale_size(rows, cols):
+                if matrix.scale is None:
+                    raise ValueError(f"{name} has no scales")
+                expect_bytes(f"{name} scales", matrix.scale, scale_size)
+                expect_aligned(
+                    f"{name} scales", matrix.scale, _SCALE_BYTES[self.layout.scale_dtype]
+                )
+                setattr(entry, f"{name}_scale", ffi.from_buffer(matrix.scale))
+            if matrix.bias is not None:
+                expect_rows(f"{name} bias", matrix.bias, np.float32, (rows,))
+                expect_aligned(f"{name} bias", matrix.bias, 4)
+                setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
+
+    def scratch_size(self, tokens: int, top_k: int, pool: Pool) -> int:
+        """Bytes of memory that a forward of up to `tokens` tokens needs."""
+        size = int(lib.kt_moe_scratch_size(self.c, tokens, top_k, open_pool(pool)))
+        if not size:
+            raise ValueError(f"{tokens} tokens with {top_k} experts each cannot be computed")
+        return size
+
+    def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
+        """That memory; calls at once need one each."""
+        return aligned_bytes(self.scratch_size(tokens, top_k, pool))
+
+    def touch(self, pool: Pool) -> None:
+        """Brings mapped pages into memory, by the threads that will use them."""
+        check(lib.kt_moe_touch(self.c, open_pool(pool)))
+
+    def call(
+        self, pool: Pool, x: Array, ids: Array, weights: Array, y: Array, scratch: Array
+    ) -> Callable[[], None]:
+        """A function that computes y from these arrays each time it is called.
+
+        x, y: uint16 (bf16 bits) [M, H]; ids: int32 or int64 [M, K], -1 is skipped; weights:
+        float32 [M, K]. Nothing but a look at the pool (ValueError once it is closed) and the C
+        call happens in it, so it can be timed.
+        """
+        if ids.dtype not in (np.int32, np.int64) or not ids.flags.c_contiguous or ids.ndim != 2:
+            raise ValueError(
+                "ids must be contiguous int32 or int64 [M, K], "
+                f"got {ids.dtype.name} {list(ids.shape)}"
+            )
+        expect_rows("x", x, np.uint16, (len(ids), self.hidden))
+        expect_rows("y", y, np.uint16, (len(ids), self.hidden))
+        expect_rows("weights", weights, np.float32, ids.shape)
+        for what, written in (("y", y), ("scratch", scratch)):
+            if not written.flags.writeable:
+                raise ValueError(f"{what} cannot be written to")
+        keep = (x, ids, weights, y, scratch)
+        layer = self.c
+        arguments = (
+            *ids.shape,
+            ffi.cast("uint16_t *", x.ctypes.data),
+            ffi.cast("void *", ids.ctypes.data),
+            ids.itemsize,
+            ffi.cast("float *", weights.ctypes.data),
+            ffi.cast("uint16_t *", y.ctypes.data),
+            ffi.cast("void *", scratch.ctypes.data),
+            scratch.nbytes,
+        )
+
+        def run(_keep: object = keep) -> None:
+            status = lib.kt_moe_forward(layer, open_pool(pool), *arguments)
+            if status != lib.KT_OK:
+                check(status)
+
+        return run

@@ -1,0 +1,48 @@
+"""Threads of the C library, and where memory lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ktconv._native import ffi, lib
+from ktconv.native.arrays import Array, check
+
+
+class Pool:
+    """Threads of the C library. `cpus` and `nodes` have one number per thread, as kt_pool_create's;
+    ValueError if they do not."""
+
+    def __init__(
+        self, threads: int, cpus: list[int] | None = None, nodes: list[int] | None = None
+    ) -> None:
+        for what, places in (("cpus", cpus), ("nodes", nodes)):
+            if places is not None and len(places) != threads:
+                raise ValueError(f"{what} are {len(places)} numbers for {threads} threads")
+        place = ffi.NULL if cpus is None else ffi.new("int32_t[]", cpus)
+        node = ffi.NULL if nodes is None else ffi.new("int32_t[]", nodes)
+        out = ffi.new("kt_pool **")
+        check(lib.kt_pool_create(threads, place, node, out))
+        self.c = ffi.gc(out[0], lib.kt_pool_destroy)
+        self.threads = threads
+
+    def close(self) -> None:
+        """Ends the threads; the pool cannot be used afterwards."""
+        if self.c:
+            ffi.release(self.c)
+            self.c = ffi.NULL
+
+    def empty(self, times: int) -> None:
+        """Runs a job that does nothing, `times` times."""
+        check(lib.kt_pool_empty(self.c, times))
+
+
+def open_pool(pool: Pool) -> Any:
+    """The pool's pointer; ValueError once it is closed."""
+    if not pool.c:
+        raise ValueError("the pool is closed")
+    return pool.c
+
+
+def bind_memory(memory: Array, os_node: int) -> None:
+    """Asks for the pages of `memory` to be on a NUMA node, by the system's number."""
+    check(lib.kt_memory_bind(ffi.from_buffer(memory), memory.nbytes, os_node))
