@@ -385,12 +385,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ('{"hidden_act": ["silu"]}', "config.json gives hidden_act as a list"),
-        ('{"swiglu_limit": "abc"}', 'config.json gives swiglu_limit as "abc"'),
-        ('{"swiglu_limit": NaN}', "config.json gives swiglu_limit as NaN"),
-        ('{"swiglu_alpha": {}}', "config.json gives swiglu_alpha as an object"),
-        ('{"text_config": null}', "config.json gives text_config as null"),
-        ('{"num_experts_per_tok": "2"}', 'config.json gives num_experts_per_tok as "2"'),
+        ('{"hidden_act": ["silu"]}', "config.json: hidden_act is ['silu'], not a name"),
+        ('{"swiglu_limit": "abc"}', "config.json: swiglu_limit is 'abc'"),
+        ('{"swiglu_limit": NaN}', "config.json: swiglu_limit is nan"),
+        ('{"swiglu_alpha": {}}', "config.json: swiglu_alpha is {}"),
+        ('{"text_config": null}', "config.json: text_config is None"),
+        ('{"num_experts_per_tok": "2"}', "config.json: num_experts_per_tok is '2'"),
         ('{"a":' * 100_000, "nested too deeply"),
     ],
 )

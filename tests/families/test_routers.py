@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families import routers
+from ktconv.families import table
+from ktconv.families.family import Router, RouterSpec
 from ktconv.families.names import router_tensors, shared_expert_tensors
-from ktconv.families.routers import RouterSpec, route, router_of
+from ktconv.families.routers import route, router_of
 
 TOKENS, HIDDEN, EXPERTS = 40, 32, 16
 
@@ -154,8 +155,10 @@ def test_routers_are_those_of_transformers(case: str, top_k: int) -> None:
 def test_every_family_is_compared() -> None:
     """Also those that are added later; DeepSeek's code is Kimi K2's too."""
     compared = {case.split(":")[0] for case in FAMILIES}
-    assert compared | {"kimi_k2"} == routers._FAMILIES.keys()
-    assert routers._FAMILIES["kimi_k2"] is routers._FAMILIES["deepseek_v3"]
+    rows = table.FAMILIES.rows
+    routed = {kind for row in rows for kind in row.types if isinstance(row.routing, Router)}
+    assert compared | {"kimi_k2"} == routed
+    assert table.FAMILIES.of("kimi_k2") is table.FAMILIES.of("deepseek_v3")
 
 
 # ---- what every router does ------------------------------------------------------------
@@ -251,7 +254,7 @@ def test_unknown_families_say_how_they_route() -> None:
         ({"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
         ({"topk_method": "dice"}, "dice"),
         ({"topk_method": "noaux_tc", "scoring_func": "softmax"}, "contradicts itself"),
-        ({"scoring_func": "softmax", "num_experts_per_tok": 0}, "positive numbers"),
+        ({"scoring_func": "softmax", "num_experts_per_tok": 0}, "is 0, not a number of experts"),
         ({"scoring_func": "softmax", "num_experts_per_tok": None}, "positive numbers"),
         ({"scoring_func": "softmax", "num_experts": 7, "n_group": 2}, "7 experts"),
         ({"scoring_func": "softmax", "num_experts": 1}, "2 experts per token"),

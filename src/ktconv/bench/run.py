@@ -342,7 +342,7 @@ def _opened(request: Request, model: Path, say: Say) -> Layer:
     name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
-    top_k = request.top_k or min(experts_per_token(model), count)
+    top_k = request.top_k or min(experts_per_token(model, number), count)
     if top_k > count:
         raise UsageError(
             f"--top-k {top_k} is more than the {count} experts of {model}",

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.config_values import (
+from ktconv.checkpoint.strict_json import parse_object
+from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.config import sections_of, text_section
+from ktconv.families.config_values import (
     CONFIG_HINT,
     CONFIG_NAME,
-    TEXT_SECTIONS,
-    TOP_K_KEYS,
     check_values,
     is_whole,
     wrong_value,
 )
-from ktconv.checkpoint.strict_json import parse_object
-from ktconv.errors import CheckpointError
+from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 
 __all__ = [
     "CONFIG_NAME",
     "MAX_SIZE",
-    "TOP_K_KEYS",
     "ConfigFile",
     "DenseLayers",
     "ListSetting",
@@ -35,12 +35,6 @@ __all__ = [
     "text_section",
 ]
 
-_EXPERT_COUNT_KEYS = (
-    "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
-)  # fmt: skip
-_EXPERT_SIZE_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-_LAYER_KEYS = ("num_hidden_layers", "num_layers")
-_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
 MAX_DEPTH = 64  # sections within sections
@@ -66,17 +60,6 @@ class ListSetting:
         if layer < len(self.values) and self.values[layer] == value:
             return True
         return len(self.values) == 2 and value in (*self.values, sum(self.values))
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLayers:
-    """Which layers config.json makes dense, by each key that does; all others are MoE."""
-
-    by_key: Mapping[str, Callable[[int], bool]]
-
-    def key_of(self, index: int) -> str | None:
-        """The key that makes layer `index` dense; None for an MoE layer."""
-        return next((key for key, is_dense in self.by_key.items() if is_dense(index)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +126,21 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
     """
-    text = text_section(content)
-    sections = (text,) if text is content else (text, content)
+    keys, sections = table.FAMILIES.keys, sections_of(content)
+    text = sections[0]
     check_values(sections)
-    num_layers = _first_size(sections, _LAYER_KEYS)
+    num_layers = _first_size(sections, keys("layers"))
     quantization = _quantization(sections)
     size_keys = _expert_size_keys(sections)
     config = ModelConfig(
         model_types=frozenset(_strings(sections, "model_type")),
-        hidden_size=_one_size(sections, ("hidden_size",)),
+        hidden_size=_one_size(sections, keys("hidden size")),
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
-        num_experts=_one_size(sections, _EXPERT_COUNT_KEYS, or_lists=True),
+        num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers),
-        listed_experts=_lists(text, _EXPERT_COUNT_KEYS, num_layers),
-        top_k=[*_scalars(sections, TOP_K_KEYS), *_lists(text, TOP_K_KEYS, num_layers)],
-        zero_experts=sum(setting.value for setting in _scalars(sections, ("zero_expert_num",))),
+        listed_experts=_lists(text, keys("experts"), num_layers),
+        top_k=[*_scalars(sections, keys("top_k")), *_lists(text, keys("top_k"), num_layers)],
+        zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
         num_layers=num_layers,
         num_mtp_layers=_mtp_layers(sections),
         dense_layers=_dense_layers(text, num_layers),
@@ -169,16 +152,6 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
     if experts and (fault := config.top_k_fault(experts)):
         raise CheckpointError(fault, CONFIG_HINT)
     return config
-
-
-def text_section(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's section of config.json, which is all of it for a text model."""
-    section: Any = content
-    while section is not None:
-        content = section
-        inner = (content.get(key) for key in TEXT_SECTIONS)
-        section = next((one for one in inner if isinstance(one, dict)), None)
-    return content
 
 
 def _one_size(
@@ -228,14 +201,15 @@ def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> S
 
 
 def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:
-    sizes = (_not_zero(_one_size(sections, (key,))) for key in _MTP_KEYS)
+    sizes = (_not_zero(_one_size(sections, (key,))) for key in table.FAMILIES.keys("MTP layers"))
     return next((size.value for size in sizes if size is not None), 0)
 
 
 def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     """Keys of an expert's intermediate size; plain intermediate_size where it has none."""
-    own = any(section.get(key) is not None for section in sections for key in _EXPERT_SIZE_KEYS)
-    return _EXPERT_SIZE_KEYS if own else ("intermediate_size",)
+    keys = table.FAMILIES.keys("intermediate size")
+    own = any(section.get(key) is not None for section in sections for key in keys)
+    return keys if own else table.FAMILIES.keys("plain intermediate size")
 
 
 def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Setting]:
@@ -292,66 +266,15 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _dense_layers(text: Mapping[str, Any], num_layers: Setting | None) -> DenseLayers | None:
-    """By the first rule whose keys are there."""
-    for key in ("mlp_layer_types", "moe_layer_freq"):
-        listed = text.get(key)
-        if num_layers and isinstance(listed, list) and len(listed) < num_layers.value:
+    listed = [
+        key for what in ("kind of each layer", "MoE frequency") for key in table.FAMILIES.keys(what)
+    ]
+    for key in listed:
+        values = text.get(key)
+        if num_layers and isinstance(values, list) and len(values) < num_layers.value:
             raise CheckpointError(
-                f"{CONFIG_NAME} contradicts itself: {key} lists {len(listed)} layers but "
+                f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but "
                 f"{num_layers.key} is {num_layers.value}",
                 CONFIG_HINT,
             )
-    for rule in (_by_layer_types, _by_layer_list, _by_leading_dense, _by_sparse_step):
-        layers = rule(text)
-        if layers is not None:
-            return layers
-    return None
-
-
-def _by_layer_types(text: Mapping[str, Any]) -> DenseLayers | None:
-    """mlp_layer_types: ["dense", "sparse", ...]."""
-    types = text.get("mlp_layer_types")
-    if not isinstance(types, list):
-        return None
-    return _all_but("mlp_layer_types", (i for i, kind in enumerate(types) if kind != "dense"))
-
-
-def _by_layer_list(text: Mapping[str, Any]) -> DenseLayers | None:
-    """moe_layers: [1, 3, 5] (Llama 4)."""
-    layers = text.get("moe_layers")
-    return _all_but("moe_layers", layers) if isinstance(layers, list) else None
-
-
-def _by_leading_dense(text: Mapping[str, Any]) -> DenseLayers | None:
-    """first_k_dense_replace and moe_layer_freq: an interval, or a 0/1 per layer (DeepSeek)."""
-    frequency = text.get("moe_layer_freq")
-    if isinstance(frequency, list):
-        return _all_but("moe_layer_freq", (i for i, moe in enumerate(frequency) if moe))
-    key = "first_k_dense_replace" if "first_k_dense_replace" in text else "num_dense_layers"
-    first = text.get(key)
-    if type(first) is not int and type(frequency) is not int:
-        return None
-    first = first if type(first) is int else 0
-    step = frequency if type(frequency) is int and frequency > 0 else 1
-    return DenseLayers({key: lambda i: i < first, "moe_layer_freq": lambda i: i % step != 0})
-
-
-def _by_sparse_step(text: Mapping[str, Any]) -> DenseLayers | None:
-    """decoder_sparse_step: every n-th layer, counted from 1, less mlp_only_layers (Qwen)."""
-    step = text.get("decoder_sparse_step")
-    dense = text.get("mlp_only_layers")
-    if type(step) is not int and not isinstance(dense, list):
-        return None
-    step = step if type(step) is int and step > 0 else 1
-    listed = {i for i in dense if type(i) is int} if isinstance(dense, list) else set()
-    return DenseLayers(
-        {
-            "mlp_only_layers": listed.__contains__,
-            "decoder_sparse_step": lambda i: (i + 1) % step != 0,
-        }
-    )
-
-
-def _all_but(key: str, moe_layers: Iterable[int]) -> DenseLayers:
-    listed = frozenset(moe_layers)
-    return DenseLayers({key: lambda index: index not in listed})
+    return dense_layers(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
@@ -21,12 +21,10 @@ from ktconv.checkpoint.types import (
 )
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.family import Matrices
+from ktconv.families.names import known_spellings
 
-_SPELLINGS: Sequence[Mapping[str, Projection]] = (
-    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
-    {"w1": "gate", "w3": "up", "w2": "down"},
-)
-_PROJECTION_OF: Mapping[str, Projection] = {**_SPELLINGS[0], **_SPELLINGS[1]}
 _NUMBER = re.compile("[0-9]{1,6}")
 _SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; nothing is converted from part of a layer."
@@ -67,15 +65,16 @@ def _numbered_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig)
 
 def _group_by_expert(stack: Stack) -> _Found:
     found: _Found = {}
+    projections = table.FAMILIES.projections
     for rest, tensor in stack.tensors.items():
         number, _, tail = rest.partition(".")
         name, _, part = tail.partition(".")
-        projection = _PROJECTION_OF.get(name)
+        projection = projections.get(name)
         if projection is None or not part or not _NUMBER.fullmatch(number):
             raise CheckpointError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known tensor of "
                 "numbered experts",
-                "Known are gate_proj, up_proj, down_proj and w1, w3, w2 with .weight.",
+                f"Known are {known_spellings()} with .weight.",
             )
         parts = found.setdefault(int(number), {}).setdefault(projection, {})
         if part in parts:
@@ -100,8 +99,8 @@ def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
     for expert in range(expected):
         projections = found.get(expert, {})
         if len(projections) != len(PROJECTIONS):
-            spelling = _spelling(stack)
-            absent = next(name for name, meant in spelling.items() if meant not in projections)
+            spelt = _spelling(stack)
+            absent = next(spelt.of(one) for one in PROJECTIONS if one not in projections)
             raise CheckpointError(
                 f"{stack.source}.{expert}.{absent}.weight is missing"
                 + _missing_experts(found, expected),
@@ -117,10 +116,10 @@ def _missing_experts(found: _Found, expected: int) -> str:
     return f": the layer has no expert {listed} of 0-{expected - 1}"
 
 
-def _spelling(stack: Stack) -> Mapping[str, Projection]:
+def _spelling(stack: Stack) -> Matrices:
     """How this stack names its projections, so that an error names the key to look for."""
     names = {rest.split(".")[1] for rest in stack.tensors}
-    return next(style for style in _SPELLINGS if names & set(style))
+    return next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
 
 
 def _plain_views(
@@ -137,12 +136,11 @@ def _plain_views(
 
 
 def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
-    parts = fused_parts(stack)
-    refuse_biases(parts)
-    of: Mapping[Projection, Parts] = {
-        "gate": parts["gate_up_proj"], "up": parts["gate_up_proj"], "down": parts["down_proj"]
-    }  # fmt: skip
-    for owner in parts.values():
+    gate_up, down = fused_parts(stack)
+    of: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
+    for owner in (gate_up, down):
+        refuse_biases(owner)
+    for owner in (gate_up, down):
         choose_encoding(owner)  # refuses packed weights before their shapes confuse
     layout = fused_layout(of["gate"][WEIGHT], of["down"][WEIGHT], config)
     name = of["gate"][WEIGHT].name

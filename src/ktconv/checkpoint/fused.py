@@ -24,8 +24,8 @@ from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import Projection, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
-
-_NAME = re.compile(r"(gate_up_proj|down_proj)(?:([._])(.+))?")
+from ktconv.families import table
+from ktconv.families.table import one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +63,44 @@ class FusedLayout:
         )
 
 
-def fused_parts(stack: Stack) -> dict[str, dict[str, TensorRef]]:
-    """gate_up_proj and down_proj of a fused stack, each with its parts by name."""
-    parts: dict[str, dict[str, TensorRef]] = {}
+def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef]]:
+    """The tensors of a fused stack that are gate and up, and those that are down, by the names of
+    their parts."""
+    fused = table.FAMILIES.fused
+    pattern = re.compile(rf"({one_of((*fused, *fused.values()))})(?:([._])(.+))?")
+    found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
-        match = _NAME.fullmatch(rest)
+        match = pattern.fullmatch(rest)
         if match is None:
             raise CheckpointError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known way to "
                 "store experts",
-                "Known are experts.<e>.<projection>.weight, and gate_up_proj with down_proj.",
+                "Known are experts.<e>.<projection>.weight, and "
+                + " and ".join(f"{one} with {other}" for one, other in fused.items())
+                + ".",
             )
         part = _part_name(match[2], match[3])
-        owner = parts.setdefault(match[1], {})
+        owner = found.setdefault(match[1], {})
         if part in owner:
             raise CheckpointError(
                 f"{owner[part].name} and {tensor.name} are the same weight twice",
                 "Remove one of them from the checkpoint.",
             )
         owner[part] = tensor
-    for name in ("gate_up_proj", "down_proj"):
-        if name not in parts:
+    gate_up, down = next(pair for pair in fused.items() if not found.keys().isdisjoint(pair))
+    for name in (gate_up, down):
+        if name not in found:
             raise CheckpointError(
                 f"{stack.source}.{name} is missing, although {tensor.name} is there",
                 "Download the checkpoint again.",
             )
-    return parts
+    if stray := found.keys() - {gate_up, down}:
+        name = next(iter(found[min(stray)].values())).name
+        raise CheckpointError(
+            f"{name} and {stack.source}.{gate_up} are two ways to store the same experts",
+            "Remove one of them from the checkpoint.",
+        )
+    return found[gate_up], found[down]
 
 
 def _part_name(separator: str | None, rest: str | None) -> str:
@@ -100,12 +112,11 @@ def _part_name(separator: str | None, rest: str | None) -> str:
     return rest
 
 
-def refuse_biases(parts: Mapping[str, Mapping[str, TensorRef]]) -> None:
+def refuse_biases(parts: Mapping[str, TensorRef]) -> None:
     """Fused experts with biases: only gpt-oss has them, and its rows are interleaved too."""
-    for owner in parts.values():
-        if "bias" in owner:
-            name = owner["bias"].name
-            raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
+    if "bias" in parts:
+        name = parts["bias"].name
+        raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
 
 
 def fused_layout(gate_up: TensorRef, down: TensorRef, config: ModelConfig) -> FusedLayout:

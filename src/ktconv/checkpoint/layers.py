@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings import gpt_oss_refusal
 from ktconv.checkpoint.experts import build_layer
-from ktconv.checkpoint.stacks import LOOKED_FOR, Split, Stack, nearest_keys
+from ktconv.checkpoint.stacks import Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
-# What only a multi-token-prediction layer has beside attention and experts.
-_MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
-_DENSE_MLP = (
-    r"([0-9]{1,6})\.(?:mlp|block_sparse_moe|ffn|feed_forward)\."
-    r"(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2)\."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +30,10 @@ def build_layers(split: Split, config: ModelConfig) -> MoELayers:
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
-    if "gpt_oss" in config.model_types:
-        raise gpt_oss_refusal("config.json has model_type gpt_oss")
+    for kind in config.model_types:
+        row = table.FAMILIES.of(kind)
+        if row is not None and row.expert_biases:
+            raise gpt_oss_refusal(f"config.json has model_type {kind}")
     if not split.stacks:
         raise _no_experts(split)
     stacks = _number(split, config)
@@ -58,7 +55,7 @@ def _no_experts(split: Split) -> CheckpointError:
     near = nearest_keys(tensor.name for tensor in split.others)
     tail = f"; the nearest keys are {', '.join(near)}" if near else ""
     return CheckpointError(
-        f"no MoE layer was found: looked for {LOOKED_FOR}{tail}",
+        f"no MoE layer was found: looked for {looked_for()}{tail}",
         "ktconv converts Mixture-of-Experts checkpoints; a dense model has nothing to convert.",
     )
 
@@ -80,28 +77,28 @@ def _number(split: Split, config: ModelConfig) -> dict[int, Stack]:
 
 
 def _index_of(stack: Stack, config: ModelConfig) -> int:
-    if not stack.in_mtp:
-        return stack.number
+    if not stack.path.in_mtp:
+        return stack.path.number
     if config.num_layers is None:
         raise CheckpointError(
             f"{stack.source} is an MTP layer whose index follows num_hidden_layers, which "
             "config.json does not have",
             "Add num_hidden_layers to config.json.",
         )
-    return config.num_layers.value + stack.number
+    return config.num_layers.value + stack.path.number
 
 
 def _is_mtp(index: int, stack: Stack, config: ModelConfig) -> bool:
-    return stack.in_mtp or (config.num_layers is not None and index >= config.num_layers.value)
+    return stack.path.in_mtp or (config.num_layers is not None and index >= config.num_layers.value)
 
 
 def _check_within_config(split: Split, index: int, stack: Stack, config: ModelConfig) -> None:
     """A layer beyond num_hidden_layers is an MTP layer, or the config is of another model."""
-    if config.num_layers is None or stack.in_mtp:
+    if config.num_layers is None or stack.path.in_mtp:
         return
     if index < config.num_layers.value + config.num_mtp_layers:
         return
-    marks = tuple(stack.layer_path + mark for mark in _MTP_MARKS)
+    marks = tuple(f"{stack.path.layer}.{mark}" for mark in MTP_MARKS)
     if not any(tensor.name.startswith(marks) for tensor in split.others):
         raise CheckpointError(
             f"{stack.source} is layer {index}, but config.json has {config.num_layers.key} "
@@ -115,7 +112,7 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
     decoder = [index for index, stack in stacks.items() if not _is_mtp(index, stack, config)]
     count = config.num_layers.value if config.num_layers else max(decoder, default=-1) + 1
     absent = [index for index in range(count) if index not in stacks]
-    pattern = next(iter(stacks[index].source for index in decoder), LOOKED_FOR)
+    pattern = next(iter(stacks[index].source for index in decoder), looked_for())
     if config.dense_layers is not None:
         absent = [index for index in absent if config.dense_layers.key_of(index) is None]
         reason = "although config.json makes it an MoE layer"
@@ -149,10 +146,8 @@ def _check_not_dense(stacks: Mapping[int, Stack], config: ModelConfig) -> None:
 
 def _seen_dense(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
     """Decoder layers with an ordinary MLP, by the names under the decoder's prefix."""
-    prefixes = {
-        re.escape(f"{stack.prefix}layers.") for stack in stacks.values() if not stack.in_mtp
-    }
-    pattern = re.compile(f"(?:{'|'.join(prefixes)}){_DENSE_MLP}")
+    decoders = [stack.path for stack in stacks.values() if not stack.path.in_mtp]
+    pattern = dense_mlp({path.layer.rpartition(".")[0] + "." for path in decoders})
     found = (pattern.match(tensor.name) for tensor in split.others)
     return {int(match[1]) for match in found if match}
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Projection = Literal["gate", "up", "down"]
-PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+from ktconv.families.family import PROJECTIONS, Projection
+
+__all__ = [
+    "PROJECTIONS", "BlockScale", "Checkpoint", "ExpertMatrix", "MoELayer", "Projection",
+    "SourceFile", "TensorRef",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

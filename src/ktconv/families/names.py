@@ -1,16 +1,134 @@
-"""Names, in a checkpoint, of what an MoE layer has beside its routed experts."""
+"""Names of tensors, by the spellings of all families: whatever a checkpoint calls itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families import table
+from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.table import one_of
+
+# What only a multi-token-prediction layer has beside attention and experts.
+MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
+_TWO_LAYER_MLP = ("fc1", "fc2")  # of a dense layer
+_MOST_DIGITS = 6  # of a layer's number; no model comes near
+
+
+# ---- experts ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPath:
+    """Where the experts of a layer lie."""
+
+    source: str  # model.layers.3.mlp.experts
+    layer: str  # model.layers.3
+    prefix: str  # "model." or ""
+    number: int  # the layer's number as the name spells it
+    in_mtp: bool  # the number counts MTP layers, not decoder layers
+
+    @property
+    def block(self) -> str:
+        """model.layers.3.mlp: what the experts are part of."""
+        return self.source.rpartition(".")[0]
+
+    @property
+    def mtp_prefix(self) -> str:
+        """What the names of all tensors of this MTP layer, or of all MTP layers, start with."""
+        words = self.layer.split(".")
+        for index, word in enumerate(words):
+            if word in table.FAMILIES.mtp_words:
+                return ".".join(words[: index + 1]) + "."
+        return self.layer + "."
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """model.layers.3.mlp.experts.5.gate_proj.weight -> (model.layers.3.mlp.experts,
+    5.gate_proj.weight); None for what lies under no `experts`."""
+    for container in table.FAMILIES.containers:
+        start, found, rest = name.partition(f".{container}.")
+        if found:
+            return f"{start}.{container}", rest
+    return None
+
+
+def parse_source(source: str) -> ExpertsPath | None:
+    """None where nothing else in the name says that these experts are a layer's.
+
+    Raises CheckpointError for a layer number beyond all reason.
+    """
+    block, _, container = source.rpartition(".")
+    match = table.FAMILIES.block_path.fullmatch(block)
+    if match is None or container not in table.FAMILIES.containers:
+        return None
+    if len(match["number"]) > _MOST_DIGITS:
+        raise CheckpointError(
+            f"{source} has a layer number of more than {_MOST_DIGITS} digits",
+            "The checkpoint is damaged, or not what it seems; get it again.",
+        )
+    mtp = table.FAMILIES.mtp_words
+    in_mtp = match["list"] in mtp or not mtp.isdisjoint(match["prefix"].split("."))
+    return ExpertsPath(source, match["layer"], match["prefix"], int(match["number"]), in_mtp)
+
+
+def layer_number(name: str) -> int | None:
+    """The number of a decoder layer in the name of anything in it."""
+    found = table.FAMILIES.numbered_layer.search(name)
+    return int(found[2]) if found and found[1] not in table.FAMILIES.mtp_words else None
+
+
+def looked_for() -> str:
+    """The pattern of experts' names, for messages."""
+    shown = [
+        names[0] if len(names) == 1 else f"({'|'.join(names)})"
+        for names in (table.FAMILIES.names(field) for field in ("layers", "block", "experts"))
+    ]
+    return f"[prefix.]{shown[0]}.<L>.{shown[1]}.{shown[2]}.*"
+
+
+def known_spellings() -> str:
+    """ "gate_proj, up_proj, down_proj and w1, w3, w2", for messages."""
+    spelt = table.FAMILIES.matrices
+    return " and ".join(dict.fromkeys(f"{one.gate}, {one.up}, {one.down}" for one in spelt))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModule:
+    """Which matrix the name of a module means."""
+
+    source: str  # "model.layers.3.mlp.experts"
+    expert: int
+    proj: Projection
+
+
+def expert_module(module: str) -> ExpertModule | None:
+    """
+    >>> expert_module("model.layers.3.mlp.experts.5.w3").proj
+    'up'
+    """
+    found = table.FAMILIES.expert_module.fullmatch(module)
+    if found is None:
+        return None
+    return ExpertModule(found[1], int(found[2]), table.FAMILIES.projections[found[3]])
+
+
+def dense_mlp(prefixes: Iterable[str]) -> re.Pattern[str]:
+    """Finds the start of a dense layer's name under one of `prefixes` (model.layers.); its group
+    is the layer's number."""
+    blocks = one_of(table.FAMILIES.names("block"))
+    words = one_of((*table.FAMILIES.matrix_words, *_TWO_LAYER_MLP))
+    return re.compile(rf"{one_of(prefixes)}([0-9]{{1,{_MOST_DIGITS}}})\.{blocks}\.{words}\.")
+
+
+# ---- beside the experts ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RouterTensors:
-    """Names that a layer's router may have, likeliest first; of each kind at most one exists."""
+    """Names that a layer's router may have; of each kind at most one exists."""
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]
@@ -28,50 +146,42 @@ class SharedExpert:
     gating: str
 
 
-def router_tensors(prefix: str) -> RouterTensors:
-    """Candidates for the router of the layer whose experts lie under `prefix`.
-
-    `prefix` is what comes before an expert's number, like model.layers.3.mlp.experts.
-    """
-    block = _block(prefix)
-    gates = ("gate", "router", "gate.wg", "router.layer", "router.gate")
+def router_tensors(source: str) -> RouterTensors:
+    """Candidates for the router of the layer whose experts lie under `source`, which is like
+    model.layers.3.mlp.experts."""
+    block, known = _block(source), table.FAMILIES
     return RouterTensors(
-        weight=tuple(f"{block}.{gate}.weight" for gate in gates),
-        bias=(f"{block}.router.bias",),
-        correction=tuple(
-            f"{block}.{name}"
-            for name in (
-                "gate.e_score_correction_bias",
-                "e_score_correction_bias",
-                "moe_statics.e_score_correction_bias",
-                "experts.e_score_correction_bias",
-                "gate.expert_bias",
-                "expert_bias",
-                "gate.bias",  # DeepSeek's own files; no family has a bias under this name
-            )
-        ),
+        weight=tuple(f"{block}.{name}.weight" for name in known.names("router")),
+        bias=tuple(f"{block}.{name}" for name in known.names("router_bias")),
+        correction=tuple(f"{block}.{name}" for name in known.names("correction")),
     )
 
 
-def shared_expert_tensors(prefix: str) -> tuple[SharedExpert, ...]:
-    """Candidates for the shared expert beside the experts under `prefix`; a layer has one or none.
+def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
+    """Candidates for the shared expert beside the experts under `source`; a layer has one or none.
 
     Several shared experts are one wider expert in every family known here.
     """
-    return tuple(_shared_experts(_block(prefix)))
+    block, found = _block(source), []
+    for name, spelt, gating in table.FAMILIES.shared_experts:
+        gate, up, down = (f"{block}.{name}.{spelt.of(proj)}.weight" for proj in PROJECTIONS)
+        found.append(SharedExpert(gate, up, down, f"{block}.{gating}.weight"))
+    return tuple(found)
 
 
-def _shared_experts(block: str) -> Iterator[SharedExpert]:
-    for name in ("shared_expert", "shared_experts", "shared_mlp"):
-        gate, up, down = (f"{block}.{name}.{proj}_proj.weight" for proj in ("gate", "up", "down"))
-        yield SharedExpert(gate, up, down, f"{block}.shared_expert_gate.weight")
-    gate, up, down = (f"{block}.shared_experts.{proj}.weight" for proj in ("w1", "w3", "w2"))
-    yield SharedExpert(gate, up, down, f"{block}.shared_expert_gate.weight")
+def norm_tensors(source: str) -> tuple[str, ...]:
+    """Candidates for the norm before the block of these experts."""
+    path = parse_source(source)
+    layer = path.layer if path else _block(source).rpartition(".")[0]
+    return tuple(f"{layer}.{name}.weight" for name in table.FAMILIES.names("norm"))
 
 
-def _block(prefix: str) -> str:
+def _block(source: str) -> str:
     """The MoE block that the experts are part of."""
-    block = prefix.rstrip(".").removesuffix(".experts")
-    if block == prefix.rstrip("."):
-        raise UsageError(f"{prefix!r} is no prefix of experts", "it must end with .experts")
+    block, _, container = source.rstrip(".").rpartition(".")
+    if container not in table.FAMILIES.containers:
+        raise UsageError(
+            f"{source!r} is no prefix of experts",
+            f"it must end with .{' or .'.join(table.FAMILIES.containers)}",
+        )
     return block

@@ -11,124 +11,23 @@ experts whose scores nearly agree.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint.config import TOP_K_KEYS, text_section
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families import table
+from ktconv.families.config import family_of, text_section, top_k_of, value_of
+from ktconv.families.family import GroupScore, Router, RouterSpec, Scoring
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
-Scoring = Literal["softmax", "sigmoid"]
-GroupScore = Literal["max", "top2"]
 
 
 class UnknownRouter(CheckpointError):
     """A router that is not in the table here, whether or not the checkpoint is sound."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """How one layer routes; the order of the fields is the order of the steps.
-
-    Scores choose experts: the best `topk_group` of `n_group` groups first where there are
-    several, then the best `top_k` experts in them. `correction` is added to the scores for that
-    choice only; the weights are the chosen experts' scores without it.
-    """
-
-    scoring: Scoring
-    top_k: int = 0
-    bias: bool = False  # the gate is a linear layer with a bias
-    softmax_last: bool = False  # over the chosen experts' logits, not over those of all experts
-    correction: bool = False
-    n_group: int = 1
-    topk_group: int = 1
-    group_score: GroupScore = "top2"  # of a group: its best expert's, or the sum of its best two
-    renormalise: bool = True  # weights are divided by their sum
-    epsilon: float = 1e-20  # that is added to the sum
-    routed_scaling_factor: float = 1.0
-    weight_on_input: bool = False  # the weight multiplies the expert's input, not its output
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """A row of the table: what is always so, and what config.json may change."""
-
-    spec: RouterSpec
-    reads: frozenset[str] = frozenset()
-
-
-def _family(spec: RouterSpec, *reads: str) -> _Family:
-    return _Family(spec, frozenset(reads))
-
-
-_SOFTMAX = RouterSpec("softmax")
-_PLAIN = RouterSpec("softmax", renormalise=False)
-_CORRECTED = RouterSpec("sigmoid", correction=True)
-_NOAUX = _family(_CORRECTED, "renormalise", "groups", "scale")
-_DEEPSEEK_V3 = _family(
-    replace(_CORRECTED, n_group=8, topk_group=4, routed_scaling_factor=2.5), *_NOAUX.reads
-)
-_QWEN = _family(_PLAIN, "renormalise")
-
-# By model_type, without the "_text" of a multimodal model's section.
-_FAMILIES: dict[str, _Family] = {
-    "mixtral": _family(_SOFTMAX),
-    "minimax": _family(_SOFTMAX),
-    "hunyuan_v1_moe": _family(_SOFTMAX),
-    "qwen3_vl_moe": _family(_SOFTMAX),
-    "qwen3_5_moe": _family(_SOFTMAX),
-    "jamba": _family(_PLAIN),
-    "qwen2_moe": _QWEN,
-    "qwen3_moe": _QWEN,
-    "qwen3_omni_moe": _family(_SOFTMAX, "renormalise"),
-    "qwen3_next": _family(_SOFTMAX, "renormalise"),
-    "olmoe": _QWEN,
-    "flex_olmo": _QWEN,
-    "deepseek_v2": _family(replace(_PLAIN, group_score="max"), "groups", "scale"),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
-    "kimi_linear": _NOAUX,
-    "glm4_moe": _NOAUX,
-    "glm4v_moe": _NOAUX,
-    "glm4_moe_lite": _family(replace(_CORRECTED, routed_scaling_factor=1.8), *_NOAUX.reads),
-    "glm_moe_dsa": _family(replace(_CORRECTED, routed_scaling_factor=2.5), *_NOAUX.reads),
-    "exaone_moe": _family(replace(_CORRECTED, routed_scaling_factor=2.5), *_NOAUX.reads),
-    "dots1": _family(replace(_CORRECTED, renormalise=False), *_NOAUX.reads),
-    "solar_open": _NOAUX,
-    "minimax_m2": _family(_CORRECTED, "correction"),
-    "minimax_m3_vl": _family(_CORRECTED, "scale"),
-    "afmoe": _family(_CORRECTED, "scale"),
-    "lfm2_moe": _family(replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction"),
-    "ernie4_5_moe": _family(replace(_SOFTMAX, correction=True, epsilon=1e-12)),
-    "gpt_oss": _family(replace(_SOFTMAX, bias=True, softmax_last=True, renormalise=False)),
-    "granitemoe": _family(replace(_SOFTMAX, softmax_last=True, renormalise=False)),
-    "llama4": _family(RouterSpec("sigmoid", renormalise=False, weight_on_input=True)),
-}
-_REFUSED = {
-    "phimoe": "samples its experts one after the other",
-    "longcat_flash": "also routes to experts that do nothing",
-    "deepseek_v4": "routes some layers by token",
-}
-
-_KEYS = {
-    "model_type": ("model_type",),
-    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": TOP_K_KEYS,
-    "scoring": (
-        "scoring_func", "score_func", "score_function", "moe_router_activation_func",
-    ),
-    "method": ("topk_method",),
-    "renormalise": ("norm_topk_prob", "moe_renormalize", "route_norm"),
-    "scale": ("routed_scaling_factor", "route_scale"),
-    "correction": ("use_routing_bias", "use_expert_bias"),
-    "n_group": ("n_group", "num_expert_group"),
-    "topk_group": ("topk_group",),
-}  # fmt: skip
 
 
 def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
@@ -138,27 +37,24 @@ def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
     that is not in the table, does not say how it routes; CheckpointError where it contradicts
     itself or the family.
     """
-    text = text_section(config)
-    name = str(_value(text, "model_type") or "").removesuffix("_text")
-    if name in _REFUSED:
-        raise UnknownRouter(f"the router of {name} is not known: it {_REFUSED[name]}", _HINT)
-    family = _FAMILIES.get(name) or _inferred(name, text)
-    _check_stated(name, text, family.spec)
-    return _checked(_read(family, text, layer), _value(text, "experts"))
+    text, row = text_section(config), family_of(config)
+    name = str(value_of(text, "model type") or "").removesuffix("_text")
+    routing = row.routing if row is not None else None
+    if isinstance(routing, str):
+        raise UnknownRouter(f"the router of {name} is not known: it {routing}", _HINT)
+    router = routing or _inferred(name, text)
+    _check_stated(name, text, router)
+    spec = _read(router, text, top_k_of(config, layer))
+    return _checked(spec, value_of(text, "experts"))
 
 
 _HINT = "load the model with transformers, which has its own router"
 
 
-def _value(text: Mapping[str, Any], what: str) -> Any:
-    """Under the first of the names that models give to it; None: not given."""
-    return next((text[key] for key in _KEYS[what] if text.get(key) is not None), None)
-
-
-def _inferred(name: str, text: Mapping[str, Any]) -> _Family:
+def _inferred(name: str, text: Mapping[str, Any]) -> Router:
     """A family that is not in the table, by the keys that such models share."""
-    method, scoring = _value(text, "method"), _value(text, "scoring")
-    if method is None and scoring is None and _value(text, "renormalise") is None:
+    method, scoring = value_of(text, "method"), value_of(text, "scoring")
+    if method is None and scoring is None and value_of(text, "renormalise") is None:
         raise UnknownRouter(f"config.json does not say how {name or 'this model'} routes", _HINT)
     corrected = method == "noaux_tc"
     if scoring is None:
@@ -171,43 +67,43 @@ def _inferred(name: str, text: Mapping[str, Any]) -> _Family:
         raise CheckpointError("config.json contradicts itself: noaux_tc with softmax", _HINT)
     rule: GroupScore = "max" if method == "group_limited_greedy" else "top2"
     spec = RouterSpec(scoring, correction=corrected, group_score=rule)
-    return _family(spec, "renormalise", "groups", "scale", "correction")
+    return Router(spec, frozenset(("renormalise", "groups", "scale", "correction")))
 
 
-def _check_stated(name: str, text: Mapping[str, Any], spec: RouterSpec) -> None:
+def _check_stated(name: str, text: Mapping[str, Any], router: Router) -> None:
     """What config.json states beside the model_type must be what that family does."""
-    stated = _value(text, "scoring")
-    if stated in ("softmax", "sigmoid") and stated != spec.scoring:
+    stated, scoring = value_of(text, "scoring"), router.spec.scoring
+    if stated in ("softmax", "sigmoid") and stated != scoring:
         raise CheckpointError(
-            f"config.json contradicts itself: {name} scores by {spec.scoring}, not {stated}",
+            f"config.json contradicts itself: {name} scores by {scoring}, not {stated}",
             "check that config.json belongs to this checkpoint",
         )
-    if name == "deepseek_v2":
-        if _value(text, "method") not in (None, "greedy", "group_limited_greedy"):
-            method = text["topk_method"]
-            raise UnknownRouter(f"deepseek_v2 does not have the top-k method {method!r}", _HINT)
-        if _value(text, "renormalise"):  # implementations do not agree on what that does
-            raise UnknownRouter("deepseek_v2 with norm_topk_prob is not supported", _HINT)
+    method = value_of(text, "method")
+    if router.methods is not None and method not in (None, *router.methods):
+        raise UnknownRouter(f"{name} does not have the top-k method {method!r}", _HINT)
+    for setting in router.never:
+        if value_of(text, setting):
+            key = next(key for key in table.FAMILIES.keys(setting) if text.get(key))
+            raise UnknownRouter(f"{name} with {key} is not supported", _HINT)
 
 
-def _read(family: _Family, text: Mapping[str, Any], layer: int) -> RouterSpec:
+def _read(router: Router, text: Mapping[str, Any], top_k: int | None) -> RouterSpec:
     """The family's spec with what it reads from config.json."""
-    top_k = _value(text, "top_k")
-    if isinstance(top_k, list):
-        top_k = top_k[layer] if layer < len(top_k) else None
     found: dict[str, Any] = {"top_k": top_k}
     for key in ("renormalise", "correction"):
-        if key in family.reads and _value(text, key) is not None:
-            found[key] = bool(_value(text, key))
-    if "scale" in family.reads and _value(text, "scale") is not None:
-        found["routed_scaling_factor"] = float(_value(text, "scale"))
+        if key in router.reads and value_of(text, key) is not None:
+            found[key] = bool(value_of(text, key))
+    if "scale" in router.reads and value_of(text, "scale") is not None:
+        found["routed_scaling_factor"] = float(value_of(text, "scale"))
     # A greedy choice looks at no groups, even where config.json has a number of them.
-    grouped = family.spec.group_score == "top2" or _value(text, "method") == "group_limited_greedy"
-    if "groups" in family.reads and grouped:
+    grouped = (
+        router.spec.group_score == "top2" or value_of(text, "method") == "group_limited_greedy"
+    )
+    if "groups" in router.reads and grouped:
         for key in ("n_group", "topk_group"):
-            if _value(text, key) is not None:
-                found[key] = _value(text, key)
-    return replace(family.spec, **found)
+            if value_of(text, key) is not None:
+                found[key] = value_of(text, key)
+    return replace(router.spec, **found)
 
 
 def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:

@@ -14,13 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import UsageError
+from ktconv.families.family import RouterSpec
 from ktconv.families.names import (
     RouterTensors,
     SharedExpert,
     router_tensors,
     shared_expert_tensors,
 )
-from ktconv.families.routers import RouterSpec, route, router_of
+from ktconv.families.routers import route, router_of
 
 if TYPE_CHECKING:
     from ktconv.model.evaluate import (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint.config import CONFIG_NAME, TOP_K_KEYS, read_config, text_section
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
 from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, split
 from ktconv.moe.experts import Experts
 from ktconv.moe.methods import METHODS
@@ -33,81 +32,26 @@ _FUNCTIONS = {
 }
 
 
-_LARGEST = float(np.finfo(np.float32).max)
-
-
 def activation_of(config: Mapping[str, Any]) -> Activation:
     """The experts' activation, from a model's config.json.
 
     Raises CheckpointError where config.json has something else in its place.
     """
-    text = _text_section(config)
-    limit = _positive(text, "swiglu_limit")
-    alpha = _positive(text, "swiglu_alpha")
-    if alpha is None and "swiglu_alpha" not in text and text.get("model_type") == "gpt_oss":
-        alpha = 1.702
-    if alpha is not None:  # gpt-oss and those that took it over
-        return Activation("swiglu", alpha, 1.0, limit or 7.0)
-    name = _name(text, "hidden_act") or _name(text, "hidden_activation") or "silu"
-    if name not in _FUNCTIONS:
+    found = expert_activation(config)
+    if found.function not in _FUNCTIONS:
         raise CheckpointError(
-            f"config.json names the activation {name!r}, which the kernels do not have",
+            f"config.json names the activation {found.function!r}, which the kernels do not have",
             f"they have: {', '.join(_FUNCTIONS)}",
         )
-    return Activation(_FUNCTIONS[name], limit=limit or math.inf)
+    if found.alpha is not None:
+        return Activation("swiglu", found.alpha, 1.0, found.limit)
+    return Activation(_FUNCTIONS[found.function], limit=found.limit)
 
 
-def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise _odd("text_config", text, "an object")
-    return text_section(config)
-
-
-def _positive(text: Mapping[str, Any], key: str) -> float | None:
-    """A number above 0; None where there is none, or 0."""
-    value = text.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _odd(key, value, "a number")
-    if not 0 <= value <= _LARGEST:
-        raise _odd(key, value, "a positive float32 number")
-    return float(value) or None
-
-
-def _name(text: Mapping[str, Any], key: str) -> str:
-    value = text.get(key)
-    if not isinstance(value, (str, type(None))):
-        raise _odd(key, value, "a name")
-    return value or ""
-
-
-def _odd(key: str, value: object, wanted: str) -> CheckpointError:
-    containers: dict[type, str] = {list: "a list", dict: "an object"}
-    shown = containers.get(type(value)) or json.dumps(value)
-    return CheckpointError(
-        f"{CONFIG_NAME} gives {key} as {shown}, which is not {wanted}",
-        f"correct {key}, or copy the config.json that belongs to the model",
-    )
-
-
-def experts_per_token(directory: Path) -> int:
-    """The model's top-k; 8 where config.json is missing or does not say."""
-    return top_k_of(_config(directory))
-
-
-def top_k_of(config: Mapping[str, Any]) -> int:
-    """Experts per token, from a model's config.json; 8 where it does not say."""
-    text = _text_section(config)
-    for key in TOP_K_KEYS:
-        value = text.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _odd(key, value, "a number of experts")
-        return value
-    return 8
+def experts_per_token(directory: Path, layer: int | None = None) -> int:
+    """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
+    not say."""
+    return top_k_of(_config(directory), layer) or USUAL_TOP_K
 
 
 def moe_layers(directory: Path) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.stacks import Stack, split_tensors
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families import table
 from ktconv.formats import is_backward
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.system.units import format_ranges
@@ -25,11 +26,8 @@ from ktconv.writer.metadata import read_manifest
 
 LEVEL = "coverage"
 
-_MATRICES = {
-    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down",
-    "w2": "down", "gate_up_proj": "gate and up",
-}  # fmt: skip
-_WHOLE = ({"gate", "up", "down"}, {"gate and up", "down"})
+_GATE_UP = "gate and up"
+_WHOLE = ({"gate", "up", "down"}, {_GATE_UP, "down"})
 
 Ids = dict[int, set[int]]  # experts by layer
 
@@ -173,7 +171,7 @@ def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Id
     return {
         layer: set(_whole(stack, layer, findings))
         for stack in stacks
-        for layer in (numbers.get(stack.source, stack.number),)
+        for layer in (numbers.get(stack.source, stack.path.number),)
     }
 
 
@@ -199,9 +197,13 @@ def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
 def _matrix(rest: str, tensor: TensorRef) -> Sequence[tuple[int, str]]:
     """(expert, matrix) of a tensor's name; of every expert where they are fused."""
     first, _, name = rest.partition(".")
-    if first in _MATRICES:
-        return [(expert, _MATRICES[first]) for expert in range(tensor.shape[0])]
-    matrix = _MATRICES.get(name.partition(".")[0])
-    if matrix is None or not (first.isascii() and first.isdecimal()):
+    known = table.FAMILIES
+    fused = dict.fromkeys(known.fused, _GATE_UP) | dict.fromkeys(known.fused.values(), "down")
+    if first in fused or first in known.projections:
+        matrix = fused.get(first) or known.projections[first]
+        return [(expert, matrix) for expert in range(tensor.shape[0])]
+    word = name.partition(".")[0]
+    found = known.projections.get(word) or fused.get(word)
+    if found is None or not (first.isascii() and first.isdecimal()):
         return []
-    return [(int(first), matrix)]
+    return [(int(first), found)]

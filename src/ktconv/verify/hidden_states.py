@@ -13,8 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import CheckpointError, KtconvError
+from ktconv.families.routers import route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.model import route
 from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import activation_of
 from ktconv.reading.tensors import SourceTensors

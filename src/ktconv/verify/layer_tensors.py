@@ -12,12 +12,16 @@ from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.families.routers import RouterSpec, UnknownRouter, check_experts
-from ktconv.model import SharedExpert, router_of, router_tensors, shared_expert_tensors
-from ktconv.moe.load import top_k_of
+from ktconv.families.config import USUAL_TOP_K, top_k_of
+from ktconv.families.family import RouterSpec
+from ktconv.families.names import (
+    SharedExpert,
+    norm_tensors,
+    router_tensors,
+    shared_expert_tensors,
+)
+from ktconv.families.routers import UnknownRouter, check_experts, router_of
 from ktconv.reading.tensors import SourceTensors
-
-_NORMS = ("post_attention_layernorm", "ffn_norm", "pre_feedforward_layernorm", "norm2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,7 @@ class _Search:
     # ---- norm and shared expert ----
 
     def _norm(self) -> TensorRef | None:
-        before = self._layer.source.rsplit(".experts", 1)[0].rsplit(".", 1)[0]
-        tensor = self._tensors.find(f"{before}.{norm}.weight" for norm in _NORMS)
+        tensor = self._tensors.find(norm_tensors(self._layer.source))
         if tensor is None:
             return None
         return tensor if self._fits("norm", tensor, (self._layer.hidden_size,)) else None
@@ -181,7 +184,7 @@ def top_k_of_layer(config: Mapping[str, Any], layer: MoELayer) -> int:
     try:
         return router_of(config, layer.index).top_k
     except CheckpointError:
-        return min(top_k_of(config), len(layer.experts))
+        return min(top_k_of(config, layer.index) or USUAL_TOP_K, len(layer.experts))
 
 
 def by_note(found: Mapping[int, LayerTensors]) -> Iterator[tuple[str, list[int]]]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
-from ktconv.checkpoint.config import text_section
 from ktconv.conversion import MEMORY_MARGIN, fit_threads, peak_rss
 from ktconv.errors import MemoryLimitError
+from ktconv.families.config import text_section
 from ktconv.moe import METHODS
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows

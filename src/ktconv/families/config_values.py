@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 
 CONFIG_NAME = "config.json"
 CONFIG_HINT = "Copy the config.json that belongs to this checkpoint beside its weights."
-# Multimodal models keep the language model's sizes in a section of their own.
-TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
-# How many experts a token goes to.
-TOP_K_KEYS = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
-    "moe_top_k",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +86,38 @@ _TOP_K = _Rule(
     lambda value: _each(is_whole)(value) and value != 0, "a number of experts or a list of them"
 )
 
+# By what table.KEYS calls a setting.
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), _NAME),
-    **dict.fromkeys(
-        ("scoring_func", "score_func", "score_function", "topk_method",
-         "moe_router_activation_func"), _NAME,
-    ),
-    **dict.fromkeys(
-        ("norm_topk_prob", "moe_renormalize", "route_norm", "use_routing_bias", "use_expert_bias"),
-        _FLAG,
-    ),
+    **dict.fromkeys(("model type", "activation", "scoring", "method"), _NAME),
+    **dict.fromkeys(("renormalise", "correction"), _FLAG),
+    **dict.fromkeys(("scale", "activation alpha"), _FACTOR),
+    "top_k": _TOP_K,
+    **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
+    "zero experts": _COUNT,
+    "text section": _OBJECT,
+    "activation limit": _LIMIT,
+    **dict.fromkeys(("MoE layers", "dense layers"), _LIST),
+    "MoE frequency": _FREQUENCY,
+    "kind of each layer": _WORDS,
+}
+# Of keys that ktconv itself does not read.
+_UNREAD: Mapping[str, _Rule] = {
     **dict.fromkeys(
         ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps",
          "layer_norm_epsilon", "layernorm_epsilon"), _EPSILON,
     ),
-    **dict.fromkeys(
-        ("routed_scaling_factor", "route_scale", "router_scaling_factor", "swiglu_alpha"),
-        _FACTOR,
-    ),
-    **dict.fromkeys(TOP_K_KEYS, _TOP_K),
-    **dict.fromkeys(
-        ("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "num_dense_layers",
-         "decoder_sparse_step"), _INTEGER,
-    ),
-    "zero_expert_num": _COUNT,
-    **dict.fromkeys(TEXT_SECTIONS, _OBJECT),
-    "swiglu_limit": _LIMIT,
-    **dict.fromkeys(("moe_layers", "mlp_only_layers"), _LIST),
-    "moe_layer_freq": _FREQUENCY,
-    "mlp_layer_types": _WORDS,
+    "router_scaling_factor": _FACTOR,
     "rope_theta": _ROPE,
 }  # fmt: skip
 
 
 def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
     """CheckpointError naming the first value of these sections that no model can have."""
+    keys = table.FAMILIES.keys
+    rules = {key: rule for setting, rule in _RULES.items() for key in keys(setting)}
+    rules.update(_UNREAD)
     for section in sections:
-        for key, rule in _RULES.items():
+        for key, rule in rules.items():
             value = section.get(key)
             if value is not None and not rule.holds(value):
                 raise wrong_value(key, value, rule.words)

@@ -1,0 +1,103 @@
+"""What config.json says, by the names that families have for it: one reader for all of ktconv."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktconv.families import table
+from ktconv.families.config_values import is_whole, wrong_value
+from ktconv.families.family import ExpertActivation, Family
+
+USUAL_TOP_K = 8  # where config.json does not say
+_LARGEST = 3.4028234663852886e38  # float32
+_BETA_LIMIT = 7.0  # of an activation with an alpha, where config.json has none
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's section of config.json, which is all of it for a text model."""
+    section: Any = config
+    while section is not None:
+        config = section
+        inner = (config.get(key) for key in table.FAMILIES.keys("text section"))
+        section = next((one for one in inner if isinstance(one, dict)), None)
+    return config
+
+
+def sections_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The text section, then the whole where that is another: what both say, the first decides."""
+    text = text_section(config)
+    return (text,) if text is config else (text, config)
+
+
+def value_of(section: Mapping[str, Any], setting: str) -> Any:
+    """Under the first of the names that models give to it; None: not given."""
+    given = (section.get(key) for key in table.FAMILIES.keys(setting))
+    return next((value for value in given if value is not None), None)
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The row of the table for this config.json's text section."""
+    return table.FAMILIES.of(value_of(text_section(config), "model type"))
+
+
+def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
+    """How many experts a token goes to in `layer`; None where config.json does not say.
+
+    Raises CheckpointError for what is no number of experts, as a list is where no layer is given.
+    """
+    text = _checked_text_section(config)
+    for key in table.FAMILIES.keys("top_k"):
+        value = text.get(key)
+        if isinstance(value, list) and layer is not None:
+            value = value[layer] if layer < len(value) else None
+        if value is None:
+            continue
+        if not is_whole(value, 1):
+            raise wrong_value(key, value, "a number of experts")
+        return int(value)
+    return None
+
+
+def expert_activation(config: Mapping[str, Any]) -> ExpertActivation:
+    """What the experts do between their products; CheckpointError for values of a wrong kind."""
+    text = _checked_text_section(config)
+    row = family_of(config)
+    usual = row.activation if row is not None else ExpertActivation()
+    limit = _positive(text, "activation limit")
+    alpha = _positive(text, "activation alpha")
+    if alpha is None and text.keys().isdisjoint(table.FAMILIES.keys("activation alpha")):
+        alpha = usual.alpha
+    if alpha is not None:  # gpt-oss and those that took it over
+        return ExpertActivation(usual.function, alpha, limit or _BETA_LIMIT)
+    function = _name(text, "activation") or usual.function
+    return ExpertActivation(function, None, limit or usual.limit)
+
+
+def _checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(config.get("text_config", config), Mapping):
+        raise wrong_value("text_config", config["text_config"], "an object")
+    return text_section(config)
+
+
+def _positive(text: Mapping[str, Any], setting: str) -> float | None:
+    """A number above 0; None where there is none, or 0."""
+    for key in table.FAMILIES.keys(setting):
+        value = text.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong_value(key, value, "a number")
+        if not 0 <= value <= _LARGEST:
+            raise wrong_value(key, value, "a positive float32 number")
+        return float(value) or None
+    return None
+
+
+def _name(text: Mapping[str, Any], setting: str) -> str:
+    """The first that is not empty; empty where there is none."""
+    names = {key: text.get(key) for key in table.FAMILIES.keys(setting)}
+    for key, name in names.items():
+        if not isinstance(name, (str, type(None))):
+            raise wrong_value(key, name, "a name")
+    return next(filter(None, names.values()), "")

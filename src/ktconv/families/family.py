@@ -1,0 +1,116 @@
+"""What a row of the table of families can say. Types only: neither torch nor numpy is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Spellings of an expert's three matrices, and of the tensor that has gate and up of all
+    experts of a layer (beside one called `down`), where a family stores them so."""
+
+    gate: str
+    up: str
+    down: str
+    gate_up: str | None = None
+
+    def of(self, projection: Projection) -> str:
+        return {"gate": self.gate, "up": self.up, "down": self.down}[projection]
+
+    @property
+    def projections(self) -> Mapping[str, Projection]:
+        """Spelling -> what it means."""
+        return {self.of(projection): projection for projection in PROJECTIONS}
+
+
+USUAL = Matrices("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+NUMBERED_W = Matrices("w1", "w3", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How one layer routes; the order of the fields is the order of the steps.
+
+    Scores choose experts: the best `topk_group` of `n_group` groups first where there are
+    several, then the best `top_k` experts in them. `correction` is added to the scores for that
+    choice only; the weights are the chosen experts' scores without it.
+    """
+
+    scoring: Scoring
+    top_k: int = 0
+    bias: bool = False  # the gate is a linear layer with a bias
+    softmax_last: bool = False  # over the chosen experts' logits, not over those of all experts
+    correction: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: GroupScore = "top2"  # of a group: its best expert's, or the sum of its best two
+    renormalise: bool = True  # weights are divided by their sum
+    epsilon: float = 1e-20  # that is added to the sum
+    routed_scaling_factor: float = 1.0
+    weight_on_input: bool = False  # the weight multiplies the expert's input, not its output
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """What is always so (or the default), and which settings of config.json change it."""
+
+    spec: RouterSpec
+    reads: frozenset[str] = frozenset()  # of renormalise, groups, scale, correction
+    methods: tuple[str, ...] | None = None  # values of topk_method; None: nothing is checked
+    never: tuple[str, ...] = ()  # settings that must not be switched on
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActivation:
+    """What happens between the gate and up products and the down one, where config.json does not
+    say otherwise. `alpha` in a config means beta 1, as gpt-oss has it."""
+
+    function: str = "silu"  # as hidden_act spells it
+    alpha: float | None = None
+    limit: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A row of the table; what most families share is the default.
+
+    Names are parts of tensors' names: PREFIX.layers.3.mlp.experts.5.gate_proj.weight is LAYERS
+    "layers", BLOCK "mlp", EXPERTS "experts", MATRICES.gate "gate_proj". What stands beside the
+    experts is named from the block on (`router`, `correction`, `shared`), the norm from the layer.
+
+    Tensors are found by the names of all rows, whatever model_type a checkpoint has: one family
+    may be stored in several ways, and its fine-tunes under other types.
+    """
+
+    types: tuple[str, ...]  # model_type, without the "_text" of a multimodal model's section
+
+    # names of tensors
+    layers: str = "layers"
+    mtp: str = "mtp"  # what the names of layers for multi-token prediction have in front of them
+    block: str = "mlp"
+    experts: str = "experts"
+    matrices: Matrices = USUAL
+    expert_biases: bool = False
+    router: str = "gate"
+    router_bias: str | None = None
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_matrices: Matrices = USUAL
+    shared_gate: str = "shared_expert_gate"
+    norm: str = "post_attention_layernorm"
+
+    # what is computed
+    activation: ExpertActivation = ExpertActivation()
+    routing: Router | str | None = None  # a text: why not; None: by config.json's keys alone
+
+    # names of settings in config.json beside those of table.KEYS, by the keys of that
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,0 +1,319 @@
+"""The model families that ktconv knows, a row for each, and what all of their names together mean.
+
+To add a family, add a row: what it does not say is as in most families. `FAMILIES` is looked up
+at every use, never copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ktconv.families.family import (
+    NUMBERED_W,
+    ExpertActivation,
+    Family,
+    Matrices,
+    Projection,
+    Router,
+    RouterSpec,
+)
+
+_T = TypeVar("_T")
+
+# What is read from config.json, by the names that many families have for it, likeliest first.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "text section": ("thinker_config", "text_config", "llm_config", "language_config"),
+    "model type": ("model_type",),
+    "layers": ("num_hidden_layers", "num_layers"),
+    "MTP layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
+    "hidden size": ("hidden_size",),
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "num_routed_experts"),
+    "zero experts": (),
+    "intermediate size": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    # of an expert only where none of the names above is there
+    "plain intermediate size": ("intermediate_size",),
+    "activation": ("hidden_act", "hidden_activation"),
+    "activation limit": ("swiglu_limit",),
+    "activation alpha": ("swiglu_alpha",),
+    "top_k": ("num_experts_per_tok", "moe_topk"),
+    "scoring": ("scoring_func", "score_func", "score_function"),
+    "method": ("topk_method",),
+    "renormalise": ("norm_topk_prob",),
+    "scale": ("routed_scaling_factor",),
+    "correction": ("use_routing_bias", "use_expert_bias"),
+    "n_group": ("n_group",),
+    "topk_group": ("topk_group",),
+    # which layers have experts: see layer_kinds
+    "kind of each layer": ("mlp_layer_types",),
+    "MoE layers": ("moe_layers",),
+    "leading dense layers": ("first_k_dense_replace", "num_dense_layers"),
+    "MoE frequency": ("moe_layer_freq",),
+    "sparse step": ("decoder_sparse_step",),
+    "dense layers": ("mlp_only_layers",),
+}
+
+_SOFTMAX = RouterSpec("softmax")
+_PLAIN = RouterSpec("softmax", renormalise=False)
+_CORRECTED = RouterSpec("sigmoid", correction=True)
+_LOGITS = replace(_PLAIN, softmax_last=True)
+
+
+def _router(spec: RouterSpec, *reads: str) -> Router:
+    return Router(spec, frozenset(reads))
+
+
+def _noaux(**changes: Any) -> Router:
+    """As DeepSeek-V3 and those that took it over: sigmoid, correction bias, groups, factor."""
+    return _router(replace(_CORRECTED, **changes), "renormalise", "groups", "scale")
+
+
+_ROWS = (
+    Family(
+        types=("qwen2_moe", "qwen3_moe"),
+        shared="shared_expert",
+        routing=_router(_PLAIN, "renormalise"),
+    ),
+    Family(
+        types=("qwen3_next", "qwen3_omni_moe"),
+        shared="shared_expert",
+        routing=_router(_SOFTMAX, "renormalise"),
+    ),
+    Family(
+        types=("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert", routing=_router(_SOFTMAX)
+    ),
+    Family(
+        types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
+        routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
+    ),
+    Family(
+        types=("deepseek_v2",),
+        routing=Router(
+            replace(_PLAIN, group_score="max"),
+            frozenset(("groups", "scale")),
+            methods=("greedy", "group_limited_greedy"),
+            never=("renormalise",),  # implementations do not agree on what that does
+        ),
+    ),
+    Family(
+        types=("mixtral", "minimax"),
+        block="block_sparse_moe",
+        matrices=NUMBERED_W,
+        routing=_router(_SOFTMAX),
+    ),
+    Family(
+        types=("minimax_m2",),
+        block="block_sparse_moe",
+        matrices=NUMBERED_W,
+        correction="e_score_correction_bias",
+        routing=_router(_CORRECTED, "correction"),
+    ),
+    Family(
+        types=("minimax_m3_vl",),
+        block="block_sparse_moe",
+        matrices=NUMBERED_W,
+        correction="e_score_correction_bias",
+        routing=_router(_CORRECTED, "scale"),
+    ),
+    Family(
+        types=("phimoe",),
+        block="block_sparse_moe",
+        matrices=NUMBERED_W,
+        routing="samples its experts one after the other",
+    ),
+    Family(
+        types=("kimi_linear",),
+        block="block_sparse_moe",
+        matrices=NUMBERED_W,
+        keys={
+            "top_k": ("num_experts_per_token",),
+            "scoring": ("moe_router_activation_func",),
+            "renormalise": ("moe_renormalize",),
+            "n_group": ("num_expert_group",),
+        },
+        routing=_noaux(),
+    ),
+    Family(
+        types=("deepseek_v4",),
+        block="ffn",
+        matrices=NUMBERED_W,
+        shared_matrices=NUMBERED_W,
+        correction="gate.bias",  # no family has another bias under this name
+        norm="ffn_norm",
+        routing="routes some layers by token",
+    ),
+    Family(types=("olmoe", "flex_olmo"), routing=_router(_PLAIN, "renormalise")),
+    Family(types=("glm4_moe", "glm4v_moe", "solar_open"), routing=_noaux()),
+    Family(types=("glm4_moe_lite",), routing=_noaux(routed_scaling_factor=1.8)),
+    Family(types=("glm_moe_dsa",), routing=_noaux(routed_scaling_factor=2.5)),
+    Family(types=("dots1",), routing=_noaux(renormalise=False)),
+    Family(
+        types=("exaone_moe",),
+        correction="e_score_correction_bias",
+        routing=_noaux(routed_scaling_factor=2.5),
+    ),
+    Family(
+        types=("llama4",),
+        block="feed_forward",
+        router="router",
+        shared="shared_expert",
+        routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True)),
+    ),
+    Family(
+        types=("jamba",),
+        block="feed_forward",
+        router="router",
+        routing=_router(_PLAIN),
+    ),
+    Family(
+        types=("gpt_oss",),
+        router="router",
+        router_bias="router.bias",
+        expert_biases=True,
+        activation=ExpertActivation(alpha=1.702, limit=7.0),
+        routing=_router(replace(_LOGITS, bias=True)),
+    ),
+    Family(
+        types=("hunyuan_v1_moe",),
+        router="gate.wg",
+        shared="shared_mlp",
+        routing=_router(_SOFTMAX),
+    ),
+    Family(types=("granitemoe",), router="router.layer", routing=_router(_LOGITS)),
+    Family(
+        types=("ernie4_5_moe",),
+        correction="moe_statics.e_score_correction_bias",
+        keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
+        routing=_router(replace(_SOFTMAX, correction=True, epsilon=1e-12)),
+    ),
+    Family(types=("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias"),
+    Family(types=("bailing_moe_v2",), correction="gate.expert_bias"),
+    Family(
+        types=("afmoe",),
+        router="router.gate",
+        correction="expert_bias",
+        keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
+        routing=_router(_CORRECTED, "scale"),
+    ),
+    Family(
+        types=("lfm2_moe",),
+        block="feed_forward",
+        matrices=NUMBERED_W,
+        correction="expert_bias",
+        norm="ffn_norm",
+        routing=_router(
+            replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction"
+        ),
+    ),
+    Family(
+        types=("longcat_flash",),
+        keys={
+            "intermediate size": ("expert_ffn_hidden_size",),
+            "zero experts": ("zero_expert_num",),
+        },
+        routing="also routes to experts that do nothing",
+    ),
+    Family(
+        types=("gemma4",), norm="pre_feedforward_layernorm", keys={"top_k": ("top_k_experts",)}
+    ),
+    Family(types=("step3p5",), keys={"top_k": ("moe_top_k",)}),
+)  # fmt: skip
+
+
+class Families:
+    """Rows, and the vocabulary that they make up together: each name once, in the rows' order."""
+
+    def __init__(self, rows: Iterable[Family]) -> None:
+        self.rows = tuple(rows)
+        self._by_type = {kind: row for row in self.rows for kind in row.types}
+        self._by_key: dict[str, tuple[str, ...]] = {}
+
+    def of(self, model_type: object) -> Family | None:
+        """The row of a model_type; None where there is none."""
+        return self._by_type.get(str(model_type or "").removesuffix("_text"))
+
+    def keys(self, setting: str) -> tuple[str, ...]:
+        """The names in config.json of what KEYS calls `setting`."""
+        if setting not in self._by_key:
+            own = (row.keys.get(setting, ()) for row in self.rows)
+            self._by_key[setting] = _distinct(
+                name for names in (KEYS[setting], *own) for name in names
+            )
+        return self._by_key[setting]
+
+    def names(self, field: str) -> tuple[str, ...]:
+        """What the rows have in one of their fields that are names."""
+        return _distinct(name for row in self.rows if (name := getattr(row, field)) is not None)
+
+    # ---- experts ----
+
+    @cached_property
+    def matrices(self) -> tuple[Matrices, ...]:
+        """The spellings of experts' matrices."""
+        return _distinct(row.matrices for row in self.rows)
+
+    @cached_property
+    def projections(self) -> Mapping[str, Projection]:
+        """gate_proj -> gate, w3 -> up: of matrices that each expert has for itself."""
+        return {name: what for one in self.matrices for name, what in one.projections.items()}
+
+    @cached_property
+    def fused(self) -> Mapping[str, str]:
+        """gate_up_proj -> down_proj: of matrices that have all experts of a layer."""
+        return {one.gate_up: one.down for one in self.matrices if one.gate_up}
+
+    @cached_property
+    def matrix_words(self) -> tuple[str, ...]:
+        return _distinct((*self.projections, *self.fused, *self.fused.values()))
+
+    @cached_property
+    def shared_experts(self) -> tuple[tuple[str, Matrices, str], ...]:
+        """Name, spelling and gate of every kind of shared expert."""
+        return _distinct((row.shared, row.shared_matrices, row.shared_gate) for row in self.rows)
+
+    @cached_property
+    def containers(self) -> tuple[str, ...]:
+        """What comes before an expert's number: experts."""
+        return self.names("experts")
+
+    @cached_property
+    def mtp_words(self) -> frozenset[str]:
+        return frozenset(self.names("mtp"))
+
+    @cached_property
+    def block_path(self) -> re.Pattern[str]:
+        """PREFIX.layers.3.mlp, whole: `layer`, `prefix`, `list`, `number`."""
+        # mtp.{j} without "layers." is how DeepSeek V4 names its multi-token-prediction layers.
+        lists = one_of((*self.names("layers"), *self.names("mtp")))
+        return re.compile(
+            rf"(?P<layer>(?P<prefix>(?:.+\.)?)(?P<list>{lists})\.(?P<number>[0-9]+))\."
+            rf"{one_of(self.names('block'))}"
+        )
+
+    @cached_property
+    def numbered_layer(self) -> re.Pattern[str]:
+        """layers.3 anywhere in a name: list, number."""
+        lists = one_of((*self.names("layers"), *self.names("mtp")))
+        return re.compile(rf"(?:^|\.)({lists})\.([0-9]{{1,6}})\.")
+
+    @cached_property
+    def expert_module(self) -> re.Pattern[str]:
+        """PREFIX.layers.3.mlp.experts.5.gate_proj, whole: where, expert, matrix."""
+        return re.compile(
+            rf"(.+\.{one_of(self.containers)})\.(0|[1-9][0-9]*)\.({one_of(self.projections)})"
+        )
+
+
+def one_of(names: Iterable[str]) -> str:
+    """A regular expression for one of these names."""
+    return f"(?:{'|'.join(map(re.escape, names))})"
+
+
+def _distinct(values: Iterable[_T]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+FAMILIES = Families(_ROWS)
