@@ -43,3 +43,19 @@ def test_files_compile_in_parallel(tmp_path: Path) -> None:
     sources = len(list((ROOT / "native/src").rglob("*.c"))) + 1
     assert len(list((tmp_path / "objects").rglob("*.o"))) == sources
     assert list((tmp_path / "library").rglob("_native*.so"))
+
+
+def test_data_files_are_packaged() -> None:
+    """Every file beside the modules, as of git, is in package-data."""
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    package = ROOT / "src/ktconv"
+    named = {
+        path
+        for pattern in settings["tool"]["setuptools"]["package-data"]["ktconv"]
+        for path in package.glob(pattern)
+    }
+    data = {
+        path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert data - named == {path for path in data if path.suffix in (".py", ".so")}

@@ -134,6 +134,7 @@ def test_report_of_two_conversions(converted: Convert, tmp_path: Path) -> None:
     page = report.read_text(encoding="utf-8")
     assert "Two conversions: different" in page and 'class="verdict fail"' in page
     assert "each part has scales of its own" in page and "NUMA parts of B" in page
+    assert "expert matrices, " in page and "side files compared" in page
 
 
 def test_report_that_cannot_be_written(converted: Convert, tmp_path: Path) -> None:

@@ -1,31 +1,25 @@
 """The result of a verification as one HTML page that needs nothing else.
 
-The page holds its style and pictures, asks no network, reads without its script, and treats
-every text of the result as hostile: tensor names and generated text come from anywhere. Its
-content security policy lets no other script run even if an escape were forgotten.
+The page contains its style and pictures, loads nothing from a network, reads without its script,
+and treats every text of the result as hostile: tensor names and generated text come from anywhere.
+Its content security policy lets no other script run even if an escape were forgotten.
 
-Each section of the page is a file; `html` and `parts` are what they are made of, `charts` and
-`heat` the pictures.
+`templates` has the pages, their style and their script; `values` says how a value looks,
+`sections` computes what the pages show, `charts` and `heat` draw.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from ktconv.verify.report.charts import DEFINITIONS
-from ktconv.verify.report.comparison import comparison_sections, comparison_title
-from ktconv.verify.report.failures import failures_section, notes_section
-from ktconv.verify.report.html import escape, mapping, show_id
-from ktconv.verify.report.layers import by_layer_section, layers_section
-from ktconv.verify.report.model import model_section
-from ktconv.verify.report.placement import mapping_section
-from ktconv.verify.report.provenance import provenance_section
-from ktconv.verify.report.style import SCRIPT, STYLE
-from ktconv.verify.report.verdict import TITLES, name_of, tone_of, verdict
-from ktconv.verify.report.weights import structure_section, weights_section
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ktconv.verify.report import sections, values
 
 
 def render_report(result: Mapping[str, Any]) -> str:
@@ -33,50 +27,43 @@ def render_report(result: Mapping[str, Any]) -> str:
 
     The same result gives the same page.
     """
-    if result.get("kind") == "comparison":
-        return _page(result, comparison_title(result), comparison_sections(result))
-    title = f"{TITLES[tone_of(result)]}: {escape(name_of(result.get('output')))}"
-    weights, layers = mapping(result.get("weights")), mapping(result.get("layers"))
-    sections = [
-        verdict(result),
-        failures_section(result),
-        notes_section(result),
-        structure_section(mapping(result.get("structure"))),
-        weights_section(weights),
-        layers_section(layers),
-        by_layer_section(weights, layers),
-        model_section(mapping(result.get("model"))),
-        mapping_section(mapping(result.get("mapping"))),
-        provenance_section(result),
-    ]
-    return _page(result, title, sections)
+    facts = values.mapping(result)
+    page = "comparison" if facts["kind"] == "comparison" else "verification"
+    return _environment().get_template(f"{page}.html").render(result=facts)
 
 
-def _page(result: Mapping[str, Any], title: str, sections: Sequence[str]) -> str:
-    """Everything around the sections; `title` and sections are HTML."""
-    version = f"ktconv {show_id(result['ktconv_version'])}" if result.get("ktconv_version") else ""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
+@cache
+def _environment() -> Environment:
+    """Every value that a template prints goes through `values.show`, which escapes it."""
+    environment = Environment(
+        loader=PackageLoader("ktconv.verify.report"),
+        autoescape=True,
+        finalize=values.show,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-{DEFINITIONS}<div class="top"><strong>ktconv verify</strong><span>{version}</span></div>
-<main>
-{"".join(sections)}</main>
-<footer>Errors are relative and without a unit: 0.1 is 10 %. A dash (–) or hatching marks what
-was not measured; it is not zero.</footer>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+    environment.filters |= {
+        "cosine": values.show_cosine,
+        "duration": values.show_duration,
+        "entries": values.items,
+        "error": values.show_error,
+        "id": values.show_id,
+        "mapping": values.mapping,
+        "number": values.number,
+        "path": values.show_path,
+        "records": values.records,
+        "share": values.show_share,
+        "text": values.escape,
+    }
+    environment.globals |= {"sections": sections, "values": values}
+    style, script = (_asset(environment, name) for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals |= {"style": style, "script": script, "script_digest": digest}
+    return environment
+
+
+def _asset(environment: Environment, name: str) -> Markup:
+    assert environment.loader is not None
+    return Markup(environment.loader.get_source(environment, name)[0])

@@ -6,20 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ktconv.verify.report.html import escape, figure
+from markupsafe import Markup
+
+from ktconv.verify.report.values import escape, figure
 
 _HUGE = 1e30  # what is larger is drawn like an infinity: no axis could hold it
 _TINY = 1e-30
 _LOG_FROM = 20.0  # a range this many times its start is drawn in powers of ten,
-
-DEFINITIONS = """<svg class="defs" aria-hidden="true"><defs>
-<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">
-<rect class="hatch-bg" width="6" height="6"></rect>
-<path class="hatch-line" d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"></path></pattern>
-<pattern id="cross" width="6" height="6" patternUnits="userSpaceOnUse">
-<rect class="cross-bg" width="6" height="6"></rect>
-<path class="cross-line" d="M0 0L6 6M0 6L6 0"></path></pattern></defs></svg>
-"""
 
 
 def drawable(value: float | None) -> bool:
@@ -150,7 +143,7 @@ class _Plane:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - self.scale.share(value))
 
 
-def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[Series]) -> str:
+def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[Series]) -> Markup:
     """The lines over the layers: labels (as in the result) and places on the axis, in step."""
     plane = _Plane(layers, series)
     parts = [_axes(plane, labels), _unmeasured(plane, labels, series)]
@@ -158,7 +151,7 @@ def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[
     parts += [_line(plane, index, one) for index, one in enumerate(series)]
     parts += [_dots(plane, index, one, labels) for index, one in enumerate(series)]
     names = escape(", ".join(one.name for one in series))
-    return (
+    return Markup(
         f'<div class="wide"><svg viewBox="0 0 {WIDTH} {_HEIGHT}" style="min-width:900px" '
         f'role="img" aria-label="{names} by layer">\n{"".join(parts)}</svg></div>\n'
         f"{_legend(plane, series, parts[1])}"

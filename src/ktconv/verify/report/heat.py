@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ktconv.verify.report.charts import WIDTH, Scale, drawable, swatch
-from ktconv.verify.report.html import escape, figure
-from ktconv.verify.report.style import SHADES
+from markupsafe import Markup
 
+from ktconv.verify.report.charts import WIDTH, Scale, drawable, swatch
+from ktconv.verify.report.values import escape, figure
+
+SHADES = 16  # colours in report.css
 _LOG_SHADES_FROM = 4.0  # a range this many times its start: one bad expert must not make all alike
 
 
-def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
+def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> Markup:
     """A cell per layer and expert, and the legend of its colours."""
     columns = max(map(len, rows), default=0)
     if not columns:
-        return ""
+        return Markup()
     left, bottom, width = 58, 44, WIDTH - 58 - 8
     cell = min(width / columns, 46.0)
     height = min(max(440 / len(rows), 7.0), 26.0)
@@ -39,7 +41,7 @@ def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> s
     total = max(left + columns * cell + 8, 620)
     widths = f"max-width:{total:g}px;min-width:{min(total, 900):g}px"
     view = f"0 0 {total:g} {base + bottom:g}"
-    return (
+    return Markup(
         f'<div class="wide"><svg class="heat" viewBox="{view}" style="{widths}" '
         'role="img" aria-label="relative RMS error of every expert by layer">\n'
         f"{''.join(parts)}</svg></div>\n{_heat_legend(rows, scale)}"
