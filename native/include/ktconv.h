@@ -47,12 +47,24 @@ const char *kt_strerror(int status);
 
 /* ---- CPU ---------------------------------------------------------------- */
 
-/* Levels are bundles of instruction sets; each contains the ones before. */
+/* Levels are bundles of instruction sets. The numbers have no order: kt_isa_at() lists the
+ * levels of this architecture, each behind those that it contains. */
 typedef enum kt_isa {
   KT_ISA_SCALAR = 0, /* portable C */
-  KT_ISA_AVX512 = 1, /* AVX-512 F, BW, DQ, VL, saved by the OS */
-  KT_ISA_AMX = 2     /* and AMX tile, int8, bf16, granted by the OS */
+  KT_ISA_AVX512 = 1, /* x86-64: AVX-512 F, BW, DQ, VL, saved by the OS; contains scalar */
+  KT_ISA_AMX = 2,    /* x86-64: AMX tile, int8, bf16, granted by the OS; contains avx512 with
+                        VNNI, BF16 and VBMI */
+  KT_ISA_COUNT
 } kt_isa;
+
+/* The levels of this architecture, lowest first; -1 for an index beyond the last. */
+int kt_isa_at(int index);
+
+/* "avx512", as KTCONV_ISA names it; NULL for a number that is no level of this architecture. */
+const char *kt_isa_name(int isa);
+
+/* Whether this machine has the level, whatever KTCONV_ISA says. */
+int kt_isa_has(int isa);
 
 /* What the CPU and the OS report, each 0 or 1. On other architectures all 0. */
 typedef struct kt_cpu {
@@ -63,9 +75,9 @@ typedef struct kt_cpu {
 
 void kt_cpu_detect(kt_cpu *cpu); /* NULL is fine */
 
-/* The highest level this machine has, whatever KTCONV_ISA says. KTCONV_ASSUME=amx (or
- * avx512; read once) claims a level that the CPU does not report, for runs under an
- * instruction emulator; without one the process ends with SIGILL. */
+/* The highest level this machine has, whatever KTCONV_ISA says. KTCONV_ASSUME=amx (or another
+ * level; read once) claims what the CPU does not report, for runs under an instruction
+ * emulator; without one the process ends with SIGILL. */
 int kt_isa_available(void);
 
 /* The level in use: KTCONV_ISA if set (read once), else the highest available.

@@ -65,45 +65,112 @@ void kt_cpu_detect(kt_cpu *cpu) {
 
 #endif
 
-static int level_of_cpu(void) {
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (!cpu.avx512) return KT_ISA_SCALAR;
-  const int amx = cpu.amx_tile && cpu.amx_int8 && cpu.amx_bf16 && cpu.amx_permission;
-  return amx ? KT_ISA_AMX : KT_ISA_AVX512;
+#if KT_X86
+static int has_avx512(const kt_cpu *cpu) { return cpu->avx512; }
+static int has_vnni(const kt_cpu *cpu) { return cpu->avx512_vnni; }
+static int has_bf16(const kt_cpu *cpu) { return cpu->avx512_bf16; }
+static int has_vbmi(const kt_cpu *cpu) { return cpu->avx512_vbmi; }
+static int has_amx(const kt_cpu *cpu) {
+  return cpu->amx_tile && cpu->amx_int8 && cpu->amx_bf16 && cpu->amx_permission;
+}
+#endif
+
+typedef struct kt_level {
+  int isa;
+  const char *name;                 /* NULL: part of the named level below it */
+  int contains;                     /* the next lower level, -1 below scalar */
+  int (*detect)(const kt_cpu *cpu); /* what the level adds to it; NULL: nothing */
+} kt_level;
+
+/* The levels of this architecture, each behind the one it contains. */
+static const kt_level levels[] = {
+    {KT_ISA_SCALAR, "scalar", -1, NULL},
+#if KT_X86
+    {KT_ISA_AVX512, "avx512", KT_ISA_SCALAR, has_avx512},
+    {KT_ISA_AVX512_VNNI, NULL, KT_ISA_AVX512, has_vnni},
+    {KT_ISA_AVX512_BF16, NULL, KT_ISA_AVX512_VNNI, has_bf16},
+    {KT_ISA_AVX512_VBMI, NULL, KT_ISA_AVX512_BF16, has_vbmi},
+    {KT_ISA_AMX, "amx", KT_ISA_AVX512_VBMI, has_amx},
+#endif
+};
+
+enum { ROWS = sizeof levels / sizeof *levels };
+
+static const kt_level *level_of(int isa) {
+  for (int i = 0; i < ROWS; i++)
+    if (levels[i].isa == isa) return levels + i;
+  return NULL;
+}
+
+int kt_isa_at(int index) {
+  for (int i = 0; i < ROWS && index >= 0; i++)
+    if (levels[i].name && index-- == 0) return levels[i].isa;
+  return -1;
+}
+
+const char *kt_isa_name(int isa) {
+  const kt_level *level = level_of(isa);
+  return level ? level->name : NULL;
 }
 
 /* A level by the name in an environment variable; `otherwise` if it is not set; -1 for a name
  * that is none. */
 static int level_named_by(const char *variable, int otherwise) {
-  static const char *const names[] = {"scalar", "avx512", "amx"};
   const char *name = getenv(variable);
   if (!name || !*name) return otherwise;
-  for (int level = KT_ISA_SCALAR; level <= KT_ISA_AMX; level++)
-    if (strcmp(name, names[level]) == 0) return level;
+  for (int i = 0; i < ROWS; i++)
+    if (levels[i].name && strcmp(name, levels[i].name) == 0) return levels[i].isa;
   return -1;
+}
+
+/* A set of levels, as bits. */
+static int contained(int isa) {
+  return isa < 0 ? 0 : 1 << isa | contained(level_of(isa)->contains);
 }
 
 /* KTCONV_ASSUME claims a level that the CPU does not report, for instruction emulators. The
  * permission for tile data is asked for all the same; an emulator may be listening. */
-static int level_of_machine(void) {
-  const int level = level_of_cpu(), assumed = level_named_by("KTCONV_ASSUME", level);
+static int levels_of_machine(void) {
+  const int assumed = contained(level_named_by("KTCONV_ASSUME", KT_ISA_SCALAR));
+  int found = 0;
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  for (int i = 0; i < ROWS; i++) {
+    const int below = contained(levels[i].contains);
+    if ((found & below) == below && (!levels[i].detect || levels[i].detect(&cpu)))
+      found |= 1 << levels[i].isa;
+  }
 #if KT_X86
-  if (assumed == KT_ISA_AMX && level < KT_ISA_AMX) request_amx();
-  return assumed > level ? assumed : level;
-#else
-  (void)assumed;
-  return level;
+  if (assumed & ~found & 1 << KT_ISA_AMX) request_amx();
 #endif
+  return found | assumed;
 }
 
+/* Asked once: CPUID takes tens of microseconds in a virtual machine. */
+static int available(void) {
+  static atomic_int cached = 0;
+  int found = atomic_load_explicit(&cached, memory_order_relaxed);
+  if (found) return found;
+  found = levels_of_machine();
+  atomic_store_explicit(&cached, found, memory_order_relaxed);
+  return found;
+}
+
+int kt_isa_has(int isa) { return kt_isa_name(isa) && (available() >> isa & 1); }
+
 int kt_isa_available(void) {
-  static atomic_int cached = -1;
-  int level = atomic_load_explicit(&cached, memory_order_relaxed);
-  if (level >= 0) return level;
-  level = level_of_machine();
-  atomic_store_explicit(&cached, level, memory_order_relaxed);
-  return level;
+  int highest = KT_ISA_SCALAR;
+  for (int i = 0; i < ROWS; i++)
+    if (kt_isa_has(levels[i].isa)) highest = levels[i].isa;
+  return highest;
+}
+
+/* The named level, with all that the CPU has of it. */
+static int whole_level(int isa) {
+  for (int i = 0; i < ROWS; i++)
+    if (!levels[i].name && levels[i].contains == isa && (available() >> levels[i].isa & 1))
+      isa = levels[i].isa;
+  return isa;
 }
 
 /* KTCONV_ISA as a level, or minus a kt_status. */
@@ -111,29 +178,40 @@ static int wanted_isa(void) {
   const int level = level_named_by("KTCONV_ISA", kt_isa_available());
   if (level_named_by("KTCONV_ASSUME", KT_ISA_SCALAR) < 0) return -KT_ERR_ASSUME_UNKNOWN;
   if (level < 0) return -KT_ERR_ISA_UNKNOWN;
-  return level <= kt_isa_available() ? level : -KT_ERR_ISA_MISSING;
+  return kt_isa_has(level) ? whole_level(level) : -KT_ERR_ISA_MISSING;
 }
 
 enum { NOT_READ = -1000 };
-static atomic_int active = NOT_READ;
+static atomic_int in_use = NOT_READ; /* a level, named or not, or minus a kt_status */
 
-int kt_isa_active(void) {
-  int level = atomic_load_explicit(&active, memory_order_relaxed);
+static int level_in_use(void) {
+  int level = atomic_load_explicit(&in_use, memory_order_relaxed);
   if (level == NOT_READ) {
     level = wanted_isa();
-    atomic_store_explicit(&active, level, memory_order_relaxed);
+    atomic_store_explicit(&in_use, level, memory_order_relaxed);
   }
   return level;
 }
 
+int kt_isa_active(void) {
+  int level = level_in_use();
+  while (level >= 0 && !kt_isa_name(level)) level = level_of(level)->contains;
+  return level;
+}
+
 kt_status kt_isa_use(int isa) {
-  if (isa < KT_ISA_SCALAR || isa > KT_ISA_AMX) return KT_ERR_ARGUMENT;
-  if (isa > kt_isa_available()) return KT_ERR_ISA_MISSING;
-  atomic_store_explicit(&active, isa, memory_order_relaxed);
+  if (isa < 0 || isa >= KT_ISA_COUNT) return KT_ERR_ARGUMENT;
+  if (!kt_isa_has(isa)) return KT_ERR_ISA_MISSING;
+  atomic_store_explicit(&in_use, whole_level(isa), memory_order_relaxed);
   return KT_OK;
 }
 
-int kt_isa_dispatch(void) {
-  const int level = kt_isa_active();
-  return level < 0 ? KT_ISA_SCALAR : level;
+int kt_isa_cell(const void *row, size_t cell_size) {
+  static const char missing[sizeof(void *)] = {0};
+  const char *const cells = row;
+  int level = level_in_use();
+  if (level < 0) level = KT_ISA_SCALAR;
+  while (memcmp(cells + (size_t)level * cell_size, missing, cell_size) == 0)
+    level = level_of(level)->contains;
+  return level;
 }

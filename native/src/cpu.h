@@ -10,8 +10,19 @@
 #define KT_X86 0
 #endif
 
-/* The level in use, for dispatch: as kt_isa_active(), unusable settings count as scalar
- * (kt_isa_active reports them to the caller who asks). */
-int kt_isa_dispatch(void);
+/* Levels without a name: what some CPUs with AVX-512 have beyond the level avx512, and use where
+ * that level is in use. Then the number of all levels, named or not: cells of a table's row. */
+enum {
+  KT_ISA_AVX512_VNNI = KT_ISA_COUNT,
+  KT_ISA_AVX512_BF16, /* and VNNI */
+  KT_ISA_AVX512_VBMI, /* and BF16, VNNI */
+  KT_LEVELS
+};
+
+/* Of a row of pointers to functions or tables, one cell per level, the one that serves the level
+ * in use: its own, else that of the next level it contains. The scalar cell must be there. An
+ * unusable KTCONV_ISA counts as scalar (kt_isa_active reports it to the caller who asks). */
+#define KT_CELL(row) ((row)[kt_isa_cell((row), sizeof *(row))])
+int kt_isa_cell(const void *row, size_t cell_size);
 
 #endif

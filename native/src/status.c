@@ -9,12 +9,12 @@ const char *kt_strerror(int status) {
   case KT_ERR_SCALE: return "FP8 weights need block scales, and other weights must have none";
   case KT_ERR_SCRATCH: return "the scratch buffer is too small";
   case KT_ERR_NONFINITE: return "the matrix holds a NaN or an infinity";
-  case KT_ERR_ISA_UNKNOWN: return "a level is scalar, avx512 or amx";
+  case KT_ERR_ISA_UNKNOWN: return "that is not the name of a level";
   case KT_ERR_ISA_MISSING: return "this machine lacks that level";
   case KT_ERR_EXPERT: return "an expert id is neither -1 nor that of an expert with weights";
   case KT_ERR_THREADS:
     return "threads cannot be started, or the pool belongs to another process (after a fork)";
-  case KT_ERR_ASSUME_UNKNOWN: return "KTCONV_ASSUME is none of scalar, avx512 and amx";
+  case KT_ERR_ASSUME_UNKNOWN: return "KTCONV_ASSUME is not the name of a level";
   default: return "unknown status";
   }
 }

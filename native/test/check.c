@@ -22,11 +22,9 @@
 
 static const uint64_t EXPECTED_HASH = 0xd96f06b8f5021832u;
 
-static const char *const ISA_NAMES[] = {"scalar", "avx512", "amx"};
 static const char *const FORMAT_NAMES[] = {"int8", "int4"};
 static const char *const DTYPE_NAMES[] = {"BF16", "F16", "F32", "F8_E4M3"};
 static const int64_t ELEMENT_SIZE[] = {2, 2, 4, 1};
-enum { LEVELS = KT_ISA_AMX + 1 };
 
 /* ---- Failures ----------------------------------------------------------- */
 
@@ -329,7 +327,7 @@ static void add_hash(const guarded *g) { /* FNV-1a */
 /* ---- Cases ----------------------------------------------------------------- */
 
 static int use_level(int level) {
-  level_name = ISA_NAMES[level];
+  level_name = kt_isa_name(level);
   const kt_status status = kt_isa_use(level);
   expect_status("isa_use", status, KT_OK);
   return status == KT_OK;
@@ -342,13 +340,13 @@ static void check_values(const inputs *in, const source *s) {
   add_hash(&truth.scale);
   add_hash(&truth.codes);
   add_hash(&truth.decoded);
-  for (int level = 1; level <= kt_isa_available(); level++) {
-    if (!use_level(level)) continue;
+  for (int i = 1; kt_isa_has(kt_isa_at(i)); i++) {
+    if (!use_level(kt_isa_at(i))) continue;
     result r = run_level(in, &s->m);
     compare(&truth, &r);
     result_end(&r);
   }
-  level_name = ISA_NAMES[0];
+  level_name = kt_isa_name(KT_ISA_SCALAR);
   result_end(&truth);
 }
 
@@ -369,8 +367,8 @@ static void check_nonfinite(const inputs *in, source *s) {
     else
       memcpy(at, &half, 2);
   }
-  for (int level = 0; level <= kt_isa_available(); level++) {
-    if (!use_level(level)) continue;
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
+    if (!use_level(kt_isa_at(i))) continue;
     kt_position bad[2] = {{-1, -1}, {-1, -1}};
     guarded scratch = guarded_new(kt_scratch_size(in->cols), in->where, 4);
     guarded packed = guarded_new(kt_packed_size(in->format, in->rows, in->cols), in->where, 1);
@@ -459,15 +457,15 @@ static void check_decode(inputs in, uint64_t seed) {
   describe(&in);
   source s = source_new(&in);
   const size_t size = 4 * (size_t)(in.rows * in.cols);
-  guarded out[LEVELS];
-  for (int level = 0; level <= kt_isa_available(); level++) {
-    use_level(level);
-    out[level] = guarded_new(size, in.where, 4);
-    expect_status("decode", kt_decode(&s.m, (float *)out[level].data), KT_OK);
-    expect_bytes("decoded", out[level].data, out[0].data, size);
+  guarded out[KT_ISA_COUNT];
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
+    use_level(kt_isa_at(i));
+    out[i] = guarded_new(size, in.where, 4);
+    expect_status("decode", kt_decode(&s.m, (float *)out[i].data), KT_OK);
+    expect_bytes("decoded", out[i].data, out[0].data, size);
   }
   add_hash(&out[0]);
-  for (int level = 0; level <= kt_isa_available(); level++) guarded_end(&out[level], "decoded");
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) guarded_end(&out[i], "decoded");
   source_end(&s);
   cases++;
 }
@@ -497,7 +495,7 @@ static void check_rest(void) {
   kt_cpu_detect(&cpu);
   snprintf(current, sizeof current, "arguments");
   level_name = "";
-  if ((cpu.avx512 ? KT_ISA_AVX512 : KT_ISA_SCALAR) > kt_isa_available()) fail("levels");
+  if (cpu.avx512 > kt_isa_has(KT_ISA_AVX512) || !kt_isa_has(kt_isa_available())) fail("levels");
   if (kt_packed_size(KT_INT8, 32, 64) != 2048 || kt_packed_size(KT_INT4, 32, 128) != 2048 ||
       kt_packed_size(KT_INT4, 32, 64) || kt_packed_size(2, 32, 128) ||
       kt_packed_size(KT_INT8, (int64_t)1 << 40, (int64_t)1 << 40))
@@ -511,14 +509,14 @@ static void check_rest(void) {
                 KT_ERR_ARGUMENT);
   expect_status("audit_codes", kt_audit_codes(KT_INT8, &byte, 32, 32, (int8_t *)&byte),
                 KT_ERR_SHAPE);
-  expect_status("isa_use", kt_isa_use(LEVELS), KT_ERR_ARGUMENT);
+  expect_status("isa_use", kt_isa_use(KT_ISA_COUNT), KT_ERR_ARGUMENT);
 }
 
 int main(void) {
   signal(SIGSEGV, on_fault);
   signal(SIGBUS, on_fault);
   printf("levels:");
-  for (int level = 0; level <= kt_isa_available(); level++) printf(" %s", ISA_NAMES[level]);
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) printf(" %s", kt_isa_name(kt_isa_at(i)));
   printf("\n");
   if (kt_isa_active() < 0) {
     printf("KTCONV_ISA: %s\n", kt_strerror(-kt_isa_active()));
@@ -529,7 +527,7 @@ int main(void) {
   check_format(KT_INT4);
   check_ragged_decode();
   snprintf(current, sizeof current, "all cases");
-  level_name = ISA_NAMES[0];
+  level_name = kt_isa_name(KT_ISA_SCALAR);
   if (hash != EXPECTED_HASH) fail("hash is %016" PRIx64 ", not %016" PRIx64, hash, EXPECTED_HASH);
   printf("%d cases, %d failures, hash %016" PRIx64 "\n", cases, failures, hash);
   return failures != 0;

@@ -27,8 +27,10 @@ void kt_test_rows(const kt_layout *layout, int64_t tokens, int64_t cols, const f
 
 /* Whether a level has a product of its own for this layout that this CPU can run. */
 int kt_test_has_product(const kt_layout *layout, int isa) {
-  if (kt_isa_use(isa) != KT_OK) return 0;
-  return kt_gemm_product(gemm_of(layout)) == gemm_of(layout)->product[isa];
+  const kt_product_fn *below = NULL;
+  for (int i = 0; kt_isa_at(i) != isa && kt_isa_use(kt_isa_at(i)) == KT_OK; i++)
+    below = kt_gemm_product(gemm_of(layout));
+  return kt_isa_use(isa) == KT_OK && kt_gemm_product(gemm_of(layout)) != below;
 }
 
 /* See kt_product_fn; at the level of the last kt_test_has_product or kt_isa_use. */
@@ -44,12 +46,10 @@ void kt_test_product(const kt_layout *layout, int64_t rows, int64_t cols, const 
  * this CPU lacks the level. */
 int kt_test_activate(int isa, const kt_activation *activation, int64_t count, const float *gate,
                      const float *up, const float *gate_bias, const float *up_bias, float *out) {
-  const kt_epilogue *level = isa == KT_ISA_SCALAR ? &kt_epilogue_scalar : NULL;
-#if KT_X86
-  if (isa == KT_ISA_AVX512 && kt_isa_available() >= KT_ISA_AVX512) level = &kt_epilogue_avx512;
-#endif
-  for (int64_t i = 0; level && i < count; i += KT_STRIP)
+  if (kt_isa_use(isa) != KT_OK) return 0;
+  const kt_epilogue *const level = KT_CELL(kt_epilogues);
+  for (int64_t i = 0; i < count; i += KT_STRIP)
     level->activate(activation, gate + i, up + i, gate_bias ? gate_bias + i : NULL,
                     up_bias ? up_bias + i : NULL, out + i);
-  return level != NULL;
+  return 1;
 }

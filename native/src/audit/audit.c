@@ -12,6 +12,13 @@ static kt_status check_packed(int format, int64_t rows, int64_t cols) {
   return rows % 32 || cols % (format == KT_INT4 ? 128 : 64) ? KT_ERR_SHAPE : KT_OK;
 }
 
+static kt_audit_fn *const audits[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_audit_scalar,
+#if KT_X86
+    [KT_ISA_AVX512] = kt_audit_avx512,
+#endif
+};
+
 kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_t first,
                        const uint8_t *packed, const float *scale, float *row_error, float *row_amax,
                        float *row_scale, kt_audit *audit) {
@@ -31,12 +38,8 @@ kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_
                             .row_error = row_error,
                             .row_amax = row_amax,
                             .row_scale = row_scale};
-  kt_audit_fn *run = kt_audit_scalar;
-#if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) run = kt_audit_avx512;
-#endif
   const uint64_t mode = kt_float_mode_enter();
-  run(&job, audit);
+  KT_CELL(audits)(&job, audit);
   kt_float_mode_leave(mode);
   return KT_OK;
 }

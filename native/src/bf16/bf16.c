@@ -56,10 +56,9 @@ const kt_gemm kt_bf16_gemm = {
     .codes_size = codes_size,
     .scale_size = scale_size,
     .pack = pack,
-    .avx512_needs = KT_NEEDS_VNNI | KT_NEEDS_BF16 | KT_NEEDS_VBMI,
     .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
 #if KT_X86
-    .product[KT_ISA_AVX512] = kt_bf16_product_avx512,
+    .product[KT_ISA_AVX512_VBMI] = kt_bf16_product_avx512,
     .product[KT_ISA_AMX] = kt_bf16_product_amx,
 #endif
 };

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_amx.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AMX)
 #include "../gemm/bf16_gemm_amx.h"
 #include "bf16.h"
 
@@ -40,7 +41,5 @@ void kt_bf16_product_amx(const kt_weight *w, int64_t strip, int64_t strips, cons
   _tile_release();
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

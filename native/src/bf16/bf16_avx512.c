@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512_bf16.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/bf16_gemm_avx512.h"
 #include "bf16.h"
 
@@ -17,7 +18,5 @@ void kt_bf16_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
                   out, panel);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_amx.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AMX)
 #include "../gemm/bf16_gemm_amx.h"
 #include "fp8.h"
 
@@ -29,7 +30,5 @@ void kt_fp8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const
     kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -1,4 +1,5 @@
-/* amx_tiles.h - how all AMX code divides the eight tiles, and tokens. Include after target_amx.h.
+/* amx_tiles.h - how all AMX code divides the eight tiles, and tokens. Include after
+ * KT_TARGET_BEGIN(AMX).
  *
  *   0 1     sums: tile 2i + j holds 16 tokens (i) x 16 rows of w (j), 32-bit
  *   2 3

@@ -6,7 +6,7 @@
  * within a group tiles add even and odd columns apart: the last bits differ.
  *
  * From KT_AMX_LEAST_TOKENS on, an element's bits do not depend on the other tokens. Include after
- * target_amx.h. */
+ * KT_TARGET_BEGIN(AMX). */
 #ifndef KT_BF16_GEMM_AMX_H
 #define KT_BF16_GEMM_AMX_H
 

@@ -18,7 +18,7 @@
  * were tried and did not help there.
  *
  * `form`, `keep` and `tokens` are constants of a micro kernel. Include after
- * target_avx512_bf16.h. */
+ * KT_TARGET_BEGIN(AVX512_BF16). */
 #ifndef KT_BF16_GEMM_AVX512_H
 #define KT_BF16_GEMM_AVX512_H
 

@@ -5,7 +5,7 @@
  * rows are summed in four tiles; with 16 tokens or fewer, in two.
  *
  * The sums are the same integers as everywhere. `int4` is a constant in every call. Include
- * after target_amx.h. */
+ * after KT_TARGET_BEGIN(AMX). */
 #ifndef KT_INT_GEMM_AMX_H
 #define KT_INT_GEMM_AMX_H
 

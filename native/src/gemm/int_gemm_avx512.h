@@ -15,7 +15,7 @@
  * L2 and alternate. Then columns are cut into blocks of K_BLOCK, so that those of the
  * activations and of the strip stay in L2 meanwhile.
  *
- * `int4` is a constant in every call. Include after target_avx512_vnni.h. */
+ * `int4` is a constant in every call. Include after KT_TARGET_BEGIN(AVX512_VNNI). */
 #ifndef KT_INT_GEMM_AVX512_H
 #define KT_INT_GEMM_AVX512_H
 

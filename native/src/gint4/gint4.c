@@ -77,10 +77,9 @@ const kt_gemm kt_gint4_gemm = {
     .codes_size = codes_size,
     .scale_size = kt_group_scale_size,
     .pack = pack,
-    .avx512_needs = KT_NEEDS_VNNI,
     .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
 #if KT_X86
-    .product[KT_ISA_AVX512] = kt_gint4_product_avx512,
+    .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
 #endif
 };

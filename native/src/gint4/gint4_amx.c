@@ -19,8 +19,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_amx.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AMX)
 #include "../gemm/amx_tiles.h"
 #include "gint4_scales_avx512.h"
 
@@ -154,7 +155,5 @@ void kt_gint4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, con
   _tile_release();
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -13,8 +13,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512_vnni.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512_VNNI)
 #include "../simd/unroll.h"
 #include "gint4_scales_avx512.h"
 
@@ -154,7 +155,5 @@ void kt_gint4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, 
   }
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

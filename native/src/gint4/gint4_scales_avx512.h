@@ -1,5 +1,5 @@
 /* gint4_scales_avx512.h - scales of 16 rows, and how a group's sums are added: the same operations
- * with AVX-512 and AMX, so the same bits. Include after a target_*.h. */
+ * with AVX-512 and AMX, so the same bits. Include after a KT_TARGET_BEGIN. */
 #ifndef KT_GINT4_SCALES_AVX512_H
 #define KT_GINT4_SCALES_AVX512_H
 

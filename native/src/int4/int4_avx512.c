@@ -2,10 +2,13 @@
 #include "../cpu.h"
 
 #if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512)
 #include "../quantize/strip_avx512.h"
 #include "int4.h"
 
-static const kt_tile_rule rule = {&kt_int4_packer, KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2};
+static const kt_tile_rule rule = {KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2};
 
 /* Second rounding of 8-bit codes q: q+8 for q >= 0, q+7 for q < 0, whose high nibbles are
  * the nearest multiples of 16, ties away from zero. In range, since |q| <= 112. */
@@ -25,12 +28,10 @@ KT_INLINE __m512i round_tile_row(const uint8_t *row, int64_t k, __m512 inverse, 
   return _mm512_ternarylogic_epi64(low_nibble, _mm512_srli_epi16(first, 4), second, SELECT);
 }
 
-kt_status kt_int4_quantize_pack_avx512(const kt_matrix *m, uint8_t *packed, float *scale,
-                                       float *scratch) {
-  return kt_quantize_pack_strips(m, packed, scale, scratch, rule, round_tile_row);
+kt_status kt_int4_quantize_pack_avx512(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
+                                       float *scale, float *scratch) {
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule, round_tile_row);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

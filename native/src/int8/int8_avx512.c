@@ -2,17 +2,18 @@
 #include "../cpu.h"
 
 #if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512)
 #include "../quantize/strip_avx512.h"
 #include "int8.h"
 
-static const kt_tile_rule rule = {&kt_int8_packer, KT_INT8_TILE_COLS, KT_INT8_BLOCK_ROWS, 1};
+static const kt_tile_rule rule = {KT_INT8_TILE_COLS, KT_INT8_BLOCK_ROWS, 1};
 
-kt_status kt_int8_quantize_pack_avx512(const kt_matrix *m, uint8_t *packed, float *scale,
-                                       float *scratch) {
-  return kt_quantize_pack_strips(m, packed, scale, scratch, rule, kt_round64);
+kt_status kt_int8_quantize_pack_avx512(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
+                                       float *scale, float *scratch) {
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule, kt_round64);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

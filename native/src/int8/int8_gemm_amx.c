@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_amx.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AMX)
 #include "../gemm/int_gemm_amx.h"
 #include "int8_gemm.h"
 
@@ -15,7 +16,5 @@ void kt_int8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, cons
     kt_int_product_amx(0, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512_vnni.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512_VNNI)
 #include "../gemm/int_gemm_avx512.h"
 #include "int8_gemm.h"
 
@@ -15,7 +16,5 @@ void kt_int8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_int_product_avx512(0, &kernels, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

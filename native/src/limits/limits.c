@@ -2,16 +2,25 @@
 #include "limits.h"
 
 #include "../cpu.h"
-#include "../moe/gemm.h"
 #include "../pool/pool.h"
 
 #include <stdatomic.h>
 
-static kt_dot_fn *const dots[KT_LEVELS][KT_UNITS] = {
-    [KT_ISA_SCALAR] = {kt_limit_int8_scalar, kt_limit_bf16_scalar},
+static kt_read_fn *const reads[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_limit_read_scalar,
 #if KT_X86
-    [KT_ISA_AVX512] = {kt_limit_int8_avx512, kt_limit_bf16_avx512},
-    [KT_ISA_AMX] = {kt_limit_int8_amx, kt_limit_bf16_amx},
+    [KT_ISA_AVX512] = kt_limit_read_avx512,
+#endif
+};
+
+static kt_dot_fn *const dots[KT_UNITS][KT_LEVELS] = {
+    [KT_UNIT_INT8][KT_ISA_SCALAR] = kt_limit_int8_scalar,
+    [KT_UNIT_BF16][KT_ISA_SCALAR] = kt_limit_bf16_scalar,
+#if KT_X86
+    [KT_UNIT_INT8][KT_ISA_AVX512_VNNI] = kt_limit_int8_avx512,
+    [KT_UNIT_BF16][KT_ISA_AVX512_BF16] = kt_limit_bf16_avx512,
+    [KT_UNIT_INT8][KT_ISA_AMX] = kt_limit_int8_amx,
+    [KT_UNIT_BF16][KT_ISA_AMX] = kt_limit_bf16_amx,
 #endif
 };
 
@@ -52,10 +61,7 @@ static void run_job(void *context, int32_t thread) {
 kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size, int32_t streams) {
   if (!pool || !memory || size < PIECE || size % PIECE) return KT_ERR_ARGUMENT;
   if (streams < 1 || streams > MOST_STREAMS) return KT_ERR_ARGUMENT;
-  reading r = {.memory = memory, .size = size, .streams = streams, .read = kt_limit_read_scalar};
-#if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) r.read = kt_limit_read_avx512;
-#endif
+  reading r = {.memory = memory, .size = size, .streams = streams, .read = KT_CELL(reads)};
   job j = {read_job, &r, kt_pool_threads(pool)};
   return kt_pool_run(pool, run_job, &j);
 }
@@ -71,19 +77,9 @@ static void dot_job(void *context, int32_t thread, int32_t threads) {
   d->dot(d->rounds);
 }
 
-/* The level's own loop, else that of the level below: as products are chosen. */
-static kt_dot_fn *dot_of(int unit) {
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  const int has_dot = unit == KT_UNIT_INT8 ? cpu.avx512_vnni : cpu.avx512_bf16;
-  int level = kt_isa_dispatch();
-  if (level == KT_ISA_AVX512 && !has_dot) level = KT_ISA_SCALAR;
-  return dots[level][unit];
-}
-
 kt_status kt_limit_dot(kt_pool *pool, int unit, int64_t rounds) {
   if (!pool || unit < 0 || unit >= KT_UNITS || rounds < 0) return KT_ERR_ARGUMENT;
-  dotting d = {dot_of(unit), rounds};
+  dotting d = {KT_CELL(dots[unit]), rounds};
   job j = {dot_job, &d, kt_pool_threads(pool)};
   return kt_pool_run(pool, run_job, &j);
 }

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_amx.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AMX)
 #include "../gemm/amx_tiles.h"
 #include "limits.h"
 
@@ -41,7 +42,5 @@ void kt_limit_bf16_amx(int64_t rounds) {
   _tile_release();
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512_bf16.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512_BF16)
 #include "limits.h"
 
 enum { CHAINS = 16, INT8_OPS = 64, BF16_OPS = 32 }; /* multiply-adds of an instruction */
@@ -52,7 +53,5 @@ void kt_limit_bf16_avx512(int64_t rounds) {
   for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

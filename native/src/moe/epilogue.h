@@ -39,5 +39,6 @@ typedef struct kt_epilogue {
 } kt_epilogue;
 
 extern const kt_epilogue kt_epilogue_scalar, kt_epilogue_avx512;
+extern const kt_epilogue *const kt_epilogues[KT_LEVELS];
 
 #endif

@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512)
 #include "epilogue.h"
 #include "rows.h"
 
@@ -102,7 +103,5 @@ static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, 
 
 const kt_epilogue kt_epilogue_avx512 = {activate, accumulate, widen, finish};
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

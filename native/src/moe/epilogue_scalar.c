@@ -67,3 +67,10 @@ static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, 
 }
 
 const kt_epilogue kt_epilogue_scalar = {activate, accumulate, widen, finish};
+
+const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = &kt_epilogue_scalar,
+#if KT_X86
+    [KT_ISA_AVX512] = &kt_epilogue_avx512,
+#endif
+};

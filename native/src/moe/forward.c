@@ -418,7 +418,7 @@ static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
   run r = {
       .moe = moe,
       .gemm = gemm,
-      .epilogue = &kt_epilogue_scalar,
+      .epilogue = KT_CELL(kt_epilogues),
       .product = kt_gemm_product(gemm),
       .pool = pool,
       .team_count = smaller(kt_pool_nodes(pool), moe->parts),
@@ -427,9 +427,6 @@ static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
       .x_stride = (int64_t)kt_rows_stride(gemm->rows_kind, moe->hidden, moe->layout.group),
       .mid_stride = (int64_t)kt_rows_stride(gemm->rows_kind, width, moe->layout.group),
   };
-#if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) r.epilogue = &kt_epilogue_avx512;
-#endif
   return r;
 }
 

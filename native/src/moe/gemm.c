@@ -1,10 +1,6 @@
 /* The table of weight formats, and the checks that all of them share. */
 #include "gemm.h"
 
-#include "../cpu.h"
-
-#include <stdatomic.h>
-
 static const kt_gemm *const table[] = {
     [KT_KERNEL_INT8] = &kt_int8_gemm,   [KT_KERNEL_INT4] = &kt_int4_gemm,
     [KT_KERNEL_BF16] = &kt_bf16_gemm,   [KT_KERNEL_FP8] = &kt_fp8_gemm,
@@ -16,25 +12,7 @@ const kt_gemm *kt_gemm_of(int kernel) {
   return kernel >= 0 && kernel < count ? table[kernel] : NULL;
 }
 
-/* Asked once: CPUID takes tens of microseconds in a virtual machine. */
-static int present_features(void) {
-  static atomic_int cached = -1;
-  int features = atomic_load_explicit(&cached, memory_order_relaxed);
-  if (features >= 0) return features;
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  features = (cpu.avx512_vnni ? KT_NEEDS_VNNI : 0) | (cpu.avx512_bf16 ? KT_NEEDS_BF16 : 0) |
-             (cpu.avx512_vbmi ? KT_NEEDS_VBMI : 0);
-  atomic_store_explicit(&cached, features, memory_order_relaxed);
-  return features;
-}
-
-kt_product_fn *kt_gemm_product(const kt_gemm *gemm) {
-  const int missing = gemm->avx512_needs & ~present_features();
-  for (int level = kt_isa_dispatch(); level > KT_ISA_SCALAR; level--)
-    if (gemm->product[level] && !(level == KT_ISA_AVX512 && missing)) return gemm->product[level];
-  return gemm->product[KT_ISA_SCALAR];
-}
+kt_product_fn *kt_gemm_product(const kt_gemm *gemm) { return KT_CELL(gemm->product); }
 
 /* A row decoded by the scalar code fits the panel. */
 _Static_assert(KT_MAX_COLS * sizeof(double) <= KT_PANEL_SIZE, "panel");

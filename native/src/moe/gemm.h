@@ -7,15 +7,15 @@
 #ifndef KT_GEMM_H
 #define KT_GEMM_H
 
+#include "../cpu.h"
 #include "ktconv.h"
 
 enum {
-  KT_STRIP = 32,                 /* rows of a strip */
-  KT_MAX_STRIPS = 16,            /* strips of one product call */
-  KT_MAX_TOKENS = 96,            /* activation rows of one product call */
-  KT_MAX_PRODUCTS = 4 * 96,      /* strips * activation rows of one product call */
-  KT_PANEL_SIZE = 32 * 4096 * 2, /* bytes of scratch of one product call */
-  KT_LEVELS = KT_ISA_AMX + 1
+  KT_STRIP = 32,                /* rows of a strip */
+  KT_MAX_STRIPS = 16,           /* strips of one product call */
+  KT_MAX_TOKENS = 96,           /* activation rows of one product call */
+  KT_MAX_PRODUCTS = 4 * 96,     /* strips * activation rows of one product call */
+  KT_PANEL_SIZE = 32 * 4096 * 2 /* bytes of scratch of one product call */
 };
 
 /* A packed matrix, its sizes checked. codes needs no alignment, scale that of its type. */
@@ -44,9 +44,6 @@ typedef enum kt_rows_kind {
 typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel);
 
-/* Features that a cell of the AVX-512 level needs beyond the level's own. */
-enum { KT_NEEDS_VNNI = 1, KT_NEEDS_BF16 = 2, KT_NEEDS_VBMI = 4 };
-
 typedef struct kt_gemm {
   kt_rows_kind rows_kind;
   /* Steps of rows and cols that a packed matrix of this layout must keep; false: the
@@ -57,8 +54,7 @@ typedef struct kt_gemm {
   /* From row-major codes and scales as checkpoints have them, see kt_weight_pack. */
   kt_status (*pack)(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
                     const void *scale, uint8_t *packed, void *packed_scale);
-  int avx512_needs;
-  kt_product_fn *product[KT_LEVELS]; /* [KT_ISA_SCALAR] is always there */
+  kt_product_fn *product[KT_LEVELS];
 } kt_gemm;
 
 extern const kt_gemm kt_int8_gemm, kt_int4_gemm, kt_bf16_gemm, kt_fp8_gemm, kt_mxfp4_gemm,

@@ -1,8 +1,6 @@
 /* Activation rows: where things lie in a row, and the scalar truth of the codes. */
 #include "rows.h"
 
-#include "../cpu.h"
-
 enum { KT_LINE = 64 };
 
 static size_t whole_lines(size_t size) { return (size + KT_LINE - 1) / KT_LINE * KT_LINE; }
@@ -36,25 +34,25 @@ void kt_rows_bf16_scalar(const float *x, int64_t n, uint16_t *out) {
   }
 }
 
-static kt_rows_codes_fn *codes_function(void) {
+static kt_rows_codes_fn *const to_codes[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_rows_codes_scalar,
 #if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) return kt_rows_codes_avx512;
+    [KT_ISA_AVX512] = kt_rows_codes_avx512,
 #endif
-  return kt_rows_codes_scalar;
-}
+};
 
-static kt_rows_bf16_fn *bf16_function(void) {
+static kt_rows_bf16_fn *const to_bf16[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_rows_bf16_scalar,
 #if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) return kt_rows_bf16_avx512;
+    [KT_ISA_AVX512] = kt_rows_bf16_avx512,
 #endif
-  return kt_rows_bf16_scalar;
-}
+};
 
 static void quantize_groups(int64_t cols, int64_t group, const float *x, uint8_t *row) {
   const int64_t groups = cols / group;
   float *scale = (float *)(void *)(row + kt_rows_codes_size(KT_ROWS_GROUP, cols));
   int32_t *sum = (int32_t *)(void *)(scale + groups);
-  kt_rows_codes_fn *quantize = codes_function();
+  kt_rows_codes_fn *quantize = KT_CELL(to_codes);
   for (int64_t g = 0; g < groups; g++)
     quantize(x + g * group, group, (int8_t *)row + g * group, scale + g, sum + g);
 }
@@ -65,10 +63,10 @@ void kt_rows_quantize(kt_rows_kind kind, int64_t cols, int64_t group, const floa
   uint8_t *behind = row + kt_rows_codes_size(kind, cols);
   memset(row + used, 0, (size_t)(behind - (row + used)));
   if (kind == KT_ROWS_BF16)
-    bf16_function()(x, cols, (uint16_t *)(void *)row);
+    KT_CELL(to_bf16)(x, cols, (uint16_t *)(void *)row);
   else if (kind == KT_ROWS_GROUP)
     quantize_groups(cols, group, x, row);
   else
-    codes_function()(x, cols, (int8_t *)row, (float *)(void *)behind,
-                     (int32_t *)(void *)(behind + sizeof(float)));
+    KT_CELL(to_codes)(x, cols, (int8_t *)row, (float *)(void *)behind,
+                      (int32_t *)(void *)(behind + sizeof(float)));
 }

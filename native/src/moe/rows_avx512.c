@@ -2,8 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512)
 #include "rows.h"
 
 static uint32_t max_bits(const float *x, int64_t cols) {
@@ -49,7 +50,5 @@ void kt_rows_bf16_avx512(const float *x, int64_t n, uint16_t *out) {
   }
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -62,10 +62,9 @@ const kt_gemm kt_mxfp4_gemm = {
     .codes_size = codes_size,
     .scale_size = kt_group_scale_size,
     .pack = pack,
-    .avx512_needs = KT_NEEDS_VNNI | KT_NEEDS_BF16 | KT_NEEDS_VBMI,
     .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
 #if KT_X86
-    .product[KT_ISA_AVX512] = kt_mxfp4_product_avx512,
+    .product[KT_ISA_AVX512_VBMI] = kt_mxfp4_product_avx512,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
 #endif
 };

@@ -15,8 +15,9 @@
 #include "../cpu.h"
 
 #if KT_X86
-#include "../simd/target_avx512_bf16.h"
+#include "../simd/target.h"
 
+KT_TARGET_BEGIN(AVX512_BF16)
 #include "../simd/unroll.h"
 #include "mxfp4.h"
 
@@ -232,7 +233,5 @@ void kt_mxfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, 
   }
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

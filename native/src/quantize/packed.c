@@ -1,7 +1,6 @@
 /* Public entry points of the packed formats: check, pick format and level, call. */
 #include "packed.h"
 
-#include "../cpu.h"
 #include "../simd/float_mode.h"
 
 static const kt_packer *find_packer(int format) {
@@ -70,12 +69,8 @@ kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed,
   kt_status status = check_matrix(packer, matrix, scratch, scratch_size);
   if (status) return status;
   if (!packed || !scale) return KT_ERR_ARGUMENT;
-  int level = kt_isa_dispatch();
-  while (level > KT_ISA_SCALAR && !packer->quantize_pack[level]) level--;
   const uint64_t mode = kt_float_mode_enter();
-  status = packer->quantize_pack[level]
-               ? packer->quantize_pack[level](matrix, packed, scale, scratch)
-               : kt_quantize_pack_rows(packer, matrix, packed, scale, scratch);
+  status = KT_CELL(packer->quantize_pack)(packer, matrix, packed, scale, scratch);
   if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
   kt_float_mode_leave(mode);
   return status;

@@ -101,7 +101,6 @@ KT_INLINE void kt_store_transposed(const __m512i row[16], uint8_t *to, int form)
 
 /* A format, and where its tiles are, as constants of the loops below. */
 typedef struct kt_tile_rule {
-  const kt_packer *packer;
   int64_t tile_cols, block_rows, codes_per_byte;
 } kt_tile_rule;
 
@@ -137,7 +136,7 @@ KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, cons
 }
 
 /* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
-KT_INLINE kt_status kt_scale_strip(const kt_matrix *m, kt_strip strip, kt_tile_rule rule,
+KT_INLINE kt_status kt_scale_strip(const kt_packer *packer, const kt_matrix *m, kt_strip strip,
                                    float *scale, float *inverse, int *flush) {
   *flush = 0;
   for (int r = 0; r < KT_STRIP_ROWS; r++) {
@@ -145,7 +144,7 @@ KT_INLINE kt_status kt_scale_strip(const kt_matrix *m, kt_strip strip, kt_tile_r
     const uint32_t max = strip.form == KT_ROW_BF16 ? kt_row_max_avx512(row, m->cols, KT_ROW_BF16)
                                                    : kt_row_max_avx512(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = rule.packer->scale(kt_float(max));
+    scale[r] = packer->scale(kt_float(max));
     inverse[r] = kt_reciprocal(scale[r]);
     *flush |= max < KT_FLUSH_BITS;
   }
@@ -154,14 +153,14 @@ KT_INLINE kt_status kt_scale_strip(const kt_matrix *m, kt_strip strip, kt_tile_r
 
 /* The whole matrix: each strip is read from memory once, for its maxima, and quantized
  * from the cache. */
-KT_INLINE kt_status kt_quantize_pack_strips(const kt_matrix *m, uint8_t *packed, float *scale,
-                                            float *scratch, kt_tile_rule rule,
-                                            kt_tile_row_fn *tile_row) {
+KT_INLINE kt_status kt_quantize_pack_strips(const kt_packer *packer, const kt_matrix *m,
+                                            uint8_t *packed, float *scale, float *scratch,
+                                            kt_tile_rule rule, kt_tile_row_fn *tile_row) {
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
     const kt_strip strip = kt_strip_at(m, n, scratch);
     float inverse[KT_STRIP_ROWS];
     int flush;
-    const kt_status status = kt_scale_strip(m, strip, rule, scale + n, inverse, &flush);
+    const kt_status status = kt_scale_strip(packer, m, strip, scale + n, inverse, &flush);
     if (status) return status;
     if (strip.form == KT_ROW_BF16 && !flush)
       kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_BF16, 0);

@@ -2,7 +2,7 @@
 #ifndef KT_TRANSPOSE_AVX512_H
 #define KT_TRANSPOSE_AVX512_H
 
-#include "target_avx512.h"
+#include "target.h"
 
 /* On return column[4*lane + j] holds word j of 128-bit lane `lane` of row[0..15], in row
  * order: the transpose, in 64 shuffles. */

@@ -2,6 +2,9 @@
 #include "../cpu.h"
 
 #if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512)
 #include "../simd/transpose_avx512.h"
 #include "matrix.h"
 
@@ -120,7 +123,5 @@ void kt_decode_rows_avx512(const kt_matrix *m, int64_t row, int64_t count, float
   }
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+KT_TARGET_END
 #endif

@@ -35,16 +35,19 @@ kt_status kt_matrix_find_nonfinite(const kt_matrix *m, float *scratch, kt_positi
   return KT_OK;
 }
 
+static kt_decode_rows_fn *const decoders[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_decode_rows_scalar,
+#if KT_X86
+    [KT_ISA_AVX512] = kt_decode_rows_avx512,
+#endif
+};
+
 kt_status kt_decode(const kt_matrix *matrix, float *out) {
   const kt_status status = kt_matrix_check(matrix);
   if (status) return status;
   if (!out) return KT_ERR_ARGUMENT;
-  kt_decode_rows_fn *decode = kt_decode_rows_scalar;
-#if KT_X86
-  if (kt_isa_dispatch() >= KT_ISA_AVX512) decode = kt_decode_rows_avx512;
-#endif
   const uint64_t mode = kt_float_mode_enter();
-  decode(matrix, 0, matrix->rows, out, matrix->cols);
+  KT_CELL(decoders)(matrix, 0, matrix->rows, out, matrix->cols);
   kt_float_mode_leave(mode);
   return KT_OK;
 }

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from ktconv._native import ffi, lib
 from ktconv.errors import UsageError
 from ktconv.native.arrays import check, words
 
-ISA_NAMES = {lib.KT_ISA_SCALAR: "scalar", lib.KT_ISA_AVX512: "avx512", lib.KT_ISA_AMX: "amx"}
+
+def _isa_names() -> Iterator[tuple[int, str]]:
+    index = 0
+    while (level := int(lib.kt_isa_at(index))) >= 0:
+        yield level, ffi.string(lib.kt_isa_name(level)).decode()
+        index += 1
+
+
+ISA_NAMES = dict(_isa_names())  # the levels of this architecture, lowest first
 
 
 def isa() -> str:
@@ -18,8 +27,11 @@ def isa() -> str:
         value = os.environ.get("KTCONV_ASSUME")
         raise UsageError(f"KTCONV_ASSUME={value} names no level", "unset it, or write amx")
     if level < 0:
+        names = ", ".join(ISA_NAMES.values())
+        unknown = level == -lib.KT_ERR_ISA_UNKNOWN
+        why = f"a level is one of {names}" if unknown else words(-level)
         raise UsageError(
-            f"KTCONV_ISA={os.environ.get('KTCONV_ISA')} cannot be used: {words(-level)}",
+            f"KTCONV_ISA={os.environ.get('KTCONV_ISA')} cannot be used: {why}",
             f"unset it, or choose one of: {', '.join(isa_available())}",
         )
     return ISA_NAMES[level]
@@ -27,7 +39,7 @@ def isa() -> str:
 
 def isa_available() -> list[str]:
     """The levels that this machine can run, lowest first."""
-    return [name for level, name in ISA_NAMES.items() if level <= lib.kt_isa_available()]
+    return [name for level, name in ISA_NAMES.items() if lib.kt_isa_has(level)]
 
 
 def use_isa(name: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 from helpers import amx
-from native.kernels.product import Products, compile_products
+from native.kernels.product import LEVELS, Products, compile_products
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def products(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
         return Products(library)
 
 
-@pytest.fixture(params=["scalar", "avx512", "amx"])
+@pytest.fixture(params=list(LEVELS))
 def level(request: pytest.FixtureRequest, tiles: amx.Emulator | None) -> str:
     """Each level in turn; `Products.use` skips those that a kernel or this CPU lacks."""
     name: str = request.param

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.paths import NATIVE
+from ktconv._native import lib
 from numpy.typing import NDArray
 
+from ktconv import native
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
 Array = NDArray[Any]
@@ -30,10 +32,8 @@ FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 STRIP = 32
-LEVELS = {"scalar": 0, "avx512": 1, "amx": 2}
-KERNELS = {"int8": 0, "int4": 1, "bf16": 2, "fp8": 3, "mxfp4": 4, "gint4": 5}
-SCALES = {"none": 0, "f32": 1, "bf16": 2, "ue8m0": 3}
-STATUS_NONFINITE = 6
+LEVELS = {name: level for level, name in native.ISA_NAMES.items()}
+STATUS_NONFINITE = lib.KT_ERR_NONFINITE
 AMX_LEAST = 5  # tokens (KT_AMX_LEAST_TOKENS): the float formats' AMX loop begins here
 TILE_TOKENS = [5, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]  # both sides of each way to cut them
 
@@ -49,7 +49,7 @@ class Layout(ctypes.Structure):
 
     @classmethod
     def of(cls, kernel: str, group: int = 0, scale: str = "none") -> Layout:
-        return cls(KERNELS[kernel], group, SCALES[scale])
+        return cls(native.KERNELS[kernel], group, native.SCALE_DTYPES[scale])
 
 
 class Activation(ctypes.Structure):
