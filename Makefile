@@ -1,6 +1,7 @@
 # make demo    set up, convert the example checkpoint, prove the result
 # make test    set up, run all tests (in two processes; plain `pytest` uses one)
-# make test-fast  those of reading, formats and converting alone: about a minute
+# make check   set up without torch, lint, run the fast tests: under a minute
+# make test-fast  the fast tests alone
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
@@ -18,7 +19,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test test-fast asan lint format bench clean
+.PHONY: demo test check test-fast asan lint format bench clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -29,9 +30,24 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/checkpoint tests/formats tests/test_*.py \
-		--ignore=tests/test_ends.py --ignore=tests/test_convert_anything.py
+# Every room has some; none needs torch or waits for processes that are killed.
+FAST := tests/checkpoint tests/formats tests/placement tests/system tests/targets tests/writer \
+	tests/moe tests/test_docs.py tests/cli/test_progress.py \
+	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
+	tests/quantize_cpu/test_encodings.py \
+	tests/quantize_cpu/test_exclude_experts.py tests/quantize_cpu/test_golden.py \
+	tests/quantize_cpu/test_manifest.py tests/repack/test_refusals.py tests/repack/test_reshard.py \
+	tests/verify/test_compare.py tests/verify/test_faults.py tests/verify/test_structure.py \
+	tests/bench/test_compare.py tests/bench/test_presets.py tests/bench/test_routing.py
+
+check: $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(FAST) --ignore=tests/checkpoint/test_mutations.py
+
+test-fast: $(VENV)/.check
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
 asan: build/asan/check build/asan/moe_check
 	build/asan/check
@@ -83,6 +99,10 @@ $(VENV)/.core: $(VENV)/.python $(SETUP)
 	$(PIP) -e .
 	touch $@
 
+$(VENV)/.check: $(VENV)/.python $(SETUP)
+	$(PIP) -e '.[check]'
+	touch $@ $(VENV)/.core
+
 $(VENV)/.dev: $(VENV)/.python $(SETUP)
 	$(PIP) -e '.[dev]'
-	touch $@ $(VENV)/.core
+	touch $@ $(VENV)/.check $(VENV)/.core

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from helpers.packages import needs_torch
 from safetensors.numpy import save_file
-from safetensors.torch import save_file as save_torch_file
 
 from ktconv.bench.routing import check_replay, check_trace, parse_routing
 from ktconv.errors import UsageError
@@ -123,8 +122,12 @@ def test_what_is_no_trace(name: str, arrays: Any, words: str, tmp_path: Path) ->
         parse_routing(f"trace:{save(tmp_path / name, **arrays)}")
 
 
+@needs_torch
 def test_arrays_beside_the_ids_may_be_of_any_type(tmp_path: Path) -> None:
     """bf16 and FP8 are none of NumPy's, and objects would need pickle."""
+    import torch
+    from safetensors.torch import save_file as save_torch_file
+
     ids = torch.tensor([[0, 1], [2, 3]])
     others = {"weights": torch.ones(2, 2, dtype=torch.bfloat16)}
     others["codes"] = torch.ones(2, 2).to(torch.float8_e4m3fn)

@@ -19,6 +19,7 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
+from helpers.packages import needs_torch
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
@@ -304,6 +305,7 @@ def test_fp8_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
         (lambda config: config.update(rms_norm_eps=NAN), "rms_norm_eps is nan"),
     ],
 )
+@needs_torch
 def test_all_commands_agree(spoil: Any, message: str, tmp_path: Path) -> None:
     written = write_model(tmp_path / "model", layers=2)
     output = tmp_path / "output"
@@ -346,6 +348,7 @@ def test_a_dense_layer_number_beyond_all_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.norm\0.weight", "\0", "model.layers.0.mlp.experts.0.x\0"])
+@needs_torch
 def test_a_nul_in_a_name_is_refused_at_once(name: str, tmp_path: Path) -> None:
     tensors = numbered("model.layers.0.mlp.experts", random_weights())
     tensors |= {name: bf16(np.zeros((1, 1)))}

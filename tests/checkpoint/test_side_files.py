@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from helpers.cli import contents, done, refused, run, write_model
 from helpers.convert import convert
 from helpers.corrupt import earlier_version
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.checkpoint.side_files import find_side_files, list_side_files

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ktconv.cli.app import app
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 from helpers.cli import STATE, contents, layer_tensors, refused, write_model
 from helpers.families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ktconv.cli.app import app
 from ktconv.cli.quantize_gpu import GpuMethod, Scheme
