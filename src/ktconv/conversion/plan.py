@@ -6,7 +6,6 @@ index all follow from one `Plan`; what becomes of an expert is asked of its `Tar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Any, Generic
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.conversion.target import O, Target
 from ktconv.errors import UsageError
+from ktconv.families.names import mtp_prefix
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
@@ -234,18 +234,12 @@ def _select_others(checkpoint: Checkpoint, target: Target[Any]) -> tuple[list[Co
             skipped.append(f"{len(tensors)} non-expert tensors ({format_size(size)}): {why}")
         return [], skipped
     if not target.options.mtp:
-        prefixes = tuple(_mtp_prefix(layer) for layer in checkpoint.layers if layer.is_mtp)
+        prefixes = tuple(mtp_prefix(layer.source) for layer in checkpoint.layers if layer.is_mtp)
         kept = [tensor for tensor in tensors if not tensor.name.startswith(prefixes)]
         if len(kept) < len(tensors):
             skipped.append(f"{len(tensors) - len(kept)} other tensors of MTP layers: --no-mtp")
         tensors = kept
     return target.rename(tensors), skipped
-
-
-def _mtp_prefix(layer: MoELayer) -> str:
-    """What the names of all tensors of an MTP layer (or MTP stack) start with."""
-    match = re.match(r"(?:.*?\.)?mtp\.|.*?layers\.[0-9]+\.", layer.source)
-    return match[0] if match else layer.source
 
 
 # ---- shards ----------------------------------------------------------------------------

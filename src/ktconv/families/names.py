@@ -35,15 +35,6 @@ class ExpertsPath:
         """model.layers.3.mlp: what the experts are part of."""
         return self.source.rpartition(".")[0]
 
-    @property
-    def mtp_prefix(self) -> str:
-        """What the names of all tensors of this MTP layer, or of all MTP layers, start with."""
-        words = self.layer.split(".")
-        for index, word in enumerate(words):
-            if word in table.FAMILIES.mtp_words:
-                return ".".join(words[: index + 1]) + "."
-        return self.layer + "."
-
 
 def split_name(name: str) -> tuple[str, str] | None:
     """model.layers.3.mlp.experts.5.gate_proj.weight -> (model.layers.3.mlp.experts,
@@ -53,6 +44,11 @@ def split_name(name: str) -> tuple[str, str] | None:
         if found:
             return f"{start}.{container}", rest
     return None
+
+
+def is_in_experts(name: str) -> bool:
+    """Whether something called `experts` is anywhere in a name."""
+    return any(f".{container}." in f".{name}" for container in table.FAMILIES.containers)
 
 
 def parse_source(source: str) -> ExpertsPath | None:
@@ -72,6 +68,16 @@ def parse_source(source: str) -> ExpertsPath | None:
     mtp = table.FAMILIES.mtp_words
     in_mtp = match["list"] in mtp or not mtp.isdisjoint(match["prefix"].split("."))
     return ExpertsPath(source, match["layer"], match["prefix"], int(match["number"]), in_mtp)
+
+
+def mtp_prefix(source: str) -> str:
+    """What the names of all tensors of this MTP layer, or of all MTP layers, start with."""
+    words = source.split(".")
+    for index, word in enumerate(words):
+        if word in table.FAMILIES.mtp_words:
+            return ".".join(words[: index + 1]) + "."
+    path = parse_source(source)
+    return f"{path.layer}." if path else source
 
 
 def layer_number(name: str) -> int | None:

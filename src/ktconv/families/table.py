@@ -275,6 +275,17 @@ class Families:
         return _distinct((row.shared, row.shared_matrices, row.shared_gate) for row in self.rows)
 
     @cached_property
+    def routers(self) -> tuple[str, ...]:
+        """First words of the names of routers, from their blocks on: gate, router."""
+        return _distinct(name.partition(".")[0] for name in self.names("router"))
+
+    @cached_property
+    def corrections(self) -> tuple[str, ...]:
+        """Names of correction biases that do not lie inside of their routers."""
+        names = self.names("correction")
+        return tuple(name for name in names if name.partition(".")[0] not in self.routers)
+
+    @cached_property
     def containers(self) -> tuple[str, ...]:
         """What comes before an expert's number: experts."""
         return self.names("experts")

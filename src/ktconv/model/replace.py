@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.names import layer_number
 from ktconv.model.module import PackedExperts, SortedExperts
 from ktconv.moe import Experts, open_experts
 from ktconv.moe.load import activation_of, moe_layers, packed_experts
 from ktconv.packed.weights import open_packed
 from ktconv.system.pool import Pool
 
-_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
 
 
@@ -184,11 +183,11 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
 
 
 def _site(model: nn.Module, path: str) -> Site:
-    number = _LAYER.search(path)
+    number = layer_number(path)
     if number is None:
         raise CheckpointError(f"the experts {path} are not in a numbered layer")
     parent, _, name = path.rpartition(".")
-    return Site(int(number[1]), path, model.get_submodule(parent), name)
+    return Site(number, path, model.get_submodule(parent), name)
 
 
 def _is_fused(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
 from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
 from ktconv.system.units import format_ranges
@@ -95,8 +96,9 @@ def _quantized(
     options, layers = manifest["options"], manifest["geometry"]["layers"]
     listed = {name for unit in _units(manifest) for name in unit["tensors"]}
     missing = sorted(listed - found.others.keys())
-    experts = [tensor for name, tensor in found.others.items() if ".experts." in name]
-    here = {tensor.name.split(".experts.")[0] + _expert_of(tensor.name) for tensor in experts}
+    names = {name: parts for name in found.others if (parts := split_name(name))}
+    experts = [found.others[name] for name in names]
+    here = {(source, rest.partition(".")[0]) for source, rest in names.values()}
     damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
     return {
         "schema": 1,
@@ -118,11 +120,6 @@ def _quantized(
         "damaged_files": damaged,
         "complete": bool(experts) and not (missing or damaged),
     }
-
-
-def _expert_of(name: str) -> str:
-    """The number in model.layers.3.mlp.experts.5.gate_proj.weight_packed, with its dot."""
-    return "." + name.split(".experts.")[1].partition(".")[0]
 
 
 def _converted(

@@ -6,8 +6,7 @@ of linear layers passes by without a word; llm-compressor takes them apart while
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from torch import nn
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.families.family import USUAL
+from ktconv.families.names import layer_number
 from ktconv.model.load import load_language_model, out_of_memory, way_out
 from ktconv.quantize_gpu.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.llm_compressor import quiet
 
-_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_LINEAR: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class LinearExperts:
         return int(self.module.num_experts)
 
     def linear(self, expert: int, projection: Projection) -> nn.Linear:
-        found: nn.Linear = getattr(self.module[expert], _LINEAR[projection])
+        found: nn.Linear = getattr(self.module[expert], USUAL.of(projection))
         return found
 
     def linears(self) -> Iterator[tuple[int, Projection, nn.Linear]]:
@@ -125,8 +124,8 @@ def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
         )
     found: dict[int, LinearExperts] = {}
     for path, module in get_linearized_moes(model):
-        number = _LAYER.search(path)
-        if number is None or not module.has_gate or int(number[1]) in found:
+        number = layer_number(path)
+        if number is None or not module.has_gate or number in found:
             raise CheckpointError(f"the experts {path} are of a kind that cannot be calibrated")
-        found[int(number[1])] = LinearExperts(int(number[1]), path, module)
+        found[number] = LinearExperts(number, path, module)
     return found

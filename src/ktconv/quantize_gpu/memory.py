@@ -14,6 +14,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import ResourceError
+from ktconv.families.config import sections_of
 from ktconv.system.units import format_size
 
 BF16, F32 = 2, 4
@@ -134,8 +135,7 @@ def _elements(layer: MoELayer) -> int:
 
 def _heads(config: Mapping[str, Any]) -> int:
     """Attention heads, where config.json tells; else as many as large models have."""
-    text = config.get("text_config")
-    for section in (text if isinstance(text, dict) else {}, config):
+    for section in sections_of(config):
         if isinstance(section.get("num_attention_heads"), int):
             return int(section["num_attention_heads"])
     return 128

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,8 @@ from torch import Tensor
 from ktconv.checkpoint import Checkpoint, read_header
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import CheckpointError, VerificationError
+from ktconv.families import table
+from ktconv.families.names import layer_number
 from ktconv.quantize_gpu.calibration import Samples
 from ktconv.quantize_gpu.calibration_model import (
     LinearExperts,
@@ -41,9 +42,7 @@ SAMPLES, TOKENS = 2, 512
 # GPTQ answers every token with every expert, and the comparison only those that were routed, so
 # that a layer with very few of them can come out a little behind.
 TOLERANCE = 1.05
-_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _INDEX = "model.safetensors.index.json"
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +120,12 @@ def _cut_model(checkpoint: Checkpoint, layers: int, scratch: Path) -> None:
 
 def _cut_config(config: dict[str, Any], layers: int) -> None:
     """Counts of layers, and lists with an entry per layer, in all sections."""
-    counts = [config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)]
+    keys = table.FAMILIES.keys("layers")
+    counts = [config[key] for key in keys if isinstance(config.get(key), int)]
     for key, value in config.items():
         if isinstance(value, dict):
             _cut_config(value, layers)
-        elif key in _LAYER_COUNTS and isinstance(value, int):
+        elif key in keys and isinstance(value, int):
             config[key] = min(value, layers)
         elif isinstance(value, list) and counts and len(value) == counts[0]:
             config[key] = value[:layers]
@@ -135,8 +135,8 @@ def _first_layers(checkpoint: Checkpoint, layers: int) -> Iterator[tuple[str, Pa
     """Names of tensors with their shards, less those of later layers."""
     for file in checkpoint.files:
         for tensor in read_header(file).tensors:
-            number = _LAYER.search(tensor.name)
-            if number is None or int(number[1]) < layers:
+            number = layer_number(tensor.name)
+            if number is None or number < layers:
                 yield tensor.name, file
 
 

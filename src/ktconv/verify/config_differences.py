@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ktconv.families import table
+
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Notes of the tool that wrote the file, and what only training uses.
 _NO_EFFECT = frozenset((
@@ -25,7 +27,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "head_dim": None, "quantization_config": None, "attention_bias": False, "pretraining_tp": 1,
     "ep_size": 1, "mlp_only_layers": [], "qkv_bias": True, "rope_interleave": True,
 }  # fmt: skip
-_EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")  # names of one setting
 _ROPE = ("rope_theta", "partial_rotary_factor")  # inside of rope_parameters, or beside rope_scaling
 _FULL = "full_attention"
 _NO_SECTIONS = (*QUANTIZATION_KEYS, "rope_scaling", "rope_parameters")  # of a model
@@ -139,6 +140,6 @@ def _spell_rope(kept: dict[str, Any]) -> None:
 
 
 def _spell_experts(kept: dict[str, Any]) -> None:
-    present = [key for key in _EXPERT_COUNTS if key in kept]
+    present = [key for key in table.FAMILIES.keys("experts") if key in kept]
     if len(present) == 1:
         kept["num_experts"] = kept.pop(present[0])

@@ -5,32 +5,42 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ktconv.checkpoint import PROJECTIONS, TensorRef
 from ktconv.conversion import Unit
 from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.names import is_in_experts
+from ktconv.families.table import Families, one_of
 from ktconv.system.units import format_size
 from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
 
 ROUTED = "routed experts"
-# The first pattern found in a tensor's name decides.
-_CLASSES: Sequence[tuple[str, str]] = (
-    ("vision parts", r"(?:^|\.)(?:\w*vis(?:ual|ion)\w*|\w*image\w*|audio\w*|\w*mm_projector|"
-     r"multi_modal_projector|aligner)\."),
-    ("shared-expert gates", r"\.shared_experts?_gate\."),
-    ("shared experts", r"\.(?:shared_experts?|shared_mlp)\."),
-    ("router gates", r"\.(?:mlp|block_sparse_moe|ffn|feed_forward|moe)\.(?:gate|router)\b|"
-     r"e_score_correction_bias|expert_bias"),
-    ("norms", r"(?:^|\.)\w*(?:norm|layernorm|ln_f|ln_\d)\w*(?:\.weight|\.bias)?$"),
-    ("linear attention", r"\.(?:linear_attn|linear_attention|mamba|mixer|gated_delta\w*)\."),
-    ("attention", r"\.(?:self_attn|attention|attn|self_attention)\."),
-    ("embeddings", r"(?:^|\.)(?:embed\w*|\w*word_embeddings|wte|wpe)\."),
-    ("lm_head", r"(?:^|\.)(?:lm_head|head|output)\."),
-    ("leading dense layers", r"\.(?:mlp|ffn|feed_forward)\.(?:gate_proj|up_proj|down_proj|"
-     r"gate_up_proj|w[123])\."),
-)  # fmt: skip
 _OTHER = "other"
-_PATTERNS = [(name, re.compile(pattern)) for name, pattern in _CLASSES]
+
+
+@cache
+def _classes(families: Families) -> Sequence[tuple[str, re.Pattern[str]]]:
+    """The first pattern found in a tensor's name decides."""
+    block = one_of((*families.names("block"), "moe"))
+    router = one_of(families.routers)
+    correction = one_of(families.corrections)
+    shared, dense = (one_of(families.names(field)) for field in ("shared", "block"))
+    patterns = {
+        "vision parts": r"(?:^|\.)(?:\w*vis(?:ual|ion)\w*|\w*image\w*|audio\w*|\w*mm_projector|"
+        r"multi_modal_projector|aligner)\.",
+        "shared-expert gates": rf"\.{shared}_gate\.",
+        "shared experts": rf"\.{shared}\.",
+        "router gates": rf"\.{block}\.{router}\b|{correction}",
+        "norms": r"(?:^|\.)\w*(?:norm|layernorm|ln_f|ln_\d)\w*(?:\.weight|\.bias)?$",
+        "linear attention": r"\.(?:linear_attn|linear_attention|mamba|mixer|gated_delta\w*)\.",
+        "attention": r"\.(?:self_attn|attention|attn|self_attention)\.",
+        "embeddings": r"(?:^|\.)(?:embed\w*|\w*word_embeddings|wte|wpe)\.",
+        "lm_head": r"(?:^|\.)(?:lm_head|head|output)\.",
+        "leading dense layers": rf"\.{dense}\.{one_of(families.matrix_words)}\.",
+    }
+    return [(name, re.compile(pattern)) for name, pattern in patterns.items()]
 
 
 @dataclass(slots=True)
@@ -50,7 +60,9 @@ def class_of(tensor: str) -> str:
     >>> class_of("model.layers.3.mlp.shared_experts.up_proj.weight")
     'shared experts'
     """
-    return next((name for name, pattern in _PATTERNS if pattern.search(tensor)), _OTHER)
+    return next(
+        (name for name, pattern in _classes(table.FAMILIES) if pattern.search(tensor)), _OTHER
+    )
 
 
 def class_lines(classes: Sequence[ClassCount]) -> list[str]:
@@ -90,11 +102,11 @@ def count_classes(units: Sequence[Unit], others: Iterable[TensorRef]) -> list[Cl
 
 
 def _count_others(tensors: Iterable[TensorRef], pattern: str) -> list[ClassCount]:
-    counts = {name: ClassCount(name) for name, _ in (*_CLASSES, (_OTHER, ""))}
+    counts = {name: ClassCount(name) for name, _ in (*_classes(table.FAMILIES), (_OTHER, ""))}
     seen = set()
     for tensor in tensors:
         module = tensor.name.rpartition(".")[0] or tensor.name
-        if fits(pattern, module) or re.search(r"(?:^|\.)experts\.", tensor.name):
+        if fits(pattern, module) or is_in_experts(tensor.name):
             raise CheckpointError(
                 f"{tensor.name} belongs to an expert that would stay unquantized",
                 "ktconv does not know this way to store experts",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
-from ktconv.checkpoint import MoELayer, Projection
+from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
+from ktconv.families.family import USUAL
 
 LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
-_USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
@@ -20,7 +20,7 @@ def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
 def _spelling(layer: MoELayer, proj: Projection) -> str:
     name = layer.experts[0][proj].tensor.name
     match = re.fullmatch(re.escape(layer.source) + r"\.[0-9]+\.(\w+)\.weight", name)
-    return match[1] if match else _USUAL[proj]
+    return match[1] if match else USUAL.of(proj)
 
 
 def target_pattern(layers: Sequence[MoELayer]) -> str:
@@ -28,12 +28,12 @@ def target_pattern(layers: Sequence[MoELayer]) -> str:
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
-    return pattern_of({_spelling(layer, proj) for layer in layers for proj in _USUAL})
+    return pattern_of({_spelling(layer, proj) for layer in layers for proj in PROJECTIONS})
 
 
 def pattern_of(names: Set[str]) -> str:
     """`target_pattern` for matrices of these names: gate_proj, w1."""
-    spelled = "|".join(sorted(names | set(_USUAL.values())))
+    spelled = "|".join(sorted(names | USUAL.projections.keys()))
     return rf"re:.*\.experts\.[0-9]+\.({spelled})$"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ktconv.checkpoint import PROJECTIONS, Projection
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
+from ktconv.families.family import USUAL
 from ktconv.placement.parallel import LayerShape, Split, expert_parallel, tensor_parallel
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
@@ -26,7 +27,6 @@ SLOTS: Mapping[Projection, str] = {
     "up": "w13, second half (w3)",
     "down": "w2",
 }
-_USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
@@ -102,8 +102,8 @@ class _Slots:
         for a whole layer."""
         assert module.where is not None
         told = self._output.quantization
-        usual = f"{module.where.source}.{module.where.expert}.{_USUAL[module.where.proj]}"
-        first = f"{module.where.source}.0.{_USUAL['gate']}"
+        usual = f"{module.where.source}.{module.where.expert}.{USUAL.of(module.where.proj)}"
+        first = f"{module.where.source}.0.{USUAL.gate}"
         if told.group_of(usual) is None:
             if told.group_of(module.name) is not None:  # else level structure tells
                 message = f"{CONFIG_NAME} does not say that {usual} is packed"

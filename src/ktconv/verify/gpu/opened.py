@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef, open_checkpoint
+from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
+from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
@@ -32,31 +33,7 @@ from ktconv.writer.metadata import MANIFEST, read_manifest
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
 _PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
-_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]*)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
-_LAYER = re.compile(r"(?:^|\.)(layers|mtp)\.([0-9]{1,6})\.")
-PROJECTION: Mapping[str, Projection] = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
-    "w1": "gate", "w3": "up", "w2": "down",
-}  # fmt: skip
 _NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertName:
-    """Which matrix the name of a module means."""
-
-    source: str  # "model.layers.3.mlp.experts"
-    expert: int
-    proj: Projection
-
-
-def expert_name(module: str) -> ExpertName | None:
-    """
-    >>> expert_name("model.layers.3.mlp.experts.5.w3").proj
-    'up'
-    """
-    found = _EXPERT.fullmatch(module)
-    return ExpertName(found[1], int(found[2]), PROJECTION[found[3]]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +42,7 @@ class Module:
 
     name: str
     parts: Mapping[str, TensorRef]
-    where: ExpertName | None  # None: no routed expert
+    where: ExpertModule | None  # None: no routed expert
     layer: int | None
 
     @property
@@ -231,13 +208,6 @@ def told_layers(manifest: Mapping[str, Any] | None) -> Mapping[str, Mapping[str,
     return {index: about for index, about in told.items() if isinstance(about, dict)}
 
 
-def _number(source: str, numbers: Mapping[str, int]) -> int | None:
-    if source in numbers:
-        return numbers[source]
-    found = _LAYER.search(source)
-    return int(found[2]) if found and found[1] == "layers" else None
-
-
 def _sort(
     packed: PackedWeights, numbers: Mapping[str, int]
 ) -> tuple[dict[str, Module], dict[str, TensorRef]]:
@@ -252,8 +222,8 @@ def _sort(
             others[name] = tensor
     modules = {}
     for name, tensors in parts.items():
-        where = expert_name(name)
-        layer = _number(where.source, numbers) if where else None
+        where = expert_module(name)
+        layer = numbers.get(where.source, layer_number(where.source)) if where else None
         modules[name] = Module(name, tensors, where, layer)
     return modules, others
 
