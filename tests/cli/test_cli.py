@@ -347,8 +347,8 @@ def test_defaults_are_those_of_the_library(tmp_path: Path) -> None:
     facts = json.loads(quantize(tmp_path / "out", "--dry-run", "--json").stdout)
     request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=0))
     preflight = prepare(request)
-    assert facts["method"] == preflight.plan.options.method
-    assert facts["numa"] == preflight.plan.options.numa
+    assert facts["method"] == preflight.plan.target.options.method
+    assert facts["numa"] == preflight.plan.target.options.numa
     assert facts["output_bytes"] == preflight.plan.output_bytes
     assert facts["threads"] == preflight.threads
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ktconv.cli.exits import errors_shown
-from ktconv.cli.output import print_result, print_text, say
+from ktconv.cli.output import notify, print_result, print_text
 from ktconv.cli.progress import BarObserver
 from ktconv.errors import CheckpointError
 from ktconv.system.text import path_text, printable, valid_unicode
@@ -80,7 +80,7 @@ def test_whatever_is_printed_is_harmless(text: str) -> None:
         patch.setattr(sys, "stderr", err)
         print_text(text)
         print_result(False, {}, lambda: [text, text])
-        say(text)
+        notify(text)
         with pytest.raises(BaseException, match="2"), errors_shown():  # typer.Exit(2)
             raise CheckpointError(text, text)
     assert_harmless(out.getvalue())

@@ -6,14 +6,17 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from ktconv.conversion.pipeline import Job, Pipeline
-from ktconv.quantize_cpu.run import SilentObserver
+from ktconv.conversion import SilentObserver, Unit
+from ktconv.conversion.pipeline import Pipeline
+from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span
+from ktconv.targets.ktransformers import KTransformersTarget, Options
 
 
 class Staged:
@@ -53,7 +56,7 @@ class Step:
             raise OSError("spans")
         return []
 
-    def run(self, staging: Any, buffers: None, advance: Callable[[int], None]) -> dict[str, Any]:
+    def run(self, staging: Any, buffers: Buffers, advance: Callable[[int], None]) -> dict[str, Any]:
         if self.fail == "run":
             raise OSError("run")
         advance(self.source_bytes)
@@ -62,22 +65,33 @@ class Step:
         return {str(id(payload)): payload}
 
 
-def make_job(key: int, steps: list[Step], staged: Staged, finished: list[str]) -> Job[None]:
-    def finish(files: list[dict[str, object]], results: dict[str, Any]) -> None:
-        finished.append(str(key))
+@dataclass
+class Planned:
+    """Units 0, 1, ... with a staging and steps each."""
 
-    return Job(str(key), 1, open=lambda: staged, tasks=lambda: steps, finish=finish)
+    staged: list[Staged]
+    steps: Callable[[int], list[Step]]
+    done: list[str] = field(default_factory=list)
 
+    def stage(self, unit: Unit) -> Staged:
+        return self.staged[int(unit.key)]
 
-def run(jobs: Iterator[Job[None]], threads: int = 2) -> None:
-    Pipeline(threads, lambda: None, SilentObserver()).run(jobs)
+    def tasks(self, unit: Unit) -> list[Step]:
+        return self.steps(int(unit.key))
+
+    def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
+        self.done.append(unit.key)
+
+    def run(self, threads: int = 2) -> None:
+        target = KTransformersTarget(Options())
+        units = [Unit(str(n), target) for n in range(len(self.staged))]
+        Pipeline(threads, BufferSizes(), self, SilentObserver()).run(units)
 
 
 def test_results_are_dropped_unit_by_unit() -> None:
     """Memory does not grow with the number of units: at most the open ones hold results."""
     watch: list[weakref.ref[Payload]] = []
     alive: list[int] = []
-    finished: list[str] = []
 
     class Counting(Staged):
         def commit(self) -> list[dict[str, object]]:
@@ -85,9 +99,9 @@ def test_results_are_dropped_unit_by_unit() -> None:
             alive.append(sum(payload() is not None for payload in watch))
             return super().commit()
 
-    jobs = (make_job(n, [Step(watch) for _ in range(4)], Counting(), finished) for n in range(40))
-    run(jobs)
-    assert len(finished) == 40
+    work = Planned([Counting() for _ in range(40)], lambda n: [Step(watch) for _ in range(4)])
+    work.run()
+    assert len(work.done) == 40
     assert max(alive) <= 5 * 4
 
 
@@ -95,18 +109,14 @@ def test_results_are_dropped_unit_by_unit() -> None:
 def test_an_error_in_any_thread_ends_all(where: str) -> None:
     """It is raised, nothing hangs, and what was not committed is abandoned."""
     staged = [Staged(where if where == "commit" and n == 2 else "") for n in range(6)]
-    finished: list[str] = []
-    jobs = (
-        make_job(n, [Step([], where if n == 2 else "") for _ in range(3)], staged[n], finished)
-        for n in range(6)
-    )
+    work = Planned(staged, lambda n: [Step([], where if n == 2 else "") for _ in range(3)])
     before = threading.active_count()
     with pytest.raises(OSError, match=where):
-        run(jobs)
+        work.run()
     assert threading.active_count() == before
     if where != "spans":  # the prefetcher only runs ahead: what it stops can be done by then
         assert staged[2].ended != "committed"
-        assert len(finished) < 6
+        assert len(work.done) < 6
     assert all(one.ended in ("", "committed", "abandoned") for one in staged)
 
 
@@ -126,13 +136,17 @@ def test_an_interrupt_during_the_last_commit_waits_for_it() -> None:
         arrived.set()
         raise KeyboardInterrupt
 
-    staged, finished = Struck(), list[str]()
-    pipeline = Pipeline(1, lambda: workers.append(threading.current_thread()), SilentObserver())
+    class Watched(Step):
+        def run(self, *rest: Any) -> dict[str, Any]:
+            workers.append(threading.current_thread())
+            return super().run(*rest)
+
+    work = Planned([staged := Struck()], lambda n: [Watched([])])
     before, handler = threading.active_count(), signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            pipeline.run(iter([make_job(0, [Step([])], staged, finished)]))
+            work.run(threads=1)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert threading.active_count() == before
-    assert (staged.ended, finished) == ("committed", ["0"])
+    assert (staged.ended, work.done) == ("committed", ["0"])

@@ -21,7 +21,7 @@ CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example in INT4 without some experts."""
     output = tmp_path_factory.mktemp("part") / "out"
-    convert(EXAMPLE, output, exclude_experts=expert_set(CHOSEN).as_record())
+    convert(EXAMPLE, output, exclude_experts=expert_set(CHOSEN))
     return output
 
 

@@ -26,7 +26,7 @@ from helpers.families import (
 )
 from numpy.typing import NDArray
 
-from ktconv.conversion import copying
+from ktconv.conversion import tasks
 from ktconv.formats.decode import round_to_bf16
 from ktconv.reading import matrices as matrix_reader
 
@@ -228,7 +228,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one row block, so that tiny matrices have several."""
     monkeypatch.setattr(matrix_reader, "CHUNK_BYTES", 1)
     monkeypatch.setattr(matrix_reader, "STRIDED_CHUNK_BYTES", 1)
-    monkeypatch.setattr(copying, "COPY_BYTES", 100)
+    monkeypatch.setattr(tasks, "COPY_BYTES", 100)
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])
@@ -281,6 +281,6 @@ def test_layers_of_different_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tensors |= fused("mtp.layers.0.mlp.experts", weights[1], transposed=True)
     config = simple_config(hidden_size=256, moe_intermediate_size=512, num_experts=2)
     model = write_checkpoint(tmp_path / "model", tensors, config)
-    monkeypatch.setattr(copying, "COPY_BYTES", 1)
+    monkeypatch.setattr(tasks, "COPY_BYTES", 1)
     convert(model, tmp_path / "out")
     assert_output(tmp_path / "out", matrices_of(weights), {}, method="int4", numa=1)

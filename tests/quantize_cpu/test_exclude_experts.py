@@ -21,7 +21,7 @@ from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.moe.load import open_experts
 from ktconv.packed.inspection import inspect_path
-from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.placement.expert_sets import expert_set, set_of_record, write_expert_set
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.repack import reshard
 from ktconv.targets.ktransformers import Options
@@ -375,4 +375,4 @@ def test_an_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--exclude-experts: there is no file"):
         left(tmp_path / "out", tmp_path / "absent.json")
     with pytest.raises(KtconvError, match="does not say rightly"):
-        convert(EXAMPLE, tmp_path / "out", exclude_experts={"layers": {"0": "1"}})
+        set_of_record({"layers": {"0": "1"}}, "here")

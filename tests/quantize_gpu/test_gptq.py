@@ -20,8 +20,8 @@ from helpers.convert import read_shards
 from helpers.paths import MODELS
 
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
-from ktconv.quantize_gpu.calibration import Calibration, load_tokenizer, read_samples
-from ktconv.quantize_gpu.memory import estimate, place
+from ktconv.quantize_gpu.gptq.calibration import Calibration, load_tokenizer, read_samples
+from ktconv.quantize_gpu.gptq.memory import estimate, place
 from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
 from ktconv.targets.pack_quantized.target import Options
 
@@ -150,7 +150,7 @@ def test_coverage_is_what_the_router_chooses(
     from transformers import AutoModelForCausalLM
 
     from ktconv.model import find_experts
-    from ktconv.quantize_gpu.calibrated import coverage_of
+    from ktconv.quantize_gpu.gptq.run import coverage_of
 
     model, output = trained
     coverage = coverage_of(output)
@@ -267,8 +267,8 @@ def test_what_is_added_to_the_library_does_not_change_its_result(
     from llmcompressor.modifiers.gptq import GPTQModifier
     from torch.utils.data import DataLoader
 
-    from ktconv.quantize_gpu.calibration_model import linear_experts, load_linear_model
-    from ktconv.quantize_gpu.gptq import QuantizedMatrix, dequantized
+    from ktconv.quantize_gpu.gptq.calibration_model import linear_experts, load_linear_model
+    from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix, dequantized
     from ktconv.quantize_gpu.llm_compressor import causal_attention, quiet
 
     model = load_linear_model(small)
@@ -319,8 +319,8 @@ def test_weights_on_disk_give_the_same(
     small: Path, text: Path, tmp_path: Path, quantized: Mapping[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from ktconv.quantize_gpu import calibrated
-    from ktconv.quantize_gpu.memory import Placement
+    from ktconv.quantize_gpu.gptq import run as calibrated
+    from ktconv.quantize_gpu.gptq.memory import Placement
 
     place_all = calibrated.place
     monkeypatch.setattr(
@@ -328,7 +328,7 @@ def test_weights_on_disk_give_the_same(
     )
     loaded: list[int] = []
     scratch = tmp_path / "output/.ktconv/offload"
-    from ktconv.quantize_gpu import calibration_model
+    from ktconv.quantize_gpu.gptq import calibration_model
 
     taken_apart = calibration_model._take_experts_apart
     monkeypatch.setattr(
@@ -360,7 +360,7 @@ def test_the_self_test_runs_before_the_first_layer(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     quantized: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    from ktconv.quantize_gpu import selftest
+    from ktconv.quantize_gpu.gptq import selftest
 
     asked = request(small, tmp_path / "output", text, samples=4, self_test=True)
     with monkeypatch.context() as changed:
@@ -435,7 +435,7 @@ def test_impossible_options(
 
 
 def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: Path) -> None:
-    from ktconv.quantize_gpu.calibrated import check
+    from ktconv.quantize_gpu.gptq.run import Gptq
 
     asked = request(small, tmp_path / "output", text)
     plan = prepare(asked).plan
@@ -443,7 +443,7 @@ def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: P
     assert layer is not None
     unit = replace(plan.layers[0], layer=replace(layer, encoding="fp8-block"))
     with pytest.raises(CheckpointError, match="layer 0 are FP8"):
-        check(asked, replace(plan, layers=[unit]))
+        Gptq.check(asked, replace(plan, layers=[unit]))
 
 
 def fails(model: Path, output: Path, text: object, **changes: Any) -> KtconvError:
@@ -515,7 +515,7 @@ def small_words(model: Path) -> None:
 def test_what_the_library_raises_is_one_sentence(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.quantize_gpu import gptq
+    from ktconv.quantize_gpu.gptq import quantize as gptq
 
     def broken(**_: Any) -> None:
         raise ValueError("cannot trace this\nat line 7")

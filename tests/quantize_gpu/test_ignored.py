@@ -77,7 +77,7 @@ def test_every_linear_layer_by_the_rule_of_compressed_tensors(
 ) -> None:
     """The library's own matcher and its own assignment of schemes, over all modules of the model:
     experts have the scheme and are not ignored, all other linear layers are."""
-    from ktconv.quantize_gpu.calibration_model import _take_experts_apart
+    from ktconv.quantize_gpu.gptq.calibration_model import _take_experts_apart
     from ktconv.quantize_gpu.llm_compressor import quiet
 
     config = told(name)

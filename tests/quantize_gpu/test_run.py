@@ -185,7 +185,7 @@ def test_another_llm_compressor_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done(model, tmp_path / "out", "--layers=1")
-    monkeypatch.setattr("ktconv.quantize_gpu.run.version", lambda name: "99")
+    monkeypatch.setattr("ktconv.quantize_gpu.rtn.version", lambda name: "99")
     refused(run(model, tmp_path / "out"), 2, "other files or tools", "quantizer.", "99 now")
 
 
@@ -306,9 +306,8 @@ def test_an_llm_compressor_that_packs_otherwise_is_found(
 
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
-    from ktconv.quantize_gpu.calibration import Calibration
     from ktconv.quantize_gpu.run import Request, quantize_gpu
-    from ktconv.targets.pack_quantized.target import Options
+    from ktconv.targets.pack_quantized.target import Calibration, Options
 
     model = tmp_path / "model"
     shutil.copytree(EXAMPLE, model)

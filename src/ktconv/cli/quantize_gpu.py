@@ -36,7 +36,7 @@ from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
     from ktconv.conversion import Report
-    from ktconv.quantize_gpu import run as gpu
+    from ktconv.quantize_gpu.common import Preflight
 
 
 class GpuMethod(str, Enum):
@@ -124,10 +124,10 @@ def quantize_gpu_command(
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
     with errors_shown(as_json, MODEL_HINTS):
-        from ktconv.quantize_gpu.calibration import Calibration
-        from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
+        from ktconv.quantize_gpu.common import Request
+        from ktconv.quantize_gpu.run import prepare, quantize_gpu
         from ktconv.targets.pack_quantized.module_classes import class_lines
-        from ktconv.targets.pack_quantized.target import Options
+        from ktconv.targets.pack_quantized.target import Calibration, Options
 
         calibrated = method is GpuMethod.gptq
         _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given(context))
@@ -194,12 +194,12 @@ def _limit(text: str, option: str) -> int | None:
     return parse_size(text, option) if text else None
 
 
-def gpu_facts(preflight: gpu.Preflight) -> dict[str, Any]:
+def gpu_facts(preflight: Preflight) -> dict[str, Any]:
     """What the JSON of quantize-gpu says beside that of any conversion."""
     return {"classes": [asdict(count) for count in preflight.classes]}
 
 
-def _gpu_preflight_lines(preflight: gpu.Preflight) -> Iterator[str]:
+def _gpu_preflight_lines(preflight: Preflight) -> Iterator[str]:
     from ktconv.targets.pack_quantized.module_classes import class_lines
 
     yield from preflight_lines(preflight)
@@ -208,7 +208,7 @@ def _gpu_preflight_lines(preflight: gpu.Preflight) -> Iterator[str]:
 
 def _gpu_report_lines(report: Report) -> Iterator[str]:
     if coverage := report.more.get("coverage"):
-        from ktconv.quantize_gpu.coverage import LayerCoverage, coverage_lines
+        from ktconv.quantize_gpu.gptq.coverage import LayerCoverage, coverage_lines
 
         seen = {int(layer): LayerCoverage.of_record(told) for layer, told in coverage.items()}
         yield from coverage_lines(seen)

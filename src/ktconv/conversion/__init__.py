@@ -4,31 +4,31 @@ plan = plan_checkpoint(checkpoint, target)      # plan: a `Target` says what exp
 SomeConversion(preflight, observer).run()         # run: which tasks write them
 """
 
-from ktconv.conversion.output import OutputState
+from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Plan, Selection, Unit, plan_checkpoint
 from ktconv.conversion.records import describe_units, peak_rss
 from ktconv.conversion.run import (
     MANIFEST_EXPANSION,
     MEMORY_MARGIN,
-    BufferedTask,
     Conversion,
     Preflight,
     Report,
     Request,
     SilentObserver,
+    check_output,
     disk_needed,
+    fit_memory,
     fit_threads,
-    manifest_memory,
     refuse_nested,
 )
-from ktconv.conversion.target import Target
+from ktconv.conversion.target import Options, Target
 
 __all__ = [
     "MANIFEST_EXPANSION",
     "MEMORY_MARGIN",
-    "BufferedTask",
     "Conversion",
-    "OutputState",
+    "Observer",
+    "Options",
     "Plan",
     "Preflight",
     "Report",
@@ -36,11 +36,13 @@ __all__ = [
     "Selection",
     "SilentObserver",
     "Target",
+    "Task",
     "Unit",
+    "check_output",
     "describe_units",
     "disk_needed",
+    "fit_memory",
     "fit_threads",
-    "manifest_memory",
     "peak_rss",
     "plan_checkpoint",
     "refuse_nested",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.target import Target
 from ktconv.errors import KtconvError, OutputError
 from ktconv.system.files import io_error, remove, sync_directory, translated
 from ktconv.system.regular_files import opened_regular
@@ -23,7 +24,7 @@ from ktconv.writer.staging import shard_record
 class OutputState:
     """The files of one output directory that matter to one plan."""
 
-    def __init__(self, plan: Plan[Any], journal: Journal) -> None:
+    def __init__(self, plan: Plan[Target], journal: Journal) -> None:
         self._plan, self._journal, self._output = plan, journal, journal.output
 
     # ---- whose files these are ----

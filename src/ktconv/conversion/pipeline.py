@@ -14,19 +14,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
+from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
+from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span
 from ktconv.writer.staging import Staging
 
 PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
 OPEN_UNITS = 3  # one being committed, one being finished, one being started
 
-Buffers = TypeVar("Buffers")
 
-
-class Task(Protocol[Buffers]):  # type: ignore[misc]
+class Task(Protocol):
     """The smallest piece of work, e.g. one projection of one expert."""
 
     @property
@@ -41,17 +41,25 @@ class Task(Protocol[Buffers]):  # type: ignore[misc]
         """Do it; calls `advance` with bytes of source done. The result goes to the journal."""
 
 
-@dataclass(slots=True)
-class Job(Generic[Buffers]):
-    """A unit of commit: how to open it, its tasks, and what to do when it is final."""
+class Work(Protocol):
+    """What is to be done with each unit."""
 
-    key: str
-    source_bytes: int
-    open: Callable[[], Staging]
-    tasks: Callable[[], Sequence[Task[Buffers]]]
-    finish: Callable[[list[dict[str, object]], dict[str, Any]], None]
-    staging: Staging | None = None
-    pending: int = 0
+    def stage(self, unit: Unit) -> Staging:
+        """Where its tensors are written until they are final."""
+
+    def tasks(self, unit: Unit) -> Sequence[Task]: ...
+
+    def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
+        """Its files are final; `tensors` are the results of its tasks."""
+
+
+@dataclass(slots=True, eq=False)
+class _OpenUnit:
+    """A unit under way."""
+
+    unit: Unit
+    staging: Staging
+    pending: int = 0  # tasks
     results: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,29 +79,27 @@ class Observer(Protocol):
         """A sentence that a user should read, as what the run waits for."""
 
 
-class Pipeline(Generic[Buffers]):
-    """Runs jobs in order with `threads` workers, each with buffers of its own."""
+class Pipeline:
+    """Runs units in order with `threads` workers, each with buffers of its own."""
 
-    def __init__(
-        self, threads: int, make_buffers: Callable[[], Buffers], observer: Observer
-    ) -> None:
-        self._threads, self._make_buffers, self._observer = threads, make_buffers, observer
+    def __init__(self, threads: int, sizes: BufferSizes, work: Work, observer: Observer) -> None:
+        self._threads, self._sizes, self._work, self._observer = threads, sizes, work, observer
         self._changed = threading.Condition()
-        self._jobs: deque[Job[Buffers]] = deque()
-        self._ready: deque[tuple[Job[Buffers], Task[Buffers]]] = deque()
+        self._units: deque[Unit] = deque()
+        self._ready: deque[tuple[_OpenUnit, Task]] = deque()
         self._ready_bytes = 0
         self._taken_bytes = 0
-        self._open: list[Job[Buffers]] = []
+        self._open: list[_OpenUnit] = []
         self._error: BaseException | None = None
         self._stopped = False
-        self._commits: queue.SimpleQueue[Job[Buffers] | None] = queue.SimpleQueue()
-        self._prefetch: queue.SimpleQueue[Task[Buffers] | None] = queue.SimpleQueue()
+        self._commits: queue.SimpleQueue[_OpenUnit | None] = queue.SimpleQueue()
+        self._prefetch: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
 
-    def run(self, jobs: Iterable[Job[Buffers]]) -> None:
-        """Run all jobs. The first error stops all threads and is raised; what was staged
+    def run(self, units: Iterable[Unit]) -> None:
+        """Run all units. The first error stops all threads and is raised; what was staged
         and not committed is removed. An interrupt ends in the same clean way."""
-        self._jobs.extend(jobs)
-        self._observer.begin([job.key for job in self._jobs])
+        self._units.extend(units)
+        self._observer.begin([unit.key for unit in self._units])
         workers: list[_Thread] = []
         others: list[_Thread] = []
         try:
@@ -101,16 +107,15 @@ class Pipeline(Generic[Buffers]):
             for loop in (self._commit_loop, self._prefetch_loop):
                 others.append(self._start(loop))
             for _ in range(self._threads):
-                workers.append(self._start(self._work))
+                workers.append(self._start(self._work_loop))
             self._wait_for(workers, others)
         except BaseException as error:
             self._stop(error)
         self._wait_for(workers, others)
-        for job in self._open:
-            if job.staging is not None:
-                # Of several errors the first one is told.
-                with contextlib.suppress(OSError, KtconvError):
-                    job.staging.abandon()
+        for opened in self._open:
+            # Of several errors the first one is told.
+            with contextlib.suppress(OSError, KtconvError):
+                opened.staging.abandon()
         if self._error is not None:
             raise self._error
 
@@ -140,47 +145,46 @@ class Pipeline(Generic[Buffers]):
             self._stopped = True
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        buffers = self._make_buffers()
+    def _work_loop(self) -> None:
+        buffers = Buffers(self._sizes)
         while (item := self._take()) is not None:
-            job, task = item
-            assert job.staging is not None
-            result = task.run(job.staging, buffers, self._advance)
+            opened, task = item
+            result = task.run(opened.staging, buffers, self._advance)
             with self._changed:
-                job.results.update(result)
-                job.pending -= 1
-                if job.pending == 0:
-                    self._commits.put(job)
+                opened.results.update(result)
+                opened.pending -= 1
+                if opened.pending == 0:
+                    self._commits.put(opened)
 
-    def _take(self) -> tuple[Job[Buffers], Task[Buffers]] | None:
+    def _take(self) -> tuple[_OpenUnit, Task] | None:
         with self._changed:
             while not self._stopped:
                 self._refill()
                 if self._ready:
-                    job, task = self._ready.popleft()
+                    opened, task = self._ready.popleft()
                     self._ready_bytes -= task.source_bytes
                     self._taken_bytes += task.source_bytes
                     self._changed.notify_all()  # room for the prefetcher
-                    return job, task
-                if not self._jobs:
+                    return opened, task
+                if not self._units:
                     return None
                 self._changed.wait()
         return None
 
     def _refill(self) -> None:
-        while self._jobs and self._ready_bytes < PREFETCH_BYTES and len(self._open) < OPEN_UNITS:
-            job = self._jobs.popleft()
-            self._open.append(job)
-            job.staging = job.open()
-            self._observer.unit_started(job.key)
-            tasks = job.tasks()
-            job.pending = len(tasks)
+        while self._units and self._ready_bytes < PREFETCH_BYTES and len(self._open) < OPEN_UNITS:
+            unit = self._units.popleft()
+            opened = _OpenUnit(unit, self._work.stage(unit))
+            self._open.append(opened)
+            self._observer.unit_started(unit.key)
+            tasks = self._work.tasks(unit)
+            opened.pending = len(tasks)
             for task in tasks:
-                self._ready.append((job, task))
+                self._ready.append((opened, task))
                 self._ready_bytes += task.source_bytes
                 self._prefetch.put(task)
             if not tasks:  # a layer none of whose experts are converted
-                self._commits.put(job)
+                self._commits.put(opened)
 
     def _advance(self, source_bytes: int) -> None:
         with self._changed:
@@ -189,12 +193,11 @@ class Pipeline(Generic[Buffers]):
             self._observer.advanced(source_bytes)
 
     def _commit_loop(self) -> None:
-        while (job := self._commits.get()) is not None:
-            assert job.staging is not None
-            job.finish(job.staging.commit(), job.results)
+        while (opened := self._commits.get()) is not None:
+            self._work.finished(opened.unit, opened.staging.commit(), opened.results)
             with self._changed:
-                self._open.remove(job)
-                self._observer.unit_finished(job.key)
+                self._open.remove(opened)
+                self._observer.unit_finished(opened.unit.key)
                 self._changed.notify_all()
 
     def _prefetch_loop(self) -> None:

@@ -10,15 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Generic, TypeVar
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
-from ktconv.conversion.target import O, Target
+from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.families.names import mtp_prefix
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
+
+T = TypeVar("T", bound=Target)
+T_co = TypeVar("T_co", bound=Target, covariant=True)
 
 Copy = tuple[TensorRef, str]  # a tensor of the source and its output name
 Selection = Mapping[int, Sequence[int]]  # layer -> expert ids, ascending; other layers: all
@@ -32,7 +35,7 @@ class Unit:
     """
 
     key: str  # "layer-00003", "other-00001"
-    target: Target[Any]
+    target: Target
     layer: MoELayer | None = None
     experts: Sequence[int] = ()  # ids of those of the layer that are converted
     copies: Sequence[Copy] = ()
@@ -71,20 +74,16 @@ class Unit:
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
-class Plan(Generic[O]):
+class Plan(Generic[T_co]):
     """A whole conversion. `layers` are all that the output will hold, whoever converts them."""
 
     checkpoint: Checkpoint
-    target: Target[O]
+    target: T_co
     layers: Sequence[Unit]
     others: Sequence[Unit]
     sidecars: Sequence[Path]  # files copied as they are
     notes: Sequence[str]
     skipped: Sequence[str] = field(default_factory=tuple)  # what is left out, and why
-
-    @property
-    def options(self) -> O:
-        return self.target.options
 
     @property
     def units(self) -> list[Unit]:
@@ -145,8 +144,8 @@ class Content:
 
 @collector_paused()
 def plan_checkpoint(
-    checkpoint: Checkpoint, target: Target[O], selection: Selection | None = None
-) -> Plan[O]:
+    checkpoint: Checkpoint, target: T, selection: Selection | None = None
+) -> Plan[T]:
     """Plan the conversion of `checkpoint`; refuses what the target cannot hold."""
     layers, skipped_layers = _select_layers(checkpoint, target)
     copies, skipped_tensors = _select_others(checkpoint, target)
@@ -162,7 +161,7 @@ def plan_checkpoint(
 
 
 @collector_paused()
-def lay_out(content: Content, target: Target[O]) -> Plan[O]:
+def lay_out(content: Content, target: T) -> Plan[T]:
     """Give every tensor its shard."""
     target.check([chosen.layer for chosen in content.layers])
     sizes, copies = _Sizes(target), iter(content.copies)
@@ -205,7 +204,7 @@ def _elements(shape: Sequence[int]) -> int:
 # ---- what is converted and copied ------------------------------------------------------
 
 
-def _select_layers(checkpoint: Checkpoint, target: Target[Any]) -> tuple[list[MoELayer], list[str]]:
+def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELayer], list[str]]:
     mtp = target.options.mtp
     layers = [layer for layer in checkpoint.layers if mtp or not layer.is_mtp]
     if not layers:
@@ -224,7 +223,7 @@ def _layer_content(layer: MoELayer, chosen: Sequence[int] | None) -> LayerConten
     return LayerContent(layer, experts, expert * len(experts))
 
 
-def _select_others(checkpoint: Checkpoint, target: Target[Any]) -> tuple[list[Copy], list[str]]:
+def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], list[str]]:
     """Non-expert tensors with their output names, and why some are left out."""
     tensors = list(checkpoint.other_tensors)
     skipped = []
@@ -258,7 +257,7 @@ class _Sizes:
     """Sizes of the shards of layers. Layers of equal dimensions and encodings, whose numbers have
     equally many digits, have headers of equal length, so that each such class is drawn once."""
 
-    def __init__(self, target: Target[Any]) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
         self._known: dict[tuple[object, ...], list[_ShardSize]] = {}
 
@@ -281,7 +280,7 @@ class _Sizes:
         return [size for section in sections for size in _shard_sizes(section, self._target)]
 
 
-def _shard_sizes(tensors: Iterable[Tensor], target: Target[Any]) -> list[_ShardSize]:
+def _shard_sizes(tensors: Iterable[Tensor], target: Target) -> list[_ShardSize]:
     """Of the shards that these tensors fill, in order; refuses a tensor larger than a shard."""
     sizes = []
     for members in group(tensors, target.options.max_shard_size):
@@ -292,7 +291,7 @@ def _shard_sizes(tensors: Iterable[Tensor], target: Target[Any]) -> list[_ShardS
     return sizes
 
 
-def _check_fits(tensors: Sequence[Tensor], size: int, target: Target[Any]) -> None:
+def _check_fits(tensors: Sequence[Tensor], size: int, target: Target) -> None:
     limit = target.options.max_shard_size
     if size > limit:
         raise UsageError(
@@ -303,7 +302,7 @@ def _check_fits(tensors: Sequence[Tensor], size: int, target: Target[Any]) -> No
 
 
 def _layer_unit(
-    chosen: LayerContent, sizes: Sequence[_ShardSize], target: Target[Any], names: Iterator[str]
+    chosen: LayerContent, sizes: Sequence[_ShardSize], target: Target, names: Iterator[str]
 ) -> Unit:
     layer, experts = chosen.layer, chosen.experts
     folder = target.folder(layer) if experts else None
@@ -324,7 +323,7 @@ def _layer_unit(
 
 
 def _copy_unit(
-    number: int, copies: Sequence[Copy], size: _ShardSize, target: Target[Any], name: str
+    number: int, copies: Sequence[Copy], size: _ShardSize, target: Target, name: str
 ) -> Unit:
     return Unit(
         f"other-{number:05d}",

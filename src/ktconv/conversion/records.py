@@ -6,29 +6,29 @@ import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.target import Target
 from ktconv.errors import OutputError
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import Record, differences
 
 
-def run_record(plan: Plan[Any]) -> Record:
+def run_record(plan: Plan[Target]) -> Record:
     """What a conversion is: two runs with the same record write the same bytes."""
     return {
         "schema": 1,
         "ktconv_version": __version__,
-        "options": valid_unicode(plan.options.as_dict()),  # names of files, too
+        "options": valid_unicode(plan.target.options.as_dict()),  # names of files, too
         "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
         "geometry": geometry(plan.checkpoint, plan),
     }
 
 
-def geometry(checkpoint: Checkpoint, plan: Plan[Any]) -> Record:
+def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
     """Family and dimensions of the converted layers."""
     return {
         "model_type": checkpoint.config.get("model_type"),

@@ -15,16 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias
+from typing import Any, Generic
 
 from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.side_files import RECORDS
-from ktconv.conversion.copying import CopyTask
 from ktconv.conversion.output import OutputState
-from ktconv.conversion.pipeline import Job, Observer, Pipeline, Task
-from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.pipeline import Observer, Pipeline, Task
+from ktconv.conversion.plan import Plan, T_co, Unit
 from ktconv.conversion.records import describe_units, refuse_difference, run_record
-from ktconv.conversion.target import O
+from ktconv.conversion.target import Options, Target
+from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
     DiskSpaceError,
     KtconvError,
@@ -32,7 +32,7 @@ from ktconv.errors import (
     OutputError,
     UsageError,
 )
-from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.system.files import sync_directory, translated
@@ -61,36 +61,28 @@ MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
 WITHDRAW_SECONDS = 1.0  # a run that was interrupted ends soon
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
-BufferedTask: TypeAlias = "Task[Buffers]"
 
+@dataclass(frozen=True)
+class Request:
+    """What to convert and how."""
 
-class Request(Protocol):
-    """What a run asks of the request that it serves."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def output(self) -> Path: ...
-
-    @property
-    def verify(self) -> bool:
-        """Whether what is written is read back."""
-
-    @property
-    def overwrite(self) -> bool: ...
-
-    @property
-    def finalize(self) -> bool:
-        """Whether only index and manifest of finished units are written."""
+    model: str
+    output: Path
+    options: Options
+    layers: Sequence[int] | None = None  # None: all
+    threads: int | None = None  # None: one per CPU that this process may use
+    max_memory: int = 8 << 30
+    verify: bool = True  # read back what was written
+    overwrite: bool = False
+    finalize: bool = False  # only write index and manifest of finished layers
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
-class Preflight(Generic[O]):
+class Preflight(Generic[T_co]):
     """A planned conversion with what it will need here; what `--dry-run` prints."""
 
     request: Request
-    plan: Plan[O]
+    plan: Plan[T_co]
     units: Sequence[Unit]  # the layers this run is for
     threads: int
     peak_memory: int
@@ -114,7 +106,7 @@ def disk_needed(units: Sequence[Unit]) -> int:
 class Report:
     """What a run did."""
 
-    preflight: Preflight[Any]
+    preflight: Preflight[Target]
     converted: Sequence[str]  # keys of units written now
     kept: Sequence[str]  # keys of units that were there
     missing: Sequence[str]  # keys of units that other runs must still do
@@ -174,6 +166,18 @@ def fit_threads(
     return min(wanted or machine.usable_cpus(), affordable)
 
 
+def fit_memory(request: Request, per_thread: int, libraries: int = 0) -> tuple[int, int]:
+    """Threads that --max-memory allows, and the peak to expect."""
+    base = machine.resident_memory() + MEMORY_MARGIN + libraries + manifest_memory(request.output)
+    threads = fit_threads(request.max_memory, request.threads, base, per_thread)
+    return threads, base + threads * per_thread
+
+
+def check_output(plan: Plan[Target], output: Path) -> None:
+    """Refuse an output directory that holds foreign files."""
+    OutputState(plan, Journal(output)).refuse_foreign_files()
+
+
 def manifest_memory(output: Path) -> int:
     """What the manifest of an output that was complete takes when it is read to check it."""
     try:
@@ -201,7 +205,7 @@ class ErrorSummary:
                 self.worst = name, error
 
 
-class Conversion(ABC, Generic[O]):
+class Conversion(ABC):
     """One run of a planned conversion into one output directory."""
 
     @abstractmethod
@@ -209,7 +213,7 @@ class Conversion(ABC, Generic[O]):
         """What a worker needs."""
 
     @abstractmethod
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
         """What writes the experts of a unit."""
 
     @abstractmethod
@@ -221,12 +225,9 @@ class Conversion(ABC, Generic[O]):
         checkpoint = self.plan.checkpoint
         return SourceReader(checkpoint.files, checkpoint.sources)
 
-    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> BufferedTask:
+    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         """What writes a tensor that is no expert's."""
         return CopyTask(reader, tensor, name, self.request.verify)
-
-    def begin(self, pending: Sequence[Unit]) -> None:
-        """Called once before units are converted, with the output locked."""
 
     def origin(self) -> Record:
         """What the bytes come from beside the source, for run.json and manifest; a run into
@@ -237,11 +238,15 @@ class Conversion(ABC, Generic[O]):
         """What the report tells beside what all conversions do; JSON-ready."""
         return {}
 
+    def unit_facts(self, unit: Unit) -> Record:
+        """What the journal tells of a unit beside its files and tensors."""
+        return {}
+
     def made_files(self) -> Mapping[str, bytes]:
         """The target's `made_files` by name."""
         return {}
 
-    def __init__(self, preflight: Preflight[O], observer: Observer) -> None:
+    def __init__(self, preflight: Preflight[Target], observer: Observer) -> None:
         self.preflight, self.plan, self.request = preflight, preflight.plan, preflight.request
         self.output = self.request.output
         self.observer = observer
@@ -404,23 +409,11 @@ class Conversion(ABC, Generic[O]):
 
     def convert(self, pending: Sequence[Unit]) -> None:
         """Convert these units; each is journaled as soon as it is final."""
-        self.begin(pending)
-        sizes = self.buffers()
-        pipeline = Pipeline(self.preflight.threads, lambda: Buffers(sizes), self.observer)
-        pipeline.run(self.job(unit) for unit in pending)  # not a list: jobs end one by one
-
-    def job(self, unit: Unit) -> Job[Buffers]:
-        return Job(
-            unit.key,
-            unit.source_bytes,
-            open=lambda: self.stage(unit),
-            tasks=lambda: list(self._tasks(unit)),
-            finish=lambda files, tensors: self.finished(unit, files, tensors),
-        )
+        Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(pending)
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Journal a unit whose files are final."""
-        record = {"files": files, "tensors": tensors}
+        record = {"files": files, "tensors": tensors} | self.unit_facts(unit)
         self.journal.write_unit(unit.key, record)
         self._mark_done(unit.key, record)
 
@@ -431,12 +424,10 @@ class Conversion(ABC, Generic[O]):
             return FolderStaging(unit.folder, unit.folder_files, staging, self.output)
         return ShardStaging(unit.shards, staging, self.output)
 
-    def _tasks(self, unit: Unit) -> Iterator[BufferedTask]:
+    def tasks(self, unit: Unit) -> list[Task]:
         reader = self.reader()
-        for tensor, name in unit.copies:
-            yield self.copy_task(reader, tensor, name)
-        if unit.layer is not None:
-            yield from self.expert_tasks(unit, reader)
+        tasks = [self.copy_task(reader, tensor, name) for tensor, name in unit.copies]
+        return tasks + list(self.expert_tasks(unit, reader) if unit.layer else [])
 
     # ---- after converting ----
 

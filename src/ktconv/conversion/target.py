@@ -5,37 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.writer.shards import Tensor
 
 
-class Options(Protocol):
-    """Options that decide which bytes are written; a resumed run must have the same."""
+class Options:
+    """Base of the options that decide which bytes are written, dataclasses all; a resumed run
+    must have the same. Their order is that of manifests, so that they are declared there."""
 
-    @property
-    def mtp(self) -> bool:
-        """Whether layers for multi-token prediction are converted too."""
-
-    @property
-    def max_shard_size(self) -> int: ...
+    mtp: bool  # whether layers for multi-token prediction are converted too
+    max_shard_size: int
 
     def as_dict(self) -> dict[str, object]:
         """What run.json and manifest say."""
+        raise NotImplementedError
 
 
-O = TypeVar("O", bound=Options)  # noqa: E741
-
-
-class Target(ABC, Generic[O]):
+class Target(ABC):
     """What becomes of the experts of a layer, and of everything around them."""
 
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
 
-    def __init__(self, options: O) -> None:
-        self.options = options
+    options: Options
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 class ExpertSet:
     """Ids of experts by layer, both ascending; a layer without any is not named."""
 
-    layers: Mapping[int, tuple[int, ...]]
+    layers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
 
     def of(self, layer: int) -> tuple[int, ...]:
         return self.layers.get(layer, ())
@@ -58,7 +61,7 @@ class ExpertSet:
 
     def as_record(self) -> dict[str, Any]:
         """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""
-        if not self.layers:
+        if not self:
             return {}
         layers = {str(layer): format_ranges(list(ids)) for layer, ids in self.layers.items()}
         return {"sha256": self.sha256, "layers": layers}
@@ -72,10 +75,10 @@ def expert_set(layers: Mapping[int, Sequence[int]]) -> ExpertSet:
 
 def set_of_record(record: object, where: str) -> ExpertSet:
     """The inverse of `ExpertSet.as_record`; CheckpointError names `where` for anything else."""
-    told = record.get("layers", {}) if isinstance(record, dict) else None
-    if isinstance(told, dict) and all(map(_is_ranges, told, told.values())):
+    ranges = record.get("layers", {}) if isinstance(record, dict) else None
+    if isinstance(ranges, dict) and all(map(_is_ranges, ranges, ranges.values())):
         try:
-            found = expert_set({int(layer): parse_ranges(told[layer], "") for layer in told})
+            found = expert_set({int(layer): parse_ranges(ranges[layer], "") for layer in ranges})
         except UsageError:
             found = expert_set({})
         if found.as_record() == record:

@@ -7,7 +7,7 @@ Planning is here and in `plan`; how a run locks, resumes and finishes is in `con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -15,17 +15,16 @@ from typing import TypeAlias
 from ktconv import conversion, native
 from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.conversion import (
-    MEMORY_MARGIN,
-    BufferedTask,
     Conversion,
-    OutputState,
+    Observer,
     Report,
     SilentObserver,
-    fit_threads,
-    manifest_memory,
+    Task,
+    Unit,
+    check_output,
+    fit_memory,
     refuse_nested,
 )
-from ktconv.conversion.pipeline import Observer
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
@@ -34,25 +33,22 @@ from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.targets.card import model_card
-from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan, Unit, make_plan
-from ktconv.writer.journal import Journal
+from ktconv.targets.ktransformers import (
+    NO_KTRANSFORMERS,
+    KTransformersTarget,
+    Options,
+    Plan,
+    make_plan,
+)
 
-Preflight: TypeAlias = conversion.Preflight[Options]
+Preflight: TypeAlias = conversion.Preflight[KTransformersTarget]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True)
+class Request(conversion.Request):
     """What to convert and how. `options.numa` of 0 means one part per NUMA node."""
 
-    model: str
-    output: Path
     options: Options = field(default_factory=Options)
-    layers: Sequence[int] | None = None  # None: all
-    threads: int | None = None  # None: one per CPU that this process may use
-    max_memory: int = 8 << 30
-    verify: bool = True
-    overwrite: bool = False
-    finalize: bool = False  # only write index and manifest of finished layers
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
 
@@ -77,11 +73,11 @@ def prepare(request: Request) -> Preflight:
         excluded = read_expert_set(request.exclude_experts, "--exclude-experts")
         layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
         check_expert_set(excluded, layers, request.exclude_experts)
-        options = replace(options, exclude_experts=excluded.as_record())
+        options = replace(options, exclude_experts=excluded)
     plan = make_plan(checkpoint, options)
-    OutputState(plan, Journal(request.output)).refuse_foreign_files()
+    check_output(plan, request.output)
     units = plan.layer_units(request.layers)
-    threads, peak = _fit_memory(request, plan)
+    threads, peak = fit_memory(request, _buffers(plan).nbytes)
     return Preflight(request, plan, units, threads, peak, machine.disk_free(request.output))
 
 
@@ -93,28 +89,25 @@ def quantize_cpu(
     return QuantizeCpu(preflight, observer or SilentObserver()).run()
 
 
-def _fit_memory(request: Request, plan: Plan) -> tuple[int, int]:
-    """Threads that the memory allows, and the peak to expect."""
+def _buffers(plan: Plan) -> BufferSizes:
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    per_thread = quantize_buffers(layers, FORMATS[plan.options.method]).nbytes
-    base = machine.resident_memory() + MEMORY_MARGIN + manifest_memory(request.output)
-    threads = fit_threads(request.max_memory, request.threads, base, per_thread)
-    return threads, base + threads * per_thread
+    return quantize_buffers(layers, FORMATS[plan.target.options.method])
 
 
-class QuantizeCpu(Conversion[Options]):
+class QuantizeCpu(Conversion):
     """One run of a planned conversion."""
 
-    def buffers(self) -> BufferSizes:
-        layers = [unit.layer for unit in self.plan.layers if unit.layer]
-        return quantize_buffers(layers, FORMATS[self.plan.options.method])
+    plan: Plan
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+    def buffers(self) -> BufferSizes:
+        return _buffers(self.plan)
+
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
         assert unit.layer is not None
-        options, verify = self.plan.options, self.request.verify
+        verify, options = self.request.verify, self.plan.target.options
         for expert in unit.experts:
             for proj in PROJECTIONS:
-                yield QuantizeTask(reader, unit.layer, expert, proj, options, verify)
+                yield QuantizeTask(reader, unit.layer, expert, proj, verify, options)
 
     def card(self) -> str:
         return model_card(self.plan)

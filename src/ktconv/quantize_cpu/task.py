@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
-from ktconv.conversion.copying import changed_on_disk
+from ktconv.checkpoint import MoELayer
+from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_whole
 from ktconv.errors import VerificationError
-from ktconv.formats import FORMATS, Format, TensorId, packed_shape, tensor_name
+from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
-from ktconv.reading.reader import SourceReader, Span
-from ktconv.targets.ktransformers import Options, matrix_source_bytes
+from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
 
@@ -41,128 +40,91 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
 
 
 class Part:
-    """One part of a matrix while its chunks arrive: checksum, scales, check."""
+    """One part of a matrix while its chunks arrive: checksum, scales, comparison."""
 
-    def __init__(self, rows: int, check: MatrixCheck) -> None:
+    def __init__(self, index: int, owned: Slice, check: MatrixCheck) -> None:
+        self.index, self.owned, self.check = index, owned, check
         self.digest = hashlib.sha256()
-        self.scale = np.empty(rows, np.float32)
-        self.check = check
+        self.scale = np.empty(owned.shape[0], np.float32)
         self.rows_done = 0
         self.bytes_done = 0
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeTask:
+@dataclass(frozen=True)
+class QuantizeTask(ExpertTask):
     """One projection of one expert: decode, quantize, pack, write, read back, compare."""
 
-    reader: SourceReader
-    layer: MoELayer
-    expert: int
-    proj: Projection
     options: Options
-    verify: bool  # compare what the file holds instead of what was packed
 
-    @property
-    def matrix(self) -> ExpertMatrix:
-        return self.layer.experts[self.expert][self.proj]
-
-    @property
-    def source_bytes(self) -> int:
-        return matrix_source_bytes(self.layer, self.expert, self.proj)
-
-    def spans(self) -> Sequence[Span]:
-        matrix = self.matrix
-        size = ITEM_SIZE[matrix.tensor.dtype]
-        last = (matrix.rows - 1) * matrix.row_stride + (matrix.cols - 1) * matrix.col_stride
-        start = matrix.tensor.offset + matrix.start * size
-        return [Span(matrix.tensor.file, start, (last + 1) * size)]
-
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
-        rows, cols = self._packed_shape()
-        parts = [Part(rows, self._check(part, rows, cols)) for part in range(self.options.numa)]
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        parts = [self._part(index) for index in range(self.options.numa)]
         remaining = self.source_bytes
-        source = self._source()
+        source = MatrixReader(self.reader, self.matrix, self.options.compat)
         with source.open() as fd:
             grid = source.load_scales()
-            part_rows = self.matrix.rows if self.proj == "down" else rows
-            for chunk in chunks(self.matrix, part_rows):
+            for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
                 count = source.read(fd, chunk, buffers.source, buffers.bounce)
-                self._convert(chunk, grid, parts, staging, buffers)
+                for part in parts:
+                    if part.owned.row_start <= chunk.start < part.owned.row_stop:
+                        self._convert(source, chunk, grid, part, staging, buffers)
                 remaining -= count
                 advance(count)
         advance(remaining)  # block scales
         return self._finish(parts, staging)
 
-    def _source(self) -> MatrixReader:
-        return MatrixReader(self.reader, self.matrix, self.options.compat)
+    def _part(self, index: int) -> Part:
+        layer, options = self.layer, self.options
+        owned = split(self.proj, layer.hidden_size, layer.intermediate_size, index, options.numa)
+        weight = TensorId(layer.index, self.proj, self.expert, index, "weight")
+        fmt = FORMATS[options.method]
+        return Part(index, owned, MatrixCheck(fmt, weight, *owned.shape, _refuse))
 
-    def _packed_shape(self) -> tuple[int, int]:
-        layer = self.layer
-        return packed_shape(
-            self.proj, layer.hidden_size, layer.intermediate_size, self.options.numa
-        )
-
-    def _name(self, part: int, kind: Any) -> str:
-        return tensor_name(self.layer.index, self.proj, self.expert, part, kind)
+    def _name(self, part: Part, kind: Kind) -> str:
+        return tensor_name(self.layer.index, self.proj, self.expert, part.index, kind)
 
     def _convert(
         self,
+        source: MatrixReader,
         chunk: Chunk,
         grid: Grid | None,
-        parts: Sequence[Part],
+        part: Part,
         staging: Staging,
         buffers: Buffers,
     ) -> None:
-        rows, cols = self._packed_shape()
-        touched = range(len(parts)) if self.proj == "down" else [chunk.start // rows]
-        for index in touched:
-            first_col = index * cols if self.proj == "down" else 0
-            view = self._source().view(chunk, grid, buffers.source, first_col, cols)
-            part = parts[index]
-            packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
-            scale = part.scale[part.rows_done : part.rows_done + view.rows]
-            try:
-                native.quantize_pack(self.options.method, view, packed, scale, buffers.scratch)
-            except native.NonFiniteError as error:
-                row, col = chunk.start + error.row, first_col + error.col
-                raise self._source().not_finite(row, col) from error
-            name = self._name(index, "weight")
-            staging.write(name, packed.data, part.bytes_done)
-            if self.verify:
-                written = buffers.readback[: packed.nbytes]
-                staging.read(name, written.data, part.bytes_done)
-                packed = written
-            part.digest.update(packed.data)
-            part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
-            part.rows_done += view.rows
-            part.bytes_done += packed.nbytes
-
-    def _check(self, part: int, rows: int, cols: int) -> MatrixCheck:
-        weight = TensorId(self.layer.index, self.proj, self.expert, part, "weight")
-        return MatrixCheck(FORMATS[self.options.method], weight, rows, cols, _refuse)
+        """Quantize and pack the columns of a chunk that a part owns."""
+        first_col, cols = part.owned.col_start, part.owned.shape[1]
+        view = source.view(chunk, grid, buffers.source, first_col, cols)
+        packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
+        scale = part.scale[part.rows_done : part.rows_done + view.rows]
+        try:
+            native.quantize_pack(self.options.method, view, packed, scale, buffers.scratch)
+        except native.NonFiniteError as error:
+            raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
+        name = self._name(part, "weight")
+        staging.write(name, packed.data, part.bytes_done)
+        if self.verify:
+            written = buffers.readback[: packed.nbytes]
+            staging.read(name, written.data, part.bytes_done)
+            packed = written
+        part.digest.update(packed.data)
+        part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
+        part.rows_done += view.rows
+        part.bytes_done += packed.nbytes
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
         """Write the scales; what the manifest says of each tensor."""
         records: dict[str, Any] = {}
-        for index, part in enumerate(parts):
-            scale = part.scale.view(np.uint8)
-            name = self._name(index, "scale")
-            staging.write(name, scale.data, 0)
-            if self.verify:
-                written = np.empty_like(scale)
-                staging.read(name, written.data, 0)
-                if not np.array_equal(written, scale):
-                    raise changed_on_disk(name)
+        for part in parts:
+            name = self._name(part, "scale")
+            scale = write_whole(name, part.scale.view(np.uint8), staging, self.verify)
             errors = part.check.finish().as_dict()
-            records[self._name(index, "weight")] = {
+            records[self._name(part, "weight")] = {
                 "sha256": part.digest.hexdigest(),
-                "relative_rms_error": _rounded(errors["relative_rms_error"]),
-                "max_error_steps": _rounded(errors["max_error_steps"]),
-                "zero_share": _rounded(errors["zero_share"]),
+                "relative_rms_error": four_digits(errors["relative_rms_error"]),
+                "max_error_steps": four_digits(errors["max_error_steps"]),
+                "zero_share": four_digits(errors["zero_share"]),
             }
-            records[name] = {"sha256": hashlib.sha256(scale.data).hexdigest()}
+            records[name] = scale
         return records
 
 
@@ -172,8 +134,3 @@ def _refuse(violation: Violation) -> None:
         violation.message,
         "suspect the disk or memory of this machine; run the same command again",
     )
-
-
-def _rounded(value: float) -> float:
-    """Four digits: enough to compare, and the same on every ISA."""
-    return float(f"{value:.4g}")

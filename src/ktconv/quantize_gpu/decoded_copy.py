@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix
-from ktconv.conversion.copying import changed_on_disk
-from ktconv.quantize_gpu.rtn import span_of
+from ktconv.conversion.tasks import Advance, check_written
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.decoded import decoded_rows
+from ktconv.reading.matrices import span_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.writer.staging import Staging
 
@@ -34,17 +34,13 @@ class DecodedCopy:
     def spans(self) -> Sequence[Span]:
         return [span_of(self.matrix)]
 
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         digest = hashlib.sha256()
         for first, rows in decoded_rows(self.reader, self.matrix, buffers, advance):
             offset = 2 * first * self.matrix.cols
-            staging.write(self.name, rows.view(np.uint8).reshape(-1).data, offset)
-            digest.update(rows.data)
+            data = rows.view(np.uint8).reshape(-1)
+            staging.write(self.name, data.data, offset)
+            digest.update(data.data)
             if self.verify:
-                written = np.empty(rows.nbytes, np.uint8)
-                staging.read(self.name, written.data, offset)
-                if not np.array_equal(written, rows.view(np.uint8).reshape(-1)):
-                    raise changed_on_disk(self.name)
+                check_written(self.name, data, staging, offset)
         return {self.name: {"sha256": digest.hexdigest(), "decoded_from": "fp8-block"}}

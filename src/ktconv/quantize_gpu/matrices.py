@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.conversion.copying import changed_on_disk
+from ktconv.conversion.tasks import four_digits, write_whole
 from ktconv.errors import VerificationError
+from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.reading.decoded import U16
 from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
 from ktconv.writer.shards import Tensor
@@ -43,13 +43,7 @@ def write_matrix(
                 "install the version that ktconv names: pip install 'ktconv[gpu]'",
             )
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        staging.write(tensor.name, data.data, 0)
-        if verify:
-            written = np.empty_like(data)
-            staging.read(tensor.name, written.data, 0)
-            if not np.array_equal(written, data):
-                raise changed_on_disk(tensor.name)
-        records[tensor.name] = {"sha256": hashlib.sha256(data.data).hexdigest()}
+        records[tensor.name] = write_whole(tensor.name, data, staging, verify)
     return records
 
 
@@ -63,18 +57,9 @@ def dequantized(scheme: Scheme, arrays: Mapping[str, NDArray[Any]], half: bool) 
     else:
         levels = packed
     values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
-    scales = floats(arrays["weight_scale"], half)
+    scales = (f16_to_f32 if half else bf16_to_f32)(arrays["weight_scale"])
     values.reshape(rows, scales.shape[1], -1)[:] *= scales[:, :, None]
     return values
-
-
-def floats(bits: U16, half: bool) -> F32:
-    """bf16 (or half precision) as float32, exactly."""
-    if half:
-        from_half: F32 = bits.view(np.float16).astype(np.float32)
-        return from_half
-    wide: F32 = (bits.astype(np.uint32) << 16).view(np.float32)
-    return wide
 
 
 def error_of(
@@ -87,6 +72,7 @@ def error_of(
     """
     squared_error = squared_source = 0.0
     most_steps, zeros = 0.0, 0
+    floats = f16_to_f32 if half else bf16_to_f32
     rows, cols = source.shape
     step = max(1, ROWS_AT_ONCE // cols)
     for first in range(0, rows, step):
@@ -96,9 +82,9 @@ def error_of(
             "weight_packed": arrays["weight_packed"][here],
             "weight_scale": arrays["weight_scale"][here],
         }
-        value, wanted = dequantized(scheme, part, half), floats(source[here], half)
+        value, wanted = dequantized(scheme, part, half), floats(source[here])
         off = np.abs(value - wanted)
-        most_steps = max(most_steps, _most_steps(off, floats(part["weight_scale"], half), half))
+        most_steps = max(most_steps, _most_steps(off, floats(part["weight_scale"]), half))
         squared_error += float(np.vdot(off, off))
         squared_source += float(np.vdot(wanted, wanted))
         zeros += int(np.count_nonzero(value == 0))
@@ -111,9 +97,9 @@ def error_of(
         )
     relative = (squared_error / squared_source) ** 0.5 if squared_source else 0.0
     return {
-        "relative_rms_error": _rounded(relative),
-        "max_error_steps": _rounded(most_steps),
-        "zero_share": _rounded(zeros / source.size),
+        "relative_rms_error": four_digits(relative),
+        "max_error_steps": four_digits(most_steps),
+        "zero_share": four_digits(zeros / source.size),
     }
 
 
@@ -122,8 +108,3 @@ def _most_steps(off: F32, scales: F32, half: bool) -> float:
     steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2)
     precise = scales >= (SMALLEST_HALF if half else SMALLEST_BF16)
     return float(np.max(steps[precise] / scales[precise], initial=0.0))
-
-
-def _rounded(value: float) -> float:
-    """Four digits: enough to compare."""
-    return float(f"{value:.4g}")

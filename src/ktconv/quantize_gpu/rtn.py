@@ -1,29 +1,34 @@
-"""Round to nearest: one expert matrix through llm-compressor's model-free path."""
+"""`--method rtn`: each expert matrix rounded to nearest by llm-compressor's model-free path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
-from ktconv.conversion.plan import matrix_source_bytes
+from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
+from ktconv.conversion import Task, Unit
+from ktconv.conversion.tasks import Advance, ExpertTask
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.quantize_gpu.common import GpuConversion, device_of
 from ktconv.quantize_gpu.matrices import error_of, write_matrix
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.decoded import U16, decoded_rows
-from ktconv.reading.matrices import ITEM_SIZE
-from ktconv.reading.reader import SourceReader, Span
-from ktconv.targets.pack_quantized.names import module_name
+from ktconv.reading.reader import SourceReader
+from ktconv.targets.pack_quantized.names import module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import Scheme
 from ktconv.targets.pack_quantized.target import held_dtype
+from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
 # Per element of a matrix: bf16, its copy in the module, float32 quotients, levels, comparison.
 BYTES_PER_ELEMENT = 28
+
+QUANTIZERS = ("llmcompressor", "compressed-tensors")
 
 
 class Rounder:
@@ -77,42 +82,35 @@ def as_array(tensor: Any) -> NDArray[Any]:
     return array
 
 
-@dataclass(frozen=True, slots=True)
-class RtnTask:
+@dataclass(frozen=True)
+class RtnTask(ExpertTask):
     """One projection of one expert: decode, round, pack, write, read back, compare."""
 
-    reader: SourceReader
-    layer: MoELayer
-    expert: int
-    proj: Projection
     scheme: Scheme
     rounder: Rounder
-    verify: bool  # read back what was written
 
-    @property
-    def matrix(self) -> ExpertMatrix:
-        return self.layer.experts[self.expert][self.proj]
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        remaining = self.source_bytes
 
-    @property
-    def source_bytes(self) -> int:
-        return matrix_source_bytes(self.layer, self.expert, self.proj)
+        def count(nbytes: int) -> None:
+            nonlocal remaining
+            remaining -= nbytes
+            advance(nbytes)
 
-    def spans(self) -> Sequence[Span]:
-        return [span_of(self.matrix)]
-
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
-        matrix, remaining = self.matrix, self.source_bytes
-        weight = np.empty((matrix.rows, matrix.cols), np.uint16)
-        for first, rows in decoded_rows(self.reader, matrix, buffers, advance):
-            weight[first : first + len(rows)] = rows
-            remaining -= len(rows) * matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
+        weight = decoded(self.reader, self.matrix, buffers, count)
         advance(remaining)  # block scales
         module = module_name(self.layer, self.expert, self.proj)
-        dtype = held_dtype(matrix)
+        dtype = held_dtype(self.matrix)
         arrays = self.rounder.round(module, weight, dtype == "F16")
         return quantized(staging, self.scheme, "rtn", module, weight, arrays, dtype, self.verify)
+
+
+def decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers, advance: Advance) -> U16:
+    """A matrix of the source as the bits of two-byte floats."""
+    weight: U16 = np.empty((matrix.rows, matrix.cols), np.uint16)
+    for first, rows in decoded_rows(reader, matrix, buffers, advance):
+        weight[first : first + len(rows)] = rows
+    return weight
 
 
 def quantized(
@@ -133,9 +131,31 @@ def quantized(
     return records
 
 
-def span_of(matrix: ExpertMatrix) -> Span:
-    """The bytes of a file that a matrix lies in."""
-    size = ITEM_SIZE[matrix.tensor.dtype]
-    last = (matrix.rows - 1) * matrix.row_stride + (matrix.cols - 1) * matrix.col_stride
-    start = matrix.tensor.offset + matrix.start * size
-    return Span(matrix.tensor.file, start, (last + 1) * size)
+class Rtn(GpuConversion):
+    """Every matrix by itself, through llm-compressor's model-free path."""
+
+    _rounder: Rounder
+
+    def origin(self) -> Record:
+        """Who rounds: another version might round otherwise."""
+        return {"quantizer": {name: version(name) for name in QUANTIZERS}}
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        layers = [unit.layer for unit in self.plan.layers if unit.layer]
+        device = device_of(self.request.device)
+        self._rounder = Rounder(self.plan.target.scheme, target_pattern(layers), device)
+
+        from transformers.initialization import no_init_weights
+
+        # llm-compressor makes a linear layer for every matrix, to fill it at once.
+        with no_init_weights():
+            super().convert(pending)
+
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
+        assert unit.layer is not None
+        verify = self.request.verify
+        for expert in unit.experts:
+            for proj in PROJECTIONS:
+                yield RtnTask(
+                    reader, unit.layer, expert, proj, verify, self.plan.target.scheme, self._rounder
+                )

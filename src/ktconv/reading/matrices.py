@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconv import native
 from ktconv.checkpoint import BlockScale, ExpertMatrix, load_block_scale, scale_span
 from ktconv.errors import CheckpointError
-from ktconv.reading.reader import Runs, SourceReader
+from ktconv.reading.reader import Runs, SourceReader, Span
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
@@ -44,6 +44,14 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
     target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
     row_bytes = matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
     return max(1, target // (row_bytes * ROWS_STEP)) * ROWS_STEP
+
+
+def span_of(matrix: ExpertMatrix) -> Span:
+    """The bytes of a file that a matrix lies in."""
+    size = ITEM_SIZE[matrix.tensor.dtype]
+    last = (matrix.rows - 1) * matrix.row_stride + (matrix.cols - 1) * matrix.col_stride
+    start = matrix.tensor.offset + matrix.start * size
+    return Span(matrix.tensor.file, start, (last + 1) * size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,38 +9,36 @@ from __future__ import annotations
 
 import json
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconv import __version__, conversion
-from ktconv.checkpoint import TensorRef
-from ktconv.conversion import (
-    MANIFEST_EXPANSION,
-    MEMORY_MARGIN,
-    BufferedTask,
-    Conversion,
-    OutputState,
-)
-from ktconv.conversion.copying import CopyTask
-from ktconv.conversion.pipeline import Observer
+from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.side_files import find_side_files
+from ktconv.conversion import MANIFEST_EXPANSION, MEMORY_MARGIN, Conversion, Observer, Task
+from ktconv.conversion.plan import Content, Copy, LayerContent
+from ktconv.conversion.tasks import Advance, CopyTask
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import SourceReader, Span
+from ktconv.reading.reader import SourceReader
+from ktconv.repack.sources import Manifest, check_side_files, layer_alone
 from ktconv.repack.tasks import check_sum
+from ktconv.repack.tree import Tree
 from ktconv.system import machine
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import expert_counts
-from ktconv.targets.ktransformers import Options, Plan
-from ktconv.writer.journal import Journal, Record
+from ktconv.targets.ktransformers import KTransformersTarget, Plan
+from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
 BUFFERS = BufferSizes()
 MOST_THREADS = 8  # copying is bound by the disk
 
 
-@dataclass(frozen=True, slots=True)
-class Preflight(conversion.Preflight[Options]):
+@dataclass(frozen=True)
+class Preflight(conversion.Preflight[KTransformersTarget]):
     """A planned job with what it will need here, and what its bytes come from."""
 
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
@@ -49,70 +47,93 @@ class Preflight(conversion.Preflight[Options]):
     command: str  # the command that was given
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedCopy:
-    """One other tensor, copied unchanged, with the checksum that its manifest tells."""
+@dataclass(frozen=True)
+class CheckedCopy(CopyTask):
+    """One other tensor, copied unchanged, with the checksum that its manifest records."""
 
-    copy: CopyTask
     known: Mapping[str, Record]
 
-    @property
-    def source_bytes(self) -> int:
-        return self.copy.source_bytes
-
-    def spans(self) -> Sequence[Span]:
-        return self.copy.spans()
-
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
-        result, name = self.copy.run(staging, buffers, advance), self.copy.name
-        check_sum(
-            result[name]["sha256"], self.known.get(name), f"{name} in {self.copy.tensor.file}"
-        )
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        result = super().run(staging, buffers, advance)
+        where = f"{self.name} in {self.tensor.file}"
+        check_sum(result[self.name]["sha256"], self.known.get(self.name), where)
         return result
 
 
-class Derived(Conversion[Options], ABC):
+class Derived(Conversion, ABC):
     """One run; subclasses say which tasks a layer takes."""
 
-    def __init__(self, preflight: Preflight, observer: Observer) -> None:
+    preflight: Preflight
+    plan: Plan
+
+    def __init__(self, preflight: Preflight, observer: Observer, manifest: Manifest | None) -> None:
         super().__init__(preflight, observer)
-        self.derived = preflight
+        self.known = manifest.tensors if manifest else {}
 
     def buffers(self) -> BufferSizes:
         return BUFFERS
 
     def origin(self) -> Record:
-        return self.derived.origin
+        return self.preflight.origin
 
     def card(self) -> str:
-        return card(self.derived)
+        return card(self.preflight)
 
-    def known_copies(self) -> Mapping[str, Record]:
-        """What a manifest tells of the other tensors."""
-        return {}
-
-    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> BufferedTask:
-        copy = CopyTask(reader, tensor, name, self.request.verify)
-        return CheckedCopy(copy, self.known_copies())
+    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
+        return CheckedCopy(reader, tensor, name, self.request.verify, self.known)
 
 
-def check_output(plan: Plan, output: Path) -> None:
-    """Refuse an output directory that holds foreign files."""
-    OutputState(plan, Journal(output)).refuse_foreign_files()
-
-
-def expected_memory(threads: int, per_thread: int, manifests: Sequence[Path]) -> int:
-    """The peak to expect; the manifests are read at once."""
+def needs(
+    request: conversion.Request, plan: Plan, per_thread: int, manifest: Manifest | None
+) -> dict[str, Any]:
+    """The fields that the preflights of all conversions have; the manifest is read at once."""
+    threads = request.threads or min(machine.usable_cpus(), MOST_THREADS)
     base = machine.resident_memory() + MEMORY_MARGIN
-    known = sum(path.stat().st_size for path in manifests if path.is_file())
-    return base + MANIFEST_EXPANSION * known + threads * (BUFFERS.nbytes + per_thread)
+    base += MANIFEST_EXPANSION * (manifest.path.stat().st_size if manifest else 0)
+    return {
+        "request": request,
+        "plan": plan,
+        "units": plan.layers,
+        "threads": threads,
+        "peak_memory": base + threads * (BUFFERS.nbytes + per_thread),
+        "disk_free": machine.disk_free(request.output),
+    }
+
+
+def content_alone(
+    directory: Path,
+    tree: Tree,
+    manifest: Manifest | None,
+    copies: Sequence[Copy],
+    notes: Sequence[str],
+) -> Content:
+    """All that packed weights hold, without their source."""
+    recorded = manifest.layers if manifest else {}
+    layers = [layer_alone(found, recorded.get(i, {})) for i, found in tree.layers.items()]
+    has_config = (directory / CONFIG_NAME).exists()
+    checkpoint = Checkpoint(
+        path=directory,
+        config=read_config(directory).content if has_config else {},
+        files=(),
+        layers=layers,
+        other_tensors=(),
+        notes=(),
+        sources=manifest.source_files if manifest else (),
+    )
+    check_side_files(manifest, directory)
+    side_files = find_side_files(directory)
+    return Content(checkpoint, packed_content(layers, tree), copies, side_files, notes)
+
+
+def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:
+    """The experts of these layers that the tree holds."""
+    packed = [(layer, tree.layers[layer.index]) for layer in layers]
+    return [LayerContent(layer, found.here, found.nbytes) for layer, found in packed]
 
 
 def card(preflight: Preflight) -> str:
     """README.md of the output: what it holds and where that comes from."""
-    plan = preflight.plan
+    plan, numa = preflight.plan, preflight.plan.target.options.numa
     layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "all tensors" if plan.others else "expert weights only"
     base = (
@@ -123,13 +144,13 @@ def card(preflight: Preflight) -> str:
 tags:
 - ktconv
 - mixture-of-experts
-- {plan.options.method}
+- {plan.target.options.method}
 ---
 
 # CPU experts in {plan.target.name}
 
 Routed experts for KTransformers' CPU kernels, from {preflight.about}:
-{plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+{plan.target.name}, {numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
 - Experts per layer: {expert_counts(plan)}

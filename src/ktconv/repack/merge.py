@@ -13,25 +13,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint
+from ktconv import conversion
+from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import BufferedTask, Report, SilentObserver, refuse_nested
-from ktconv.conversion.pipeline import Observer
+from ktconv.conversion import (
+    Observer,
+    Report,
+    SilentObserver,
+    Task,
+    Unit,
+    check_output,
+    refuse_nested,
+)
+from ktconv.conversion.plan import Content, lay_out
 from ktconv.errors import CheckpointError
-from ktconv.quantize_cpu import run as quantize_cpu
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
-from ktconv.repack.derived import Derived
-from ktconv.repack.planning import Content, PackedLayer, plan_packed
+from ktconv.repack.derived import Derived, content_alone, packed_content
 from ktconv.repack.sources import (
     Manifest,
     check_alone,
     check_manifest,
     check_same_source,
-    check_side_files,
     check_source,
-    layer_alone,
     read_known,
 )
 from ktconv.repack.tasks import MergeTask
@@ -44,10 +48,9 @@ from ktconv.repack.tree import (
     read_tree,
     scan_layer,
 )
-from ktconv.system import machine
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
-from ktconv.targets.ktransformers import Copy, Options, Plan, Unit, make_plan
+from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, make_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight(derived.Preflight):
-    """A planned merge with what it will need here; what `--dry-run` prints."""
-
-    tree: Tree
-    manifest: Manifest | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Input:
     """Everything that a merge reads."""
 
@@ -84,6 +79,13 @@ class _Input:
     options: Options
 
 
+@dataclass(frozen=True)
+class Preflight(derived.Preflight):
+    """A planned merge with what it will need here; what `--dry-run` prints."""
+
+    inputs: _Input
+
+
 def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
     refuse_nested(request.layers_dir, request.output, "the directory")
@@ -92,11 +94,11 @@ def prepare(request: Request) -> Preflight:
     source = open_checkpoint(request.source) if request.source else None
     if source is not None:
         refuse_nested(source.path, request.output)
-    given = _Input(request, tree, manifest, source, _options(request, tree, manifest))
-    _check(given)
-    plan = _plan(given)
-    derived.check_output(plan, request.output)
-    return _preflight(given, plan)
+    inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))
+    _check(inputs)
+    plan = _plan(inputs)
+    check_output(plan, request.output)
+    return _preflight(inputs, plan)
 
 
 def merge(
@@ -132,128 +134,90 @@ def _has_mtp(request: Request, tree: Tree) -> bool:
     return layers is None or any(index >= layers.value for index in tree.layers)
 
 
-def _check(given: _Input) -> None:
+def _check(inputs: _Input) -> None:
     """Everything that is known agrees."""
-    if given.manifest is not None:
-        check_manifest(given.manifest, given.tree)
-    if given.source is not None:
-        check_source(given.tree, given.source, given.options.mtp)
-        if given.manifest is not None:
-            check_same_source(given.manifest, given.source)
-    if given.manifest is None and given.source is None:
-        check_alone(given.tree)
+    if inputs.manifest is not None:
+        check_manifest(inputs.manifest, inputs.tree)
+    if inputs.source is not None:
+        check_source(inputs.tree, inputs.source, inputs.options.mtp)
+        if inputs.manifest is not None:
+            check_same_source(inputs.manifest, inputs.source)
+    if inputs.manifest is None and inputs.source is None:
+        check_alone(inputs.tree)
 
 
-def _plan(given: _Input) -> Plan:
+def _plan(inputs: _Input) -> Plan:
     """With a source: the plan of its conversion, with bytes from the folders."""
-    if given.source is None:
-        return plan_packed(_content_alone(given))
-    fresh = make_plan(given.source, given.options)
-    layers = [unit.layer for unit in fresh.layers if unit.layer]
-    copies: list[Copy] = [copy for unit in fresh.others for copy in unit.copies]
-    return plan_packed(
-        Content(
-            given.source,
-            given.options,
-            [_packed(layer, given.tree) for layer in layers],
-            copies,
-            fresh.sidecars,
-            [*fresh.notes, *_notes(given)],
-            fresh.skipped,
-        )
+    target = KTransformersTarget(inputs.options, inputs.tree.backward)
+    if inputs.source is None:
+        tree = inputs.tree
+        return lay_out(content_alone(tree.root, tree, inputs.manifest, (), _notes(inputs)), target)
+    fresh = make_plan(inputs.source, inputs.options)
+    content = Content(
+        inputs.source,
+        packed_content([unit.layer for unit in fresh.layers if unit.layer], inputs.tree),
+        [copy for unit in fresh.others for copy in unit.copies],
+        fresh.sidecars,
+        [*fresh.notes, *_notes(inputs)],
+        fresh.skipped,
     )
+    return lay_out(content, target)
 
 
-def _content_alone(given: _Input) -> Content:
-    root, told = given.tree.root, given.manifest.layers if given.manifest else {}
-    layers = [
-        layer_alone(
-            found.index, found.experts, found.hidden, found.intermediate, told.get(index, {})
-        )
-        for index, found in given.tree.layers.items()
-    ]
-    has_config = (root / CONFIG_NAME).exists()
-    checkpoint = Checkpoint(
-        path=root,
-        config=read_config(root).content if has_config else {},
-        files=(),
-        layers=layers,
-        other_tensors=(),
-        notes=(),
-        sources=given.manifest.source_files if given.manifest else (),
-    )
-    packed = [_packed(layer, given.tree) for layer in layers]
-    check_side_files(given.manifest, root)
-    sidecars, notes = find_side_files(root), _notes(given)
-    return Content(checkpoint, given.options, packed, sidecars=sidecars, notes=notes)
-
-
-def _packed(layer: MoELayer, tree: Tree) -> PackedLayer:
-    found = tree.layers[layer.index]
-    return PackedLayer(layer, found.here, found.backward, found.nbytes)
-
-
-def _notes(given: _Input) -> Sequence[str]:
+def _notes(inputs: _Input) -> Sequence[str]:
     """What a user should know."""
-    tree, notes = given.tree, []
-    if given.manifest is None:
+    tree, notes = inputs.tree, []
+    if inputs.manifest is None:
         notes.append(f"{tree.root} has no ktconv.json: there are no checksums to compare with")
-    if given.source is None:
+    if inputs.source is None:
         notes.append("without --source only experts are merged, no other tensors")
         if not (tree.root / CONFIG_NAME).exists():
             notes.append(f"{tree.root} has no config.json, so the output will have none")
-        if given.manifest is None:
+        if inputs.manifest is None:
             layers = format_ranges(list(tree.layers))
             notes.append(f"nothing tells whether the model has MoE layers before or after {layers}")
     return notes
 
 
-def _preflight(given: _Input, plan: Plan) -> Preflight:
-    request = given.request
-    threads = request.threads or min(machine.usable_cpus(), derived.MOST_THREADS)
-    known = [given.manifest.path] if given.manifest else []
-    base = model_name(given.source.path) if given.source else None
+def _preflight(inputs: _Input, plan: Plan) -> Preflight:
+    asked = inputs.request
+    request = conversion.Request(
+        asked.source or str(asked.layers_dir),
+        asked.output,
+        inputs.options,
+        threads=asked.threads,
+        verify=asked.verify,
+        overwrite=asked.overwrite,
+    )
+    base = model_name(inputs.source.path) if inputs.source else None
     return Preflight(
-        request=quantize_cpu.Request(
-            model=request.source or str(request.layers_dir),
-            output=request.output,
-            options=plan.options,
-            threads=threads,
-            verify=request.verify,
-            overwrite=request.overwrite,
-        ),
-        plan=plan,
-        units=plan.layers,
-        threads=threads,
-        peak_memory=derived.expected_memory(threads, 0, known),
-        disk_free=machine.disk_free(request.output),
-        origin={"merged_from": _origin(given, plan)},
+        **derived.needs(request, plan, 0, inputs.manifest),
+        origin={"merged_from": _origin(inputs, plan)},
         about="layer folders" + (f" of {base}" if base else ""),
         base=base,
-        command=_command(given),
-        tree=given.tree,
-        manifest=given.manifest,
+        command=_command(inputs),
+        inputs=inputs,
     )
 
 
-def _origin(given: _Input, plan: Plan) -> dict[str, object]:
+def _origin(inputs: _Input, plan: Plan) -> dict[str, object]:
     """What the bytes come from; a resumed run must have the same."""
     taken = [unit.layer.index for unit in plan.layers if unit.layer]
     return {
-        "manifest": given.manifest is not None,
-        "backward": given.tree.backward,
-        "layers": {str(index): given.tree.layers[index].record for index in taken},
+        "manifest": inputs.manifest is not None,
+        "backward": inputs.tree.backward,
+        "layers": {str(index): inputs.tree.layers[index].record for index in taken},
     }
 
 
-def _command(given: _Input) -> str:
+def _command(inputs: _Input) -> str:
     """The command that gives the same bytes again."""
     words = ["ktconv merge LAYERS_DIR OUTPUT"]
-    if given.source is not None:
-        words.append(f"--source {shlex.quote(model_name(given.source.path))}")
-        words += ["--experts-only"] if given.options.experts_only else []
-        words += [] if given.options.mtp else ["--no-mtp"]
-    words.append(f"--max-shard-size {given.options.max_shard_size}")
+    if inputs.source is not None:
+        words.append(f"--source {shlex.quote(model_name(inputs.source.path))}")
+        words += ["--experts-only"] if inputs.options.experts_only else []
+        words += [] if inputs.options.mtp else ["--no-mtp"]
+    words.append(f"--max-shard-size {inputs.options.max_shard_size}")
     return " ".join(words)
 
 
@@ -264,11 +228,10 @@ class Merging(Derived):
     """One run of a planned merge."""
 
     def __init__(self, preflight: Preflight, observer: Observer) -> None:
-        super().__init__(preflight, observer)
-        self._tree = preflight.tree
-        self._known = preflight.manifest.tensors if preflight.manifest else {}
+        super().__init__(preflight, observer, preflight.inputs.manifest)
+        self._tree = preflight.inputs.tree
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
         assert unit.layer is not None
         found = self._tree.layers[unit.layer.index]
         files = {entry.tensor: entry for entry in self._listing(found)}
@@ -279,7 +242,7 @@ class Merging(Derived):
             for expert in found.here:
                 for proj in matrices(found.backward):
                     entries = by_matrix[proj, expert, part]
-                    yield MergeTask(self._tree.root, entries, self._known, self.request.verify)
+                    yield MergeTask(self._tree.root, entries, self.known, self.request.verify)
 
     def _listing(self, found: TreeLayer) -> list[KtEntry]:
         """The files of a layer, which are what they were when the merge was planned."""

@@ -102,7 +102,7 @@ class OldPart:
 class RecutTask:
     """Reads all parts of a matrix, writes all new ones."""
 
-    given: CompleteWeights
+    packed: CompleteWeights
     reader: SourceReader
     layer: TreeLayer
     expert: int
@@ -113,10 +113,10 @@ class RecutTask:
 
     @property
     def source_bytes(self) -> int:
-        return sum(self.given.weights.place(tensor).nbytes for tensor in self._old_tensors())
+        return sum(self.packed.weights.place(tensor).nbytes for tensor in self._old_tensors())
 
     def spans(self) -> Sequence[Span]:
-        places = map(self.given.weights.place, self._old_tensors())
+        places = map(self.packed.weights.place, self._old_tensors())
         return [Span(place.file, place.offset, place.nbytes) for place in places]
 
     def run(
@@ -153,8 +153,8 @@ class RecutTask:
         return OldPart(codes, values)
 
     def _read(self, tensor: TensorId) -> U8:
-        """A whole tensor, which has the checksum that its manifest tells."""
-        place, name = self.given.weights.place(tensor), name_of(tensor)
+        """A whole tensor, which has the checksum that its manifest records."""
+        place, name = self.packed.weights.place(tensor), name_of(tensor)
         data = np.empty(place.nbytes, np.uint8)
         with self.reader.open(place.file) as fd:
             try:

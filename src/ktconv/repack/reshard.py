@@ -11,17 +11,23 @@ backward matrices, which are transposed, it is the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ktconv.checkpoint import Checkpoint
-from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import BufferedTask, Report, SilentObserver, refuse_nested
-from ktconv.conversion.pipeline import Observer
+from ktconv import conversion
+from ktconv.conversion import (
+    Observer,
+    Report,
+    SilentObserver,
+    Task,
+    Unit,
+    check_output,
+    refuse_nested,
+)
+from ktconv.conversion.plan import lay_out
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
 from ktconv.packed.weights import name_of
@@ -29,8 +35,7 @@ from ktconv.quantize_cpu import run as quantize_cpu
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
 from ktconv.repack.complete import CompleteWeights, open_complete
-from ktconv.repack.derived import Derived
-from ktconv.repack.planning import Content, PackedLayer, plan_packed
+from ktconv.repack.derived import Derived, content_alone
 from ktconv.repack.recut import (
     MATRIX_COPIES,
     RecutTask,
@@ -39,11 +44,9 @@ from ktconv.repack.recut import (
     joined_scales,
     shares,
 )
-from ktconv.repack.sources import check_side_files, layer_alone
 from ktconv.repack.tree import TreeLayer, matrices
-from ktconv.system import machine
 from ktconv.targets.card import command_line
-from ktconv.targets.ktransformers import Options, Plan, Unit
+from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan
 from ktconv.writer.journal import Record
 
 
@@ -61,11 +64,11 @@ class Request:
     overwrite: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Preflight(derived.Preflight):
     """A planned resharding; what `--dry-run` prints."""
 
-    given: CompleteWeights
+    packed: CompleteWeights
 
 
 def prepare(request: Request) -> quantize_cpu.Preflight:
@@ -74,17 +77,17 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
     With a source this plans a conversion by `quantize_cpu`.
     """
     refuse_nested(request.packed, request.output, "the directory")
-    given = open_complete(request.packed)
-    if request.numa == given.tree.parts:
+    packed = open_complete(request.packed)
+    if request.numa == packed.tree.parts:
         raise UsageError(
             f"{request.packed} has {request.numa} NUMA part(s) already", "use it as it is"
         )
     if request.source is not None:
-        return quantize_cpu.prepare(source_request(request, given))
-    plan = plan_packed(_content(request, given))
-    _refuse_unequal_scales(given, plan)
-    derived.check_output(plan, request.output)
-    return _preflight(request, given, plan)
+        return quantize_cpu.prepare(source_request(request, packed))
+    plan = _plan(request, packed)
+    _refuse_unequal_scales(packed, plan)
+    check_output(plan, request.output)
+    return _preflight(request, packed, plan)
 
 
 def reshard(
@@ -99,12 +102,12 @@ def reshard(
     return quantize_cpu.QuantizeCpu(preflight, observer).run()
 
 
-def source_request(request: Request, given: CompleteWeights) -> quantize_cpu.Request:
+def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
     return quantize_cpu.Request(
         model=str(request.source),
         output=request.output,
-        options=_options(request, given),
+        options=_options(request, packed),
         threads=request.threads,
         verify=request.verify,
         overwrite=request.overwrite,
@@ -114,35 +117,15 @@ def source_request(request: Request, given: CompleteWeights) -> quantize_cpu.Req
 # ---- planning --------------------------------------------------------------------------
 
 
-def _options(request: Request, given: CompleteWeights) -> Options:
-    return replace(given.options, numa=request.numa, max_shard_size=request.max_shard_size)
+def _options(request: Request, packed: CompleteWeights) -> Options:
+    return replace(packed.options, numa=request.numa, max_shard_size=request.max_shard_size)
 
 
-def _content(request: Request, given: CompleteWeights) -> Content:
-    directory, told = given.directory, given.manifest.layers if given.manifest else {}
-    layers = [
-        PackedLayer(
-            layer_alone(old.index, old.experts, old.hidden, old.intermediate, told.get(index, {})),
-            old.here,
-            old.backward,
-            old.nbytes,
-        )
-        for index, old in given.tree.layers.items()
-    ]
-    has_config = (directory / CONFIG_NAME).exists()
-    checkpoint = Checkpoint(
-        path=directory,
-        config=read_config(directory).content if has_config else {},
-        files=(),
-        layers=[packed.layer for packed in layers],
-        other_tensors=(),
-        notes=(),
-        sources=given.manifest.source_files if given.manifest else (),
-    )
-    copies = [(tensor, name) for name, tensor in given.weights.others.items()]
-    check_side_files(given.manifest, directory)
-    notes, sidecars = [_down_scales(given.tree.parts, request.numa)], find_side_files(directory)
-    return Content(checkpoint, _options(request, given), layers, copies, sidecars, notes)
+def _plan(request: Request, packed: CompleteWeights) -> Plan:
+    copies = [(tensor, name) for name, tensor in packed.weights.others.items()]
+    notes = [_down_scales(packed.tree.parts, request.numa)]
+    content = content_alone(packed.directory, packed.tree, packed.manifest, copies, notes)
+    return lay_out(content, KTransformersTarget(_options(request, packed), packed.tree.backward))
 
 
 def _down_scales(old: int, new: int) -> str:
@@ -155,53 +138,47 @@ def _down_scales(old: int, new: int) -> str:
     return f"down is joined from {old} parts, whose row scales agree"
 
 
-def _preflight(request: Request, given: CompleteWeights, plan: Plan) -> Preflight:
-    threads = request.threads or min(machine.usable_cpus(), derived.MOST_THREADS)
-    largest = max(layer.hidden * layer.intermediate for layer in given.tree.layers.values())
-    known = [given.manifest.path] if given.manifest else []
+def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflight:
+    largest = max(layer.hidden * layer.intermediate for layer in packed.tree.layers.values())
+    asked = conversion.Request(
+        str(request.packed),
+        request.output,
+        plan.target.options,
+        threads=request.threads,
+        verify=request.verify,
+        overwrite=request.overwrite,
+    )
     return Preflight(
-        request=quantize_cpu.Request(
-            model=str(request.packed),
-            output=request.output,
-            options=plan.options,
-            threads=threads,
-            verify=request.verify,
-            overwrite=request.overwrite,
-        ),
-        plan=plan,
-        units=plan.layers,
-        threads=threads,
-        peak_memory=derived.expected_memory(threads, MATRIX_COPIES * largest, known),
-        disk_free=machine.disk_free(request.output),
-        origin={"resharded_from": _origin(given, request.numa)},
-        about=f"packed weights in {given.tree.parts} NUMA part(s)",
+        **derived.needs(asked, plan, MATRIX_COPIES * largest, packed.manifest),
+        origin={"resharded_from": _origin(packed, request.numa)},
+        about=f"packed weights in {packed.tree.parts} NUMA part(s)",
         base=None,
         command=f"ktconv reshard PACKED OUTPUT --numa {request.numa} "
         f"--max-shard-size {request.max_shard_size}",
-        given=given,
+        packed=packed,
     )
 
 
-def _origin(given: CompleteWeights, numa: int) -> Record:
+def _origin(packed: CompleteWeights, numa: int) -> Record:
     """What the bytes come from; a resumed run must have the same."""
-    told = given.manifest.record if given.manifest else {}
+    told = packed.manifest.record if packed.manifest else {}
     earlier = told.get("resharded_from")
     return {
-        "numa": given.tree.parts,
-        "manifest": given.manifest is not None,
-        "down_scales": _down_scales(given.tree.parts, numa),
+        "numa": packed.tree.parts,
+        "manifest": packed.manifest is not None,
+        "down_scales": _down_scales(packed.tree.parts, numa),
         "earlier": [*earlier.get("earlier", []), earlier.get("numa")] if earlier else [],
-        "files": given.records,
+        "files": packed.records,
     }
 
 
 # ---- whether parts can be joined -------------------------------------------------------
 
 
-def _refuse_unequal_scales(given: CompleteWeights, plan: Plan) -> None:
+def _refuse_unequal_scales(packed: CompleteWeights, plan: Plan) -> None:
     """Before anything is written: every row that parts share has one scale."""
-    for layer in given.tree.layers.values():
-        groups = _joined_parts(layer, plan.options.numa)
+    for layer in packed.tree.layers.values():
+        groups = _joined_parts(layer, plan.target.options.numa)
         for expert in layer.here:
             for proj in matrices(layer.backward):
                 if not cut_by_rows(proj):
@@ -209,7 +186,7 @@ def _refuse_unequal_scales(given: CompleteWeights, plan: Plan) -> None:
                         tensors = [
                             TensorId(layer.index, proj, expert, part, "scale") for part in parts
                         ]
-                        _refuse_unequal(given, tensors, plan.options)
+                        _refuse_unequal(packed, tensors, plan.target.options)
 
 
 def _joined_parts(layer: TreeLayer, new: int) -> list[list[int]]:
@@ -218,13 +195,13 @@ def _joined_parts(layer: TreeLayer, new: int) -> list[list[int]]:
     return [[share.part for share in of_part] for of_part in found if len(of_part) > 1]
 
 
-def _refuse_unequal(given: CompleteWeights, tensors: Sequence[TensorId], options: Options) -> None:
-    scales = [np.frombuffer(given.weights.map(tensor), "<f4") for tensor in tensors]
+def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], options: Options) -> None:
+    scales = [np.frombuffer(packed.weights.map(tensor), "<f4") for tensor in tensors]
     try:
         joined_scales(scales, [scale == 0 for scale in scales])
     except UnequalScales as error:
         raise UnequalScales(
-            f"{given.directory} cannot be joined into --numa {options.numa} without its source: "
+            f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "
             f"in {name_of(tensors[0])} and {name_of(tensors[-1])} {error}",
             f"convert again: give --source MODEL, or run {command_line('MODEL', options)}",
         ) from error
@@ -237,28 +214,18 @@ class Resharding(Derived):
     """One run of a planned resharding."""
 
     def __init__(self, preflight: Preflight, observer: Observer) -> None:
-        super().__init__(preflight, observer)
-        self._given = preflight.given
-        self._known = preflight.given.manifest.tensors if preflight.given.manifest else {}
+        super().__init__(preflight, observer, preflight.packed.manifest)
+        self._packed = preflight.packed
 
     def reader(self) -> SourceReader:
-        return self._given.reader()
+        return self._packed.reader()
 
-    def known_copies(self) -> Mapping[str, Record]:
-        return self._known
-
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[BufferedTask]:
+    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
         assert unit.layer is not None
-        layer = self._given.tree.layers[unit.layer.index]
+        layer, parts = self._packed.tree.layers[unit.layer.index], self.plan.target.options.numa
         for expert in layer.here:
             for proj in matrices(layer.backward):
                 yield RecutTask(
-                    self._given,
-                    reader,
-                    layer,
-                    expert,
-                    proj,
-                    self.plan.options.numa,
-                    self._known,
+                    self._packed, reader, layer, expert, proj, parts, self.known,
                     self.request.verify,
-                )
+                )  # fmt: skip

@@ -7,7 +7,7 @@ and experts there must be. Whatever is known must agree with what lies there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system.units import format_ranges
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.ktransformers import Options, options_of_record
 from ktconv.writer.journal import Record
 from ktconv.writer.metadata import MANIFEST, read_manifest
 
@@ -41,20 +41,20 @@ class Manifest:
     def tensors(self) -> dict[str, Record]:
         """What it says of each tensor: checksum and, of weights, quantization errors."""
         units = self.record["units"].values()
-        return {name: about for unit in units for name, about in unit["tensors"].items()}
+        return {name: entry for unit in units for name, entry in unit["tensors"].items()}
 
     @property
     def source_files(self) -> list[SourceFile]:
-        """The model that was converted, as far as told."""
-        told = self.record.get("source")
-        files = told.get("files") if isinstance(told, dict) else None
+        """The model that was converted, as far as recorded."""
+        source = self.record.get("source")
+        files = source.get("files") if isinstance(source, dict) else None
         found = files.values() if isinstance(files, dict) else []
         return [_source_file(file) for file in found if isinstance(file, dict)]
 
     @property
     def layers(self) -> dict[int, Record]:
         """What it says of each layer."""
-        return {int(index): about for index, about in self.record["geometry"]["layers"].items()}
+        return {int(index): entry for index, entry in self.record["geometry"]["layers"].items()}
 
 
 def read_known(directory: Path) -> Manifest | None:
@@ -63,22 +63,17 @@ def read_known(directory: Path) -> Manifest | None:
     if not path.exists():
         return None
     record = read_manifest(directory)
-    options = _options(record["options"]) if record is not None else None
-    if record is None or options is None or None in record["units"].values():
+    options = options_of_record(record["options"]) if record is not None else None
+    if (
+        record is None
+        or options is None
+        or None in record["units"].values()
+        or (options.method not in FORMATS or options.numa < 1)
+    ):
         raise CheckpointError(
             f"{path} is damaged", "restore it, or remove it to go on without its checksums"
         )
     return Manifest(path, record, options)
-
-
-def _options(told: Mapping[str, Any]) -> Options | None:
-    """The options of a manifest if they have the types and values that ours have."""
-    known = {field.name: getattr(Options(), field.name) for field in fields(Options)}
-    values = {name: value for name, value in told.items() if name in known}
-    if any(type(value) is not type(known[name]) for name, value in values.items()):
-        return None
-    options = Options(**values)
-    return options if options.method in FORMATS and options.numa > 0 else None
 
 
 def _source_file(file: Record) -> SourceFile:
@@ -110,11 +105,11 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
             f"says {FORMATS[options.method].name} in {options.numa}",
             "remove what another conversion left behind, or convert again",
         )
-    told = {
-        index: (about.get("experts"), about.get("hidden_size"), about.get("intermediate_size"))
-        for index, about in manifest.layers.items()
+    expected = {
+        index: (entry.get("experts"), entry.get("hidden_size"), entry.get("intermediate_size"))
+        for index, entry in manifest.layers.items()
     }
-    _check_layers(tree, told, str(manifest.path), "convert again into an empty directory")
+    _check_layers(tree, expected, str(manifest.path), "convert again into an empty directory")
 
 
 def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
@@ -127,28 +122,28 @@ def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
             "give --no-mtp: the reference converter leaves MTP layers out",
         )
     left_out = {layer.index for layer in source.layers} - {layer.index for layer in layers}
-    told: dict[int, Dimensions] = {
+    expected: dict[int, Dimensions] = {
         layer.index: (len(layer.experts), layer.hidden_size, layer.intermediate_size)
         for layer in layers
     }
-    _check_layers(tree, told, str(source.path), "convert that model again, or give its source",
+    _check_layers(tree, expected, str(source.path), "convert that model again, or give its source",
                   left_out)  # fmt: skip
 
 
 def _check_layers(
     tree: Tree,
-    told: Mapping[int, Dimensions],
+    expected: Mapping[int, Dimensions],
     by: str,
     hint: str,
     ignored: set[int] | frozenset[int] = frozenset(),
 ) -> None:
-    if missing := told.keys() - tree.layers.keys():
+    if missing := expected.keys() - tree.layers.keys():
         named = format_ranges(sorted(missing))
         raise CheckpointError(f"{tree.root} lacks layer(s) {named} of {by}", hint)
-    if extra := tree.layers.keys() - told.keys() - ignored:
+    if extra := tree.layers.keys() - expected.keys() - ignored:
         named = format_ranges(sorted(extra))
         raise CheckpointError(f"{tree.root} has layer(s) {named}, which {by} has not", hint)
-    for index, dimensions in told.items():
+    for index, dimensions in expected.items():
         found = _dimensions(tree.layers[index])
         if found != dimensions:
             raise CheckpointError(
@@ -227,17 +222,15 @@ def check_same_source(manifest: Manifest, source: Checkpoint) -> None:
         )
 
 
-def layer_alone(
-    index: int, experts: int, hidden: int, intermediate: int, about: Mapping[str, Any]
-) -> MoELayer:
-    """A layer without its source, as plans want it; `about` is what a manifest says of it."""
+def layer_alone(found: TreeLayer, record: Mapping[str, Any]) -> MoELayer:
+    """A layer without its source, as plans want it; `record` is its entry in a manifest."""
     nothing: Mapping[Any, Any] = {}
     return MoELayer(
-        index,
-        str(about.get("source", "")),
-        about.get("mtp") is True,
-        hidden,
-        intermediate,
-        str(about.get("encoding", "packed")),
-        [nothing] * experts,
+        found.index,
+        str(record.get("source", "")),
+        record.get("mtp") is True,
+        found.hidden,
+        found.intermediate,
+        str(record.get("encoding", "packed")),
+        [nothing] * found.experts,
     )

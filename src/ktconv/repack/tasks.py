@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconv.conversion.tasks import Advance, copy_through
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.packed.weights import name_of
-from ktconv.reading.buffers import COPY_BYTES, Buffers
+from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import Span
 from ktconv.repack.tree import KtEntry
-from ktconv.system.files import io_error, read_exactly
+from ktconv.system.files import read_exactly, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
@@ -42,37 +42,27 @@ class MergeTask:
     def spans(self) -> Sequence[Span]:
         return [Span(self.root / entry.name, 0, entry.nbytes) for entry in self.entries]
 
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         return {
             name_of(entry.tensor): self._copy(entry, staging, buffers, advance)
             for entry in self.entries
         }
 
-    def _copy(
-        self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> Record:
-        digest, name = hashlib.sha256(), name_of(entry.tensor)
+    def _copy(self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Advance) -> Record:
+        """What the new manifest records: the checksum, and what a manifest there records too."""
+        name, path = name_of(entry.tensor), self.root / entry.name
         with self._open(entry) as fd:
-            for offset in range(0, entry.nbytes, COPY_BYTES):
-                piece = buffers.source[: min(COPY_BYTES, entry.nbytes - offset)]
-                self._read(fd, entry, piece, offset)
-                digest.update(piece.data)
-                staging.write(name, piece.data, offset)
-                if self.verify:
-                    read_back(name, piece, staging, buffers, offset)
-                advance(len(piece))
-        return self._record(entry, digest.hexdigest())
 
-    def _read(self, fd: int, entry: KtEntry, piece: U8, offset: int) -> None:
-        path = self.root / entry.name
-        try:
-            read_exactly(fd, piece.data, offset)
-        except OSError as error:
-            raise io_error("read", path, error) from error
-        if entry.tensor.kind == "scale":
-            refuse_odd_scales(piece, str(path))
+            def read(piece: U8, offset: int) -> None:
+                with translated("read", path):
+                    read_exactly(fd, piece.data, offset)
+                if entry.tensor.kind == "scale":
+                    refuse_odd_scales(piece, str(path))
+
+            found = copy_through(name, entry.nbytes, read, staging, buffers, self.verify, advance)
+        known = self.known.get(name)
+        check_sum(found["sha256"], known, str(path))
+        return dict(known or found)
 
     @contextmanager
     def _open(self, entry: KtEntry) -> Iterator[int]:
@@ -82,12 +72,6 @@ class MergeTask:
             _refuse_changed(fd, entry, path)
             yield fd
             _refuse_changed(fd, entry, path)
-
-    def _record(self, entry: KtEntry, checksum: str) -> Record:
-        """What the new manifest says: the checksum, and what a manifest there says too."""
-        known = self.known.get(name_of(entry.tensor))
-        check_sum(checksum, known, str(self.root / entry.name))
-        return dict(known or {"sha256": checksum})
 
 
 def check_sum(found: str, known: Record | None, where: str) -> None:
@@ -116,15 +100,4 @@ def refuse_odd_scales(data: U8, where: str) -> None:
         raise CheckpointError(
             f"{where} holds a scale that is negative, denormal, infinite or NaN",
             "the file is damaged, or the model had such weights: convert it again",
-        )
-
-
-def read_back(name: str, piece: U8, staging: Staging, buffers: Buffers, offset: int) -> None:
-    """Compare what the output holds with what was written."""
-    written = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
-    staging.read(name, written.data, offset)
-    if not np.array_equal(written, piece):
-        raise VerificationError(
-            f"{name} was read back with other bytes than were written",
-            "suspect the disk of this machine; run the same command again",
         )

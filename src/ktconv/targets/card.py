@@ -56,14 +56,14 @@ def yaml_name(name: str) -> str:
 
 def _use(plan: Plan) -> str:
     """The paragraph about what loads the output."""
-    if plan.options.exclude_experts:
+    if plan.target.options.exclude_experts:
         return (
             f"ktconv computes with it. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
             f"For KTransformers convert without `--exclude-experts`."
         )
     return (
         "KTransformers loads it. Serve with these flags of sglang-kt: another number of thread "
-        f"pools than\nthe {plan.options.numa} NUMA part(s) of the files crashes or computes "
+        f"pools than\nthe {plan.target.options.numa} NUMA part(s) of the files crashes or computes "
         f"garbage.\n\n    {plan.target.serving()} OUTPUT"
     )
 
@@ -79,28 +79,28 @@ def expert_counts(plan: Plan) -> str:
 
 
 def model_card(plan: Plan) -> str:
-    name = model_name(plan.checkpoint.path)
+    name, options = model_name(plan.checkpoint.path), plan.target.options
     layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "expert weights only" if not plan.others else "all tensors"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
-        if plan.options.layout == "safetensors"
+        if options.layout == "safetensors"
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
-    whole = not plan.options.exclude_experts
+    whole = not options.exclude_experts
     return f"""---
 base_model: {yaml_name(name)}
 library_name: {"ktransformers" if whole else "ktconv"}
 tags:
 - ktconv
 - mixture-of-experts
-- {plan.options.method}
+- {options.method}
 ---
 
 # {name}: CPU experts in {plan.target.name}
 
 The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktconv's"} CPU kernels:
-{plan.target.name}, {plan.options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+{plan.target.name}, {options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in layers])}
 - Experts per layer: {expert_counts(plan)}
@@ -111,5 +111,5 @@ The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktc
 
 Made with ktconv {__version__}:
 
-    {command_line(name, plan.options)}
+    {command_line(name, options)}
 """

@@ -7,21 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ktconv import __version__
+from ktconv import __version__, conversion
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import plan as any_plan
-from ktconv.conversion.plan import (
-    Content,
-    Copy,
-    LayerContent,
-    Selection,
-    Unit,
-    lay_out,
-    matrix_source_bytes,
-    plan_checkpoint,
-)
-from ktconv.conversion.target import Target
+from ktconv.conversion import Selection, Target, plan_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
     BACKWARD,
@@ -41,23 +30,8 @@ from ktconv.placement.expert_sets import (
     set_of_record,
 )
 from ktconv.targets.renaming import rename_tensors
+from ktconv.writer.metadata import MANIFEST
 from ktconv.writer.shards import Tensor
-
-__all__ = [
-    "Content",
-    "Copy",
-    "KTransformersTarget",
-    "LayerContent",
-    "Layout",
-    "Options",
-    "Plan",
-    "Selection",
-    "Unit",
-    "lay_out",
-    "make_plan",
-    "matrix_source_bytes",
-    "metadata",
-]
 
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.
 NO_KTRANSFORMERS = "KTransformers cannot load an output that lacks experts"
@@ -66,7 +40,7 @@ Layout = Literal["safetensors", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(conversion.Options):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "int4"
@@ -77,21 +51,32 @@ class Options:
     mtp: bool = True
     experts_only: bool = False
     max_shard_size: int = 5_000_000_000
-    exclude_experts: Mapping[str, Any] = field(default_factory=dict)  # ExpertSet.as_record()
+    exclude_experts: ExpertSet = field(default_factory=ExpertSet)
 
     def as_dict(self) -> dict[str, object]:
-        told = asdict(self)
-        return told if told[EXCLUDED] else {key: told[key] for key in told if key != EXCLUDED}
+        record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
+        if not self.exclude_experts:
+            del record[EXCLUDED]
+        return record
 
 
-Plan: TypeAlias = any_plan.Plan[Options]
+def options_of_record(record: Mapping[str, Any]) -> Options | None:
+    """The inverse of `Options.as_dict`; None where a value is not of the type that ours has.
+
+    Raises CheckpointError for a set of excluded experts that is none.
+    """
+    usual = Options().as_dict()
+    values = {name: value for name, value in record.items() if name in usual}
+    if any(type(value) is not type(usual[name]) for name, value in values.items()):
+        return None
+    return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan the conversion of `checkpoint`; refuses what the format cannot hold, and a set of
     excluded experts that is not the model's or leaves a layer none."""
-    excluded = set_of_record(options.exclude_experts, f"--{EXCLUDED.replace('_', '-')}")
-    if not excluded.layers:
+    excluded = options.exclude_experts
+    if not excluded:
         return plan_checkpoint(checkpoint, KTransformersTarget(options))
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, KTransformersTarget(options), selection)
@@ -118,12 +103,14 @@ def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> S
     return remaining
 
 
-class KTransformersTarget(Target[Options]):
+class KTransformersTarget(Target):
     """Packed weights and row scales, cut into NUMA parts (docs/formats.md)."""
 
-    def __init__(self, options: Options, backward: frozenset[int] = frozenset()) -> None:
-        super().__init__(options)
-        self._backward = backward  # layers that have matrices for backward passes too
+    options: Options
+
+    def __init__(self, options: Options, backward: bool = False) -> None:
+        self.options = options
+        self._backward = backward  # matrices for backward passes too
         self.has_index = options.layout == "safetensors"
 
     @property
@@ -171,7 +158,7 @@ class KTransformersTarget(Target[Options]):
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
         """Forward matrices, then those for backward passes if there are."""
         forward = self._packed(layer, experts, PROJECTIONS)
-        if layer.index not in self._backward:
+        if not self._backward:
             return [forward]
         return [forward, self._packed(layer, experts, BACKWARD)]
 
@@ -194,7 +181,12 @@ class KTransformersTarget(Target[Options]):
                     yield Tensor(name, "F32", (rows,), fmt.scale_nbytes(rows))
 
     def metadata(self) -> dict[str, str]:
-        return metadata(self.options)
+        return {
+            "format": "pt",
+            "ktconv_version": __version__,
+            "ktconv_method": FORMATS[self.options.method].name,
+            "ktconv_numa": str(self.options.numa),
+        }
 
     def left_out(self) -> str | None:
         if self.options.experts_only:
@@ -224,11 +216,4 @@ class KTransformersTarget(Target[Options]):
         return files
 
 
-def metadata(options: Options) -> dict[str, str]:
-    """The `__metadata__` of every shard."""
-    return {
-        "format": "pt",
-        "ktconv_version": __version__,
-        "ktconv_method": FORMATS[options.method].name,
-        "ktconv_numa": str(options.numa),
-    }
+Plan: TypeAlias = conversion.Plan[KTransformersTarget]

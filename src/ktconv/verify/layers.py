@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, MoELayer
+from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.moe.load import activation_of, packed_experts
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system.pool import Pool
-from ktconv.targets.ktransformers import matrix_source_bytes
 from ktconv.verify.findings import Findings
 from ktconv.verify.hidden_states import LEVEL, HiddenStates, Inputs
 from ktconv.verify.memory import Budget

@@ -13,6 +13,7 @@ from typing import Any
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
 from ktconv.conversion import MEMORY_MARGIN, fit_threads, peak_rss
+from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
 from ktconv.moe import METHODS
@@ -24,7 +25,6 @@ from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.units import format_size
-from ktconv.targets.ktransformers import matrix_source_bytes
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
 LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported

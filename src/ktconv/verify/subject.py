@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS
 from ktconv.packed.weights import PackedWeights, open_packed
-from ktconv.targets.ktransformers import Options, Plan, make_plan
+from ktconv.targets.ktransformers import Options, Plan, make_plan, options_of_record
 from ktconv.writer.journal import Journal, is_run_record
 from ktconv.writer.metadata import MANIFEST, read_manifest
 
@@ -103,13 +103,8 @@ def _usable(manifest: dict[str, Any] | None, output: Path) -> dict[str, Any] | N
 
 def _options_of(manifest: Mapping[str, Any]) -> Options | None:
     """How it was converted; None where a value is not of the type of ours."""
-    own = {field.name: getattr(Options(), field.name) for field in fields(Options)}
-    told = {name: value for name, value in manifest["options"].items() if name in own}
-    if not {"method", "numa"} <= told.keys():
-        return None
-    if any(type(v) is not type(own[k]) and own[k] is not None for k, v in told.items()):
-        return None
-    return Options(**told)
+    record = manifest["options"]
+    return options_of_record(record) if {"method", "numa"} <= record.keys() else None
 
 
 def _options_of_run(output: Path) -> Options | None:

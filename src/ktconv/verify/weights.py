@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer, TensorRef
+from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.formats import (
     FORMATS,
     KINDS,
@@ -30,7 +31,6 @@ from ktconv.packed.weights import Place, name_of
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, chunks
-from ktconv.targets.ktransformers import matrix_source_bytes
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.reading import Context, PlaceStream, SumCheck

@@ -7,23 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from ktconv import __version__
-from ktconv.conversion import Plan
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import model_name, yaml_name
 from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
 from ktconv.targets.pack_quantized.names import LINEAR, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
-from ktconv.targets.pack_quantized.target import Options
+from ktconv.targets.pack_quantized.target import FORMAT, Options, Plan
 
-FORMAT = "pack-quantized"
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
 
 
-def scheme_of(plan: Plan[Options]) -> Scheme:
-    return Scheme(plan.options.scheme, plan.options.group_size)
-
-
-def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
+def quantization_config(plan: Plan) -> dict[str, Any]:
     """What tells engines which modules are packed, and how.
 
     The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
@@ -31,7 +25,7 @@ def quantization_config(plan: Plan[Options]) -> dict[str, Any]:
     """
     layers = [unit.layer for unit in plan.layers if unit.layer]
     others = (tensor for unit in plan.others for tensor in unit.tensors())
-    return quantization_section(scheme_of(plan), target_pattern(layers), others)
+    return quantization_section(plan.target.scheme, target_pattern(layers), others)
 
 
 def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) -> dict[str, Any]:
@@ -56,7 +50,7 @@ def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) 
     }
 
 
-def config_json(plan: Plan[Options]) -> bytes:
+def config_json(plan: Plan) -> bytes:
     """The source's config.json, with our quantization_config in place of any other."""
     content = _without_quantization(dict(plan.checkpoint.config))
     content["quantization_config"] = quantization_config(plan)
@@ -71,11 +65,11 @@ def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def recipe_yaml(plan: Plan[Options]) -> bytes:
+def recipe_yaml(plan: Plan) -> bytes:
     """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
     layers = [unit.layer for unit in plan.layers if unit.layer]
-    options = plan.options
-    group = {"targets": [target_pattern(layers)], "weights": scheme_of(plan).weight_arguments()}
+    options = plan.target.options
+    group = {"targets": [target_pattern(layers)], "weights": plan.target.scheme.weight_arguments()}
     values: dict[str, Any] = {"config_groups": {"experts": group}, "ignore": []}
     name = "QuantizationModifier"
     if options.method == "gptq":
@@ -86,9 +80,9 @@ def recipe_yaml(plan: Plan[Options]) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def card(plan: Plan[Options]) -> str:
+def card(plan: Plan) -> str:
     """README.md: what the checkpoint is and how it was made."""
-    name, options = model_name(plan.checkpoint.path), plan.options
+    name, options = model_name(plan.checkpoint.path), plan.target.options
     layers = [unit.layer for unit in plan.layers if unit.layer]
     counts = sorted({len(unit.experts) for unit in plan.layers})
     chosen = any(len(unit.experts) < len(unit.layer.experts) for unit in plan.layers if unit.layer)
@@ -125,7 +119,7 @@ Made with ktconv {__version__} and llm-compressor:
 """
 
 
-def _use(plan: Plan[Options], chosen: bool) -> str:
+def _use(plan: Plan, chosen: bool) -> str:
     """The paragraph about what loads the output."""
     if chosen:
         return (
@@ -137,7 +131,11 @@ def _use(plan: Plan[Options], chosen: bool) -> str:
         "beside `--kt-weight-path` of a CPU conversion."
     )
     named = all(".mlp.experts" in unit.layer.source for unit in plan.layers if unit.layer)
-    fits = plan.options.scheme == "W4A16" and plan.options.group_size == RAWINT4_GROUP and named
+    fits = (
+        plan.target.options.scheme == "W4A16"
+        and plan.target.options.group_size == RAWINT4_GROUP
+        and named
+    )
     usable = "can" if fits else "cannot"
     return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself."
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-from ktconv import __version__
+from ktconv import __version__, conversion
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion import Target
-from ktconv.quantize_gpu.calibration import Calibration
+from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.other_tensors import decoded_others
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
 from ktconv.writer.shards import Tensor
 
+FORMAT = "pack-quantized"
 CONFIG, RECIPE = "config.json", "recipe.yaml"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Calibration:
+    """Which text GPTQ sees, and how much of it."""
+
+    dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
+    split: str = "train"
+    samples: int = 512
+    max_seq_len: int = 2048
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Options(conversion.Options):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "rtn"  # or "gptq"
@@ -28,23 +41,24 @@ class Options:
     group_size: int = 128
     mtp: bool = True
     max_shard_size: int = 5_000_000_000
-    experts: Mapping[str, object] = field(default_factory=dict)  # ExpertSet.as_record()
+    experts: ExpertSet = field(default_factory=ExpertSet)  # empty: all
     calibration: Calibration | None = None  # gptq
     dampening: float | None = None  # gptq
 
     def as_dict(self) -> dict[str, object]:
         """Only what the method has."""
-        told = {"format": "pack-quantized"} | asdict(self)
-        return {name: value for name, value in told.items() if value not in (None, {})}
+        record = {"format": FORMAT} | asdict(self) | {"experts": self.experts.as_record()}
+        return {name: value for name, value in record.items() if value not in (None, {})}
 
 
-class GpuTarget(Target[Options]):
+class PackQuantizedTarget(Target):
     """Experts under the names of the unfused model; everything else under its own name."""
 
+    options: Options
     made_files = (CONFIG, RECIPE)
 
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
-        super().__init__(options)
+        self.options = options
         self.scheme = Scheme(options.scheme, options.group_size)
         # Matrices that only the source's engine could read are written decoded, by tensor name.
         self.decoded, self._dropped = decoded_others(checkpoint)
@@ -106,3 +120,6 @@ def held_dtype(matrix: ExpertMatrix) -> str:
     """The dtype of the weights that are quantized, and so of their scales: half precision as the
     model computes in it; everything else is rounded to bf16 first."""
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"
+
+
+Plan: TypeAlias = conversion.Plan[PackQuantizedTarget]

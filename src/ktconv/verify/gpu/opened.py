@@ -18,7 +18,7 @@ from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.targets.ktransformers import Options as CpuOptions
 from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL
-from ktconv.targets.pack_quantized.target import RECIPE, GpuTarget, Options
+from ktconv.targets.pack_quantized.target import RECIPE, Options, PackQuantizedTarget
 from ktconv.verify.gpu.quantization import (
     FORMAT,
     Group,
@@ -186,7 +186,7 @@ def _plan(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> Any:
         chosen = set_of_record(options["experts"], MANIFEST)
         selection = {layer.index: chosen.of(layer.index) for layer in checkpoint.layers}
     told = Options(group_size=CHANNEL, mtp=options.get("mtp", True), max_shard_size=_NO_LIMIT)
-    return plan_checkpoint(checkpoint, GpuTarget(told, checkpoint), selection)
+    return plan_checkpoint(checkpoint, PackQuantizedTarget(told, checkpoint), selection)
 
 
 def _numbers(checkpoint: Checkpoint | None, manifest: Mapping[str, Any] | None) -> dict[str, int]:

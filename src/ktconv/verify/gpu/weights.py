@@ -20,7 +20,7 @@ from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
 from ktconv.system.regular_files import opened_regular
-from ktconv.targets.pack_quantized.target import GpuTarget
+from ktconv.targets.pack_quantized.target import PackQuantizedTarget
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyItem
 from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
@@ -276,7 +276,7 @@ def _copies(
     if subject.plan is not None:
         plan: Any = subject.plan
         origins = {name: ref for unit in plan.others for ref, name in unit.copies}
-        assert isinstance(plan.target, GpuTarget)
+        assert isinstance(plan.target, PackQuantizedTarget)
         decoded = dict(plan.target.decoded)
     for name, tensor in subject.others.items():
         if sample < 1 and rng.random() >= sample:

@@ -19,7 +19,7 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.families.family import USUAL
 from ktconv.families.names import layer_number
 from ktconv.model.load import load_language_model, out_of_memory, way_out
-from ktconv.quantize_gpu.calibration import WITHOUT_MODEL
+from ktconv.quantize_gpu.gptq.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.llm_compressor import quiet
 
 OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)

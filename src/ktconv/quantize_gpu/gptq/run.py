@@ -15,69 +15,38 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
-from ktconv.conversion import Plan, Preflight, Unit
-from ktconv.conversion.pipeline import Observer
+from ktconv.checkpoint import PROJECTIONS
+from ktconv.conversion import Observer, Unit
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.quantize_gpu.calibration import (
+from ktconv.quantize_gpu.common import Preflight, Request, device_of
+from ktconv.quantize_gpu.gptq.calibration import (
     WITHOUT_MODEL,
     Samples,
     check_settings,
     load_tokenizer,
     read_samples,
 )
-from ktconv.quantize_gpu.coverage import LayerCoverage
-from ktconv.quantize_gpu.memory import Need, Placement, estimate, place
-from ktconv.quantize_gpu.rtn import as_array, quantized
-from ktconv.quantize_gpu.run import Request, Rtn, device_of
+from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
+from ktconv.quantize_gpu.gptq.memory import Need, Placement, estimate, place
+from ktconv.quantize_gpu.rtn import Rtn, as_array, decoded, quantized
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.decoded import U16, decoded_rows
-from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.scheme import PARTS
-from ktconv.targets.pack_quantized.target import Options, held_dtype
+from ktconv.targets.pack_quantized.target import Plan, held_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.metadata import read_manifest
 
 if TYPE_CHECKING:
-    from ktconv.quantize_gpu.gptq import QuantizedMatrix
-    from ktconv.quantize_gpu.selftest import SelfTest
+    from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
+    from ktconv.quantize_gpu.gptq.selftest import SelfTest
 
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
 
 
-def check(request: Request, plan: Plan[Options]) -> Need:
-    """Refuse what headers and settings can tell, and say what memory it will take.
-
-    UsageError for options that do not go together or a dataset that is not there.
-    """
-    options = plan.options
-    if options.calibration is None:
-        raise UsageError(
-            "--method gptq needs --dataset", "give a .jsonl or .txt file, or a dataset's name"
-        )
-    if options.dampening is None or not 0 < options.dampening < 10:
-        raise UsageError(f"--dampening {options.dampening} is out of range", "use 0.01 to 0.1")
-    if request.layers is not None:
-        raise UsageError(
-            "--layers cannot be given with --method gptq: each layer is calibrated on what the "
-            "layers before it answer",
-            "leave it out; a run that is interrupted goes on where it was",
-        )
-    check_settings(options.calibration)
-    _check_encodings(plan)
-    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}  # type: ignore[union-attr]
-    used = options.calibration
-    return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
-
-
-def _check_encodings(plan: Plan[Options]) -> None:
+def _check_encodings(plan: Plan) -> None:
     """The whole model is loaded by transformers, which computes with FP8 weights only on GPUs."""
     for unit in plan.layers:
         if unit.layer is not None and unit.layer.encoding == "fp8-block":
@@ -86,6 +55,14 @@ def _check_encodings(plan: Plan[Options]) -> None:
                 "that is not quantized",
                 "--method rtn reads FP8; or take the bf16 version of this model",
             )
+
+
+def need(plan: Plan) -> Need:
+    """The memory that calibration takes."""
+    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}  # type: ignore[union-attr]
+    used = plan.target.options.calibration
+    assert used is not None
+    return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
 
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
@@ -138,17 +115,33 @@ class Gptq(Rtn):
 
     _placement: Placement
 
-    def __init__(
-        self,
-        preflight: Preflight[Options],
-        observer: Observer,
-        notify: Notify = silent,
-    ) -> None:
-        super().__init__(preflight, _OneBegin(observer))
-        self._notify = notify
-        assert isinstance(self.request, Request)
-        assert self.plan.options.calibration is not None
-        self.settings = self.plan.options.calibration
+    @staticmethod
+    def check(request: Request, plan: Plan) -> int:
+        """Refuse what headers and settings can tell; the memory of a run on the CPU.
+
+        UsageError for options that do not go together or a dataset that is not there.
+        """
+        options = plan.target.options
+        if options.calibration is None:
+            raise UsageError(
+                "--method gptq needs --dataset", "give a .jsonl or .txt file, or a dataset's name"
+            )
+        if options.dampening is None or not 0 < options.dampening < 10:
+            raise UsageError(f"--dampening {options.dampening} is out of range", "use 0.01 to 0.1")
+        if request.layers is not None:
+            raise UsageError(
+                "--layers cannot be given with --method gptq: each layer is calibrated on what the "
+                "layers before it answer",
+                "leave it out; a run that is interrupted goes on where it was",
+            )
+        check_settings(options.calibration)
+        _check_encodings(plan)
+        return need(plan).cpu(gpu=False)
+
+    def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
+        super().__init__(preflight, _OneBegin(observer), notify)
+        assert self.plan.target.options.calibration is not None
+        self.settings = self.plan.target.options.calibration
         self.device = device_of(self.request.device)
         tokenizer = load_tokenizer(self.plan.checkpoint.path)
         self.samples: Samples = read_samples(self.settings, tokenizer)
@@ -165,7 +158,6 @@ class Gptq(Rtn):
     def _place(self) -> Placement:
         """Where the weights will lie; ResourceError, before anything is loaded, if nowhere."""
         request, free_gpu = self.request, None
-        assert isinstance(request, Request)
         if self.device != "cpu":
             import torch
 
@@ -173,7 +165,7 @@ class Gptq(Rtn):
             if request.max_gpu_memory is not None and self.device.startswith("cuda"):
                 torch.cuda.set_per_process_memory_fraction(min(1, request.max_gpu_memory / total))
         return place(
-            check(request, self.plan),
+            need(self.plan),
             machine.available_memory(),
             request.max_cpu_memory,
             free_gpu,
@@ -224,13 +216,13 @@ class Gptq(Rtn):
     def _notify_of_samples(self) -> None:
         count, wanted = len(self.samples.ids), self.settings.samples
         fewer = f" (there are no more: --samples is {wanted})" if count < wanted else ""
-        self._notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
+        self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
 
     def _rehearse(self, unit: Unit) -> None:
         """Before the first layer: a mistake must show now, not after hours."""
-        from ktconv.quantize_gpu.selftest import self_test
+        from ktconv.quantize_gpu.gptq.selftest import self_test
 
-        assert unit.layer is not None and isinstance(self.request, Request)
+        assert unit.layer is not None
         if self.request.self_test:
             self.observer.unit_started("self-test")
             use_threads(self.preflight.threads)
@@ -238,20 +230,20 @@ class Gptq(Rtn):
                 self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
                 self._weights(), self._dampening(), self._scratch("self-test"), self.device,
             )  # fmt: skip
-            self._notify(self.tested.words())
+            self.notify(self.tested.words())
 
     def _calibrate(self, pending: Sequence[Unit]) -> None:
-        from ktconv.quantize_gpu.calibration_model import (
+        from ktconv.quantize_gpu.gptq.calibration_model import (
             linear_experts,
             load_linear_model,
             model_dtype,
         )
-        from ktconv.quantize_gpu.gptq import put_back, quantize_layers
+        from ktconv.quantize_gpu.gptq.quantize import put_back, quantize_layers
 
         checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
         use_threads(self.preflight.threads)
         self.observer.unit_started("loading")
-        self._notify("loading the model")
+        self.notify("loading the model")
         try:
             cpu_weights = self._placement.cpu_weights
             model = load_linear_model(
@@ -279,11 +271,11 @@ class Gptq(Rtn):
     def _weights(self) -> Any:
         from compressed_tensors.quantization import QuantizationArgs
 
-        return QuantizationArgs(**self.target.scheme.weight_arguments())
+        return QuantizationArgs(**self.plan.target.scheme.weight_arguments())
 
     def _dampening(self) -> float:
-        assert self.plan.options.dampening is not None
-        return self.plan.options.dampening
+        assert self.plan.target.options.dampening is not None
+        return self.plan.target.options.dampening
 
     def _scratch(self, name: str) -> Path:
         """A folder that no loader looks at, empty."""
@@ -314,9 +306,9 @@ class Gptq(Rtn):
                 source = unit.layer.experts[matrix.expert][matrix.projection]
                 arrays = {part: as_array(tensor) for part, tensor in matrix.tensors.items()}
                 tensors |= quantized(
-                    staging, self.target.scheme, "gptq",
+                    staging, self.plan.target.scheme, "gptq",
                     module_name(unit.layer, matrix.expert, matrix.projection),
-                    _decoded(reader, source, buffers), arrays, held_dtype(source),
+                    decoded(reader, source, buffers, lambda _: None), arrays, held_dtype(source),
                     self.request.verify,
                 )  # fmt: skip
             files = staging.commit()
@@ -326,18 +318,15 @@ class Gptq(Rtn):
         self.finished(unit, files, tensors)
         self.observer.unit_finished(unit.key)
 
-    def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
-        record: Record = {"files": files, "tensors": tensors}
-        if unit.layer is not None and unit.layer.index in self._coverage:
-            record["coverage"] = self._coverage[unit.layer.index].record()
-        self.journal.write_unit(unit.key, record)
-        self._mark_done(unit.key, record)
+    def unit_facts(self, unit: Unit) -> Record:
+        seen = self._coverage.get(unit.layer.index) if unit.layer else None
+        return {"coverage": seen.record()} if seen else {}
 
     def _finished_matrices(self, unit: Unit) -> Iterator[QuantizedMatrix]:
         """What an earlier run wrote of a layer."""
         from safetensors import safe_open
 
-        from ktconv.quantize_gpu.gptq import QuantizedMatrix
+        from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
 
         assert unit.layer is not None
         with ExitStack() as stack:
@@ -361,11 +350,3 @@ def use_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
-
-
-def _decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers) -> U16:
-    """A matrix of the source as the bits of two-byte floats."""
-    weight: NDArray[np.uint16] = np.empty((matrix.rows, matrix.cols), np.uint16)
-    for first, rows in decoded_rows(reader, matrix, buffers, lambda _: None):
-        weight[first : first + len(rows)] = rows
-    return weight

@@ -35,10 +35,10 @@ from torch.utils.data import DataLoader
 
 from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.quantize_gpu.calibration import Samples
-from ktconv.quantize_gpu.calibration_model import OF_LIBRARIES, LinearExperts, linear_experts
-from ktconv.quantize_gpu.coverage import Counter, LayerCoverage
-from ktconv.quantize_gpu.memory import ROUNDING_BYTES
+from ktconv.quantize_gpu.gptq.calibration import Samples
+from ktconv.quantize_gpu.gptq.calibration_model import OF_LIBRARIES, LinearExperts, linear_experts
+from ktconv.quantize_gpu.gptq.coverage import Counter, LayerCoverage
+from ktconv.quantize_gpu.gptq.memory import ROUNDING_BYTES
 
 # Of the time that a layer takes; it only steadies the ETA.
 _CALIBRATING, _ROUNDING, _PROPAGATING = 0.4, 0.4, 0.2

@@ -28,15 +28,15 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.families import table
 from ktconv.families.names import layer_number
-from ktconv.quantize_gpu.calibration import Samples
-from ktconv.quantize_gpu.calibration_model import (
+from ktconv.quantize_gpu.gptq.calibration import Samples
+from ktconv.quantize_gpu.gptq.calibration_model import (
     LinearExperts,
     linear_experts,
     load_linear_model,
     model_dtype,
 )
-from ktconv.quantize_gpu.coverage import LayerCoverage
-from ktconv.quantize_gpu.gptq import QuantizedMatrix, quantize_layers
+from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
+from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix, quantize_layers
 
 SAMPLES, TOKENS = 2, 512
 # GPTQ answers every token with every expert, and the comparison only those that were routed, so

@@ -21,22 +21,12 @@ from typing import Any, Protocol
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
+from ktconv.targets.pack_quantized.target import Calibration
 
 _FILES = (".jsonl", ".txt")
 WITHOUT_MODEL = "--method rtn works on the checkpoint itself"
 _COPY = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
 _RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Which text, and how much of it."""
-
-    dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
-    split: str = "train"
-    samples: int = 512
-    max_seq_len: int = 2048
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
