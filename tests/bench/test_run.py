@@ -15,6 +15,7 @@ import pytest
 from bench.reports import SCHEMA, problems
 from helpers import amx
 from helpers.convert import convert
+from helpers.families import Tensor, numbered, random_weights, write_checkpoint
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -150,6 +151,26 @@ def test_a_converted_model(tmp_path: Path) -> None:
             bench(replace(asked, layer=77), quiet)
         with pytest.raises(UsageError, match="--top-k 999 is more than"):
             bench(replace(asked, top_k=999), quiet)
+
+
+@pytest.mark.parametrize(
+    ("config", "top_k"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_k": 3}, [3, 3]),
+        ({"llm_config": {"num_experts_per_token": 3}}, [3, 3]),
+        ({"thinker_config": {"text_config": {"num_experts_per_tok": 3}}}, [3, 3]),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 3]}, [1, 3]),
+        ({}, [4, 4]),  # as many as there are, of 8
+    ],
+)
+def test_top_k_of_a_model(config: dict[str, Any], top_k: list[int], tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    for layer in range(2):
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", random_weights())
+    convert(write_checkpoint(tmp_path / "model", tensors, config), tmp_path / "out", method="int8")
+    asked = request([], shapes=(), model=tmp_path / "out", tokens=(2,))
+    found = [bench(replace(asked, layer=layer), quiet).rows[0].shape["top_k"] for layer in (0, 1)]
+    assert found == top_k
 
 
 def test_a_model_without_packed_experts(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.families.family import USUAL
@@ -28,13 +28,16 @@ def target_pattern(layers: Sequence[MoELayer]) -> str:
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
-    return pattern_of({_spelling(layer, proj) for layer in layers for proj in PROJECTIONS})
+    return pattern_of(module_name(layer, 0, proj) for layer in layers for proj in PROJECTIONS)
 
 
-def pattern_of(names: Set[str]) -> str:
-    """`target_pattern` for matrices of these names: gate_proj, w1."""
-    spelled = "|".join(sorted(names | USUAL.projections.keys()))
-    return rf"re:.*\.experts\.[0-9]+\.({spelled})$"
+def pattern_of(modules: Iterable[str]) -> str:
+    """`target_pattern` for modules of these names."""
+    parts = {tuple(module.split(".")[-3::2]) for module in modules}  # (experts, gate_proj)
+    containers = "|".join(sorted({where for where, _ in parts})) or "experts"
+    spelled = "|".join(sorted({word for _, word in parts} | USUAL.projections.keys()))
+    where = f"({containers})" if "|" in containers else containers
+    return rf"re:.*\.{where}\.[0-9]+\.({spelled})$"
 
 
 def fits(pattern: str, module: str) -> bool:

@@ -104,8 +104,8 @@ class GpuStructureCheck(StructureCheck):
             layers = [unit.layer for unit in plan.layers if unit.layer]
             others: Any = (tensor for unit in plan.others for tensor in unit.tensors())
             return quantization_section(scheme, target_pattern(layers), others)
-        names = {name.rpartition(".")[2] for name, one in output.modules.items() if one.where}
-        return quantization_section(scheme, pattern_of(names), output.others.values())
+        pattern = pattern_of(name for name, one in output.modules.items() if one.where)
+        return quantization_section(scheme, pattern, output.others.values())
 
     def _unlike(self, source: Mapping[str, Any]) -> None:
         """Engines build the model by this file: beside the quantization it is the source's."""

@@ -1,0 +1,241 @@
+"""The table of families: rows that contradict nothing, and one more row that is all it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.convert import convert, read_model
+from helpers.families import (
+    Tensor,
+    Weights,
+    bf16,
+    fused,
+    numbered,
+    random_weights,
+    read_matrix,
+    write_checkpoint,
+)
+
+from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.checkpoint.config import interpret_config
+from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.config import top_k_of
+from ktconv.families.family import ExpertActivation, Family, Matrices, Router, RouterSpec
+from ktconv.families.names import ExpertModule, expert_module
+from ktconv.families.routers import router_of
+from ktconv.families.table import KEYS, Families
+from ktconv.moe import experts_per_token, open_experts
+from ktconv.native import Activation
+from ktconv.targets.pack_quantized.module_classes import class_of
+from ktconv.targets.pack_quantized.names import fits, target_pattern
+from ktconv.verify import VerifyRequest, hidden_states, verify
+
+HIDDEN, EXPERTS = 128, 4
+LAYERS = ("trunk.blocks.1", "trunk.blocks.2", "drafts.0")
+
+
+# ---- the rows --------------------------------------------------------------------------
+
+
+def test_rows_contradict_nothing() -> None:
+    rows = table.FAMILIES.rows
+    types = [kind for row in rows for kind in row.types]
+    assert len(set(types)) == len(types) and not any(kind.endswith("_text") for kind in types)
+    for row in rows:
+        assert row.keys.keys() <= KEYS.keys(), row.types
+        for spelling, projection in row.matrices.projections.items():
+            assert table.FAMILIES.projections[spelling] == projection, row.types
+    biases, corrections = table.FAMILIES.names("router_bias"), table.FAMILIES.names("correction")
+    assert not set(biases) & set(corrections)
+
+
+def test_a_key_means_one_setting() -> None:
+    settings = {setting: set(table.FAMILIES.keys(setting)) for setting in KEYS}
+    assert sum(map(len, settings.values())) == len(set().union(*settings.values()))
+
+
+def test_families_are_data_only() -> None:
+    """Whoever opens a checkpoint imports the table: neither torch nor numpy comes with it."""
+    code = (
+        "import sys, ktconv.families.config, ktconv.families.names, ktconv.checkpoint\n"
+        "sys.exit(bool({'numpy', 'torch'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- top-k -----------------------------------------------------------------------------
+
+SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
+@pytest.mark.parametrize("key", table.FAMILIES.keys("top_k"))
+@pytest.mark.parametrize("section", [None, *SECTIONS])
+def test_a_top_k_under_every_name(key: str, section: str | None, tmp_path: Path) -> None:
+    """Bench, the router and the checkpoint's check read it alike."""
+    text = {"model_type": "ernie4_5_moe", key: 3, "moe_num_experts": 2}
+    config = text if section is None else {"model_type": "outer", section: text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert experts_per_token(tmp_path) == top_k_of(config) == 3
+    with pytest.raises(CheckpointError, match=f"{key} is 3, but a layer has 2 experts"):
+        interpret_config(config)
+    with pytest.raises(CheckpointError, match="3 experts per token are more than the 2"):
+        router_of(config, 0)
+    text["moe_num_experts"] = 8
+    assert router_of(config, 0).top_k == 3
+
+
+def test_a_top_k_for_each_layer(tmp_path: Path) -> None:
+    config = {"model_type": "hunyuan_v1_moe", "moe_topk": [1, 3], "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for layer, expected in enumerate((1, 3)):
+        assert experts_per_token(tmp_path, layer) == expected
+        assert router_of(config, layer).top_k == expected
+    assert experts_per_token(tmp_path, 2) == 8  # config.json does not say
+
+
+# ---- one more row ----------------------------------------------------------------------
+
+WORDS = ("wi", "wv", "wo")
+ROW = Family(
+    types=("ordinary_moe",),
+    layers="blocks",
+    mtp="drafts",
+    block="sparse",
+    experts="specialists",
+    matrices=Matrices(*WORDS, gate_up="wiv"),
+    router="chooser",
+    correction="chooser.balance",
+    shared="generalist",
+    shared_matrices=Matrices(*WORDS),
+    shared_gate="generalist_gate",
+    norm="second_norm",
+    activation=ExpertActivation("gelu_pytorch_tanh"),
+    routing=Router(
+        RouterSpec("sigmoid", correction=True, renormalise=False), frozenset(("scale",))
+    ),
+    keys={
+        "text section": ("words",),
+        "layers": ("depth",),
+        "hidden size": ("width",),
+        "intermediate size": ("specialist_width",),
+        "experts": ("specialists",),
+        "top_k": ("chosen",),
+        "scale": ("loudness",),
+        "leading dense layers": ("dense_depth",),
+    },
+)
+TEXT = {
+    "model_type": "ordinary_moe_text", "depth": 3, "width": HIDDEN, "specialist_width": 192,
+    "specialists": EXPERTS, "chosen": 2, "loudness": 1.5, "dense_depth": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, ROW)))
+
+
+def write(directory: Path, style: Callable[..., dict[str, Tensor]]) -> Path:
+    """Two MoE layers behind a dense one, and one for multi-token prediction."""
+    tensors: dict[str, Tensor] = {"trunk.blocks.0.sparse.wo.weight": bf16(np.ones((8, 8)))}
+    rng = np.random.default_rng(0)
+    for index, layer in enumerate(LAYERS):
+        tensors |= style(f"{layer}.sparse.specialists", random_weights(inner=192, seed=index))
+        shared = numbered(f"{layer}.sparse", random_weights(inner=64, experts=1), WORDS)
+        tensors |= {name.replace(".0.w", ".generalist.w"): one for name, one in shared.items()}
+        tensors |= {
+            f"{layer}.sparse.chooser.weight": bf16(rng.standard_normal((EXPERTS, HIDDEN))),
+            f"{layer}.sparse.chooser.balance": rng.random(EXPERTS, np.float32),
+            f"{layer}.sparse.generalist_gate.weight": bf16(np.ones((1, HIDDEN))),
+            f"{layer}.second_norm.weight": bf16(np.ones(HIDDEN)),
+        }
+    return write_checkpoint(directory, tensors, {"model_type": "ordinary_moe", "words": TEXT})
+
+
+def by_number(source: str, weights: Weights) -> dict[str, Tensor]:
+    return numbered(source, weights, WORDS)
+
+
+def stacked(source: str, weights: Weights) -> dict[str, Tensor]:
+    usual = fused(source, weights, transposed=False)
+    return {
+        f"{source}.wiv": usual[f"{source}.gate_up_proj"],
+        f"{source}.wo": usual[f"{source}.down_proj"],
+    }
+
+
+STYLES = pytest.mark.parametrize("style", [by_number, stacked])
+
+
+@STYLES
+@pytest.mark.usefixtures("added")
+def test_a_new_row_opens_a_checkpoint(style: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, style))
+    assert [layer.index for layer in checkpoint.layers] == [1, 2, 3]
+    assert [layer.is_mtp for layer in checkpoint.layers] == [False, False, True]
+    for seed, layer in enumerate(checkpoint.layers):
+        weights = random_weights(inner=192, seed=seed)
+        for expert, matrices in enumerate(layer.experts):
+            for projection in PROJECTIONS:
+                expected = getattr(weights, projection)[expert]
+                np.testing.assert_array_equal(read_matrix(matrices[projection]), expected)
+    assert router_of(checkpoint.config, 1) == RouterSpec(
+        "sigmoid", 2, correction=True, renormalise=False, routed_scaling_factor=1.5
+    )
+
+
+@STYLES
+@pytest.mark.usefixtures("added", "tiles")  # the AMX level runs too, where it is emulated
+def test_a_new_row_is_converted_and_verified(
+    style: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
+    model, output = write(tmp_path / "model", style), tmp_path / "out"
+    convert(model, output, method="int8", mtp=False)
+    names = read_model(output).keys()
+    assert {name for name in names if "drafts" in name or "specialists" in name} == set()
+    assert "trunk.blocks.1.sparse.chooser.weight" in names
+    assert open_experts(output, 1).activation == Activation("gelu_tanh")
+    assert experts_per_token(output) == 2
+
+    result = verify(VerifyRequest(output, str(model), tokens=6, threads=1))
+    assert result.passed, result.failures
+    rows = result.facts["layers"]["layers"]
+    assert [(row["layer"], row["routing"]) for row in rows] == [(1, "router"), (2, "router")]
+    assert all(row["quantization_error_with_shared"] is not None for row in rows)
+
+
+@STYLES
+def test_without_its_row_the_family_is_refused(style: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no MoE layer was found"):
+        open_checkpoint(write(tmp_path, style))
+
+
+@pytest.mark.usefixtures("added")
+def test_errors_use_the_words_of_the_row(tmp_path: Path) -> None:
+    tensors = by_number("trunk.blocks.0.sparse.specialists", random_weights())
+    del tensors["trunk.blocks.0.sparse.specialists.3.wv.weight"]
+    write_checkpoint(tmp_path, tensors, {"model_type": "ordinary_moe"})
+    with pytest.raises(CheckpointError, match=r"specialists\.3\.wv\.weight is missing"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_new_row_in_an_output_for_gpus(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, by_number))
+    pattern = target_pattern(checkpoint.layers)
+    assert fits(pattern, "trunk.blocks.1.sparse.specialists.3.wv")
+    assert not fits(pattern, "trunk.blocks.1.sparse.generalist.wv")
+    assert class_of("trunk.blocks.1.sparse.chooser.weight") == "router gates"
+    assert class_of("trunk.blocks.1.sparse.generalist.wv.weight") == "shared experts"
+    assert class_of("trunk.blocks.0.sparse.wo.weight") == "leading dense layers"
+    module = expert_module("trunk.blocks.1.sparse.specialists.3.wv")
+    assert module == ExpertModule("trunk.blocks.1.sparse.specialists", 3, "up")
