@@ -1,0 +1,99 @@
+"""The rooms of the package: which there are, and that no circle of imports joins them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import ktconv
+
+PACKAGE = Path(ktconv.__file__).parent
+# Modules that users import by these names, and what Python wants at the top.
+LOOSE = {"__init__", "__main__", "errors", "merge", "reshard"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names below `ktconv` -> files."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(module: str, path: Path) -> Iterator[str]:
+    """What a module imports of the package, in functions too."""
+    parent = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["ktconv", *parent[: len(parent) - node.level + 1]] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{source}.{name.name}" for name in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("ktconv.") for name in names if name.startswith("ktconv."))
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room -> rooms that it imports. A room is a package, or a loose module."""
+    known = {name.split(".")[0] for name in modules() if name}
+    found: dict[str, set[str]] = {room: set() for room in known}
+    for module, path in modules().items():
+        room = module.split(".")[0]
+        if room:
+            found[room] |= {name.split(".")[0] for name in imports(module, path)} & known - {room}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Rooms that import one another, in order; empty if there are none."""
+    left = {room: set(wanted) for room, wanted in graph.items()}
+    while free := [room for room, wanted in left.items() if not wanted & left.keys()]:
+        for room in free:
+            del left[room]
+    path: list[str] = []
+    room = min(left, default="")
+    while left and room not in path:
+        path.append(room)
+        room = min(left[room] & left.keys())
+    return path[path.index(room) :] if path else []
+
+
+def test_no_circle_joins_rooms() -> None:
+    assert circle(rooms()) == []
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+
+
+def test_no_module_lies_loose() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == LOOSE
+
+
+def test_targets_need_neither_torch_nor_llm_compressor() -> None:
+    """Who only wants to know what an output consists of installs neither."""
+    code = """
+import sys
+for name in ("torch", "llmcompressor", "compressed_tensors", "transformers"):
+    sys.modules[name] = None  # importing it raises ImportError
+from pathlib import Path
+from ktconv.checkpoint import open_checkpoint
+from ktconv.conversion import plan_checkpoint
+from ktconv.targets.pack_quantized import config
+from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget
+checkpoint = open_checkpoint(sys.argv[1])
+plan = plan_checkpoint(checkpoint, PackQuantizedTarget(Options(group_size=32), checkpoint))
+assert plan.output_bytes and b"pack-quantized" in config.config_json(plan)
+assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu")]
+"""
+    from helpers.paths import EXAMPLE
+
+    command = [sys.executable, "-c", code, str(EXAMPLE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
