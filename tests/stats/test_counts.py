@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.placement.expert_sets import read_expert_set
-from ktconv.stats.command import Options, run
+from ktconv.stats.command import run
 from ktconv.stats.counts import LayerCounts, Statistics
+from ktconv.stats.request import StatsRequest
 from ktconv.stats.trace import read_trace, write_trace
 
 # 10 tokens, two experts each.
@@ -61,12 +62,12 @@ def report(path: Path, **changes: Any) -> Path:
 def test_choosing_again_without_the_model(tmp_path: Path) -> None:
     """From an earlier report: other numbers, no model."""
     recorded, hot = report(tmp_path / "stats.json"), tmp_path / "hot.json"
-    facts, lines = run(Options(str(recorded), hot=2, write=hot), silent)
+    facts, lines = run(StatsRequest(str(recorded), hot=2, write=hot), silent)
     assert read_expert_set(hot).layers == {3: (1, 3), 5: (0, 1)}
     assert facts["hot_share"] == (14 + 8) / 40
     assert [layer["hot"] for layer in facts["layers"]] == [[1, 3], [0, 1]]
     assert "4 of 10 experts take 55.0 % of the routed tokens" in lines[-1]
-    run(Options(str(recorded), hot_share=0.7, layers=[3], write=hot), silent)
+    run(StatsRequest(str(recorded), hot_share=0.7, layers=[3], write=hot), silent)
     assert read_expert_set(hot).layers == {3: (1, 3)}
 
 
@@ -88,7 +89,7 @@ def test_choosing_again_without_the_model(tmp_path: Path) -> None:
 )
 def test_refused_options(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        run(Options(str(report(tmp_path / "stats.json")), **options), silent)
+        run(StatsRequest(str(report(tmp_path / "stats.json")), **options), silent)
     assert said in f"{caught.value} {caught.value.hint}"
     assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
 
@@ -110,7 +111,7 @@ def test_refused_options(options: dict[str, Any], said: str, tmp_path: Path) -> 
 def test_damaged_reports(changes: dict[str, Any], tmp_path: Path) -> None:
     path = report(tmp_path / "stats.json", **changes)
     with pytest.raises(KtconvError, match=r"stats\.json is no complete report of ktconv stats"):
-        run(Options(str(path)), silent)
+        run(StatsRequest(str(path)), silent)
 
 
 # ---- traces ----------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_traces_are_read_again(tmp_path: Path) -> None:
     assert found.layers[0].counts.tolist() == [2, 1, 3, 0]
     assert found.layers[1].counts.tolist() == [0, 2, 1, 3]
     hot = tmp_path / "hot.json"
-    run(Options(str(path), hot=1, write=hot), silent)
+    run(StatsRequest(str(path), hot=1, write=hot), silent)
     assert read_expert_set(hot).layers == {1: (2,), 2: (3,)}
 
 
@@ -168,10 +169,10 @@ def test_other_traces_are_refused(ids: Any, metadata: Any, tmp_path: Path) -> No
     path = tmp_path / "trace.safetensors"
     save_file({"ids": np.ascontiguousarray(ids)}, path, metadata)
     with pytest.raises(UsageError, match="is no trace of ktconv stats"):
-        run(Options(str(path)), silent)
+        run(StatsRequest(str(path)), silent)
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(UsageError, match="is no trace of ktconv stats"):
-        run(Options(str(path)), silent)
+        run(StatsRequest(str(path)), silent)
 
 
 # ---- sglang-kt's placement -------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_the_rule_of_frequency(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     recorded, path = tmp_path / "stats.json", tmp_path / "counts.pt"
     recorded.write_text(json.dumps(PLACED.facts(None, None)))
-    facts, lines = run(Options(str(recorded), hot_total=6, placement=path), silent)
+    facts, lines = run(StatsRequest(str(recorded), hot_total=6, placement=path), silent)
     assert [layer["hot"] for layer in facts["layers"]] == [[0, 3], [1, 2], [0, 1]]
     assert "the 6 hottest of all layers: 6 of 12 experts" in lines[-1]
     content = torch.load(path, weights_only=True)
@@ -215,7 +216,7 @@ def test_the_rule_of_frequency(tmp_path: Path) -> None:
     assert largest == {(n, e) for n, ids in PLACED.hot(total=6).layers.items() for e in ids}
     assert (
         "as often as the last of these: 1."
-        in run(Options(str(recorded), hot_total=8), silent)[1][-1]
+        in run(StatsRequest(str(recorded), hot_total=8), silent)[1][-1]
     )
 
 
@@ -224,7 +225,7 @@ def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / "stats.json").write_text(json.dumps(PLACED.facts(None, None)))
         options = {"placement": tmp_path / "counts.pt", **changes}
         with pytest.raises(UsageError, match=said):
-            run(Options(str(tmp_path / "stats.json"), **options), silent)
+            run(StatsRequest(str(tmp_path / "stats.json"), **options), silent)
         assert not (tmp_path / "counts.pt").exists()
 
     refused("has another ending", placement=tmp_path / "counts.bin")
@@ -234,9 +235,9 @@ def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
         content = PLACED.facts(None, None) | {"num_hidden_layers": layers}
         (tmp_path / "old.json").write_text(json.dumps(content))
         with pytest.raises(UsageError, match="needs the number of layers"):
-            run(Options(str(tmp_path / "old.json"), placement=tmp_path / "counts.pt"), silent)
+            run(StatsRequest(str(tmp_path / "old.json"), placement=tmp_path / "counts.pt"), silent)
     uneven = [*PLACED.layers[:2], LayerCounts(3, 10, np.array([6, 5]))]
     content = Statistics(uneven, PLACED.about).facts(None, None)
     (tmp_path / "uneven.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match="different numbers of experts"):
-        run(Options(str(tmp_path / "uneven.json"), placement=tmp_path / "counts.pt"), silent)
+        run(StatsRequest(str(tmp_path / "uneven.json"), placement=tmp_path / "counts.pt"), silent)

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.placement.expert_sets import read_expert_set
-from ktconv.stats.command import Options, run
+from ktconv.stats.command import run
 from ktconv.stats.record import Recorder, _batches, text_pieces, token_windows
+from ktconv.stats.request import StatsRequest
 from ktconv.system import machine
 
 
@@ -167,13 +168,13 @@ def test_command(torch: Any, tmp_path: Path) -> None:
     assert {layer: list(ids) for layer, ids in chosen.layers.items()} == {
         about["layer"]: about["hot"] for about in facts["layers"]
     }
-    again, _ = run(Options(str(trace), hot=2), silent)
+    again, _ = run(StatsRequest(str(trace), hot=2), silent)
     assert [one["counts"] for one in again["layers"]] == [one["counts"] for one in facts["layers"]]
     assert again["hot_share"] == facts["hot_share"]
 
 
 def test_table(torch: Any) -> None:
-    facts, lines = run(Options(str(EXAMPLE), max_tokens=64), silent)
+    facts, lines = run(StatsRequest(str(EXAMPLE), max_tokens=64), silent)
     assert lines[0].split("  ")[0] == "layer"
     assert len(lines) == len(facts["layers"]) + 2
     assert facts["text"] == "the sample of ktconv"
@@ -196,7 +197,7 @@ def test_refusals(options: dict[str, Any], said: str, torch: Any, tmp_path: Path
     if "text" in options:
         options = {"text": tmp_path / options["text"]}
     with pytest.raises(UsageError, match=said):
-        run(Options(str(EXAMPLE), **options), silent)
+        run(StatsRequest(str(EXAMPLE), **options), silent)
 
 
 def test_a_dense_model_has_no_experts(torch: Any, tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_trained_models(name: str, torch: Any) -> None:
     """Real routers: uneven, but no expert is dead on a text like the training's."""
     if not (TRAINED / name).is_dir():
         pytest.skip(f"{name} is not here")
-    options = Options(str(TRAINED / name), TRAINED / name / "eval.txt", max_tokens=2048, hot=4)
+    options = StatsRequest(str(TRAINED / name), TRAINED / name / "eval.txt", max_tokens=2048, hot=4)
     facts, _ = run(options, silent)
     assert all(layer["routed"] == 4 * 2048 for layer in facts["layers"])
     assert 0.3 < facts["hot_share"] < 0.9

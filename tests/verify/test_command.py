@@ -12,8 +12,8 @@ from helpers.convert import ktconv
 
 from ktconv.cli.verify import Level
 from ktconv.errors import ResourceError, UsageError
-from ktconv.verify import LEVELS, command
-from ktconv.verify.run import silent
+from ktconv.verify import LEVELS, VerifyRequest, command
+from ktconv.verify.run import unwatched
 
 Convert = Callable[..., Path]
 
@@ -107,9 +107,9 @@ def test_text_that_is_none(
     path = tmp_path / "file.txt"
     if text is not None:
         path.write_bytes(text)
-    options = command.Options(converted(), source=str(model), level=level, text=path)
+    request = VerifyRequest(converted(), source=str(model), level=level, text=path)
     with pytest.raises(UsageError, match=f"--text {path} (cannot be read|holds no text)"):
-        command.run(options, silent, print)
+        command.run(request, unwatched, print)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_full_disk_for_the_report(
 
     monkeypatch.setattr(command, "write_durably", full)
     said: list[str] = []
-    options = command.Options(converted(), report=tmp_path / "report.html")
+    page = tmp_path / "report.html"
     with pytest.raises(ResourceError, match="the disk is full"):
-        command.run(options, silent, said.append)
+        command.run(VerifyRequest(converted()), unwatched, said.append, report=page)
     assert said[-1].startswith(f"{converted()} holds")

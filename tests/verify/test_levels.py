@@ -31,13 +31,14 @@ from ktconv.verify import (
     Request,
     Thresholds,
     hidden_states,
-    layers,
     prepare,
     verify,
 )
 from ktconv.verify import model as model_level
+from ktconv.verify.cpu import layers
+from ktconv.verify.cpu.model import CpuModelCheck
+from ktconv.verify.cpu.output import open_cpu_output
 from ktconv.verify.findings import Findings
-from ktconv.verify.subject import open_subject
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
 needs_torch = pytest.mark.skipif(
@@ -198,9 +199,9 @@ def test_level_model_runs_our_kernels(
         return y
 
     monkeypatch.setattr(layers.Experts, "forward", wrong)
-    subject, findings = open_subject(example("int8"), str(EXAMPLE)), Findings()
-    request = Request(example("int8"), str(EXAMPLE), "model", windows=1)
-    about = model_level.check_model(subject, request, findings, print)
+    request, findings = Request(example("int8"), str(EXAMPLE), "model", windows=1), Findings()
+    output = open_cpu_output(request.output, request.source)
+    about = CpuModelCheck(output, request, findings, print).run()
     assert about is not None and about["kl_mean"] > 0.01
     assert "divergence" in {failure.check for failure in findings.listed}
 
@@ -215,9 +216,9 @@ def test_experts_of_another_model(example: Callable[[str], Path], tmp_path: Path
         for part in (0, 1):
             name = f"blk.{layer}.ffn_{proj}_exps"
             swap(output, f"{name}.0.numa.{part}", f"{name}.1.numa.{part}")
-    subject, findings = open_subject(output, str(EXAMPLE)), Findings()
-    request = Request(output, str(EXAMPLE), "model", windows=1)
-    assert model_level.check_model(subject, request, findings, print) is None
+    request, findings = Request(output, str(EXAMPLE), "model", windows=1), Findings()
+    opened = open_cpu_output(output, request.source)
+    assert CpuModelCheck(opened, request, findings, print).run() is None
     (failure,) = findings.listed
     assert failure.check == "experts" and f"layer {layer}" in failure.message
 

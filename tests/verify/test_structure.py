@@ -269,13 +269,14 @@ def test_the_rounding_of_an_unfinished_output(model: Path, tmp_path: Path) -> No
 def test_failures_are_told_though_a_level_cannot_be_run(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.verify import hidden_states, layers
+    from ktconv.verify import hidden_states
+    from ktconv.verify.cpu.verifier import CpuVerifier
 
     def fails(*_: object) -> None:
         raise CheckpointError("the kernels refuse these weights")
 
-    monkeypatch.setattr(hidden_states, "refuse_impossible", lambda subject: None)
-    monkeypatch.setattr(layers, "check_layers", fails)
+    monkeypatch.setattr(hidden_states, "check_source", lambda output: None)
+    monkeypatch.setattr(CpuVerifier, "layers_check", fails)
     request = Request(damaged(), str(model), "layers", threads=1)
     with pytest.raises(CheckpointError):  # nothing was wrong: it could not be run
         verify(request)

@@ -101,7 +101,7 @@ def done(preflight: Preflight[Any], work: Callable[[Any], Report]) -> Report:
 def _way_on(output: Path, overwrite: bool) -> str:
     """What a run that was interrupted left there."""
     from ktconv.writer.journal import STATE_DIRECTORY
-    from ktconv.writer.metadata import MANIFEST
+    from ktconv.writer.manifest import MANIFEST
 
     if os.access(output / STATE_DIRECTORY, os.F_OK):
         return f"Finished layers are kept: run the same command again to continue in {output}."

@@ -1,4 +1,4 @@
-"""`ktconv stats`: options, handed to `stats.command`."""
+"""`ktconv stats`: options as a request."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ def stats(
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
     with errors_shown(as_json, _HINTS):
-        from ktconv.stats import command
+        from ktconv.stats.command import run
+        from ktconv.stats.request import StatsRequest
 
-        options = command.Options(
+        request = StatsRequest(
             model=model,
             text=text,
             max_tokens=max_tokens,
@@ -97,5 +98,5 @@ def stats(
             placement=placement,
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines = command.run(options, notify)
+            facts, lines = run(request, notify)
         print_result(as_json, facts, lambda: lines)

@@ -1,4 +1,4 @@
-"""`ktconv verify`: options, handed to `verify.command`."""
+"""`ktconv verify`: options as a request."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def verify(
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """
     with errors_shown(as_json, _HINTS):
-        from ktconv.verify import command
+        from ktconv.verify.command import run
+        from ktconv.verify.request import Thresholds, VerifyRequest
 
-        options = command.Options(
+        request = VerifyRequest(
             output=output,
-            other=other,
             source=source,
             level=level.value if level else None,
             sample=sample,
@@ -137,16 +137,14 @@ def verify(
             tokens=tokens,
             text=text,
             windows=windows,
-            max_ppl_increase=max_ppl_increase,
-            max_kl=max_kl,
+            thresholds=Thresholds(max_ppl_increase, max_kl),
             beside=beside,
             tp=parse_ranges(tp, "--tp") if tp else None,
             ep=parse_ranges(ep, "--ep") if ep else None,
-            report=report,
             max_memory=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines, passed = command.run(options, progress_over, notify)
+            facts, lines, passed = run(request, progress_over, notify, other, report)
         print_result(as_json, facts, lambda: lines)
         if not passed:
             raise typer.Exit(1)

@@ -17,7 +17,8 @@ from ktconv.system.files import io_error, remove, sync_directory, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_of, path_text
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
-from ktconv.writer.metadata import CARD, INDEX, MANIFEST, index_lines, read_manifest
+from ktconv.writer.manifest import MANIFEST, read_manifest
+from ktconv.writer.metadata import CARD, INDEX, index_lines
 from ktconv.writer.staging import shard_record
 
 
@@ -70,7 +71,8 @@ class OutputState:
 
     def _earlier_names(self) -> set[str]:
         """Top-level names that earlier runs wrote or began, whatever their settings were."""
-        names = set(_names_in(read_manifest(self._output)))
+        manifest = read_manifest(self._output)
+        names = set(_names_in(manifest.record if manifest else None))
         if self._journal.run_file.exists():
             names |= set(_names_in(self._journal.peek_run()))
             names |= {MANIFEST}
@@ -104,11 +106,12 @@ class OutputState:
 
     def pending(self, units: Sequence[Unit]) -> list[Unit]:
         """Those of `units` that no earlier run left here as they are planned."""
-        manifest = read_manifest(self._output) or {"units": {}}
+        manifest = read_manifest(self._output)
+        finished = manifest.units if manifest else {}
         return [
             unit
             for unit in units
-            if not self.intact_record(unit, manifest["units"].get(unit.key))
+            if not self.intact_record(unit, finished.get(unit.key))
             and not self.intact_record(unit, self._journal.read_unit(unit.key))
         ]
 

@@ -45,15 +45,8 @@ from ktconv.writer.journal import (
     differences,
     is_run_record,
 )
-from ktconv.writer.metadata import (
-    MANIFEST,
-    copy_sidecars,
-    read_manifest,
-    write_card,
-    write_index,
-    write_made_files,
-    write_manifest,
-)
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from ktconv.writer.metadata import copy_sidecars, write_card, write_index, write_made_files
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
@@ -295,7 +288,7 @@ class Conversion(ABC):
         manifest = read_manifest(self.output)
         if manifest is None:
             return False
-        self._refuse_others(manifest)
+        self._refuse_others(manifest.record)
         return self._adopted(self._intact(manifest))
 
     def _claim(self) -> list[Unit]:
@@ -324,7 +317,7 @@ class Conversion(ABC):
         """Find what is done. True if the whole conversion is, and there is nothing to do."""
         earlier = self.journal.read_run()
         manifest = read_manifest(self.output) if earlier is None else None
-        for there in (earlier, manifest):
+        for there in (earlier, manifest.record if manifest else None):
             if there is not None:
                 self._refuse_others(there)
         intact = self._intact(manifest) if manifest is not None else {}
@@ -352,12 +345,13 @@ class Conversion(ABC):
                 "cp -p), or --overwrite to start again",
             )
 
-    def _intact(self, manifest: Record) -> dict[str, Record]:
+    def _intact(self, manifest: Manifest) -> dict[str, Record]:
         """Records of the units of a finished conversion that are still as they were."""
+        there = manifest.units
         return {
             unit.key: record
             for unit in self.plan.units
-            if (record := self.state.intact_record(unit, manifest["units"].get(unit.key)))
+            if (record := self.state.intact_record(unit, there.get(unit.key)))
         }
 
     def _adopted(self, intact: dict[str, Record]) -> bool:

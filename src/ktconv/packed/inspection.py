@@ -12,8 +12,9 @@ from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
 from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
 from ktconv.system.units import format_ranges
-from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact
-from ktconv.writer.metadata import MANIFEST, read_index, read_manifest
+from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+from ktconv.writer.metadata import read_index
 
 GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
@@ -28,7 +29,7 @@ def inspect_path(path: str) -> dict[str, Any]:
         if manifest is None and not may_hold_packed(directory):
             return _source(open_checkpoint(path))
         found = open_packed(directory)
-        if manifest is not None and manifest["options"].get("format") == GPU_FORMAT:
+        if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
@@ -89,13 +90,10 @@ def _unfinished(directory: Path) -> dict[str, Any]:
     }
 
 
-def _quantized(
-    directory: Path, found: PackedWeights, manifest: Mapping[str, Any]
-) -> dict[str, Any]:
+def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dict[str, Any]:
     """What quantize-gpu wrote."""
-    options, layers = manifest["options"], manifest["geometry"]["layers"]
-    listed = {name for unit in _units(manifest) for name in unit["tensors"]}
-    missing = sorted(listed - found.others.keys())
+    options, layers = manifest.options, manifest.layers
+    missing = sorted(manifest.tensors.keys() - found.others.keys())
     names = {name: parts for name in found.others if (parts := split_name(name))}
     experts = [found.others[name] for name in names]
     here = {(source, rest.partition(".")[0]) for source, rest in names.values()}
@@ -104,12 +102,12 @@ def _quantized(
         "schema": 1,
         "kind": "experts for a GPU",
         "path": str(directory),
-        "made_by": f"ktconv {manifest.get('ktconv_version')}",
-        "family": manifest["geometry"].get("model_type"),
+        "made_by": f"ktconv {manifest.version}",
+        "family": manifest.model_type,
         "method": options.get("method"),
         "scheme": options.get("scheme"),
         "group_size": options.get("group_size"),
-        "moe_layers": format_ranges([int(index) for index in layers]) or "none",
+        "moe_layers": format_ranges(list(layers)) or "none",
         "experts": sorted({layer["experts"] for layer in layers.values()}),
         "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
         "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
@@ -122,9 +120,7 @@ def _quantized(
     }
 
 
-def _converted(
-    directory: Path, found: PackedWeights, manifest: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None) -> dict[str, Any]:
     packed = {tensor: place.nbytes for tensor, place in found.tensors.items()}
     layers = found.layers
     missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
@@ -135,8 +131,8 @@ def _converted(
         "schema": 1,
         "kind": "converted weights",
         "path": str(directory),
-        "made_by": f"ktconv {manifest.get('ktconv_version')}" if manifest else f"no {MANIFEST}",
-        "family": manifest["geometry"].get("model_type") if manifest else None,
+        "made_by": f"ktconv {manifest.version}" if manifest else f"no {MANIFEST}",
+        "family": manifest.model_type if manifest else None,
         "method": ", ".join(formats) or None,
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
@@ -155,7 +151,7 @@ def _converted(
 
 
 def _expected(
-    directory: Path, layers: Mapping[int, Geometry], manifest: Mapping[str, Any] | None
+    directory: Path, layers: Mapping[int, Geometry], manifest: Manifest | None
 ) -> Iterator[TensorId]:
     """What should be there: by manifest or index if there is one, and no gaps in any case."""
     listed = {name for name in map(parse_tensor_name, _listed(directory, manifest)) if name}
@@ -164,9 +160,9 @@ def _expected(
         yield from (key for key in layer.tensors(index) if key not in listed)
 
 
-def _listed(directory: Path, manifest: Mapping[str, Any] | None) -> Iterable[str]:
+def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
     if manifest is not None:
-        return [name for unit in _units(manifest) for name in unit["tensors"]]
+        return manifest.tensors
     weight_map = (read_index(directory) or {}).get("weight_map")
     return weight_map if isinstance(weight_map, dict) else []
 
@@ -178,15 +174,9 @@ def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
     return expected is not None and expected != size
 
 
-def _damaged(directory: Path, manifest: Mapping[str, Any] | None) -> Sequence[str]:
+def _damaged(directory: Path, manifest: Manifest | None) -> Sequence[str]:
     """Files that are not as the manifest has them, and the manifest if it tells too little."""
     if manifest is None:
         return [MANIFEST] if (directory / MANIFEST).exists() else []
-    files = [file for unit in _units(manifest) for file in unit["files"]]
-    damaged = [file["name"] for file in files if not file_is_intact(directory, file)]
-    return damaged if None not in manifest["units"].values() else [*damaged, MANIFEST]
-
-
-def _units(manifest: Mapping[str, Any]) -> list[Record]:
-    """The units whose records are sound."""
-    return [unit for unit in manifest["units"].values() if unit is not None]
+    damaged = [file["name"] for file in manifest.files if not file_is_intact(directory, file)]
+    return [*damaged, MANIFEST] if manifest.damaged_units else damaged

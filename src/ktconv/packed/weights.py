@@ -40,7 +40,7 @@ from ktconv.formats import (
 )
 from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.system.regular_files import opened_regular
-from ktconv.writer.metadata import MANIFEST, read_manifest
+from ktconv.writer.manifest import MANIFEST, read_manifest
 
 U8 = NDArray[np.uint8]
 
@@ -172,7 +172,7 @@ def left_out_of(directory: Path) -> ExpertSet:
     Raises CheckpointError for a manifest that says it in a way that is not ours.
     """
     manifest = read_manifest(directory)
-    told = manifest["options"].get(EXCLUDED, {}) if manifest else {}
+    told = manifest.options.get(EXCLUDED, {}) if manifest else {}
     return set_of_record(told, str(directory / MANIFEST))
 
 

@@ -15,7 +15,7 @@ from ktconv.errors import CheckpointError
 from ktconv.formats import TensorId, is_backward, parse_tensor_name
 from ktconv.packed.weights import PackedWeights, name_of, open_packed
 from ktconv.reading.reader import SourceReader
-from ktconv.repack.sources import Manifest, check_alone, check_manifest, read_known
+from ktconv.repack.sources import check_alone, check_manifest, options_of, read_known
 from ktconv.repack.tree import (
     Tree,
     TreeLayer,
@@ -26,6 +26,7 @@ from ktconv.repack.tree import (
 )
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import STATE_DIRECTORY, Record
+from ktconv.writer.manifest import Manifest
 from ktconv.writer.metadata import read_index
 
 _VERIFY = "ktconv verify tells all that is wrong with it; convert the model again"
@@ -105,7 +106,7 @@ def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
 
 def _options(weights: PackedWeights, tree: Tree, manifest: Manifest | None) -> Options:
     """How they were made; without a manifest by the reference converter, as far as we know."""
-    made = manifest.options if manifest else Options(compat=True)
+    made = options_of(manifest) if manifest else Options(compat=True)
     return replace(
         made,
         method=tree.format.key,

@@ -23,7 +23,7 @@ from ktconv.conversion.plan import Content, Copy, LayerContent
 from ktconv.conversion.tasks import Advance, CopyTask
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import SourceReader
-from ktconv.repack.sources import Manifest, check_side_files, layer_alone
+from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree
 from ktconv.system import machine
@@ -31,6 +31,7 @@ from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import expert_counts
 from ktconv.targets.ktransformers import KTransformersTarget, Plan
 from ktconv.writer.journal import Record
+from ktconv.writer.manifest import Manifest
 from ktconv.writer.staging import Staging
 
 BUFFERS = BufferSizes()
@@ -118,7 +119,7 @@ def content_alone(
         layers=layers,
         other_tensors=(),
         notes=(),
-        sources=manifest.source_files if manifest else (),
+        sources=source_files(manifest),
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)

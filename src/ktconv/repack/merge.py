@@ -31,11 +31,11 @@ from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
 from ktconv.repack.derived import Derived, content_alone, packed_content
 from ktconv.repack.sources import (
-    Manifest,
     check_alone,
     check_manifest,
     check_same_source,
     check_source,
+    options_of,
     read_known,
 )
 from ktconv.repack.tasks import MergeTask
@@ -51,6 +51,7 @@ from ktconv.repack.tree import (
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, make_plan
+from ktconv.writer.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def merge(
 def _options(request: Request, tree: Tree, manifest: Manifest | None) -> Options:
     """The options of the conversion that made the folders, as far as anything tells."""
     # Folders without a manifest are the reference converter's, which rounds to bf16 first.
-    made = manifest.options if manifest else Options(compat=True, mtp=_has_mtp(request, tree))
+    made = options_of(manifest) if manifest else Options(compat=True, mtp=_has_mtp(request, tree))
     return replace(
         made,
         method=tree.format.key,

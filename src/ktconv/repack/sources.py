@@ -7,21 +7,20 @@ and experts there must be. Whatever is known must agree with what lies there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.checkpoint.side_files import flaws, recorded
+from ktconv.checkpoint.side_files import flaws
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system.units import format_ranges
 from ktconv.targets.ktransformers import Options, options_of_record
 from ktconv.writer.journal import Record
-from ktconv.writer.metadata import MANIFEST, read_manifest
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
 Dimensions = tuple[object, object, object]  # experts, hidden, intermediate
 
@@ -29,51 +28,35 @@ Dimensions = tuple[object, object, object]  # experts, hidden, intermediate
 # ---- manifest --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A readable ktconv.json."""
-
-    path: Path
-    record: Record
-    options: Options
-
-    @property
-    def tensors(self) -> dict[str, Record]:
-        """What it says of each tensor: checksum and, of weights, quantization errors."""
-        units = self.record["units"].values()
-        return {name: entry for unit in units for name, entry in unit["tensors"].items()}
-
-    @property
-    def source_files(self) -> list[SourceFile]:
-        """The model that was converted, as far as recorded."""
-        source = self.record.get("source")
-        files = source.get("files") if isinstance(source, dict) else None
-        found = files.values() if isinstance(files, dict) else []
-        return [_source_file(file) for file in found if isinstance(file, dict)]
-
-    @property
-    def layers(self) -> dict[int, Record]:
-        """What it says of each layer."""
-        return {int(index): entry for index, entry in self.record["geometry"]["layers"].items()}
-
-
 def read_known(directory: Path) -> Manifest | None:
     """The manifest of a directory, or None. CheckpointError for one that is damaged."""
     path = directory / MANIFEST
     if not path.exists():
         return None
-    record = read_manifest(directory)
-    options = options_of_record(record["options"]) if record is not None else None
-    if (
-        record is None
-        or options is None
-        or None in record["units"].values()
-        or (options.method not in FORMATS or options.numa < 1)
-    ):
+    manifest = read_manifest(directory)
+    if manifest is None or _options(manifest) is None or manifest.damaged_units:
         raise CheckpointError(
             f"{path} is damaged", "restore it, or remove it to go on without its checksums"
         )
-    return Manifest(path, record, options)
+    return manifest
+
+
+def options_of(manifest: Manifest) -> Options:
+    """How what `read_known` found was converted."""
+    options = _options(manifest)
+    assert options is not None
+    return options
+
+
+def _options(manifest: Manifest) -> Options | None:
+    """None where they have not the types and values that ours have."""
+    options = options_of_record(manifest.options)
+    return options if options and options.method in FORMATS and options.numa > 0 else None
+
+
+def source_files(manifest: Manifest | None) -> list[SourceFile]:
+    """The model that was converted, as far as that is known."""
+    return [_source_file(file) for file in manifest.source_files.values()] if manifest else []
 
 
 def _source_file(file: Record) -> SourceFile:
@@ -85,7 +68,7 @@ def _source_file(file: Record) -> SourceFile:
 def check_side_files(manifest: Manifest | None, directory: Path) -> None:
     """Refuse side files of `directory`, which will be copied, that are not as its manifest records
     them."""
-    records = recorded(manifest.record) if manifest else None
+    records = manifest.side_files if manifest else None
     for flaw in flaws(directory, records) if records is not None else ():
         raise VerificationError(
             f"{directory}: {flaw.message}",
@@ -98,7 +81,7 @@ def check_side_files(manifest: Manifest | None, directory: Path) -> None:
 
 def check_manifest(manifest: Manifest, tree: Tree) -> None:
     """Refuse folders that are not what their manifest says."""
-    options = manifest.options
+    options = options_of(manifest)
     if (options.method, options.numa) != (tree.format.key, tree.parts):
         raise CheckpointError(
             f"{tree.root} holds {tree.format.name} in {tree.parts} part(s), but {manifest.path} "
@@ -210,7 +193,7 @@ def _dense_layers(root: Path, indices: set[int]) -> set[int]:
 
 def check_same_source(manifest: Manifest, source: Checkpoint) -> None:
     """Refuse a source that is not the model that was converted. Times do not matter."""
-    before = {file.name: (file.nbytes, file.sha256) for file in manifest.source_files}
+    before = {file.name: (file.nbytes, file.sha256) for file in source_files(manifest)}
     now = {file.name: (file.nbytes, file.sha256) for file in source.sources}
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if before.get(name) != now.get(name)]

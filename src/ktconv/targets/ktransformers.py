@@ -30,7 +30,7 @@ from ktconv.placement.expert_sets import (
     set_of_record,
 )
 from ktconv.targets.renaming import rename_tensors
-from ktconv.writer.metadata import MANIFEST
+from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
 
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.

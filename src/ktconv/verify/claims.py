@@ -6,7 +6,7 @@ import math
 
 from ktconv.packed.matrix_check import ErrorStats
 from ktconv.verify.reading import Context
-from ktconv.writer.metadata import MANIFEST
+from ktconv.writer.manifest import MANIFEST
 
 CLAIMS = ("relative_rms_error", "max_error_steps", "zero_share")
 TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another order
@@ -14,7 +14,7 @@ TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another o
 
 def check_claims(context: Context, name: str, sums: ErrorStats) -> None:
     """A failure for each error of tensor `name` that is not the one measured, `sums`."""
-    about, measured = context.claims.get(name, {}), sums.as_dict()
+    about, measured = context.records.get(name, {}), sums.as_dict()
     for key in CLAIMS:
         if key in about and not _agree(about[key], measured[key]):
             context.findings.fail(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +13,17 @@ from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.reading import Context, compare_sum, read_into
+from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
 U8 = NDArray[np.uint8]
-Advance = Callable[[int], None]
 
 COPY_BYTES = 4 << 20
+OTHER = "other"  # the unit of tensors of no expert
 
 
 @dataclass(frozen=True, slots=True)
-class CopyItem:
+class CopyCheck:
     """One non-expert tensor: checksum, and byte for byte what the source has."""
 
     context: Context

@@ -11,7 +11,6 @@ from typing import Any
 
 Facts = dict[str, Any]  # a section of the report
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # observer of sizes
-Log = Callable[[str], None]  # of what begins
 
 LISTED_PER_CHECK = 50  # of one kind: a swapped layer has thousands
 

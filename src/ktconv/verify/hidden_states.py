@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import activation_of
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
+from ktconv.system.text import Notify
 from ktconv.system.units import format_ranges, format_size
+from ktconv.verify.corpus import read_text
 from ktconv.verify.findings import Findings
 from ktconv.verify.layer_tensors import (
     LayerTensors,
@@ -29,8 +32,8 @@ from ktconv.verify.layer_tensors import (
     top_k_of_layer,
 )
 from ktconv.verify.memory import Budget
-from ktconv.verify.subject import Subject
-from ktconv.verify.text import read_text
+from ktconv.verify.output import OpenedOutput
+from ktconv.verify.request import VerifyRequest
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -64,35 +67,27 @@ class Inputs:
         return [int(expert) for expert in np.unique(self.ids[self.ids >= 0])]
 
 
-def refuse_impossible(subject: Subject) -> None:
+def check_source(output: OpenedOutput) -> None:
     """Before anything is read: KtconvError for an activation that the kernels lack, a layer
     without any router, or a config.json that contradicts itself about them."""
-    assert subject.checkpoint is not None
     try:
-        activation_of(subject.checkpoint.config)
-        _tensors_of(subject, SourceTensors(subject.checkpoint))
+        activation_of(output.source.config)
+        _tensors_of(output)
     except CheckpointError as error:
         error.hint = error.hint or "run --level weights, which does not need that"
         raise
 
 
-def experts_per_token(subject: Subject) -> int:
+def experts_per_token(output: OpenedOutput) -> int:
     """The most that any layer has."""
-    assert subject.checkpoint is not None
-    config = subject.checkpoint.config
-    return max((top_k_of_layer(config, layer) for layer in _layers(subject)), default=1)
+    config, layers = output.source.config, output.source_layers.values()
+    return max((top_k_of_layer(config, layer) for layer in layers), default=1)
 
 
-def _tensors_of(subject: Subject, source: SourceTensors) -> dict[int, LayerTensors]:
-    assert subject.checkpoint is not None
-    config = subject.checkpoint.config
-    return {layer.index: layer_tensors(source, config, layer) for layer in _layers(subject)}
-
-
-def _layers(subject: Subject) -> list[MoELayer]:
-    """The layers of the source that should be in the output."""
-    assert subject.plan is not None
-    return [unit.layer for unit in subject.plan.layers if unit.layer]
+def _tensors_of(output: OpenedOutput) -> dict[int, LayerTensors]:
+    source, config = SourceTensors(output.source), output.source.config
+    layers = output.source_layers.items()
+    return {index: layer_tensors(source, config, layer) for index, layer in layers}
 
 
 class HiddenStates:
@@ -100,18 +95,17 @@ class HiddenStates:
 
     def __init__(
         self,
-        subject: Subject,
-        request: Any,
+        output: OpenedOutput,
+        request: VerifyRequest,
         budget: Budget,
         findings: Findings,
-        say: Callable[[str], None],
+        notify: Notify,
     ) -> None:
-        assert subject.checkpoint is not None
-        self._config = subject.checkpoint.config
-        self._source = SourceTensors(subject.checkpoint)
-        self._tensors = _tensors_of(subject, self._source)
+        self._config = output.source.config
+        self._source = SourceTensors(output.source)
+        self._tensors = _tensors_of(output)
         self._report_faults(findings)
-        self._captured = _captured(subject, request, budget, findings, say)
+        self._captured = _captured(output, request, budget, findings, notify)
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
 
     def _report_faults(self, findings: Findings) -> None:
@@ -193,18 +187,18 @@ class HiddenStates:
 
 
 def _captured(
-    subject: Subject,
-    request: Any,
+    output: OpenedOutput,
+    request: VerifyRequest,
     budget: Budget,
     findings: Findings,
-    say: Callable[[str], None],
+    notify: Notify,
 ) -> dict[int, Any]:
     """Inputs of every layer when the source model reads a text; empty where that cannot be."""
     reason = budget.why_not_captured
     if reason is None:
-        say("loading the source model for its hidden states")
+        notify("loading the source model for its hidden states")
         try:
-            return _capture(subject, request)
+            return _capture(output.source.path, request)
         except MemoryError:
             raise
         except Exception as error:  # whatever a model's own code raises: random states will do
@@ -213,23 +207,21 @@ def _captured(
     return {}
 
 
-def why_not_captured(subject: Subject) -> str | None:
+def why_not_captured(output: OpenedOutput) -> str | None:
     """Why hidden states cannot come from the source model, whatever --max-memory allows."""
-    assert subject.checkpoint is not None
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             return f"{package} is not installed"
-    size = sum(source.nbytes for source in subject.checkpoint.sources)
+    size = sum(source.nbytes for source in output.source.sources)
     if size * _SHARE_OF_MEMORY > machine.available_memory():
         return f"loading {format_size(size)} of source would take too much of the memory"
     return None
 
 
-def _capture(subject: Subject, request: Any) -> dict[int, Any]:
+def _capture(source: Path, request: VerifyRequest) -> dict[int, Any]:
     from ktconv.model import capture_layer_inputs, load_model
 
-    assert subject.checkpoint is not None
-    model, tokenizer = load_model(subject.checkpoint.path)
+    model, tokenizer = load_model(source)
     text, _ = read_text(request.text)
     found: dict[int, Any] = capture_layer_inputs(model, tokenizer, text, request.tokens)
     return found

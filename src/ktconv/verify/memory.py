@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
@@ -25,6 +24,7 @@ from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.units import format_size
+from ktconv.verify.request import VerifyRequest
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
 LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported
@@ -155,7 +155,7 @@ class _Planner:
 def layers_need(
     layers: Iterable[MoELayer],
     geometries: Iterable[Geometry],
-    request: Any,
+    request: VerifyRequest,
     top_k: int,
 ) -> LayerNeed:
     """Level layers on the layers of a source; `geometries` of those that our kernels run."""

@@ -16,21 +16,19 @@ from ktconv.reading.reader import SourceReader
 from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
-from ktconv.verify.subject import Subject
+from ktconv.writer.journal import Record
 
 U8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all items share."""
+    """What all checks share."""
 
-    subject: Subject
     findings: Findings
-    checksums: dict[str, str]
+    records: Mapping[str, Record]  # of the manifest, by tensor
     reader: SourceReader | None
     compare: bool  # with the source
-    claims: Mapping[str, Mapping[str, Any]]  # of the manifest, by tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class PlaceStream:
 
     def __init__(self, context: Context, name: str, place: Place) -> None:
         self._context, self._name, self._place = context, name, place
-        self._digest = hashlib.sha256() if name in context.checksums else None
+        self._digest = hashlib.sha256() if "sha256" in context.records.get(name, {}) else None
         self._done = 0
 
     def read(self, target: U8) -> U8:
@@ -80,7 +78,7 @@ class PlaceStream:
 
 
 def compare_sum(context: Context, name: str, place: Place, digest: str) -> SumCheck:
-    expected = context.checksums.get(name)
+    expected = context.records.get(name, {}).get("sha256")
     if expected is None:
         return SumCheck()
     if digest != expected:

@@ -6,9 +6,7 @@ neither on the size nor on the number of experts. ErrorStats are formed in the o
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import MoELayer
 from ktconv.moe.experts import in_blocks
 from ktconv.verify.hidden_states import Inputs
+from ktconv.verify.runner import in_order
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -53,7 +52,7 @@ class LayerReference:
         experts = inputs.experts
         # OpenBLAS's threads spin while they wait for one another, in every product.
         with threadpool_limits(limits=1, user_api="blas"):
-            results = _in_order(outputs, experts, self._threads)
+            results = in_order(outputs, experts, self._threads, self._threads + 1)
             for expert, found in zip(experts, results, strict=True):
                 token, slot = np.nonzero(inputs.ids == expert)
                 weight = inputs.weights[token, slot, None]
@@ -86,25 +85,6 @@ class LayerReference:
             "routing": inputs.routing,
             "router_agreement": inputs.router_agreement,
         }
-
-
-def _in_order(
-    work: Callable[[int], Outputs], experts: Sequence[int], threads: int
-) -> Iterator[Outputs]:
-    """Results in the order of the experts; one more than there are threads is under way. The
-    first error ends it."""
-    waiting: deque[Future[Outputs]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for expert in experts:
-                waiting.append(pool.submit(work, expert))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def relative(got: F32, expected: F32) -> float:

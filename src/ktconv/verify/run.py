@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
-from ktconv.reading.reader import SourceReader
-from ktconv.verify.findings import Failure, Findings, Progression
-from ktconv.verify.hidden_states import why_not_captured
-from ktconv.verify.kinds import Kind, kind_of
-from ktconv.verify.memory import Budget, memory_facts, plan_memory
-from ktconv.verify.reading import Context
+from ktconv.system.text import Notify, silent
+from ktconv.verify.corpus import read_text
+from ktconv.verify.cpu.verifier import CpuVerifier
+from ktconv.verify.findings import Facts, Failure, Progression
+from ktconv.verify.gpu.output import is_gpu_output
+from ktconv.verify.gpu.verifier import GpuVerifier
+from ktconv.verify.memory import Budget, memory_facts
 from ktconv.verify.request import LEVELS, VerifyRequest
-from ktconv.verify.runner import Item, read_everything
-from ktconv.verify.subject import Subject
-from ktconv.verify.text import read_text
+from ktconv.verify.runner import Check, run_checks, sizes_by_unit
+from ktconv.verify.totals import ItemResult, Totals
+from ktconv.verify.verifier import OutputVerifier
 
 
-def silent(sizes: dict[str, int]) -> AbstractContextManager[Any]:
-    """A progression that tells nobody."""
+def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
+    """A progression that nobody watches."""
     return nullcontext()
+
+
+def check_sample(sample: float) -> None:
+    if not 0 < sample <= 1:
+        raise UsageError(f"--sample {sample} is no share", "give more than 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An opened subject, and what there is to do: for progress."""
+    """An opened output, and what there is to do."""
 
-    request: VerifyRequest
-    level: str
-    kind: Kind
-    subject: Subject
+    verifier: OutputVerifier
     budget: Budget
-    findings: Findings
-    items: Sequence[Item]
-    structure: Mapping[str, Any]
-    more: Mapping[str, Any]  # facts that only this kind has; None: not asked for
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes to read by unit."""
-        found: dict[str, int] = {}
-        for item in self.items:
-            found[item.unit] = found.get(item.unit, 0) + item.nbytes
-        return found
+    checks: Sequence[Check[ItemResult]]
+    structure: Facts
+    more: Mapping[str, Facts | None]  # that only this kind has; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +57,20 @@ class Result:
 def prepare(request: VerifyRequest) -> Prepared:
     """Opens everything and checks what headers tell. Raises KtconvError if it cannot be run."""
     level = _level(request)
-    if not 0 < request.sample <= 1:
-        raise UsageError(f"--sample {request.sample} is no share", "give more than 0, at most 1")
+    check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
-    kind = kind_of(request.output)
-    subject = kind.open_output(request.output, request.source)
-    kind.refuse_impossible(level, subject, request)
-    findings = Findings()
-    more = kind.check_more(subject, request, findings)
-    structure = kind.check_structure(subject, findings)
-    reader = None
-    if subject.checkpoint is not None:
-        reader = SourceReader(subject.checkpoint.files, subject.checkpoint.sources)
-    compare = reader is not None and level != "structure"
-    context = Context(subject, findings, subject.checksums(), reader, compare, subject.claims())
-    items = kind.items_of(context, request.sample, request.seed)
-    budget = _budget(request, level, kind, subject)
-    return Prepared(request, level, kind, subject, budget, findings, items, structure, more)
+    verifier = verifier_of(request, level)
+    verifier.check_request()
+    more = verifier.check_more()
+    structure = verifier.check_structure()
+    return Prepared(verifier, verifier.budget(), verifier.checks(), structure, more)
 
 
-def _budget(request: VerifyRequest, level: str, kind: Kind, subject: Subject) -> Budget:
-    need = kind.memory_need(level, subject, request)
-    why_not = why_not_captured(subject) if need.layers else None
-    return plan_memory(need, request.max_memory, request.threads, why_not)
+def verifier_of(request: VerifyRequest, level: str) -> OutputVerifier:
+    """By what lies there; for anything unknown, the kind that says what is wrong with it."""
+    is_gpu = request.output.is_dir() and is_gpu_output(request.output)
+    return GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
 
 
 def _level(request: VerifyRequest) -> str:
@@ -104,11 +88,11 @@ def _level(request: VerifyRequest) -> str:
 
 def verify(
     request: VerifyRequest,
-    progression: Progression = silent,
+    progression: Progression = unwatched,
     prepared: Prepared | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    notify: Notify = silent,
 ) -> Result:
-    """Runs all levels up to the wanted one. `say` is told which begins; `progression` makes an
+    """Runs all levels up to the wanted one. `notify` gets what begins; `progression` makes an
     observer from sizes of units, first for what is read, then for the layers that are computed.
 
     Raises KtconvError where something cannot be run at all; what does not hold is a failure of
@@ -116,71 +100,66 @@ def verify(
     """
     started = time.monotonic()
     ready = prepared or prepare(request)
-    with progression(ready.sizes) as observer:
-        sizes = ready.kind.buffer_sizes(ready.subject)
-        totals = read_everything(ready.items, sizes, ready.budget.threads, observer)
-    reached = LEVELS.index(ready.level)
-    structure = dict(ready.structure) | {
-        "bytes_checked": totals.bytes_checked,
-        "checksums": totals.checksums,
-        "copied_tensors": totals.copied_tensors,
-    }
-    levels: dict[str, Any] = {
-        "structure": structure,
-        "weights": None,
-        "layers": None,
-        "model": None,
+    verifier, totals = ready.verifier, Totals()
+    with progression(sizes_by_unit(ready.checks)) as observer:
+        sizes, threads = verifier.buffer_sizes(), ready.budget.threads
+        for found in run_checks(ready.checks, sizes, threads, observer):
+            totals.add(found)
+    levels: dict[str, Facts | None] = {
+        "structure": ready.structure
+        | {
+            "bytes_checked": totals.bytes_checked,
+            "checksums": totals.checksums,
+            "copied_tensors": totals.copied_tensors,
+        },
+        **dict.fromkeys(LEVELS[1:]),
         **ready.more,
     }
-    if reached >= 1:
-        levels["weights"] = ready.kind.weights_facts(totals, ready.subject)
-    if reached >= 2 and _can_compute(ready):
-        for name in LEVELS[2 : reached + 1]:
-            try:
-                levels[name] = _compute(name, ready, progression, say)
-            except KtconvError as error:
-                if not ready.findings.count():
-                    raise
-                # What was found wrong explains it, and must be told.
-                ready.findings.note(f"level {name} could not be run: {error}")
-                break
+    if verifier.level != "structure":
+        levels["weights"] = verifier.weights_facts(totals)
+    levels |= _computed(ready, progression, notify)
     return _result(ready, levels, time.monotonic() - started)
 
 
-def _compute(
-    name: str, ready: Prepared, progression: Progression, say: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Level layers or model."""
-    kind, subject, findings = ready.kind, ready.subject, ready.findings
-    if name == "layers":
-        return kind.check_layers(subject, ready.request, ready.budget, findings, progression, say)
-    return kind.check_model(subject, ready.request, findings, say)
+def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict[str, Facts | None]:
+    """Levels layers and model, as far as they are wanted and can be run."""
+    verifier, findings = ready.verifier, ready.verifier.findings
+    wanted = LEVELS[2 : LEVELS.index(verifier.level) + 1]
+    if wanted and findings.count("structure"):  # kernels have nothing to run on
+        findings.note("levels layers and model were not run: the structure does not hold")
+        return {}
+    levels: dict[str, Facts | None] = {}
+    for name in wanted:
+        try:
+            if name == "layers":
+                levels[name] = verifier.layers_check(ready.budget, notify).run(progression)
+            else:
+                levels[name] = verifier.model_check(notify).run()
+        except KtconvError as error:
+            if not findings.count():
+                raise
+            # What was found wrong explains it, and must be reported.
+            findings.note(f"level {name} could not be run: {error}")
+            break
+    return levels
 
 
-def _can_compute(ready: Prepared) -> bool:
-    """Whether every tensor is there: else kernels have nothing to run on."""
-    if not ready.findings.count("structure"):
-        return True
-    ready.findings.note("levels layers and model were not run: the structure does not hold")
-    return False
-
-
-def _result(ready: Prepared, levels: dict[str, Any], seconds: float) -> Result:
-    findings, request, subject = ready.findings, ready.request, ready.subject
+def _result(ready: Prepared, levels: dict[str, Facts | None], seconds: float) -> Result:
+    verifier, findings = ready.verifier, ready.verifier.findings
+    output, request = verifier.output, verifier.request
     for name, about in levels.items():
         if about is not None:
             about["passed"] = findings.count(name) == 0
-    manifest = subject.manifest
-    origin = {key: manifest.get(key) for key in _ORIGIN} if manifest else None
+    record = output.manifest.record if output.manifest else None
     facts = {
         "schema": 1,
         "kind": "verification",
         "ktconv_version": __version__,
         "passed": findings.count() == 0,
-        "level": ready.level,
-        "output": str(subject.directory),
-        "source": str(subject.checkpoint.path) if subject.checkpoint else None,
-        **subject.described,
+        "level": verifier.level,
+        "output": str(output.directory),
+        "source": str(output.checkpoint.path) if output.checkpoint else None,
+        **output.described,
         "sample": request.sample,
         "seed": request.seed,
         "seconds": round(seconds, 3),
@@ -189,7 +168,10 @@ def _result(ready: Prepared, levels: dict[str, Any], seconds: float) -> Result:
         "failures": [failure.as_dict() for failure in findings.listed],
         "notes": list(findings.notes),
         **levels,
-        "provenance": {"manifest": origin, "machine": _machine()},
+        "provenance": {
+            "manifest": {key: record.get(key) for key in _ORIGIN} if record else None,
+            "machine": _machine(),
+        },
     }
     return Result(findings.count() == 0, findings.listed, facts)
 

@@ -1,19 +1,23 @@
-"""All items of a verification through worker threads, in one pass over the bytes."""
+"""Many checks through worker threads, one after the other, in one pass over the bytes."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.verify.totals import ItemResult, Totals
+
+T = TypeVar("T")
+R = TypeVar("R")
+Found = TypeVar("Found", covariant=True)
+Advance = Callable[[int], None]
 
 
-class Item(Protocol):
+class Check(Protocol[Found]):
     """Something to read and check: a matrix, or a tensor that was copied."""
 
     @property
@@ -24,57 +28,57 @@ class Item(Protocol):
     def nbytes(self) -> int:
         """Bytes of progress."""
 
-    def run(self, buffers: Buffers, advance: Callable[[int], None]) -> ItemResult: ...
+    def run(self, buffers: Buffers, advance: Advance) -> Found: ...
 
 
-def read_everything(
-    items: Sequence[Item], sizes: BufferSizes, threads: int, observer: Observer | None
-) -> Totals:
-    """All items, by threads with buffers of their own. The first error ends it."""
-    totals = Totals()
-    progress = _Progress(items, observer)
-    work = _Worker(lambda: Buffers(sizes), progress.advance)
+def sizes_by_unit(checks: Iterable[Check[R]]) -> dict[str, int]:
+    """Bytes of progress."""
+    sizes: Counter[str] = Counter()
+    for check in checks:
+        sizes[check.unit] += check.nbytes
+    return dict(sizes)
+
+
+def run_checks(
+    checks: Sequence[Check[R]], sizes: BufferSizes, threads: int, observer: Observer | None
+) -> Iterator[R]:
+    """What each finds, in order, by threads with buffers of their own. The first error ends it."""
+    local, progress = threading.local(), _Progress(checks, observer)
+
+    def run(check: Check[R]) -> R:
+        if not hasattr(local, "buffers"):
+            local.buffers = Buffers(sizes)
+        return check.run(local.buffers, progress.advance)
+
+    started = map(progress.start, checks)
+    for check, found in zip(checks, in_order(run, started, threads, 2 * threads), strict=True):
+        progress.finish(check.unit)
+        yield found
+
+
+def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
+    """Results in the order of the items, `ahead` of which run or wait. The first error ends it."""
+    waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        running = []
         try:
             for item in items:
-                progress.start(item)
-                running.append(pool.submit(work, item))
-                if len(running) >= 2 * threads:
-                    progress.finish(running.pop(0).result(), totals)
-            for future in running:
-                progress.finish(future.result(), totals)
+                waiting.append(pool.submit(work, item))
+                if len(waiting) >= ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
         except BaseException:
-            work.stopped = True
             pool.shutdown(cancel_futures=True)
             raise
-    return totals
-
-
-class _Worker:
-    """Runs items in pool threads; buffers stay with their thread."""
-
-    def __init__(self, make: Callable[[], Buffers], advance: Callable[[int], None]) -> None:
-        self._make, self._advance = make, advance
-        self._local = threading.local()
-        self.stopped = False
-
-    def __call__(self, item: Item) -> ItemResult:
-        if self.stopped:
-            return ItemResult(0)
-        if not hasattr(self._local, "buffers"):
-            self._local.buffers = self._make()
-        return item.run(self._local.buffers, self._advance)
 
 
 class _Progress:
-    """Tells an observer about units, whose items come one after the other."""
+    """Tells an observer about units, whose checks come one after the other."""
 
-    def __init__(self, items: Sequence[Item], observer: Observer | None) -> None:
+    def __init__(self, checks: Sequence[Check[R]], observer: Observer | None) -> None:
         self._observer, self._lock = observer, threading.Lock()
-        self._left = Counter(item.unit for item in items)
+        self._left = Counter(check.unit for check in checks)
         self._started: set[str] = set()
-        self._order = deque(item.unit for item in items)
         if observer:
             observer.begin(list(self._left))
 
@@ -83,16 +87,15 @@ class _Progress:
             with self._lock:
                 self._observer.advanced(nbytes)
 
-    def start(self, item: Item) -> None:
-        if self._observer and item.unit not in self._started:
-            self._started.add(item.unit)
+    def start(self, check: Check[R]) -> Check[R]:
+        if self._observer and check.unit not in self._started:
+            self._started.add(check.unit)
             with self._lock:
-                self._observer.unit_started(item.unit)
+                self._observer.unit_started(check.unit)
+        return check
 
-    def finish(self, done: ItemResult, totals: Totals) -> None:
-        """The oldest item that was not finished yet is."""
-        totals.add(done)
-        unit = self._order.popleft()
+    def finish(self, unit: str) -> None:
+        """Of the checks of a unit, one more is."""
         self._left[unit] -= 1
         if self._observer and not self._left[unit]:
             with self._lock:

@@ -1,29 +1,131 @@
-"""The text that levels layers and model read."""
+"""What a verification found, as lines for people."""
 
 from __future__ import annotations
 
-from importlib import resources
-from pathlib import Path
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ktconv.errors import UsageError
+from ktconv.system.units import format_size
+from ktconv.verify.run import Result
+
+SHOWN = 10  # failures; --json and --report have more
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """The text, and how to call it; the one that ships where no file is given.
+def lines_of(result: Result) -> Iterator[str]:
+    """The verdict, the worst offenders first, then a line or two per level."""
+    facts = result.facts
+    yield from _failures(result)
+    yield from _structure(facts["structure"])
+    if facts.get("coverage"):
+        yield from _coverage(facts["coverage"])
+    if facts["weights"]:
+        yield from _weights(facts["weights"], facts["sample"])
+    if facts["layers"]:
+        yield from _layers(facts["layers"])
+    if facts["model"]:
+        yield from _model(facts["model"])
+    if facts.get("mapping"):
+        yield from _mapping(facts["mapping"])
+    for note in facts["notes"]:
+        yield f"note: {note}"
+    verdict = "holds" if result.passed else f"FAILS: {facts['failure_count']} failure(s)"
+    yield f"{facts['output']} {verdict} (level {facts['level']}, {facts['seconds']:.1f} s)"
 
-    Raises UsageError for a file that cannot be read, or that holds no text.
-    """
-    if path is None:
-        shipped = resources.files("ktconv.model").joinpath("sample.txt")
-        return shipped.read_text(encoding="utf-8"), "the sample of ktconv"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--text {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"--text {path} cannot be read: it is no UTF-8 text at byte {error.start}"
-        ) from error
-    if not text.strip():
-        raise UsageError(f"--text {path} holds no text", "give a file with some pages of text")
-    return text, path.name
+
+def _failures(result: Result) -> Iterator[str]:
+    for failure in result.failures[:SHOWN]:
+        yield f"{failure.level}, {failure.check}: {failure.message}"
+    more = result.facts["failure_count"] - min(SHOWN, len(result.failures))
+    if more:
+        yield f"... and {more} more failure(s): --json or --report lists them"
+
+
+def _mark(about: Mapping[str, Any]) -> str:
+    return "ok" if about["passed"] else "FAILED"
+
+
+def _structure(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"structure  {_mark(about)}: {about['tensors_found']} of {about['tensors_expected']} "
+        f"tensors in {about['files']} files, {about['checksums']} checksums, "
+        f"{about['copied_tensors']} copies, {format_size(about['bytes_checked'])} read"
+    )
+
+
+def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"coverage   {_mark(about)}: of {about['experts']} experts in {about['layers']} layers "
+        f"{about['experts_here']} are here, {about['experts_there']} in {about['with']}"
+    )
+
+
+def _weights(about: Mapping[str, Any], sample: float) -> Iterator[str]:
+    part = "" if sample >= 1 else f" (a sample of {sample:g})"
+    yield (
+        f"weights    {_mark(about)}: {about['matrices']} matrices{part}, relative RMS error "
+        f"{about['relative_rms_error']:.4f} over all weights, "
+        f"cosine {about['cosine']:.6f}, at most {about['max_error_steps']:.4f} steps "
+        f"off{_allowed(about['bound_steps'])}, {100 * about['zero_share']:.1f} % zeros"
+    )
+    if about["worst"]:
+        worst = about["worst"][0]
+        yield (
+            f"           worst: layer {worst['layer']}, expert {worst['expert']}, "
+            f"{worst['projection']}: {worst['relative_rms_error']:.4f}"
+        )
+
+
+def _allowed(bound: float | None) -> str:
+    return "" if bound is None else f" ({bound:.4f} allowed)"
+
+
+def _badness(error: float) -> float:
+    """NaN is worse than everything."""
+    return math.inf if math.isnan(error) else error
+
+
+def _layers(about: Mapping[str, Any]) -> Iterator[str]:
+    rows, where, kernels = about["layers"], "in float32", ""
+    if about["isas"]:
+        errors = (error for row in rows for error in row["kernel_error"].values())
+        where = f"on {', '.join(about['isas'])}"
+        kernels = (
+            f": kernels within {max(errors, key=_badness):.2g} of float32 "
+            f"({about['kernel_bound']:g} allowed)"
+        )
+    yield (
+        f"layers     {_mark(about)}: {len(rows)} layers {where}, {about['tokens']} tokens of "
+        f"{about['states_are']}{kernels}"
+    )
+    worst = max(rows, key=lambda row: _badness(row["quantization_error"]))
+    yield (
+        f"           output off by {worst['quantization_error']:.4f} from the source's at most "
+        f"(layer {worst['layer']}; worst expert {worst['worst_expert']['expert']}: "
+        f"{worst['worst_expert']['error']:.4f})"
+    )
+
+
+def _model(about: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"model      {_mark(about)}: perplexity {about['perplexity_source']:.3f} -> "
+        f"{about['perplexity_converted']:.3f} ({100 * about['perplexity_increase']:+.2f} %), "
+        f"KL mean {about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, the same next "
+        f"token at {100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of "
+        f"{about['text']}"
+    )
+    yield f"           source writes    {about['generation']['source']!r}"
+    yield f"           converted writes {about['generation']['converted']!r}"
+
+
+def _mapping(about: Mapping[str, Any]) -> Iterator[str]:
+    """The slots, then which sizes are possible; what is not, with its reason."""
+    count = f"{about['slots']} tensors of {about['experts']} experts"
+    yield f"mapping    {_mark(about)}: {count}, one per slot"
+    for kind in ("tensor", "expert"):
+        rows = about[f"{kind}_parallel"]
+        possible = [str(row["size"]) for row in rows if row["possible"]]
+        yield f"           {kind} parallel on {', '.join(possible) or 'no number of'} GPUs"
+        for row in rows:
+            if not row["possible"]:
+                yield f"           not on {row['size']}: {row['reason']}"

@@ -16,7 +16,7 @@ from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.verify import Request, verify
-from ktconv.verify.gpu.opened import is_gpu_output
+from ktconv.verify.gpu.output import is_gpu_output
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import bound_steps
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.verify import Request, Result, Thresholds, verify
+from ktconv.verify.gpu.output import GpuOutput
 
 LIMITS = Thresholds(max_ppl_increase=0.2, max_kl=0.2)
 
@@ -83,10 +84,8 @@ def test_both_ways_to_load_give_the_same_model(
     example: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our unpacking put into the source model against compressed-tensors' own."""
-    from ktconv.verify.gpu import model
-
     theirs = run(example(), "model").facts["model"]
-    monkeypatch.setattr(model, "_is_partial", lambda output: True)
+    monkeypatch.setattr(GpuOutput, "is_partial", True)
     ours = run(example(), "model").facts["model"]
     assert (ours["loaded_by"], theirs["loaded_by"]) == ("ktconv", "transformers")
     for name in ("perplexity_converted", "kl_mean", "top1_agreement"):

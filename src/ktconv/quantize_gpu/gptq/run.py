@@ -37,7 +37,7 @@ from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.scheme import PARTS
 from ktconv.targets.pack_quantized.target import Plan, held_dtype
 from ktconv.writer.journal import Record
-from ktconv.writer.metadata import read_manifest
+from ktconv.writer.manifest import read_manifest
 
 if TYPE_CHECKING:
     from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
@@ -67,10 +67,10 @@ def need(plan: Plan) -> Need:
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
     """Layer -> what its experts saw, from the manifest of a finished output."""
-    units = (read_manifest(output) or {}).get("units", {})
+    manifest = read_manifest(output)
     return {
         int(key.split("-")[1]): LayerCoverage.of_record(record["coverage"])
-        for key, record in units.items()
+        for key, record in (manifest.units if manifest else {}).items()
         if "coverage" in record
     }
 

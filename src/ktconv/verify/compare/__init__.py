@@ -9,16 +9,17 @@ is the audit's (native/src/audit). A worker holds one matrix of both sides at a 
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktconv.errors import UsageError
+from ktconv.reading.buffers import BufferSizes
 from ktconv.system import machine
 from ktconv.verify.compare.comparison import Comparison
-from ktconv.verify.compare.pairs import compare_all, task_bytes
+from ktconv.verify.compare.pairs import task_bytes
 from ktconv.verify.compare.planning import Plan, make_plan
 from ktconv.verify.compare.tally import Tally
+from ktconv.verify.runner import run_checks, sizes_by_unit
 
 if TYPE_CHECKING:
     from ktconv.conversion.pipeline import Observer
@@ -49,8 +50,9 @@ def run(plan: Plan, threads: int | None = None, observer: Observer | None = None
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads} is not a positive number")
     tally = Tally(plan)
-    for done in compare_all(plan.tasks, threads or machine.usable_cpus(), observer):
-        tally.add(done)
+    threads = threads or machine.usable_cpus()
+    for found in run_checks(plan.tasks, BufferSizes(), threads, observer):
+        tally.add(found)
     return tally.result()
 
 
@@ -60,8 +62,5 @@ def thread_bytes(plan: Plan) -> int:
 
 
 def sizes_of(plan: Plan) -> dict[str, int]:
-    """Bytes that will be read of both sides, by the units that an observer is told."""
-    sizes: Counter[str] = Counter()
-    for task in plan.tasks:
-        sizes[task.unit] += task.nbytes
-    return dict(sizes)
+    """Bytes that will be read of both sides, by the units of progress."""
+    return sizes_by_unit(plan.tasks)

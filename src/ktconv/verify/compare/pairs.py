@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +14,16 @@ from numpy.typing import NDArray
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
 from ktconv.packed.weights import Place
+from ktconv.reading.buffers import Buffers
 from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
 from ktconv.verify.compare.words import finite
+from ktconv.verify.copies import OTHER
 from ktconv.verify.reading import read_place
-
-if TYPE_CHECKING:
-    from ktconv.conversion.pipeline import Observer
+from ktconv.verify.runner import Advance
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
 _CHUNK_ARRAYS = 64  # bytes per element of a chunk
 CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
-OTHER = "other"  # unit of progress of the non-expert tensors
 
 
 @dataclass(slots=True)
@@ -111,7 +108,12 @@ class MatrixTask:
         rows, cols = part_shape(self.a.geometry, self.proj)
         return rows * cols * self.a.geometry.parts
 
-    def run(self) -> TaskResult:
+    def run(self, _: Buffers, advance: Advance) -> TaskResult:
+        found = self._compare()
+        advance(self.nbytes)
+        return found
+
+    def _compare(self) -> TaskResult:
         a, b = self.a.load(), self.b.load()
         if a.keys() == b.keys() and all(np.array_equal(a[piece], b[piece]) for piece in a):
             return TaskResult(self, same_bytes=True, equal=True)
@@ -187,7 +189,12 @@ class TensorTask:
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
-    def run(self) -> TaskResult:
+    def run(self, _: Buffers, advance: Advance) -> TaskResult:
+        found = self._compare()
+        advance(self.nbytes)
+        return found
+
+    def _compare(self) -> TaskResult:
         for offset in range(0, self.a.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.a.nbytes - offset)
             a, b = (
@@ -207,47 +214,3 @@ def task_bytes(task: Task) -> int:
     if isinstance(task, TensorTask):
         return 2 * CHUNK_BYTES
     return task.nbytes + 4 * task.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
-
-
-def compare_all(
-    tasks: Sequence[Task], threads: int, observer: Observer | None
-) -> Iterator[TaskResult]:
-    """Everything in order; no more than two pairs per worker are under way. An error ends it."""
-    progress, waiting = _Progress(tasks, observer), deque[Future[TaskResult]]()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for task in tasks:
-                progress.start(task)
-                waiting.append(pool.submit(task.run))
-                if len(waiting) >= 2 * threads:
-                    yield progress.finish(waiting.popleft().result())
-            while waiting:
-                yield progress.finish(waiting.popleft().result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-class _Progress:
-    """Tells an observer about units, whose tasks come one after the other; from one thread."""
-
-    def __init__(self, tasks: Sequence[Task], observer: Observer | None) -> None:
-        self._observer = observer
-        self._left = Counter(task.unit for task in tasks)
-        self._started: set[str] = set()
-        if observer:
-            observer.begin(list(self._left))
-
-    def start(self, task: Task) -> None:
-        if self._observer and task.unit not in self._started:
-            self._started.add(task.unit)
-            self._observer.unit_started(task.unit)
-
-    def finish(self, done: TaskResult) -> TaskResult:
-        unit = done.task.unit
-        self._left[unit] -= 1
-        if self._observer:
-            self._observer.advanced(done.task.nbytes)
-            if not self._left[unit]:
-                self._observer.unit_finished(unit)
-        return done

@@ -10,7 +10,6 @@ experts: neighbours (linear) or every n-th (round robin).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ktconv.checkpoint import PROJECTIONS, Projection
 from ktconv.checkpoint.config import CONFIG_NAME
@@ -18,7 +17,8 @@ from ktconv.errors import UsageError
 from ktconv.families.family import USUAL
 from ktconv.placement.parallel import LayerShape, Split, expert_parallel, tensor_parallel
 from ktconv.verify.findings import Facts, Findings
-from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
+from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
+from ktconv.verify.request import VerifyRequest
 
 LEVEL = "mapping"
 SIZES = (1, 2, 4, 8)  # that are reported where none are asked for
@@ -36,7 +36,7 @@ def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
             raise UsageError(f"--{option} {size} is no number of GPUs", "give numbers from 1 up")
 
 
-def check_mapping(output: GpuOutput, request: Any, findings: Findings) -> Facts:
+def check_mapping(output: GpuOutput, request: VerifyRequest, findings: Findings) -> Facts:
     """Slots, then sizes; those that were asked for must be possible."""
     slots = _Slots(output, findings)
     slots.fill()
@@ -101,18 +101,18 @@ class _Slots:
         """Engines ask by the usual names, whatever the model calls its own, and want one group
         for a whole layer."""
         assert module.where is not None
-        told = self._output.quantization
+        quantization = self._output.quantization
         usual = f"{module.where.source}.{module.where.expert}.{USUAL.of(module.where.proj)}"
         first = f"{module.where.source}.0.{USUAL.gate}"
-        if told.group_of(usual) is None:
-            if told.group_of(module.name) is not None:  # else level structure tells
+        if quantization.group_of(usual) is None:
+            if quantization.group_of(module.name) is not None:  # else level structure tells
                 message = f"{CONFIG_NAME} does not say that {usual} is packed"
                 self._fail("scheme", f"{message}: engines ask for that name.", module)
-        elif told.group_of(first) not in (None, told.group_of(usual)):
+        elif quantization.group_of(first) not in (None, quantization.group_of(usual)):
             self._fail("scheme", f"{usual} is quantized otherwise than {first}.", module)
 
     def look_for_gaps(self) -> None:
-        for layer, experts in self._output.layers().items():
+        for layer, experts in self._output.layers.items():
             for expert in experts:
                 for proj in PROJECTIONS:
                     lacking = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
@@ -136,7 +136,7 @@ class _Slots:
 
 def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
     """By the columns of down; layers whose tensors are damaged are left out."""
-    layers, seen = output.layers(), set()
+    layers, seen = output.layers, set()
     for module in output.modules.values():
         packed = module.parts.get(PARTS[0])
         if module.where is None or module.layer in seen or module.where.proj != "down":

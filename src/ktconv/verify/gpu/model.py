@@ -7,40 +7,25 @@ us and put into the source model, whose other experts stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.model.load import load_config, running, way_out
 from ktconv.system import machine
 from ktconv.system.units import format_size
-from ktconv.verify.findings import Facts, Findings
-from ktconv.verify.gpu.opened import GpuOutput
+from ktconv.verify.findings import Facts
+from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
-from ktconv.verify.model import (
-    MODEL_PACKAGES,
-    MORE_MEMORY,
-    NEW_TOKENS,
-    PROMPT_CHARACTERS,
-    WINDOW,
-    WITHOUT_MODEL,
-    judge,
-    require,
-)
-from ktconv.verify.subject import Subject
-from ktconv.verify.text import read_text
+from ktconv.verify.model import MODEL_PACKAGES, MORE_MEMORY, ModelCheck, ModelPair, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Relative increase of perplexity and mean KL divergence in nats, by bits per weight. Small trained
-# models lie at 0.01 and 0.01 (W4A16), 0.001 and 0.0001 (W8A16); larger ones lie lower.
-DEFAULTS = {4: (0.05, 0.05), 8: (0.01, 0.01)}
 _WITH_BARS = (
     "compressed_tensors.compressors.model_compressors.model_compressor",
     "compressed_tensors.offload.dispatch",
@@ -49,95 +34,52 @@ _WITH_BARS = (
 _BESIDE = 1.1  # of a model's weights while it is loaded
 
 
-def refuse_impossible(subject: Subject) -> None:
-    """Before anything is read: UsageError without the packages, ResourceError for models that do
-    not fit into memory together, CheckpointError for what transformers does not have."""
-    assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
-    more = {} if _is_partial(subject) else {"compressed_tensors": "compressed-tensors"}
-    require(**MODEL_PACKAGES, **more)
-    with way_out(WITHOUT_MODEL):
-        load_config(subject.checkpoint.path)
-    # Two models as the source has them: experts are unpacked when they are loaded.
-    size = sum(source.nbytes for source in subject.checkpoint.sources)
-    free, total = machine.available_memory(), int(2 * _BESIDE * size)
-    if total > free:
-        raise ResourceError(
-            f"--level model needs about {format_size(total)} of memory for both models, and "
-            f"{format_size(free)} are free",
-            MORE_MEMORY,
-        )
+class GpuModelCheck(ModelCheck):
+    _output: GpuOutput
 
+    @property
+    def _named(self) -> Path:
+        return self._output.directory
 
-def check_model(
-    subject: Subject, request: Any, findings: Findings, say: Callable[[str], None]
-) -> Facts | None:
-    """Perplexities, divergence and a generation; facts for the report.
+    @property
+    def _bits(self) -> int:
+        return min(group.bits for group in self._output.quantization.groups)
 
-    Raises CheckpointError where the model's own code fails.
-    """
-    assert isinstance(subject, GpuOutput) and subject.checkpoint is not None
-    quiet = nullcontext() if _is_partial(subject) else _quiet()
-    with way_out(WITHOUT_MODEL, MORE_MEMORY), running(subject.directory), quiet:
-        return _check(subject, request, findings, say)
+    def check_request(self) -> None:
+        if not self._output.is_partial:
+            require(**MODEL_PACKAGES, compressed_tensors="compressed-tensors")
+        super().check_request()
 
+    def _check_memory(self) -> None:
+        """Two models as the source has them: experts are unpacked when they are loaded."""
+        size = sum(source.nbytes for source in self._output.source.sources)
+        free, total = machine.available_memory(), int(2 * _BESIDE * size)
+        if total > free:
+            raise ResourceError(
+                f"--level model needs about {format_size(total)} of memory for both models, and "
+                f"{format_size(free)} are free",
+                MORE_MEMORY,
+            )
 
-def _check(
-    output: GpuOutput, request: Any, findings: Findings, say: Callable[[str], None]
-) -> Facts:
-    from ktconv.model import greedy_side_by_side, load_model, perplexity_and_divergence, windows
+    def _run(self) -> Facts:
+        if self._output.is_partial:
+            return super()._run()
+        with _quiet():
+            return super()._run()
 
-    assert output.checkpoint is not None
-    text, name = read_text(request.text)
-    say("loading the source model")
-    model, tokenizer = load_model(output.checkpoint.path)
-    length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
-    runs = windows(tokenizer, text, length, request.windows)
-    both: Any
-    if _is_partial(output):
-        say("putting the dequantized experts into it")
-        both = _Swapped(model, output)
-        own = both.experts_of_source
-        findings.note(
-            f"level model: {own} experts that are not in this output ran on the source's weights"
-        )
-    else:
-        say("loading the converted model")
-        both, own = _Pair(model, load_model(output.directory)[0]), 0
-    say(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
-    found = perplexity_and_divergence(both, both, runs)
-    say(f"writing {NEW_TOKENS} tokens with both")
-    prompt = text[:PROMPT_CHARACTERS]
-    source, converted = greedy_side_by_side(both, both, tokenizer, prompt, NEW_TOKENS)
-    limits = thresholds(output, request.thresholds)
-    facts = asdict(found) | {
-        "text": name,
-        "windows": len(runs),
-        "experts_of_source": own,
-        "loaded_by": "ktconv" if _is_partial(output) else "transformers",
-        "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
-        "thresholds": limits,
-        "generation": {"prompt": prompt, "source": source, "converted": converted},
-    }
-    judge(facts, limits, findings)
-    return facts
+    @contextmanager
+    def _pair(self, model: Any) -> Iterator[ModelPair]:
+        from ktconv.model import load_model
 
-
-def thresholds(output: GpuOutput, wanted: Any) -> dict[str, float]:
-    """What is accepted: as asked for, else the default of the fewest bits."""
-    increase, divergence = DEFAULTS[min(group.bits for group in output.quantization.groups)]
-    asked = wanted.max_ppl_increase, wanted.max_kl
-    return {
-        "max_ppl_increase": increase if asked[0] is None else asked[0],
-        "max_kl": divergence if asked[1] is None else asked[1],
-    }
-
-
-def _is_partial(output: GpuOutput) -> bool:
-    """Whether experts of the source are missing on purpose."""
-    here = output.layers()
-    return any(
-        len(here.get(index, ())) < len(layer.experts) for index, layer in output.sources().items()
-    )
+        if self._output.is_partial:
+            self._notify("putting the dequantized experts into it")
+            swapped = _Swapped(model, self._output)
+            facts = {"loaded_by": "ktconv"}
+            yield ModelPair(swapped, swapped, swapped.experts_of_source, facts)
+        else:
+            self._notify("loading the converted model")
+            pair = _Pair(model, load_model(self._output.directory)[0])
+            yield ModelPair(pair, pair, 0, {"loaded_by": "transformers"})
 
 
 @contextmanager
@@ -209,12 +151,7 @@ class _Swapped(_Pair):
 
         from ktconv.model import find_experts
 
-        sources, here = output.sources(), output.layers()
-        modules = {
-            (module.layer, module.where.expert, module.where.proj): module
-            for module in output.modules.values()
-            if module.where is not None
-        }
+        sources, here, modules = output.source_layers, output.layers, output.experts
         with torch.no_grad():
             for index, site in find_experts(model).items():
                 layer = sources[index]

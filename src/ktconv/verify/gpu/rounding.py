@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class RoundingCheck:
     module: str
     where: str  # "layer 3, expert 5, up": for messages
     report: Callable[[Violation], None]
-    sums: ErrorStats
+    sums: ErrorStats = field(default_factory=ErrorStats)
     squared_steps: float = 0.0
 
     def compare(self, source: F32, level: I8, scale: F32, first: int) -> None:

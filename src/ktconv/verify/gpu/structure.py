@@ -21,29 +21,19 @@ from ktconv.verify.config_differences import (
     differences,
     flat,
 )
-from ktconv.verify.findings import Findings
-from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module, told_layers
+from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
-from ktconv.verify.subject import Subject
-from ktconv.writer.metadata import MANIFEST
+from ktconv.writer.manifest import MANIFEST
 
 NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no engine packs them
-
-
-def check_structure(subject: Subject, findings: Findings) -> dict[str, Any]:
-    """Headers, names, shapes, index, manifest, config.json; reads no weight."""
-    assert isinstance(subject, GpuOutput)
-    return GpuStructureCheck(subject, findings).run()
 
 
 class GpuStructureCheck(StructureCheck):
     """Files, manifest and index are those of any output; tensors are not."""
 
-    def __init__(self, subject: GpuOutput, findings: Findings) -> None:
-        super().__init__(subject, findings)
-        self._output = subject
+    _output: GpuOutput
 
     def tensors(self) -> int:
         self._config()
@@ -69,7 +59,7 @@ class GpuStructureCheck(StructureCheck):
             self._wrong_config(f"{output.why_not}.")
             return
         if output.manifest is not None:
-            options = output.manifest["options"]
+            options = output.manifest.options
             size = None if options["group_size"] == CHANNEL else options["group_size"]
             for group in output.quantization.groups:
                 if (group.scheme, group.group_size) != (options["scheme"], size):
@@ -97,12 +87,11 @@ class GpuStructureCheck(StructureCheck):
         """What ktconv writes for the experts and other tensors that are there, or should be."""
         output = self._output
         assert output.manifest is not None
-        options: Any = output.manifest["options"]
+        options = output.manifest.options
         scheme = Scheme(options["scheme"], options["group_size"])
         if output.plan is not None:
-            plan: Any = output.plan
-            layers = [unit.layer for unit in plan.layers if unit.layer]
-            others: Any = (tensor for unit in plan.others for tensor in unit.tensors())
+            layers = list(output.source_layers.values())
+            others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
             return quantization_section(scheme, target_pattern(layers), others)
         pattern = pattern_of(name for name, one in output.modules.items() if one.where)
         return quantization_section(scheme, pattern, output.others.values())
@@ -155,7 +144,7 @@ class GpuStructureCheck(StructureCheck):
                             unit.layer.experts[expert][proj],
                         )
         elif output.manifest is not None:
-            for name in sorted(self._told()):
+            for name in sorted(self._recorded()):
                 if name.endswith(f".{PARTS[0]}"):
                     yield name.removesuffix(f".{PARTS[0]}"), None
         else:
@@ -176,13 +165,13 @@ class GpuStructureCheck(StructureCheck):
     def _group(self, module: Module) -> Group | None:
         """The group that config.json gives it; says so if engines would not know that it is
         packed."""
-        told = self._output.quantization
-        group = told.group_of(module.name)
+        quantization = self._output.quantization
+        group = quantization.group_of(module.name)
         if group is None:
             self._wrong_config(
                 f"{module.name} is packed, but no target of {CONFIG_NAME} means it.", **module.at
             )
-        elif told.ignores(module.name):
+        elif quantization.ignores(module.name):
             self._wrong_config(
                 f"{module.name} is packed, but the ignore list of {CONFIG_NAME} names it.",
                 **module.at,
@@ -249,15 +238,15 @@ class GpuStructureCheck(StructureCheck):
     def _plain_weights(self) -> None:
         """Weights that are not packed, though an engine would expect them to be, or would not
         know."""
-        told, unnamed = self._output.quantization, []
+        quantization, unnamed = self._output.quantization, []
         for name, tensor in self._output.others.items():
             if not name.endswith(".weight") or len(tensor.shape) != 2:
                 continue
             module = name.removesuffix(".weight")
             linear = class_of(name) not in NOT_LINEAR
-            if told.ignores(module, linear):
+            if quantization.ignores(module, linear):
                 continue
-            if told.group_of(module, linear) is not None:
+            if quantization.group_of(module, linear) is not None:
                 self._wrong_config(
                     f"{CONFIG_NAME} says that {module} is packed, but it is {tensor.dtype}.",
                     tensor=name,
@@ -273,12 +262,12 @@ class GpuStructureCheck(StructureCheck):
 
     def _copies(self, experts: Mapping[str, Any]) -> int:
         """Copies against the plan, everything against the manifest; how many copies there are."""
-        output, told = self._output, self._told()
+        output, recorded = self._output, self._recorded()
         expected = {f"{name}.{part}" for name in experts for part in PARTS}
         if output.plan is None:
             if output.manifest is None:
                 return len(output.others)
-            copies = told - expected
+            copies = recorded - expected
             self._missing(sorted(copies - self._found()))
             for name, tensor in output.others.items():
                 if name not in copies:
@@ -293,17 +282,17 @@ class GpuStructureCheck(StructureCheck):
         for name, ref in output.others.items():
             if name not in copies:
                 self._unexpected_tensor(ref)
-        self._missing(sorted(told - expected - copies - self._found()))
+        self._missing(sorted(recorded - expected - copies - self._found()))
         if output.manifest is not None:
-            self._unlisted(self._found() - told)
+            self._unlisted(self._found() - recorded)
         return len(copies)
 
 
 def _dimensions_of(output: GpuOutput) -> Iterator[tuple[int, Dimensions]]:
     """Layers with their sizes by rows of packed matrices. Where a manifest tells that experts are
     left out, it tells how many the model has."""
-    experts = output.layers()
-    told = told_layers(output.manifest)
+    experts = output.layers
+    recorded = output.manifest.layers if output.manifest else {}
     rows: dict[int, dict[str, int]] = {}
     for module in output.modules.values():
         packed = module.parts.get(PARTS[0])
@@ -311,7 +300,7 @@ def _dimensions_of(output: GpuOutput) -> Iterator[tuple[int, Dimensions]]:
             rows.setdefault(module.layer, {}).setdefault(module.where.proj, packed.shape[0])
     for layer, found in sorted(rows.items()):
         if {"gate", "down"} <= found.keys():
-            count = told.get(str(layer), {}).get("experts", len(experts[layer]))
+            count = recorded.get(layer, {}).get("experts", len(experts[layer]))
             yield layer, (count, found["down"], found["gate"])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,35 +19,32 @@ from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
 from ktconv.system.regular_files import opened_regular
-from ktconv.targets.pack_quantized.target import PackQuantizedTarget
 from ktconv.verify.claims import check_claims
-from ktconv.verify.copies import CopyItem
-from ktconv.verify.gpu.opened import PARTS, GpuOutput, Module
+from ktconv.verify.copies import OTHER
+from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
-from ktconv.verify.gpu.rounding import RoundingCheck, bound_steps, rules_of
+from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
 from ktconv.verify.reading import Context, PlaceStream, compare_sum, read_into, read_place
-from ktconv.verify.runner import Item
-from ktconv.verify.subject import Subject
-from ktconv.verify.totals import ItemResult, Totals
+from ktconv.verify.runner import Advance
+from ktconv.verify.totals import ItemResult
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
-Advance = Callable[[int], None]
 
 LEVEL = "weights"
 _PER_ELEMENT = 6  # bytes of a chunk: float32, a level, and at most as much of packed words
 _ROUNDING_BYTES = 8 << 20
-OTHER = "other"  # the unit of copies
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixItem:
+class ModuleCheck:
     """One projection of one expert: its three tensors, and its source if there is one."""
 
     context: Context
     module: Module
     group: Group
+    rules: Rules
     matrix: ExpertMatrix | None  # None: checksums and shape only
 
     @property
@@ -101,15 +97,15 @@ class MatrixItem:
         if tensor.shape != (2,) or tensor.dtype not in ("I32", "I64"):  # as level structure reports
             return
         data = streams[PARTS[2]].read(np.empty(tensor.nbytes, np.uint8))
-        told = data.view(np.int64 if tensor.dtype == "I64" else np.int32).tolist()
-        true = [packed.shape[0], packed.shape[1] * 32 // self.group.bits]
+        recorded = data.view(np.int64 if tensor.dtype == "I64" else np.int32).tolist()
+        actual = [packed.shape[0], packed.shape[1] * 32 // self.group.bits]
         if self.matrix is not None:
-            true = [self.matrix.rows, self.matrix.cols]
-        if told != true:
+            actual = [self.matrix.rows, self.matrix.cols]
+        if recorded != actual:
             self.context.findings.fail(
                 "structure",
                 "wrong shape",
-                f"{tensor.name} in {tensor.file.name} says {told}, but the matrix is {true}.",
+                f"{tensor.name} in {tensor.file.name} says {recorded}, but the matrix is {actual}.",
                 file=tensor.file.name,
                 tensor=tensor.name,
                 **self.module.at,
@@ -122,7 +118,11 @@ class MatrixItem:
         packed, scaled = (self.module.parts[part] for part in PARTS[:2])
         data = streams[PARTS[1]].read(np.empty(scaled.nbytes, np.uint8))
         scale = scales(data, scaled.dtype, matrix.rows)
-        check = self._check(scaled.dtype)
+        at = self.module.at
+        where = f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
+        check = RoundingCheck(
+            self.group, self.rules, scaled.dtype, self.module.name, where, self._fail
+        )
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
         with source.open() as fd:
             grid = source.load_scales()
@@ -135,22 +135,13 @@ class MatrixItem:
                 check.compare(weights, level, scale[chunk.start : chunk.stop], chunk.start)
         return check.finish()
 
-    def _check(self, dtype: str) -> RoundingCheck:
-        subject = self.context.subject
-        assert isinstance(subject, GpuOutput)
-        at, rules = self.module.at, rules_of(subject.method, subject.ours)
-        where = f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
-        return RoundingCheck(
-            self.group, rules, dtype, self.module.name, where, self._fail, ErrorStats()
-        )
-
     def _fail(self, violation: Violation) -> None:
         file = self.module.parts[PARTS[0]].file.name
         self.context.findings.fail(LEVEL, **asdict(violation), file=file, **self.module.at)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedItem:
+class DecodedCheck:
     """A matrix of no expert that was block-quantized in the source and is bf16 here."""
 
     context: Context
@@ -241,23 +232,19 @@ def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piec
 # ---- all of them -----------------------------------------------------------------------
 
 
-def items_of(context: Context, sample: float, seed: int) -> list[Item]:
-    """What to check, in the order of the output; a sample of it if `sample` is below 1.
-
-    A sample has at least one expert of every layer.
-    """
-    subject = context.subject
-    assert isinstance(subject, GpuOutput)
-    rng = random.Random(seed)
+def expert_checks(
+    output: GpuOutput, context: Context, share: float, rng: random.Random
+) -> Iterator[ModuleCheck]:
+    """Of a share of the experts, at least one in every layer, and of whatever else is packed."""
     chosen = {
         (layer, expert)
-        for layer, experts in subject.layers().items()
-        for expert in rng.sample(experts, max(1, round(len(experts) * sample)))
+        for layer, experts in output.layers.items()
+        for expert in rng.sample(experts, max(1, round(len(experts) * share)))
     }
-    sources = subject.sources() if context.compare else {}
-    found: list[Item] = []
-    for module in subject.modules.values():
-        group = subject.quantization.group_of(module.name) or subject.quantization.groups[0]
+    sources = output.source_layers if context.compare else {}
+    rules = rules_of(output.method, output.ours)
+    for module in output.modules.values():
+        group = output.quantization.group_of(module.name) or output.quantization.groups[0]
         matrix = None
         if module.where is not None and module.layer is not None:
             if (module.layer, module.where.expert) not in chosen:
@@ -265,67 +252,38 @@ def items_of(context: Context, sample: float, seed: int) -> list[Item]:
             layer = sources.get(module.layer)
             if layer is not None and module.where.expert < len(layer.experts):
                 matrix = layer.experts[module.where.expert][module.where.proj]
-        found.append(MatrixItem(context, module, group, matrix))
-    return [*found, *_copies(context, subject, sample, rng)]
+        yield ModuleCheck(context, module, group, rules, matrix)
 
 
-def _copies(
-    context: Context, subject: GpuOutput, sample: float, rng: random.Random
-) -> Iterator[Item]:
-    origins, decoded = {}, {}
-    if subject.plan is not None:
-        plan: Any = subject.plan
-        origins = {name: ref for unit in plan.others for ref, name in unit.copies}
-        assert isinstance(plan.target, PackQuantizedTarget)
-        decoded = dict(plan.target.decoded)
-    for name, tensor in subject.others.items():
-        if sample < 1 and rng.random() >= sample:
-            continue
-        matrix = decoded.get(name)
-        if matrix is None:
-            yield CopyItem(context, OTHER, tensor, origins.get(name))
-        elif tensor.dtype == "BF16" and tensor.shape == (matrix.rows, matrix.cols):
-            yield DecodedItem(context, tensor, matrix)
-
-
-def buffer_sizes(subject: Subject) -> BufferSizes:
+def buffer_sizes(output: GpuOutput) -> BufferSizes:
     """What a worker needs to read any matrix of the source."""
-    return BufferSizes(max(map(_source_bytes, _matrices(subject)), default=0))
+    sizes = (_chunk_elements(one) * ITEM_SIZE[one.tensor.dtype] for one in _matrices(output))
+    return BufferSizes(max(sizes, default=0))
 
 
-def _matrices(subject: Subject) -> list[ExpertMatrix]:
-    """One of each kind that is decoded."""
-    assert isinstance(subject, GpuOutput)
-    plan: Any = subject.plan
-    matrices = [m for layer in subject.sources().values() for m in layer.experts[0].values()]
-    return [*matrices, *(plan.target.decoded.values() if plan else ())]
-
-
-def thread_bytes(subject: Subject) -> int:
+def thread_bytes(output: GpuOutput) -> int:
     """Of a thread that reads and compares: its buffers, a chunk as float32 with its levels, and
     what some rows of it take while they are rounded again."""
-    decoded = max((_chunk_elements(matrix) for matrix in _matrices(subject)), default=0)
-    return buffer_sizes(subject).nbytes + _PER_ELEMENT * decoded + _ROUNDING_BYTES
+    decoded = max(map(_chunk_elements, _matrices(output)), default=0)
+    return buffer_sizes(output).nbytes + _PER_ELEMENT * decoded + _ROUNDING_BYTES
+
+
+def _matrices(output: GpuOutput) -> list[ExpertMatrix]:
+    """One of each kind that is decoded."""
+    layers = output.source_layers.values()
+    experts = [matrix for layer in layers for matrix in layer.experts[0].values()]
+    return [*experts, *output.decoded.values()]
 
 
 def _chunk_elements(matrix: ExpertMatrix) -> int:
     return min(chunk_rows(matrix), matrix.rows) * matrix.cols
 
 
-def _source_bytes(matrix: ExpertMatrix) -> int:
-    return _chunk_elements(matrix) * ITEM_SIZE[matrix.tensor.dtype]
-
-
-def weights_facts(totals: Totals, subject: Subject) -> dict[str, Any]:
-    assert isinstance(subject, GpuOutput)
-    counts = {layer: len(one.experts) for layer, one in subject.sources().items()}
-    bound = None
-    if rules_of(subject.method, subject.ours).elements:
-        bound = max(bound_steps(group, _dtype(subject)) for group in subject.quantization.groups)
-    return totals.as_dict(bound, counts)
-
-
-def _dtype(subject: GpuOutput) -> str:
-    """Of the scales, the coarsest."""
-    found = {m.parts[PARTS[1]].dtype for m in subject.modules.values() if PARTS[1] in m.parts}
-    return next((dtype for dtype in SCALE_DTYPES if dtype in found), "BF16")
+def largest_error(output: GpuOutput) -> float | None:
+    """In steps, that rounding to nearest can make; None where something else chose the levels."""
+    if not rules_of(output.method, output.ours).elements:
+        return None
+    scales = (module.parts.get(PARTS[1]) for module in output.modules.values())
+    found = {scale.dtype for scale in scales if scale is not None}
+    coarsest = next((dtype for dtype in SCALE_DTYPES if dtype in found), "BF16")
+    return max(bound_steps(group, coarsest) for group in output.quantization.groups)

@@ -6,9 +6,8 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,32 +26,36 @@ from ktconv.formats import (
     packed_shape,
 )
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
-from ktconv.packed.weights import Place, name_of
+from ktconv.packed.weights import Geometry, Place, name_of
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, chunks
 from ktconv.verify.claims import check_claims
-from ktconv.verify.copies import CopyItem
+from ktconv.verify.copies import CopyCheck
+from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.reading import Context, PlaceStream, SumCheck
-from ktconv.verify.subject import Subject
+from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
-Advance = Callable[[int], None]
 F32 = NDArray[np.float32]
 
 LEVEL = "weights"
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixItem:
+class ExpertMatrixCheck:
     """One projection of one expert, all parts."""
 
     context: Context
-    unit: str
+    output: CpuOutput
     layer: int
     expert: int
     proj: Projection
     source: MoELayer | None  # None: checksums only
+
+    @property
+    def unit(self) -> str:
+        return f"layer-{self.layer:05d}"
 
     @property
     def nbytes(self) -> int:
@@ -62,21 +65,21 @@ class MatrixItem:
         return sum(place.nbytes for place in self._places())
 
     def _places(self) -> list[Place]:
-        tensors = self.context.subject.packed.tensors
+        tensors = self.output.packed.tensors
         found = (
             tensors.get(TensorId(self.layer, self.proj, self.expert, part, kind))
-            for part in range(self.context.subject.options.numa)
+            for part in range(self.output.options.numa)
             for kind in ("weight", "scale")
         )
         return [place for place in found if place is not None]
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        parts = [_Part(self, part) for part in range(self.context.subject.options.numa)]
+        parts = [_Part(self, part) for part in range(self.output.options.numa)]
         comparable = self.source is not None and all(part.complete for part in parts)
         if comparable:
             self._compare(parts, buffers)
-        checksums = sum(part.finish(buffers) for part in parts)
-        sums = self._judge(parts) if comparable else None
+        checksums = sum(part.read_rest(buffers) for part in parts)
+        sums = self._finish(parts) if comparable else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
         return ItemResult(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
@@ -84,7 +87,7 @@ class MatrixItem:
     def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
-        compat = self.context.subject.options.compat
+        compat = self.output.options.compat
         source = MatrixReader(self.context.reader, matrix, compat)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
         with source.open() as fd:
@@ -97,26 +100,26 @@ class MatrixItem:
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows, buffers)
 
-    def _judge(self, parts: Sequence[_Part]) -> ErrorStats:
-        total, before = ErrorStats(), _parts_before(self.context.subject)
+    def _finish(self, parts: Sequence[_Part]) -> ErrorStats:
+        total, before = ErrorStats(), _parts_before(self.output)
         for part in parts:
             if self.proj != "down" or before is None:
-                total.add(part.judge())
+                total.add(part.finish())
             else:
                 together = _within(part.index, len(parts), before[0])
                 widest = np.maximum.reduce([parts[index].check.rule for index in together])
-                total.add(part.judge(widest, exact=before[1]))
+                total.add(part.finish(widest, exact=before[1]))
         return total
 
 
-def _parts_before(subject: Subject) -> tuple[int, bool] | None:
+def _parts_before(output: CpuOutput) -> tuple[int, bool] | None:
     """The fewest parts that down ever had before it was cut anew, and whether its scales follow
     from those alone; None: it never was."""
-    told = (subject.manifest or {}).get("resharded_from")
-    if not isinstance(told, dict):
+    record = output.manifest.resharded_from if output.manifest else None
+    if record is None:
         return None
-    earlier, now = told.get("earlier"), subject.options.numa
-    chain = [told.get("numa"), *(earlier if isinstance(earlier, list) else [])]
+    earlier, now = record.get("earlier"), output.options.numa
+    chain = [record.get("numa"), *(earlier if isinstance(earlier, list) else [])]
     parts = [count for count in chain if type(count) is int and count > 0]
     if not parts:
         return None
@@ -135,14 +138,13 @@ class _Part:
     """One part's packed matrix, read a few rows at a time, and the check that they hold their
     source. A tensor of another size is not read: level structure says so."""
 
-    def __init__(self, item: MatrixItem, index: int) -> None:
-        self._context, self.index = item.context, index
-        subject = item.context.subject
-        geometry = subject.packed.layers[item.layer]
+    def __init__(self, item: ExpertMatrixCheck, index: int) -> None:
+        self._context, self._packed, self.index = item.context, item.output.packed, index
+        geometry, options = self._packed.layers[item.layer], item.output.options
         self.rows, self.cols = packed_shape(
-            item.proj, geometry.hidden, geometry.intermediate, subject.options.numa
+            item.proj, geometry.hidden, geometry.intermediate, options.numa
         )
-        self._fmt: Format = FORMATS[subject.options.method]
+        self._fmt: Format = FORMATS[options.method]
         self.nbytes = 0
         weight, scale = (TensorId(item.layer, item.proj, item.expert, index, k) for k in KINDS)
         self._id = weight
@@ -152,11 +154,10 @@ class _Part:
         self._scale = np.empty(self.rows, np.float32)
         if self._scales is not None:
             self._scales.read(self._scale.view(np.uint8))
-        report = partial(_report, item.context, weight)
-        self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, report)
+        self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report)
 
     def _stream(self, tensor: TensorId, nbytes: int) -> PlaceStream | None:
-        place = self._context.subject.packed.tensors.get(tensor)
+        place = self._packed.tensors.get(tensor)
         if place is None or place.nbytes != nbytes:
             return None
         self.nbytes += nbytes
@@ -173,7 +174,7 @@ class _Part:
         scale = self._scale[first : first + view.rows]
         self.check.compare(view, first, Packed(packed, scale, view.rows))
 
-    def finish(self, buffers: Buffers) -> int:
+    def read_rest(self, buffers: Buffers) -> int:
         """Reads what was not compared; how many checksums were."""
         streams = [one for one in (self._weight, self._scales) if one is not None]
         for one in streams:
@@ -181,75 +182,53 @@ class _Part:
         self._checked = [one.check() for one in streams]
         return sum(one.compared for one in self._checked)
 
-    def judge(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
+    def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
         """What the check found, after all rows and checksums were compared; see MatrixCheck."""
         found = self.check.finish(widest, exact)
         if all(one.equal for one in self._checked):  # of other bytes the manifest tells nothing
             check_claims(self._context, name_of(self._id), found)
         return found
 
-
-def _report(context: Context, weight: TensorId, violation: Violation) -> None:
-    context.findings.fail(
-        LEVEL,
-        **asdict(violation),
-        file=context.subject.packed.tensors[weight].file.name,
-        layer=weight.layer,
-        expert=weight.expert,
-        projection=weight.proj,
-        part=weight.part,
-    )
-
-
-Item = MatrixItem | CopyItem
+    def _report(self, violation: Violation) -> None:
+        weight = self._id
+        self._context.findings.fail(
+            LEVEL,
+            **asdict(violation),
+            file=self._packed.tensors[weight].file.name,
+            layer=weight.layer,
+            expert=weight.expert,
+            projection=weight.proj,
+            part=weight.part,
+        )
 
 
-def items_of(context: Context, sample: float, seed: int) -> list[Item]:
-    """What to check, in the order of the output; a sample of it if `sample` is below 1.
-
-    A sample has at least one expert of every layer.
-    """
-    subject = context.subject
-    rng = random.Random(seed)
-    found: list[Item] = []
-    sources = (
-        {layer.index: layer for layer in subject.checkpoint.layers} if subject.checkpoint else {}
-    )
-    for layer, geometry in subject.packed.layers.items():
-        if geometry.format is None or geometry.format.key != subject.options.method:
+def expert_checks(
+    output: CpuOutput, context: Context, share: float, rng: random.Random
+) -> Iterator[ExpertMatrixCheck | CopyCheck]:
+    """Of a share of the experts, at least one in every layer."""
+    sources = output.checkpoint.layers if output.checkpoint else ()
+    source_of = {layer.index: layer for layer in sources} if context.compare else {}
+    for layer, geometry in output.packed.layers.items():
+        if geometry.format is None or geometry.format.key != output.options.method:
             continue  # level structure says so
-        source = _matching(context, layer, sources.get(layer)) if context.compare else None
-        count = max(1, round(len(geometry.here) * sample))
+        source = _matching(context, layer, geometry, source_of.get(layer))
+        count = max(1, round(len(geometry.here) * share))
         for expert in sorted(rng.sample(geometry.here, count)):
             for proj in PROJECTIONS:
-                unit = f"layer-{layer:05d}"
-                found.append(MatrixItem(context, unit, layer, expert, proj, source))
-    return [*found, *_backward(context, sample, rng), *_copies(context, sample, rng)]
-
-
-def _backward(context: Context, sample: float, rng: random.Random) -> Iterator[CopyItem]:
-    """Transposed matrices, which only fine-tuning uses: their checksums."""
-    for tensor, place in context.subject.packed.tensors.items():
-        if is_backward(tensor.proj) and (sample >= 1 or rng.random() < sample):
+                yield ExpertMatrixCheck(context, output, layer, expert, proj, source)
+    for tensor, place in output.packed.tensors.items():
+        # Transposed matrices, which only fine-tuning uses: their checksums.
+        if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
             ref = TensorRef(
                 name_of(tensor), place.file, place.dtype, place.shape, place.offset, place.nbytes
             )
-            yield CopyItem(context, "backward", ref, None)
+            yield CopyCheck(context, "backward", ref, None)
 
 
-def _copies(context: Context, sample: float, rng: random.Random) -> Iterator[CopyItem]:
-    subject = context.subject
-    origins = {}
-    if subject.plan is not None:
-        origins = {name: ref for unit in subject.plan.others for ref, name in unit.copies}
-    for name, tensor in subject.packed.others.items():
-        if sample >= 1 or rng.random() < sample:
-            yield CopyItem(context, "other", tensor, origins.get(name))
-
-
-def _matching(context: Context, layer: int, source: MoELayer | None) -> MoELayer | None:
+def _matching(
+    context: Context, layer: int, geometry: Geometry, source: MoELayer | None
+) -> MoELayer | None:
     """The source of a layer, if it has the same dimensions."""
-    geometry = context.subject.packed.layers[layer]
     if source is None:
         return None  # an unexpected layer: level 1 says so
     there = len(source.experts), source.hidden_size, source.intermediate_size
@@ -266,7 +245,7 @@ def _matching(context: Context, layer: int, source: MoELayer | None) -> MoELayer
     return None
 
 
-def buffer_sizes(subject: Subject) -> BufferSizes:
+def buffer_sizes(output: CpuOutput) -> BufferSizes:
     """What a worker needs."""
-    layers = list(subject.checkpoint.layers) if subject.checkpoint else []
-    return quantize_buffers(layers, FORMATS[subject.options.method])
+    layers = list(output.checkpoint.layers) if output.checkpoint else []
+    return quantize_buffers(layers, FORMATS[output.options.method])

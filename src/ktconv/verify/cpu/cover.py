@@ -19,10 +19,10 @@ from ktconv.families import table
 from ktconv.formats import is_backward
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.system.units import format_ranges
+from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Findings
-from ktconv.verify.subject import Subject
-from ktconv.writer.journal import STATE_DIRECTORY
-from ktconv.writer.metadata import read_manifest
+from ktconv.writer.journal import STATE_DIRECTORY, Record
+from ktconv.writer.manifest import Manifest, read_manifest
 
 LEVEL = "coverage"
 
@@ -40,7 +40,7 @@ class _Layer:
     source: str  # "model.layers.3.mlp.experts"
 
 
-def check_cover(subject: Subject, other: Path, findings: Findings) -> dict[str, Any]:
+def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str, Any]:
     """Holds both against the model; facts for the report.
 
     Raises UsageError where nothing tells what the model has or `other` holds no experts,
@@ -48,12 +48,12 @@ def check_cover(subject: Subject, other: Path, findings: Findings) -> dict[str, 
     """
     if not other.is_dir():
         raise UsageError(f"--with {other} is no directory", "give an output of ktconv quantize-gpu")
-    layers = _layers(subject)
+    layers = _layers(output)
     manifest = read_manifest(other)
     if (other / STATE_DIRECTORY / "run.json").exists():
         findings.fail(LEVEL, "unfinished", f"{other} is not finished.", file=str(other))
-    _same_source(subject.manifest, manifest, other, findings)
-    here = _packed_ids(subject.packed)
+    _same_source(output.manifest, manifest, other, findings)
+    here = _packed_ids(output.packed)
     there = _ids_of(other, layers, findings)
     for layer, about in layers.items():
         _check_layer(
@@ -67,9 +67,9 @@ def check_cover(subject: Subject, other: Path, findings: Findings) -> dict[str, 
             layer=layer,
         )
     return {
-        "output": str(subject.directory),
+        "output": str(output.directory),
         "with": str(other),
-        "with_options": manifest["options"] if manifest else None,
+        "with_options": manifest.options if manifest else None,
         "layers": len(layers),
         "experts": sum(about.experts for about in layers.values()),
         "experts_here": sum(map(len, here.values())),
@@ -77,22 +77,22 @@ def check_cover(subject: Subject, other: Path, findings: Findings) -> dict[str, 
     }
 
 
-def _layers(subject: Subject) -> dict[int, _Layer]:
+def _layers(output: CpuOutput) -> dict[int, _Layer]:
     """By the source if it is given, else by the manifest."""
-    if subject.checkpoint is not None:
+    if output.checkpoint is not None:
         return {
             layer.index: _Layer(len(layer.experts), layer.source)
-            for layer in subject.checkpoint.layers
-            if subject.options.mtp or not layer.is_mtp
+            for layer in output.checkpoint.layers
+            if output.options.mtp or not layer.is_mtp
         }
-    if subject.manifest is None:
+    if output.manifest is None:
         raise UsageError(
-            f"nothing tells which experts the model of {subject.directory} has",
+            f"nothing tells which experts the model of {output.directory} has",
             "name the checkpoint that was converted with --source MODEL",
         )
     return {
-        int(index): _Layer(about["experts"], about["source"])
-        for index, about in subject.manifest["geometry"]["layers"].items()
+        index: _Layer(about["experts"], about["source"])
+        for index, about in output.manifest.layers.items()
     }
 
 
@@ -116,18 +116,15 @@ def _check_layer(
 
 
 def _same_source(
-    ours: Mapping[str, Any] | None,
-    theirs: Mapping[str, Any] | None,
-    other: Path,
-    findings: Findings,
+    ours: Manifest | None, theirs: Manifest | None, other: Path, findings: Findings
 ) -> None:
     """Both manifests must tell of the same files; their times do not matter."""
-    told = [_source_files(manifest) for manifest in (ours, theirs)]
-    if not all(told):
+    here, there = (_source_files(manifest) for manifest in (ours, theirs))
+    if not (here and there):
         findings.note(f"nothing tells whether {other} was made from the same model")
         return
-    names = sorted(told[0].keys() | told[1].keys())
-    different = [name for name in names if told[0].get(name) != told[1].get(name)]
+    names = sorted(here.keys() | there.keys())
+    different = [name for name in names if here.get(name) != there.get(name)]
     if different:
         findings.fail(
             LEVEL,
@@ -137,8 +134,8 @@ def _same_source(
         )
 
 
-def _source_files(manifest: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    files = manifest.get("source", {}).get("files", {}) if manifest else {}
+def _source_files(manifest: Manifest | None) -> dict[str, Record]:
+    files = manifest.source_files if manifest else {}
     return {
         name: {key: value for key, value in about.items() if key != "mtime_ns"}
         for name, about in files.items()

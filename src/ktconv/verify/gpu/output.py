@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef, open_checkpoint
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, Projection, TensorRef, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
@@ -16,7 +16,6 @@ from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-from ktconv.targets.ktransformers import Options as CpuOptions
 from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL
 from ktconv.targets.pack_quantized.target import RECIPE, Options, PackQuantizedTarget
 from ktconv.verify.gpu.quantization import (
@@ -26,14 +25,13 @@ from ktconv.verify.gpu.quantization import (
     read_quantization,
     told_quantization,
 )
-from ktconv.verify.subject import Subject
+from ktconv.verify.output import NO_LIMIT, OpenedOutput
 from ktconv.writer.journal import STATE_DIRECTORY
-from ktconv.writer.metadata import MANIFEST, read_manifest
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
 _PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
-_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +64,11 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuOutput(Subject):
-    """An opened output. `options` of the base mean nothing here; `packed` has all tensors among
-    its others."""
-
+class GpuOutput(OpenedOutput):
     quantization: Quantization
     why_not: str | None  # what is wrong with config.json, if `quantization` is the manifest's
     modules: Mapping[str, Module]
-    others: Mapping[str, TensorRef]  # tensors of no packed module
+    layers: Mapping[int, Sequence[int]]  # ids of the experts of which anything is there
     method: str  # rtn, gptq or unknown
     config: Mapping[str, Any]
 
@@ -83,18 +78,31 @@ class GpuOutput(Subject):
         scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
         return {"method": self.method, "numa": None, "scheme": scheme, "group_size": size}
 
-    def layers(self) -> dict[int, list[int]]:
-        """Layer -> ids of the experts of which anything is there."""
-        found: dict[int, set[int]] = {}
-        for module in self.modules.values():
-            if module.where is not None and module.layer is not None:
-                found.setdefault(module.layer, set()).add(module.where.expert)
-        return {layer: sorted(found[layer]) for layer in sorted(found)}
+    def experts_in(self, layer: int) -> Sequence[int]:
+        return self.layers.get(layer, ())
 
-    def sources(self) -> dict[int, MoELayer]:
-        """The layers of the source that should be there."""
-        units = self.plan.layers if self.plan else ()
-        return {unit.layer.index: unit.layer for unit in units if unit.layer}
+    @property
+    def experts(self) -> dict[tuple[int | None, int, Projection], Module]:
+        """Modules by layer, expert and projection."""
+        return {
+            (module.layer, module.where.expert, module.where.proj): module
+            for module in self.modules.values()
+            if module.where is not None
+        }
+
+    @property
+    def decoded(self) -> Mapping[str, ExpertMatrix]:
+        """Tensors of no expert that were block-quantized in the source and are bf16 here."""
+        if self.plan is None:
+            return {}
+        assert isinstance(self.plan.target, PackQuantizedTarget)
+        return self.plan.target.decoded
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether experts of the source are missing on purpose."""
+        layers = self.source_layers.items()
+        return any(len(self.experts_in(index)) < len(layer.experts) for index, layer in layers)
 
 
 def is_gpu_output(directory: Path) -> bool:
@@ -102,7 +110,7 @@ def is_gpu_output(directory: Path) -> bool:
     the names of its tensors, unless there are KTransformers' (which keep their source's config)."""
     manifest = read_manifest(directory)
     if manifest is not None:
-        return bool(manifest["options"].get("format") == FORMAT)
+        return bool(manifest.options.get("format") == FORMAT)
     packed = open_packed(directory)
     if packed.tensors:
         return False
@@ -129,32 +137,30 @@ def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
     return GpuOutput(
         packed=packed,
         manifest=manifest,
-        options=CpuOptions(),
         checkpoint=checkpoint,
         plan=plan,
         quantization=quantization,
         why_not=why_not,
         modules=modules,
+        layers=_experts_by_layer(modules),
         others=others,
         method=_method(output, manifest, quantization),
         config=config,
     )
 
 
-def _usable(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+def _usable(manifest: Manifest | None) -> Manifest | None:
     """A manifest of the form of ours; None for any other."""
-    if manifest is None:
+    if manifest is None or not manifest.has_source:
         return None
-    options = manifest["options"]
+    options = manifest.options
     size, scheme = options.get("group_size"), options.get("scheme")
-    source = manifest.get("source", {})
-    files = source.get("files", {}) if isinstance(source, dict) else None
     sound = scheme in BITS and type(size) is int and isinstance(options.get("method"), str)
-    return manifest if sound and isinstance(files, dict) else None
+    return manifest if sound else None
 
 
 def _quantization(
-    output: Path, manifest: Mapping[str, Any] | None
+    output: Path, manifest: Manifest | None
 ) -> tuple[Quantization, str | None, Mapping[str, Any]]:
     """What config.json says; where it cannot be used and the manifest is ours, what that says."""
     config: Mapping[str, Any] = {}
@@ -171,41 +177,33 @@ def _quantization(
             ) from error
         if manifest is None:
             raise
-        options = manifest["options"]
+        options = manifest.options
         size = None if options["group_size"] == CHANNEL else options["group_size"]
         group = Group("manifest", [r"re:.*\.experts\.[0-9]+\."], BITS[options["scheme"]], size, "")
         return Quantization([group], []), str(error), config
 
 
-def _plan(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> Any:
+def _plan(checkpoint: Checkpoint, manifest: Manifest | None) -> Any:
     """What the source should have become: its copies and side files, and which experts. Scheme and
     group size are the output's own affair."""
-    options = manifest["options"] if manifest else {}
+    options = manifest.options if manifest else {}
     selection = None
     if options.get("experts"):
         chosen = set_of_record(options["experts"], MANIFEST)
         selection = {layer.index: chosen.of(layer.index) for layer in checkpoint.layers}
-    told = Options(group_size=CHANNEL, mtp=options.get("mtp", True), max_shard_size=_NO_LIMIT)
-    return plan_checkpoint(checkpoint, PackQuantizedTarget(told, checkpoint), selection)
+    ours = Options(group_size=CHANNEL, mtp=options.get("mtp", True), max_shard_size=NO_LIMIT)
+    return plan_checkpoint(checkpoint, PackQuantizedTarget(ours, checkpoint), selection)
 
 
-def _numbers(checkpoint: Checkpoint | None, manifest: Mapping[str, Any] | None) -> dict[str, int]:
+def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[str, int]:
     """Where experts lie -> layer, as far as source or manifest tell."""
     if checkpoint is not None:
         return {layer.source: layer.index for layer in checkpoint.layers}
     return {
-        about["source"]: int(index)
-        for index, about in told_layers(manifest).items()
-        if index.isdecimal() and isinstance(about.get("source"), str)
+        about["source"]: index
+        for index, about in (manifest.layers if manifest else {}).items()
+        if isinstance(about.get("source"), str)
     }
-
-
-def told_layers(manifest: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
-    """What a manifest says of layers, by their numbers; what has another form is left out."""
-    geometry = (manifest or {}).get("geometry")
-    layers = geometry.get("layers") if isinstance(geometry, dict) else None
-    told = layers if isinstance(layers, dict) else {}
-    return {index: about for index, about in told.items() if isinstance(about, dict)}
 
 
 def _sort(
@@ -228,10 +226,18 @@ def _sort(
     return modules, others
 
 
-def _method(output: Path, manifest: Mapping[str, Any] | None, quantization: Quantization) -> str:
+def _experts_by_layer(modules: Mapping[str, Module]) -> dict[int, list[int]]:
+    found: dict[int, set[int]] = {}
+    for module in modules.values():
+        if module.where is not None and module.layer is not None:
+            found.setdefault(module.layer, set()).add(module.where.expert)
+    return {layer: sorted(found[layer]) for layer in sorted(found)}
+
+
+def _method(output: Path, manifest: Manifest | None, quantization: Quantization) -> str:
     """How weights were rounded: by the manifest; another tool's by its recipe, if it has one."""
     if manifest is not None:
-        return str(manifest["options"]["method"])
+        return str(manifest.options["method"])
     try:
         text = read_small(output, RECIPE, MAX_CONFIG_BYTES).decode(errors="replace")
     except MissingFileError:

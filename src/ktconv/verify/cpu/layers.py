@@ -1,0 +1,91 @@
+"""Level 3 for experts on CPUs: what our kernels compute on the packed weights.
+
+Two questions: do the kernels compute what the packed weights stand for, on every level of
+this machine (tight), and how far is that from the source's weights (reported).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ktconv import native
+from ktconv.checkpoint import MoELayer
+from ktconv.formats.decode import bf16_to_f32
+from ktconv.moe import KERNEL_BOUND, Experts
+from ktconv.moe.load import packed_experts
+from ktconv.system.pool import Pool
+from ktconv.verify.findings import Facts
+from ktconv.verify.hidden_states import LEVEL, Inputs
+from ktconv.verify.layers import LayersCheck
+from ktconv.verify.reference import F32, LayerReference, Outputs, relative
+
+
+class CpuLayersCheck(LayersCheck):
+    compared = "kernels against float32"
+
+    def _kernels(self) -> Facts:
+        return {"isas": native.isa_available(), "kernel_bound": KERNEL_BOUND}
+
+    def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
+        experts = packed_experts(self._output.packed, layer.index, self._activation)
+
+        def compute(expert: int, x: F32) -> Outputs:
+            packed, rounded = experts.outputs(experts.streams(expert), x)
+            return Outputs(packed, rounded, experts.output(self._source.expert(layer, expert), x))
+
+        reference = LayerReference(x, compute, self._budget.layer_threads)
+        kernel_error, y = self._outputs(experts, inputs, reference)
+        for isa, error in kernel_error.items():
+            self._check_kernel(layer.index, isa, error)
+        return reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
+
+    def _check_kernel(self, layer: int, isa: str, error: float) -> None:
+        if error <= KERNEL_BOUND:
+            return
+        self._findings.fail(
+            LEVEL,
+            "kernel",
+            f"layer {layer} on {isa}: the kernels are off by {error:.3g} from float32 arithmetic "
+            f"on the same packed weights, at most {KERNEL_BOUND:g} is right.",
+            layer=layer,
+            value=error,
+        )
+
+    def _outputs(
+        self, experts: Experts, inputs: Inputs, reference: LayerReference
+    ) -> tuple[dict[str, float], F32]:
+        """The largest error by level of the kernels, and what the last of these computes.
+
+        Experts whose packed weights fit into memory together run in one call.
+        """
+        errors: dict[str, float] = {}
+        total = np.zeros(inputs.x.shape, np.float32)
+        with Pool(self._request.threads) as pool:
+            for group in _groups(
+                inputs.experts, self._budget.experts_at_once(experts.expert_bytes)
+            ):
+                part = inputs.only(group)
+                expected, y = reference.add(part), total
+                for isa, y in _on_all_levels(experts, part, pool):
+                    error = relative(y, expected)
+                    errors[isa] = float(np.maximum(errors.get(isa, 0.0), error))  # NaN stays
+                total += y
+                experts.release()
+        return errors, total
+
+
+def _on_all_levels(experts: Experts, inputs: Inputs, pool: Pool) -> Iterator[tuple[str, F32]]:
+    before = native.isa()
+    try:
+        for isa in native.isa_available():
+            native.use_isa(isa)
+            yield isa, bf16_to_f32(experts.forward(inputs.x, inputs.ids, inputs.weights, pool))
+    finally:
+        native.use_isa(before)
+
+
+def _groups(experts: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(experts), count):
+        yield experts[first : first + count]

@@ -1,0 +1,46 @@
+"""Level 4 for experts on CPUs: our kernels run in place of the model's own experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ktconv.formats import FORMATS
+from ktconv.model.replace import UnlikeExperts
+from ktconv.verify.cpu.output import CpuOutput
+from ktconv.verify.findings import Facts
+from ktconv.verify.model import LEVEL, ModelCheck, ModelPair
+
+
+class CpuModelCheck(ModelCheck):
+    _output: CpuOutput
+
+    @property
+    def _named(self) -> Path:
+        return self._output.source.path
+
+    @property
+    def _bits(self) -> int:
+        return FORMATS[self._output.options.method].bits
+
+    def _check_memory(self) -> None:
+        from ktconv.model import check_memory
+
+        check_memory(self._output.source.path, "auto")
+
+    def run(self) -> Facts | None:
+        try:
+            return super().run()
+        except UnlikeExperts as error:
+            self._findings.fail(LEVEL, "experts", f"{error}.")
+            return None
+
+    @contextmanager
+    def _pair(self, model: Any) -> Iterator[ModelPair]:
+        from ktconv.model import replace_experts
+
+        directory, threads = self._output.directory, self._request.threads
+        with replace_experts(model, directory, threads=threads, keep=True) as replaced:
+            yield ModelPair(model, replaced, sum(map(len, replaced.own.values())))

@@ -1,0 +1,133 @@
+"""Packed experts for CPUs as they lie on the disk, and how they were converted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.formats import FORMATS
+from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.targets.ktransformers import Options, make_plan, options_of_record
+from ktconv.verify.output import NO_LIMIT, OpenedOutput
+from ktconv.writer.journal import Journal, is_run_record
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuOutput(OpenedOutput):
+    options: Options
+    contradiction: str | None  # of manifest and tensors: then `options` are the tensors'
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"method": self.options.method, "numa": self.options.numa}
+
+    def experts_in(self, layer: int) -> Sequence[int]:
+        geometry = self.packed.layers.get(layer)
+        return geometry.here if geometry else ()
+
+
+def open_cpu_output(output: Path, source: str | None) -> CpuOutput:
+    """Raises UsageError if there is nothing to verify, CheckpointError for an unusable source."""
+    if not output.is_dir():
+        raise UsageError(
+            f"{output} is no directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
+        )
+    packed = open_packed(output)
+    manifest = _usable(read_manifest(output), output)
+    if not packed.tensors and manifest is None and not packed.damaged:
+        raise UsageError(
+            f"{output} holds no packed experts",
+            "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
+        )
+    checkpoint = open_checkpoint(source) if source else None
+    options = (
+        (manifest and _options_of(manifest))
+        or _options_of_run(output)
+        or _options_by_tensors(packed, checkpoint)
+    )
+    contradiction = _contradiction(packed, options)
+    if contradiction:
+        actual = _options_by_tensors(packed, checkpoint)
+        options = replace(options, method=actual.method, numa=actual.numa)
+    options = replace(options, max_shard_size=NO_LIMIT)
+    return CpuOutput(
+        packed=packed,
+        manifest=manifest,
+        checkpoint=checkpoint,
+        plan=make_plan(checkpoint, options) if checkpoint else None,
+        others=packed.others,
+        options=options,
+        contradiction=contradiction,
+    )
+
+
+def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
+    """A manifest whose options and source have the form of ours; None for any other."""
+    options = _options_of(manifest) if manifest and manifest.has_source else None
+    if options is None:
+        return None
+    if options.method not in FORMATS:
+        raise CheckpointError(
+            f"{output / MANIFEST} names the method {options.method!r}, which this version does "
+            "not know",
+            "verify with the version of ktconv that converted it",
+        )
+    return manifest
+
+
+def _options_of(manifest: Manifest) -> Options | None:
+    """How it was converted; None where that has not the form of ours."""
+    complete = {"method", "numa"} <= manifest.options.keys()
+    return options_of_record(manifest.options) if complete else None
+
+
+def _options_of_run(output: Path) -> Options | None:
+    """How a conversion that is not finished was begun."""
+    journal = Journal(output)
+    run = journal.peek_run()
+    options = _options_of(Manifest(journal.run_file, run)) if is_run_record(run) else None
+    return options if options and options.method in FORMATS and options.numa > 0 else None
+
+
+def _contradiction(packed: PackedWeights, options: Options) -> str | None:
+    """Why these cannot be the options of a conversion: no layer is of that kind."""
+    kinds = {(one.format.key, one.parts) for one in packed.layers.values() if one.format}
+    if not kinds or (options.method, options.numa) in kinds:
+        return None
+    method, parts = min(kinds)
+    return (
+        f"{MANIFEST} says {options.method.upper()} in {options.numa} NUMA part(s), but the "
+        f"tensors are {method.upper()} in {parts}"
+    )
+
+
+def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) -> Options:
+    """How it was converted, as its tensors tell: as most layers are."""
+    kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
+    if not kinds:
+        raise CheckpointError(
+            f"{packed.directory} holds tensors of no format that ktconv knows",
+            f"it knows {', '.join(FORMATS)}",
+        )
+    (fmt, parts), _ = kinds.most_common(1)[0]
+    return Options(
+        method=fmt.key,
+        numa=parts,
+        layout="layers" if packed.layout == "layers" else "safetensors",
+        compat=True,  # the reference converter rounds to bf16 first
+        mtp=_has_mtp(packed, checkpoint),
+        experts_only=not packed.others,
+    )
+
+
+def _has_mtp(packed: PackedWeights, checkpoint: Checkpoint | None) -> bool:
+    """Whether experts of MTP layers are there; the reference converter leaves them out."""
+    if checkpoint is None:
+        return True
+    return any(layer.is_mtp and layer.index in packed.layers for layer in checkpoint.layers)

@@ -1,0 +1,151 @@
+"""ktconv.json, the manifest of an output: how it was made, from what, and every tensor of it.
+
+Whoever reads a manifest reads it here: it comes from a disk, and can say anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv.checkpoint.side_files import recorded
+from ktconv.system.files import write_durably
+from ktconv.system.regular_files import MissingFileError, read_small
+from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
+
+MANIFEST = "ktconv.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A readable ktconv.json; or run.json of a conversion that is not finished, without units."""
+
+    path: Path
+    record: Record
+
+    @property
+    def version(self) -> object:
+        return self.record.get("ktconv_version")
+
+    # ---- how it was made ----
+
+    @property
+    def options(self) -> Record:
+        options: Record = self.record["options"]
+        return options
+
+    # ---- from what ----
+
+    @property
+    def has_source(self) -> bool:
+        """Whether what it says of the source, if anything, has the form of ours."""
+        source = self.record.get("source", {})
+        files = source.get("files", {}) if isinstance(source, dict) else None
+        return isinstance(files, dict) and all(isinstance(file, dict) for file in files.values())
+
+    @property
+    def source_files(self) -> dict[str, Record]:
+        """Name -> size, time and checksum of each file of the model that was converted; empty
+        where that is not known."""
+        return dict(self.record.get("source", {}).get("files", {})) if self.has_source else {}
+
+    @property
+    def model_type(self) -> object:
+        return self.record["geometry"].get("model_type")
+
+    @property
+    def layers(self) -> dict[int, Record]:
+        """Dimensions of every layer."""
+        return {int(index): about for index, about in self.record["geometry"]["layers"].items()}
+
+    @property
+    def merged(self) -> bool:
+        return "merged_from" in self.record
+
+    @property
+    def resharded_from(self) -> Record | None:
+        """What a recut output was made from."""
+        record = self.record.get("resharded_from")
+        return record if isinstance(record, dict) else None
+
+    # ---- what was written ----
+
+    @property
+    def units(self) -> dict[str, Record]:
+        """Files and tensors by unit, without damaged records."""
+        return {key: unit for key, unit in self._units() if unit is not None}
+
+    @property
+    def damaged_units(self) -> list[str]:
+        return [key for key, unit in self._units() if unit is None]
+
+    def _units(self) -> Iterable[tuple[str, Record | None]]:
+        units: Mapping[str, Record | None] = self.record.get("units", {})
+        return units.items()
+
+    @property
+    def files(self) -> list[Record]:
+        """Name, size and header of every file with tensors."""
+        return [file for unit in self.units.values() for file in unit["files"]]
+
+    @property
+    def tensors(self) -> dict[str, Record]:
+        """Checksum and, of weights, quantization errors of every tensor."""
+        units = self.units.values()
+        return {name: about for unit in units for name, about in unit["tensors"].items()}
+
+    @property
+    def side_files(self) -> dict[str, Record] | None:
+        """Size and checksum of every file beside the weights; None: written by an earlier version,
+        which recorded nothing. Raises CheckpointError for anything of another form."""
+        return recorded(self.record)
+
+
+def read_manifest(output: Path) -> Manifest | None:
+    """The manifest of an output; None if there is none or it is not ours.
+
+    A unit whose record is damaged is None: the others still tell what is done.
+    Raises CheckpointError for what is no regular file, ResourceError where it cannot be read.
+    """
+    try:
+        content = parse_record(read_small(output, MANIFEST))
+    except MissingFileError:
+        return None
+    if not is_run_record(content) or not isinstance(content.get("units"), dict):
+        return None
+    units = content["units"].items()
+    sound = {key: record if is_unit_record(record) else None for key, record in units}
+    return Manifest(output / MANIFEST, content | {"units": sound})
+
+
+def write_manifest(
+    run: Mapping[str, Any],
+    units: Iterable[tuple[str, Mapping[str, Any]]],
+    output: Path,
+    staging: Path,
+) -> None:
+    """ktconv.json: `run` and the record of every unit. Units are taken one at a time."""
+    lines = (line.encode() for line in _manifest_lines(run, units))
+    write_durably(output / MANIFEST, lines, staging)
+
+
+def _manifest_lines(
+    run: Mapping[str, Any], units: Iterable[tuple[str, Mapping[str, Any]]]
+) -> Iterator[str]:
+    """JSON with one tensor per line: it can be searched and compared with line tools."""
+    yield json.dumps(run, indent=1)[:-2]
+    yield ',\n "units": {'
+    for count, (key, record) in enumerate(units):
+        yield f'{"," if count else ""}\n  {json.dumps(key)}: {{\n   "files": [\n    '
+        yield ",\n    ".join(json.dumps(file) for file in record["files"])
+        yield '\n   ],\n   "tensors": {\n    '
+        tensors = sorted(record["tensors"].items())
+        yield ",\n    ".join(f"{json.dumps(name)}: {json.dumps(about)}" for name, about in tensors)
+        yield "\n   }"
+        for name in sorted(record.keys() - {"files", "tensors"}):
+            yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"
+        yield "\n  }"
+    yield "\n }\n}\n"
