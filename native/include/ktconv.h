@@ -317,6 +317,10 @@ kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64
                          const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
                          uint16_t *y, void *scratch, size_t scratch_size);
 
+/* The first of the pool's nodes, counted from 0, whose threads compute a part of a layer cut into
+ * `parts`: its weights should lie there. -1 if there is no such part. */
+int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool);
+
 /* Reads one byte of each page of the weights, by the threads that will use them: pages of
  * a mapped file that are not in memory yet come to the right NUMA node. */
 kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool);

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 
-from ktconv.bench import limits, run
+from ktconv.bench import run
+from ktconv.bench.limits import Meter
+
+QuickMeter = partial(Meter, 4 << 20, dot_seconds=(1e-4, 1e-4))
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "Meter", partial(limits.Meter, 4 << 20))
-    monkeypatch.setattr(limits, "_DOT_SECONDS", 1e-4)
-    monkeypatch.setattr(limits, "_DOT_AGAIN_SECONDS", 1e-4)
+    monkeypatch.setattr(run, "Meter", QuickMeter)

@@ -9,7 +9,7 @@ from helpers.paths import DOCS
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
-from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
+from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.bench.run import Report
 
 SCHEMA, PACK_SCHEMA = (
@@ -30,7 +30,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def subject(**changes: Any) -> Subject:
+def case(**changes: Any) -> Case:
     fields = {
         "engine": "ktconv",
         "method": "int4",
@@ -38,16 +38,18 @@ def subject(**changes: Any) -> Subject:
         "shape": SHAPE,
         "routing": "balanced",
         "tokens": 3,
+        "threads": LIMITS.threads,
+        "isa": LIMITS.isa,
         "parts": 1,
         "expert_bytes": EXPERT_BYTES,
         "in_cache": False,
     }
-    return Subject(**{**fields, **changes})
+    return Case(**{**fields, **changes})
 
 
 def row(seconds: float = 1e-4, **changes: Any) -> Row:
     sample = Sample((seconds,) * 5, pairs=12.0, distinct=8.0)
-    return judge(subject(**changes), sample, LIMITS, LIMITS, Errors(0.01, 0.1, 0.001))
+    return judge(case(**changes), sample, LIMITS, LIMITS, Errors(0.01, 0.1, 0.001))
 
 
 def report(*rows: Row) -> Report:

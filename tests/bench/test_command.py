@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,14 @@ def test_a_reader_that_leaves_hides_no_regression(
     assert ended.value.code == code
 
 
+def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(pack_stage.bench_packing, working_set=1 << 16)
+    monkeypatch.setattr(pack_stage, "bench_packing", small)
+
+
 @pytest.mark.usefixtures("broken_pipe")
 def test_a_reader_of_packing_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_stage, "_WORKING_SET", 1 << 16)
+    quick_packing(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         app(["bench", *PACK, "--format", "json"])
     assert not ended.value.code
@@ -151,7 +157,7 @@ def test_reports_with_nothing_in_common_are_told_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "old.json").write_text(bench(*SMALL, "--format", "json").stdout)
-    monkeypatch.setattr(run, "_measure_machine", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(run, "Meter", lambda: pytest.fail("measured"))
     result = bench(*SMALL, "--tokens", "2", "--compare", tmp_path / "old.json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "measured what this run would measure" in " ".join(result.stderr.split())
@@ -200,15 +206,15 @@ def test_levels_are_only_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "isa_available", lambda: ["scalar", "avx512", "amx"])
     for level, allowed in (("scalar", ("scalar",)), ("avx512", ("scalar", "avx512"))):
         monkeypatch.setattr(native, "isa", lambda level=level: level)
-        assert command._isas("auto") == (level,)
-        assert command._isas("all") == allowed
-        assert command._isas("scalar") == ("scalar",)
+        assert command.parse_isas("auto") == (level,)
+        assert command.parse_isas("all") == allowed
+        assert command.parse_isas("scalar") == ("scalar",)
         with pytest.raises(UsageError, match=f"--isa amx is above KTCONV_ISA={level}"):
-            command._isas("scalar,amx")
+            command.parse_isas("scalar,amx")
 
 
 def test_the_variable_is_what_lowers() -> None:
-    code = "from ktconv.bench import command; print(command._isas('all'))"
+    code = "from ktconv.bench import command; print(command.parse_isas('all'))"
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -225,7 +231,7 @@ PACK = ("--stage", "pack", "--shape", "128,128,3,2", "--isa", "scalar", "--iters
 
 
 def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_stage, "_WORKING_SET", 1 << 16)
+    quick_packing(monkeypatch)
     sources = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
     for words in (PACK, (*PACK, "--method", "all")):
         report = json.loads(bench(*words, "--format", "json").stdout)
@@ -244,11 +250,13 @@ def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_packing_honours_seconds_iterations_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pack_stage, "_case", lambda *given: asked.append(given[-2:]) or [])
+    monkeypatch.setattr(pack_stage, "bench_packing", lambda *_, **given: asked.append(given) or [])
     words = ("--seconds", "0.25", "--iters", "3", "--seed", "5")
     assert bench("--stage", "pack", "--method", "int4", *words, "--format", "json").exit_code == 0
-    assert set(asked) == {(Effort(0.25, 3), 5)}
-    first, same, other = (pack_stage._stored("F32", 4, 8, seed).tolist() for seed in (5, 5, 6))
+    assert asked == [{"effort": Effort(0.25, 3), "seed": 5}]
+    first, same, other = (
+        pack_stage.stored_weights("F32", 4, 8, seed).tolist() for seed in (5, 5, 6)
+    )
     assert first == same != other
 
 
@@ -286,11 +294,11 @@ def test_a_time_that_does_not_end_is_refused(seconds: str) -> None:
 
 def test_every_option_has_a_meaning_for_packing_or_none() -> None:
     options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
-    assert options - {"--help"} == command._PACKING | {words[0] for words in MEANINGLESS}
+    assert options - {"--help"} == command.PACKING | {words[0] for words in MEANINGLESS}
 
 
 def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_stage, "_case", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(native, "quantize_pack", lambda *_: pytest.fail("measured"))
     for words, error in (
         (("--method", "int4,bf16"), "--stage pack cannot measure bf16"),
         (("--shape", "128,128,3,2", "--shape", "96,128,3,2"), "int4 cannot hold a matrix of"),
@@ -303,20 +311,23 @@ def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.Monkey
 
 
 def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_stage, "_WORKING_SET", 8 << 20)
-    shape, asked = parse_shape("2048,1024,1,1"), []
+    measure = partial(
+        pack_stage.bench_packing,
+        *(["int8"], [parse_shape("2048,1024,1,1")], [native.isa()], lambda _: None),
+        effort=Effort(iterations=1),
+        working_set=8 << 20,
+    )
+    asked: list[int] = []
     monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: asked.append(1) or 1)
     with pytest.raises(UsageError, match="takes") as caught:
-        pack_stage.bench_packing(["int8"], [shape], ["scalar"], print)
+        measure()
     foreseen = parse_size(str(caught.value).split(" takes ")[1].split(",")[0], "size")
     monkeypatch.undo()
-    monkeypatch.setattr(pack_stage, "_WORKING_SET", 8 << 20)
-    for source in pack_stage.SOURCES:
-        tracemalloc.start()
-        pack_stage._case("int8", source, shape, [native.isa()], Effort(iterations=1), 0)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak <= foreseen
+    tracemalloc.start()
+    assert len(measure()) == len(pack_stage.SOURCES)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= foreseen
 
 
 # ---- bad input ---------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from ktconv.system.pool import Pool
 MIB = 1 << 20
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_meter_measures_on_every_level(isa: str, threads: int) -> None:
-    meter = Meter(4 * MIB)
+    meter = Meter(4 * MIB, dot_seconds=(1e-4, 1e-4))
     with Pool(threads) as pool:
         first, again = meter.measure(pool), meter.again(pool)
     for limits in (first, again):
@@ -72,8 +71,7 @@ def test_limits_wait_for_threads_that_still_compute(monkeypatch: pytest.MonkeyPa
     """As those of a BLAS do for a while after a product."""
     readings = [0.0, 1e6, 1e6, 2e6, 2e6, 2e6, 3e6]  # before and after: busy twice, then idle
     monkeypatch.setattr("ktconv.bench.limits.own_seconds", lambda: readings.pop(0))
-    monkeypatch.setattr("ktconv.bench.limits._SETTLE_SECONDS", math.inf)
-    settle()
+    settle(math.inf)
     assert readings == [3e6]
 
 

@@ -13,7 +13,8 @@ from ktconv.bench import measure
 from ktconv.bench.measure import (
     Batch,
     Effort,
-    Truth,
+    OtherWork,
+    Reference,
     batch_bytes,
     check,
     checked_tokens,
@@ -53,7 +54,7 @@ def test_batches_repeat_and_weights_sum_to_one() -> None:
 def test_a_right_kernel_passes(method: str) -> None:
     experts, batch = experts_of(method), batch_of(33, iterations=1)
     with Pool(2) as pool:
-        errors = check(experts, batch, Truth(experts, batch), pool)
+        errors = check(experts, batch, Reference(experts, batch), pool)
     assert errors.kernel and errors.kernel < KERNEL_BOUND / 2
     assert 0.9 * errors.kernel < errors.relative <= METHODS[method].bound
     assert errors.source and errors.source >= 0.9 * errors.relative
@@ -70,7 +71,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(experts, "forward", wrong)
     with Pool(1) as pool, pytest.raises(VerificationError, match="bf16 kernel is wrong"):
-        check(experts, batch, Truth(experts, batch), pool)
+        check(experts, batch, Reference(experts, batch), pool)
 
 
 Change = Callable[[Any, Any], None]
@@ -117,24 +118,24 @@ def test_every_token_is_looked_at(
     change: Change, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts, batch = experts_of("int8"), batch_of(400, iterations=1)
-    truth = Truth(experts, batch)
-    assert 100 not in truth.tokens
+    reference = Reference(experts, batch)
+    assert 100 not in reference.tokens
     spoil(experts, monkeypatch, change)
     with Pool(2) as pool, pytest.raises(VerificationError, match=words):
-        check(experts, batch, truth, pool)
+        check(experts, batch, reference, pool)
 
 
 def test_a_kernel_that_gives_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, batch = experts_of("int8"), batch_of(1, iterations=1)
     spoil(experts, monkeypatch, lambda _, y: y.fill(0x7FC0))
     with Pool(1) as pool, pytest.raises(VerificationError, match="token 0 of 1 is not finite"):
-        check(experts, batch, Truth(experts, batch), pool)
+        check(experts, batch, Reference(experts, batch), pool)
 
 
 def test_a_kernel_that_breaks_off_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, batch = experts_of("int8"), batch_of(3, iterations=1)
     with Pool(1) as pool:
-        check(experts, batch, Truth(experts, batch), pool)
+        check(experts, batch, Reference(experts, batch), pool)
         spoil(experts, monkeypatch, lambda _, y: y[2:].fill(0xFFFF))
         with pytest.raises(VerificationError, match="token 2 of 3"):
             sample(experts, batch, pool, Effort(iterations=1))
@@ -155,13 +156,13 @@ def test_bits_may_differ_only_where_the_header_says_so(monkeypatch: pytest.Monke
         near[6, 3] += 1
         far[6] += 3
         monkeypatch.setattr(measure, "isa", lambda level=level: level)
-        measure._expect_same(experts, y, y)
+        measure.expect_same(experts, y, y)
         for other, refused in ((near, same), (far, True)):
             if refused:
                 with pytest.raises(VerificationError, match="token 6 of 7"):
-                    measure._expect_same(experts, y, other)
+                    measure.expect_same(experts, y, other)
             else:
-                measure._expect_same(experts, y, other)
+                measure.expect_same(experts, y, other)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +180,10 @@ def test_how_wrong_is_wrong(errors: list[float], words: str | None) -> None:
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     got = expected * (1 + np.array(errors, np.float32)[:, None])
     if words is None:
-        measure._expect_right(experts_of("int8"), got, expected)
+        measure.expect_right(experts_of("int8"), got, expected)
         return
     with pytest.raises(VerificationError, match=words):
-        measure._expect_right(experts_of("int8"), got, expected)
+        measure.expect_right(experts_of("int8"), got, expected)
 
 
 def test_a_routing_without_experts_is_not_what_is_checked() -> None:
@@ -190,14 +191,14 @@ def test_a_routing_without_experts_is_not_what_is_checked() -> None:
     batch.ids[0][:] = -1
     batch.ids[1][:] = -1
     assert batch.checked == 2
-    truth = Truth(experts, batch)
-    assert truth.ids is batch.ids[2] and truth.packed.any()
+    reference = Reference(experts, batch)
+    assert reference.ids is batch.ids[2] and reference.packed.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 16])
 def test_all_tokens_of_small_batches_are_checked(tokens: int) -> None:
     experts, batch = experts_of("bf16"), batch_of(tokens, iterations=1)
-    assert Truth(experts, batch).tokens == list(range(tokens))
+    assert Reference(experts, batch).tokens == list(range(tokens))
 
 
 @pytest.mark.parametrize("tokens", [17, 100, 1024, 2048, 2049, 5000])
@@ -229,7 +230,7 @@ def test_memory_of_a_batch_is_foreseen() -> None:
             scratch = experts.layer.scratch(tokens, TOP_K, pool).nbytes
             tracemalloc.start()
             batch = make_batch(ids, tokens, HIDDEN, TOP_K, 0, effort)
-            check(experts, batch, Truth(experts, batch), pool)
+            check(experts, batch, Reference(experts, batch), pool)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         assert peak <= foreseen + 2 * scratch + (4 << 20)
@@ -254,13 +255,12 @@ def test_pairs_and_distinct_experts_leave_skipped_ids_out() -> None:
     assert (found.pairs, found.distinct) == (3.0, 2.0)
 
 
-def test_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_take() -> None:
     """Busy time of all CPUs beyond this process's own; less than two ticks is rounding."""
     busy = iter([10.0, 14.0, 10.0, 10.001])
-    monkeypatch.setattr(measure, "_busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(measure, "own_seconds", lambda: 1.0)
-    assert measure._Others().share() > 0.5
-    assert measure._Others().share() == 0.0
+    for expected in (True, False):
+        share = OtherWork(lambda: next(busy), lambda: 1.0).share()
+        assert share > 0.5 if expected else share == 0.0
 
 
 def test_weights_repeat_and_experts_differ() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from ktconv import native
 from ktconv.bench import peer_rows
+from ktconv.bench.cases import Request as BenchRequest
+from ktconv.bench.cases import prepare
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers import Availability, PeerError, Request, Result, Spec
 from ktconv.bench.presets import parse_shape
-from ktconv.bench.run import Request as BenchRequest
-from ktconv.bench.run import bench, prepare
+from ktconv.bench.run import bench
 from ktconv.errors import UsageError
 from ktconv.moe import method_named
 
@@ -84,7 +85,7 @@ def test_peers_get_what_we_got(asked: list[Request]) -> None:
 def test_peers_without_enough_memory_are_left_out(
     asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_rows, "_fits", lambda *_: False)
+    monkeypatch.setattr(peer_rows, "fits", lambda *_: False)
     heard: list[str] = []
     assert len(bench(request(), heard.append).rows) == 2
     assert not asked and "good q4: left out, too little memory is free" in heard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench.reports import EXPERT_BYTES, LIMITS, SCHEMA, SHAPE, problems, report, row, subject
+from bench.reports import EXPERT_BYTES, LIMITS, SCHEMA, SHAPE, case, problems, report, row
 
 from ktconv.bench.rows import Errors, Sample, judge
 
@@ -15,9 +15,7 @@ OPERATIONS = 6 * 256 * 128
 
 
 def test_rates() -> None:
-    row = judge(
-        subject(tokens=3), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, Errors(0.01, 0.2, 0.001)
-    )
+    row = judge(case(tokens=3), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, Errors(0.01, 0.2, 0.001))
     median = 1.05e-3
     assert row.median_us == pytest.approx(1e6 * median)
     assert (row.p10_us, row.p90_us) == pytest.approx((1010, 1090))
@@ -31,13 +29,13 @@ def test_rates() -> None:
 
 
 def test_the_limit_that_takes_longer_binds() -> None:
-    few = judge(subject(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS)
+    few = judge(case(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS)
     assert few.bound == "memory"
     assert few.share_of_bound == pytest.approx(8 * EXPERT_BYTES / 10e9 / 1.05e-3)
-    many = judge(subject(tokens=5000), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
+    many = judge(case(tokens=5000), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
     assert many.bound == "compute"
     assert many.share_of_bound == pytest.approx(20000 * OPERATIONS / 500e9 / 1.05e-3)
-    floats = judge(subject(unit="bf16"), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
+    floats = judge(case(unit="bf16"), Sample(TIMES, 20000.0, 16.0), LIMITS, LIMITS, ERRORS)
     assert floats.peak_gops == 200.0
     assert floats.share_of_bound == pytest.approx(2.5 * many.share_of_bound)
 
@@ -45,14 +43,14 @@ def test_the_limit_that_takes_longer_binds() -> None:
 def test_the_better_of_the_limits_before_and_after_counts() -> None:
     slower = replace(LIMITS, read_gb_s=9.0, int8_gops=450.0)
     for before, after in ((LIMITS, slower), (slower, LIMITS)):
-        row = judge(subject(), Sample(TIMES, 12.0, 8.0), before, after, ERRORS)
+        row = judge(case(), Sample(TIMES, 12.0, 8.0), before, after, ERRORS)
         assert (row.read_gb_s, row.peak_gops) == (10.0, 500.0)
         assert not row.disturbed
 
 
 def test_arithmetic_is_held_against_the_best_of_the_run() -> None:
     best = replace(LIMITS, read_gb_s=99.0, int8_gops=600.0)
-    row = judge(subject(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS, best)
+    row = judge(case(), Sample(TIMES, 12.0, 8.0), LIMITS, LIMITS, ERRORS, best)
     assert (row.read_gb_s, row.peak_gops) == (10.0, 600.0)
 
 
@@ -69,12 +67,12 @@ def test_arithmetic_is_held_against_the_best_of_the_run() -> None:
     ids=["quiet", "spread", "others", "memory", "unit", "another unit"],
 )
 def test_what_disturbs(sample: Sample, after: object, disturbed: bool) -> None:
-    row = judge(subject(), sample, LIMITS, after, ERRORS)  # type: ignore[arg-type]
+    row = judge(case(), sample, LIMITS, after, ERRORS)  # type: ignore[arg-type]
     assert row.disturbed is disturbed
 
 
 def test_an_iteration_without_tokens_divides_by_nothing() -> None:
-    row = judge(subject(), Sample((1e-6,), 0.0, 0.0), LIMITS, LIMITS, ERRORS)
+    row = judge(case(), Sample((1e-6,), 0.0, 0.0), LIMITS, LIMITS, ERRORS)
     assert (row.weight_gb_s, row.gops, row.share_of_bound, row.tokens_per_expert) == (0, 0, 0, 0)
 
 
@@ -96,7 +94,7 @@ def test_rows_with_the_same_key_measure_the_same() -> None:
 
 def test_keys_are_known_before_anything_is_measured() -> None:
     for changes in ({}, {"layer": 4}, {"isa": "own", "engine": "torch"}):
-        assert subject(**changes).key(LIMITS.threads, LIMITS.isa) == row(**changes).key
+        assert case(**changes).key == row(**changes).key
 
 
 def test_facts_follow_the_schema() -> None:

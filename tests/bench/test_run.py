@@ -19,13 +19,15 @@ from helpers.families import Tensor, numbered, random_weights, write_checkpoint
 from helpers.paths import EXAMPLE
 
 from ktconv import native
-from ktconv.bench import run
+from ktconv.bench import cases, run
+from ktconv.bench.cases import Request, prepare
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import PRESETS, parse_shape
 from ktconv.bench.routing import parse_routing
-from ktconv.bench.run import Request, bench, prepare
+from ktconv.bench.run import bench
+from ktconv.bench.weights import RandomWeights
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.moe import METHODS, method_named
+from ktconv.moe import METHODS, method_named, pack_experts
 from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -97,7 +99,12 @@ def test_parts_have_the_same_errors_nearly(parts: int) -> None:
     ],
 )
 def test_parts_lie_where_they_are_computed(parts: int, nodes: int, homes: list[int]) -> None:
-    assert [run.home(part, parts, nodes) for part in range(parts)] == homes
+    pool = native.Pool(nodes, nodes=list(range(nodes)))
+    assert [native.part_node(part, parts, pool) for part in range(parts)] == homes
+    for part in (-1, parts):
+        with pytest.raises(ValueError, match=f"no part {part} of {parts}"):
+            native.part_node(part, parts, pool)
+    pool.close()
 
 
 def test_activations_of_presets_are_used() -> None:
@@ -125,16 +132,16 @@ def test_a_trace_with_experts_that_live_elsewhere(tmp_path: Path) -> None:
 
 def test_layers_do_not_pile_up_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    packed = run._packed
+    packed = run.pack_experts
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any, **named: Any) -> Any:
         gc.collect()
         assert not alive
-        experts = packed(*arguments)
+        experts = packed(*arguments, **named)
         alive.add(experts)
         return experts
 
-    monkeypatch.setattr(run, "_packed", watched)
+    monkeypatch.setattr(run, "pack_experts", watched)
     assert len(bench(request(["int4", "int8", "bf16"]), quiet).rows) == 3
 
 
@@ -200,8 +207,8 @@ def test_what_cannot_be_held(changes: dict[str, Any], words: str, hint: str) -> 
 
 
 def test_fewer_experts() -> None:
-    asked = prepare(request(shape="128,256,100,2", experts=3))
-    assert asked.shapes[0].experts == 3
+    asked = request(shape="128,256,100,2", experts=3)
+    assert prepare(asked).layers[0].shape.experts == 3
     assert bench(asked, quiet).rows[0].shape["experts"] == 3
 
 
@@ -259,16 +266,17 @@ def test_batches_that_do_not_fit(
 @pytest.mark.parametrize("method", METHODS)
 def test_scratch_is_foreseen(method: str, parts: int) -> None:
     """At most what the library asks for, and not many times as much."""
-    one = Pool(1)
-    for shape in map(parse_shape, ("128,256,5,2", "1024,512,3,3", "256,2048,17,1")):
-        experts = run._packed(request(parts=parts), method_named(method), shape, {1: one})
+    for shape in ("128,256,5,2", "1024,512,3,3", "256,2048,17,1"):
+        (layer,) = prepare(request([method], shape, parts=parts)).layers
+        sizes = layer.shape.hidden, layer.shape.intermediate
+        source, origins = RandomWeights(0, *sizes), [0] * layer.shape.experts
+        experts = pack_experts(layer.method, source.expert, origins, *sizes, parts=parts)
         for threads in (1, 2, 5):
             with Pool(threads) as pool:
                 for tokens in (1, 31, 2048, 5000):
-                    size = experts.layer.scratch(tokens, shape.top_k, pool).nbytes
-                    foreseen = run.scratch_bytes(shape, parts, tokens, threads)
+                    size = experts.layer.scratch(tokens, layer.shape.top_k, pool).nbytes
+                    foreseen = layer.scratch_bytes(tokens, pool)
                     assert size <= foreseen <= 4 * size + (8 << 20)
-    one.close()
 
 
 def test_what_can_be_compared_is_told_before_anything_is_measured(
@@ -288,7 +296,7 @@ def test_what_can_be_compared_is_told_before_anything_is_measured(
     def refuse(_: Any) -> None:
         raise UsageError("nothing in common")
 
-    monkeypatch.setattr(run, "_measure_machine", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(run, "Meter", lambda: pytest.fail("measured"))
     with pytest.raises(UsageError, match="nothing in common"):
         bench(request(), quiet, refuse)
 
@@ -303,7 +311,7 @@ def test_a_model_on_a_machine_without_memory(
         (1 << 30, 1, "measuring memory takes"),
         (1, 1 << 20, "1048576 tok"),
     ):
-        monkeypatch.setattr(run, "read_size", lambda read=read: read)
+        monkeypatch.setattr(cases, "read_size", lambda read=read: read)
         with pytest.raises(UsageError, match=f"^{words}.* than this machine has free"):
             bench(replace(asked, tokens=(tokens,)), quiet)
 

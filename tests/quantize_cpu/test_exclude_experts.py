@@ -311,10 +311,10 @@ def test_reshard_keeps_the_set(file: Path, output: Path, tmp_path: Path) -> None
 
 
 def test_bench_goes_to_experts_that_are_here(output: Path, tmp_path: Path) -> None:
+    from ktconv.bench.cases import Request as BenchRequest
+    from ktconv.bench.cases import prepare
     from ktconv.bench.measure import Effort
     from ktconv.bench.routing import parse_routing
-    from ktconv.bench.run import Request as BenchRequest
-    from ktconv.bench.run import _ids, _opened
     from ktconv.moe import METHODS
 
     ids = np.array([[0, 1], [3, 7], [2, 5]], np.int64)
@@ -324,9 +324,9 @@ def test_bench_goes_to_experts_that_are_here(output: Path, tmp_path: Path) -> No
             methods=(METHODS["int4"],), shapes=(), tokens=(3,), threads=(1,), isas=("scalar",),
             routing=parse_routing(text), model=output, layer=0, effort=Effort(iterations=1),
         )  # fmt: skip
-        layer = _opened(request, output, print)
+        (layer,) = prepare(request).layers
         assert layer.shape.experts == 5
-        rows = next(_ids(request, layer, 3))
+        rows = next(layer.routings(request, 3))
         if text.startswith("trace"):
             assert rows.tolist() == [[-1, 1], [-1, -1], [2, 5]]
         else:

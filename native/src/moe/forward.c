@@ -430,6 +430,12 @@ static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
   return r;
 }
 
+int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool) {
+  if (!pool || part < 0 || part >= parts || parts > INT32_MAX) return -1;
+  const int64_t nodes = kt_pool_nodes(pool), teams = smaller(nodes, parts);
+  return (int32_t)ceil_div(part * teams / parts * nodes, teams);
+}
+
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool) {
   if (check_layer(moe, pool) != KT_OK || check_batch(moe, tokens, top_k) != KT_OK) return 0;
   run r = start_run(moe, (kt_pool *)(uintptr_t)pool, larger(tokens, 1));

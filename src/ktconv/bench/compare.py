@@ -18,7 +18,7 @@ _TOLD = 3  # rows that a note names
 
 
 @dataclass(frozen=True, slots=True)
-class Old:
+class Baseline:
     """What is used of an old report."""
 
     path: Path
@@ -41,7 +41,7 @@ class Old:
             )
 
 
-def read_report(path: Path) -> Old:
+def read_report(path: Path) -> Baseline:
     """Raises UsageError if the file is no report of `--format json`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def read_report(path: Path) -> Old:
         machine = content.get("machine", {})
         rows = [_row(row) for row in content["rows"]]
         _expect_single(rows)
-        return Old(path, str(machine.get("cpu", "")), rows)
+        return Baseline(path, str(machine.get("cpu", "")), rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"{path} lacks what a report needs: {error}", "write it with --format json"
@@ -112,7 +112,7 @@ def _finite(value: float) -> float:
         raise ValueError("a median that is not a number above 0") from None
 
 
-def compare(report: Report, old: Old, tolerance: float) -> list[str]:
+def compare(report: Report, old: Baseline, tolerance: float) -> list[str]:
     """Gives the report's rows their ratios. Returns what people should know about it."""
     pairs = [(row, old.like(row)) for row in report.rows]
     report.rows = [_compared(row, then, tolerance) if then else row for row, then in pairs]
@@ -128,7 +128,7 @@ def _compared(row: Row, old: Row, tolerance: float) -> Row:
     )
 
 
-def _notes(report: Report, old: Old, missing: list[Row], tolerance: float) -> list[str]:
+def _notes(report: Report, old: Baseline, missing: list[Row], tolerance: float) -> list[str]:
     notes = []
     if old.cpu != report.machine["cpu"]:
         notes.append(f"note: {old.path} is from another machine ({old.cpu or 'not named'})")

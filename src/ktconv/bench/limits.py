@@ -21,8 +21,7 @@ from ktconv.native import Pool
 _CACHES, _LEAST_BYTES, _MOST_BYTES = 6, 192 << 20, 2 << 30
 _STREAMS = (1, 2, 4, 8, 16)
 _REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
-_DOT_SECONDS, _DOT_AGAIN_SECONDS = 0.02, 0.005
-_SETTLE_SLICE, _SETTLE_SECONDS = 0.01, 1.0  # of waiting at a time, and at most
+_SETTLE_SLICE = 0.01  # seconds of waiting at a time
 _IDLE = 0.05  # of one core's time
 
 
@@ -66,9 +65,15 @@ def read_size() -> int:
 
 
 class Meter:
-    """Measures limits at the level in use; keeps the best of each (level, threads)."""
+    """Measures limits at the level in use; keeps the best of each (level, threads).
 
-    def __init__(self, read_bytes: int | None = None) -> None:
+    `dot_seconds` is how long a loop of products runs at least, at first and around a row.
+    """
+
+    def __init__(
+        self, read_bytes: int | None = None, dot_seconds: tuple[float, float] = (0.02, 0.005)
+    ) -> None:
+        self._first_seconds, self._again_seconds = dot_seconds
         self._memory = native.aligned_bytes(read_bytes or read_size())
         self._memory.view(np.uint64)[:] = 0x9E3779B97F4A7C15
         self._streams: dict[int, int] = {}  # threads -> the number that was fastest
@@ -82,7 +87,7 @@ class Meter:
             for streams in _STREAMS
         }
         self._streams[pool.threads] = min(times, key=lambda streams: times[streams])
-        rates = (_dot_rate(pool, unit, _REPEATS, _DOT_SECONDS) for unit in native.UNITS)
+        rates = (_dot_rate(pool, unit, _REPEATS, self._first_seconds) for unit in native.UNITS)
         return self._keep(pool, min(times.values()), *rates)
 
     def again(self, pool: Pool) -> Limits:
@@ -90,7 +95,7 @@ class Meter:
         settle()
         streams = self._streams.get(pool.threads, _STREAMS[0])
         read = _best(partial(native.limit_read, pool, self._memory, streams), _AGAIN)
-        rates = (_dot_rate(pool, unit, _AGAIN, _DOT_AGAIN_SECONDS) for unit in native.UNITS)
+        rates = (_dot_rate(pool, unit, _AGAIN, self._again_seconds) for unit in native.UNITS)
         return self._keep(pool, read, *rates)
 
     def best(self, pool: Pool) -> Limits:
@@ -105,10 +110,10 @@ class Meter:
         return limits
 
 
-def settle() -> None:
+def settle(at_most: float = 1.0) -> None:
     """Waits until no thread of this process computes: those of NumPy's BLAS spin on for a tenth of
     a second after a product, and would take a core from what is measured next."""
-    end = time.perf_counter() + _SETTLE_SECONDS
+    end = time.perf_counter() + at_most
     while (start := time.perf_counter()) < end:
         used = own_seconds()
         time.sleep(_SETTLE_SLICE)

@@ -80,8 +80,8 @@ def batch_bytes(tokens: int, hidden: int, top_k: int, effort: Effort) -> int:
     return tokens * (16 * hidden + top_k * (8 * kept + 8 + 3 * 4))
 
 
-class Truth:
-    """What tokens of a batch should give, in float32; see checked_tokens."""
+class Reference:
+    """y of some tokens of a batch (see checked_tokens), computed in float32."""
 
     def __init__(self, experts: Experts, batch: Batch) -> None:
         self._experts = experts
@@ -146,34 +146,34 @@ def checked_tokens(origins: Array, most: int) -> list[int]:
     return sorted(chosen)
 
 
-def check(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Errors:
+def check(experts: Experts, batch: Batch, reference: Reference, pool: Pool) -> Errors:
     """Raises VerificationError if the kernel is wrong: then it is not timed.
 
     All of y must be written, finite and independent of which other tokens are in the batch; some
     tokens are held against float32.
     """
     y = np.full_like(batch.x, _UNWRITTEN)
-    tokens, top_k = truth.ids.shape
+    tokens, top_k = reference.ids.shape
     scratch = experts.layer.scratch(tokens, top_k, pool)
-    experts.layer.call(pool, batch.x, truth.ids, batch.weights, y, scratch)()
+    experts.layer.call(pool, batch.x, reference.ids, batch.weights, y, scratch)()
     _expect_finite(experts, y)
-    apart = _in_pieces(experts, batch, truth, pool)
-    checked = bf16_to_f32(y[truth.tokens])
-    for result in (checked, bf16_to_f32(apart[truth.tokens])):
-        _expect_right(experts, result, truth.rounded)
-    _expect_same(experts, y, apart)
-    source = None if truth.source is None else relative_error(checked, truth.source)
-    kernel = relative_error(checked, truth.rounded)
-    return Errors(relative_error(checked, truth.packed), source, kernel)
+    apart = _in_pieces(experts, batch, reference, pool)
+    checked = bf16_to_f32(y[reference.tokens])
+    for result in (checked, bf16_to_f32(apart[reference.tokens])):
+        expect_right(experts, result, reference.rounded)
+    expect_same(experts, y, apart)
+    source = None if reference.source is None else relative_error(checked, reference.source)
+    kernel = relative_error(checked, reference.rounded)
+    return Errors(relative_error(checked, reference.packed), source, kernel)
 
 
-def _in_pieces(experts: Experts, batch: Batch, truth: Truth, pool: Pool) -> Array:
+def _in_pieces(experts: Experts, batch: Batch, reference: Reference, pool: Pool) -> Array:
     """y once more: tokens in reverse, in two batches of different sizes."""
     y = np.empty_like(batch.x)
     order = np.arange(len(y))[::-1]
     cut = len(y) // 3
     for piece in filter(len, (order[:cut], order[cut:])):
-        y[piece] = experts.forward(batch.x[piece], truth.ids[piece], batch.weights[piece], pool)
+        y[piece] = experts.forward(batch.x[piece], reference.ids[piece], batch.weights[piece], pool)
     return y
 
 
@@ -185,7 +185,7 @@ def _expect_finite(experts: Experts, y: Array) -> None:
             raise _wrong(experts, f"y of token {token} of {len(y)} is not finite, or not written")
 
 
-def _expect_right(experts: Experts, result: Array, expected: Array) -> None:
+def expect_right(experts: Experts, result: Array, expected: Array) -> None:
     """All together, and each: a wrong token is not lost among many that are right."""
     error, worst = relative_error(result, expected), float(_token_errors(result, expected).max())
     if not error <= KERNEL_BOUND:
@@ -197,7 +197,7 @@ def _expect_right(experts: Experts, result: Array, expected: Array) -> None:
     raise _wrong(experts, f"{what} against float32, at most {bound:g} is right")
 
 
-def _expect_same(experts: Experts, y: Array, apart: Array) -> None:
+def expect_same(experts: Experts, y: Array, apart: Array) -> None:
     """Bit by bit, where ktconv.h promises it; else both must be right, so close to each other."""
     exact = isa() != "amx" or experts.method.unit != "bf16"
     for start in range(0, len(y), _PASS):
@@ -238,7 +238,7 @@ def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
     for call in calls[:WARM_UP] if effort.iterations is None else calls[:1]:
         call()
-    others = _Others()
+    others = OtherWork()
     times = timed(calls, effort)
     taken = others.share()
     _expect_finite(experts, y)
@@ -278,19 +278,29 @@ def _enough(count: int, elapsed: float, effort: Effort) -> bool:
     return count >= _LEAST_ITERATIONS or elapsed >= _PATIENCE * effort.seconds
 
 
-class _Others:
-    """CPU time that is not this process's, from now on: other processes' and other machines'."""
+class OtherWork:
+    """CPU time that is not this process's, from now on: other processes' and other machines'.
 
-    def __init__(self) -> None:
-        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), own_seconds()
+    `busy` and `own` are the clocks: of all CPUs, and of this process.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], float] | None = None,
+        own: Callable[[], float] = own_seconds,
+    ) -> None:
+        self._clocks = busy or _busy_seconds, own
+        self._start, self._before = time.perf_counter(), [clock() for clock in self._clocks]
 
     def share(self) -> float:
         """Of the time of all CPUs; 0 where the system does not tell, or in doubt."""
         elapsed = time.perf_counter() - self._start
-        taken = _busy_seconds() - self._busy - (own_seconds() - self._own)
-        if taken <= _TICKS / os.sysconf("SC_CLK_TCK"):
+        busy, own = (
+            clock() - before for clock, before in zip(self._clocks, self._before, strict=True)
+        )
+        if busy - own <= _TICKS / os.sysconf("SC_CLK_TCK"):
             return 0.0
-        return taken / max(elapsed * (os.cpu_count() or 1), 1e-9)
+        return (busy - own) / max(elapsed * (os.cpu_count() or 1), 1e-9)
 
 
 def _busy_seconds() -> float:

@@ -60,29 +60,31 @@ def bench_packing(
     methods: Sequence[str],
     shapes: Sequence[Shape],
     isas: Sequence[str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     effort: Effort | None = None,
     seed: int = 0,
+    working_set: int = _WORKING_SET,
 ) -> list[PackRow]:
     """Gate matrices [I, H] of each shape. Raises UsageError, before it measures, for a method
     without a packer and for matrices that it or this machine cannot hold."""
     for method in methods:
-        _check(method, shapes)
+        _check(method, shapes, working_set)
     rows: list[PackRow] = []
     before = native.isa()
     try:
         for method in methods:
             for shape in shapes:
                 for source in SOURCES:
-                    say(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
-                    rows += _case(method, source, shape, isas, effort or Effort(), seed)
+                    notify(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
+                    work = (seed, working_set)
+                    rows += _case(method, source, shape, isas, effort or Effort(), *work)
     finally:
         native.use_isa(before)
     return rows
 
 
-def _check(method: str, shapes: Sequence[Shape]) -> None:
+def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
     if method not in packable():
         raise UsageError(
             f"--stage pack cannot measure {method}", f"it can: {', '.join(packable())}"
@@ -95,7 +97,7 @@ def _check(method: str, shapes: Sequence[Shape]) -> None:
             raise UsageError(str(error), "give another --shape") from None
         source = _MOST_ITEM * rows * cols
         # Drawing one takes four times its size; of each there is one to pack and two to copy.
-        needed = 4 * source + _count(source) * (3 * source + size + 4 * rows)
+        needed = 4 * source + _count(source, working_set) * (3 * source + size + 4 * rows)
         if needed > _SHARE_OF_MEMORY * machine.available_memory():
             raise UsageError(
                 f"measuring with {rows} x {cols} takes {format_size(needed)}, more than this "
@@ -104,18 +106,24 @@ def _check(method: str, shapes: Sequence[Shape]) -> None:
             )
 
 
-def _count(nbytes: int) -> int:
+def _count(nbytes: int, working_set: int) -> int:
     """Matrices that are packed in turn."""
-    return max(_SCALAR_SHARE, _WORKING_SET // nbytes)
+    return max(_SCALAR_SHARE, working_set // nbytes)
 
 
 def _case(
-    method: str, source: str, shape: Shape, isas: Sequence[str], effort: Effort, seed: int
+    method: str,
+    source: str,
+    shape: Shape,
+    isas: Sequence[str],
+    effort: Effort,
+    seed: int,
+    working_set: int,
 ) -> list[PackRow]:
     rows, cols = shape.intermediate, shape.hidden
     size = native.packed_size(method, rows, cols)
-    stored = _stored(source, rows, cols, seed)
-    count = _count(stored.nbytes)
+    stored = stored_weights(source, rows, cols, seed)
+    count = _count(stored.nbytes, working_set)
     matrices = [_matrix(stored.copy(), source, rows, cols) for _ in range(count)]
     packed = [np.zeros(size, np.uint8) for _ in matrices]
     scales = [np.zeros(rows, np.float32) for _ in matrices]
@@ -146,7 +154,7 @@ def _audit_all(method: str, work: Work) -> None:
         native.audit(method, matrix, matrix.rows, 0, packed, scale)
 
 
-def _stored(source: str, rows: int, cols: int, seed: int) -> Array:
+def stored_weights(source: str, rows: int, cols: int, seed: int) -> Array:
     """Ordinary weights as bytes of a safetensors dtype (FP8: random codes)."""
     rng, dtype = np.random.default_rng(seed), _dtype(source)
     if dtype == "F8_E4M3":

@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from ktconv import native
+from ktconv.bench.cases import Notify, Request, different_experts, from_cache
 from ktconv.bench.limits import Meter
-from ktconv.bench.measure import Effort
-from ktconv.bench.peers import PeerError, Request, Result, Spec, available, measure
+from ktconv.bench.peers import PeerError, Result, Spec, available, measure
+from ktconv.bench.peers import Request as PeerRequest
 from ktconv.bench.presets import Shape
-from ktconv.bench.rows import Errors, Row, Sample, Subject, judge
+from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.moe import Method, method_named
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What our own rows were measured with."""
-
-    shape: Shape
-    methods: Sequence[Method]
-    routing: str
-    tokens: tuple[int, ...]
-    effort: Effort
-    seed: int
-    different: int  # experts with weights of their own
-    cache_bytes: int  # a layer smaller than this does not come from memory
-
 
 def peer_rows(
-    setting: Setting, pools: dict[int, Pool], meter: Meter, say: Say, isa: str
+    request: Request,
+    shape: Shape,
+    methods: Sequence[Method],
+    pools: dict[int, Pool],
+    meter: Meter,
+    notify: Notify,
 ) -> Iterator[Row]:
     """Of every peer that is installed and has weights like those of one of our methods.
 
-    A peer that is missing or fails is told and left out: it is not ours to judge. Limits are
-    measured at `isa`.
+    A peer that is missing or fails is named and left out: it is not ours to judge. Limits are
+    measured at the last level of the request.
     """
-    native.use_isa(isa)
-    for spec in chosen(setting.methods, say):
-        if not _fits(spec, setting.shape):
-            say(f"{spec.name}: left out, too little memory is free")
+    native.use_isa(request.isas[-1])
+    for spec in chosen(methods, notify):
+        if not fits(spec, shape):
+            notify(f"{spec.name}: left out, too little memory is free")
             continue
-        for threads, pool in pools.items():
-            yield from _measured(spec, setting, threads, pool, meter, say)
+        for pool in pools.values():
+            yield from _measured(spec, request, shape, pool, meter, notify)
 
 
-def chosen(methods: Sequence[Method], say: Say) -> list[Spec]:
+def chosen(methods: Sequence[Method], notify: Notify) -> list[Spec]:
     """The peers for these methods that can be measured; says why the others cannot."""
     names = {method.name for method in methods}
     found, missing = [], set()
@@ -61,11 +50,11 @@ def chosen(methods: Sequence[Method], say: Say) -> list[Spec]:
         else:
             found.append(peer.spec)
     for reason in sorted(missing):
-        say(f"peers: {reason}")
+        notify(f"peers: {reason}")
     return found
 
 
-def _fits(spec: Spec, shape: Shape) -> bool:
+def fits(spec: Spec, shape: Shape) -> bool:
     """As packed weights, with as many once more while it builds them."""
     method = method_named(spec.methods[0])
     each = method.expert_bytes(shape.hidden, shape.intermediate)
@@ -73,44 +62,44 @@ def _fits(spec: Spec, shape: Shape) -> bool:
 
 
 def _measured(
-    spec: Spec, setting: Setting, threads: int, pool: Pool, meter: Meter, say: Say
+    spec: Spec, request: Request, shape: Shape, pool: Pool, meter: Meter, notify: Notify
 ) -> Iterator[Row]:
-    request = Request(
+    asked = PeerRequest(
         peer=spec.name,
-        shape=setting.shape,
-        routing=setting.routing,
-        tokens=setting.tokens,
-        threads=threads,
-        effort=setting.effort,
-        seed=setting.seed,
-        different=setting.different,
+        shape=shape,
+        routing=request.routing.text,
+        tokens=request.tokens,
+        threads=pool.threads,
+        effort=request.effort,
+        seed=request.seed,
+        different=different_experts(shape),
     )
-    say(f"{setting.shape.name}, {spec.name}: {threads} threads")
+    notify(f"{shape.name}, {spec.name}: {pool.threads} threads")
     before = meter.again(pool)
     results: list[Result] = []
     try:
-        results.extend(measure(request))
+        results.extend(measure(asked))
     except PeerError as error:
-        say(f"{spec.name}: left out, {error}")
+        notify(f"{spec.name}: left out, {error}")
     around = before, meter.again(pool)
     for result in results:
-        subject, sample, errors = _outcome(spec, setting, result)
-        yield judge(subject, sample, *around, errors, meter.best(pool))
+        sample = Sample(result.seconds, result.pairs, result.distinct)
+        errors = Errors(result.relative_error, result.source_error)
+        yield judge(_case(spec, asked, result), sample, *around, errors, meter.best(pool))
 
 
-def _outcome(spec: Spec, setting: Setting, result: Result) -> tuple[Subject, Sample, Errors]:
+def _case(spec: Spec, asked: PeerRequest, result: Result) -> Case:
     engine, _, method = spec.name.partition(" ")
-    subject = Subject(
+    return Case(
         engine=engine,
         method=method,
         unit=spec.unit,
-        shape=setting.shape,
-        routing=setting.routing,
+        shape=asked.shape,
+        routing=asked.routing,
         tokens=result.tokens,
+        threads=asked.threads,
+        isa="own",
         parts=1,
         expert_bytes=result.expert_bytes,
-        in_cache=result.expert_bytes * setting.shape.experts < setting.cache_bytes,
-        isa="own",
+        in_cache=from_cache(result.expert_bytes, asked.shape),
     )
-    sample = Sample(result.seconds, result.pairs, result.distinct)
-    return subject, sample, Errors(result.relative_error, result.source_error)

@@ -78,12 +78,12 @@ class Row:
     @property
     def key(self) -> Key:
         """What makes two rows comparable."""
-        return _key(self, self.shape, self.threads, self.isa)
+        return _key(self, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is measured, whatever the machine."""
+class Case:
+    """One configuration to measure; it becomes one row."""
 
     engine: str
     method: str
@@ -91,20 +91,23 @@ class Subject:
     shape: Shape
     routing: str
     tokens: int
+    threads: int
+    isa: str
     parts: int
     expert_bytes: int
     in_cache: bool
-    isa: str = ""  # that of the limits, if not told
     layer: int | None = None  # of a model
 
-    def key(self, threads: int, isa: str) -> Key:
+    @property
+    def key(self) -> Key:
         """That of the row which this becomes."""
-        return _key(self, shape_facts(self.shape), threads, self.isa or isa)
+        return _key(self, shape_facts(self.shape))
 
 
-def _key(of: Row | Subject, shape: dict[str, Any], threads: int, isa: str) -> Key:
+def _key(of: Row | Case, shape: dict[str, Any]) -> Key:
     sizes = (shape[name] for name in DIMENSIONS)
-    return (of.engine, of.method, *sizes, of.routing, of.tokens, threads, isa, of.parts, of.layer)
+    run = (of.routing, of.tokens, of.threads, of.isa)
+    return (of.engine, of.method, *sizes, *run, of.parts, of.layer)
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def shape_facts(shape: Shape) -> dict[str, Any]:
 
 
 def judge(
-    subject: Subject,
+    case: Case,
     sample: Sample,
     before: Limits,
     after: Limits,
@@ -128,26 +131,26 @@ def judge(
     """From times to a row. Memory is that of right before or after it, whichever was faster: it
     drifts where others use it. Arithmetic is the `best` of the run: it does not, and a short
     measurement may meet somebody else's work."""
-    limits, shape, unit = before.best(after), subject.shape, subject.unit
+    limits, shape, unit = before.best(after), case.shape, case.unit
     peak = max(limits.peak(unit), best.peak(unit) if best else 0.0)
     p10, median, p90 = (float(np.percentile(sample.seconds, p)) for p in (10, 50, 90))
-    weights = sample.distinct * subject.expert_bytes
+    weights = sample.distinct * case.expert_bytes
     operations = sample.pairs * shape.operations
     memory = weights / (limits.read_gb_s * 1e9)
     compute = operations / (peak * 1e9)
     bound, least = ("memory", memory) if memory >= compute else ("compute", compute)
     return Row(
-        method=subject.method,
+        method=case.method,
         shape=shape_facts(shape),
-        routing=subject.routing,
-        tokens=subject.tokens,
-        threads=limits.threads,
-        isa=subject.isa or limits.isa,
+        routing=case.routing,
+        tokens=case.tokens,
+        threads=case.threads,
+        isa=case.isa,
         median_us=median * 1e6,
         p10_us=p10 * 1e6,
         p90_us=p90 * 1e6,
         iterations=len(sample.seconds),
-        tokens_per_s=subject.tokens / median,
+        tokens_per_s=case.tokens / median,
         weight_gb_s=weights / median / 1e9,
         gops=operations / median / 1e9,
         bound=bound,
@@ -158,12 +161,12 @@ def judge(
         disturbed=(
             p90 > _SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > _DRIFT
         ),
-        engine=subject.engine,
-        parts=subject.parts,
-        layer=subject.layer,
+        engine=case.engine,
+        parts=case.parts,
+        layer=case.layer,
         source_error=errors.source,
         kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,
         peak_gops=peak,
-        in_cache=subject.in_cache,
+        in_cache=case.in_cache,
     )

@@ -1,4 +1,4 @@
-"""`ktconv bench`: options, handed to `bench.command`."""
+"""`ktconv bench`: options, read into a request for `bench.command`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.output import given, notify, print_text
 from ktconv.cli.parsing import choice
+from ktconv.errors import UsageError
 
 
 class BenchStage(str, Enum):
@@ -115,32 +116,52 @@ def bench(
     """
     with errors_shown(form is BenchFormat.json, _HINTS):
         from ktconv.bench import command
+        from ktconv.bench.cases import Request
+        from ktconv.bench.measure import Effort
+        from ktconv.bench.routing import parse_routing
+        from ktconv.system.machine import numa_nodes
 
-        options = command.Options(
-            methods=method,
-            shapes=tuple(shape or ()),
-            model=model,
+        effort, shapes, show = Effort(seconds, iters), shape or (), (form.value, notify, print_text)
+        if stage is BenchStage.pack:
+            command.check_packing_options(given(context))
+            with interruptible(lambda: NOTHING_WRITTEN):
+                command.run_packing(method, shapes, isa, effort, seed, *show)
+            return
+        weights = bool(method or shape or experts or numa)
+        _check_model(model, weights, choice=(layer, top_k) != (None, None))
+        request = Request(
+            methods=command.parse_methods(method),
+            shapes=command.parse_shapes(shapes),
+            tokens=command.parse_tokens(tokens),
+            threads=command.parse_threads(threads),
+            isas=command.parse_isas(isa),
+            routing=parse_routing(routing),
+            model=None if model is None else Path(model),
             layer=layer,
             top_k=top_k,
             experts=experts,
-            routing=routing,
-            tokens=tokens,
-            threads=threads,
-            isas=isa,
-            parts=numa,
-            iterations=iters,
-            seconds=seconds,
+            parts=numa or numa_nodes(),
+            effort=effort,
             seed=seed,
-            plots=tuple(plot or ()),
-            compare=compare,
-            tolerance=tolerance,
+            skip=method.strip().lower() in ("", "all"),
             peers=peers,
-            given=given(context),
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            if stage is BenchStage.pack:
-                command.run_packing(options, form.value, notify, print_text)
-                return
-            regressions = command.run(options, form.value, notify, print_text)
+            regressions = command.run(
+                request, *show, plots=plot or (), baseline=compare, tolerance=tolerance
+            )
         if regressions:
             raise typer.Exit(1)
+
+
+def _check_model(model: str | None, weights: bool, choice: bool) -> None:
+    """`weights`: options say which to make; `choice`: or which to take of --model."""
+    if model is None:
+        if choice:
+            raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")
+    elif weights:
+        raise UsageError(
+            "--model brings its own weights", "leave --method, --shape, --experts and --numa out"
+        )
+    elif not model or not Path(model).is_dir():
+        raise UsageError(f"there is no directory {model or '(an empty name)'}")

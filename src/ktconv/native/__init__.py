@@ -18,6 +18,7 @@ from ktconv.native.moe import (
     Layout,
     Projection,
     pack_weight,
+    part_node,
 )
 from ktconv.native.packing import (
     FORMATS,
@@ -65,6 +66,7 @@ __all__ = [
     "pack",
     "pack_weight",
     "packed_size",
+    "part_node",
     "quantize",
     "quantize_pack",
     "scratch_size",

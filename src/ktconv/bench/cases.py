@@ -1,0 +1,265 @@
+"""What is asked of a benchmark, and the one list of cases that it comes to.
+
+Everything else follows this list: which rows an old report must have, what is packed, measured
+and shown. What cannot be measured here is refused before anything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from ktconv import native
+from ktconv.bench.fingerprint import largest_cache
+from ktconv.bench.limits import read_size
+from ktconv.bench.measure import Effort, batch_bytes, kept_routings
+from ktconv.bench.presets import Shape
+from ktconv.bench.routing import Ids, Routing, check_replay, check_trace, only_here, parse_routing
+from ktconv.bench.rows import Case
+from ktconv.errors import UsageError
+from ktconv.moe import Experts, Method, experts_per_token
+from ktconv.moe.experts import Expert, check_shape
+from ktconv.moe.load import open_layer
+from ktconv.system import machine
+from ktconv.system.pool import Pool
+from ktconv.system.text import path_text, printable
+from ktconv.system.units import format_size
+
+Notify = Callable[[str], None]
+
+_DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
+_DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
+_WORKING_COPIES = 4  # of an expert as float32, while it is quantized
+_SHARE_OF_MEMORY = 0.8
+_CACHES = 2  # a layer must be larger than so many last-level caches to come from memory
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that `ktconv bench` was asked to measure."""
+
+    methods: tuple[Method, ...]
+    shapes: tuple[Shape, ...]
+    tokens: tuple[int, ...]
+    threads: tuple[int, ...]
+    isas: tuple[str, ...]  # of native.isa_available()
+    routing: Routing = field(default_factory=lambda: parse_routing("balanced"))
+    model: Path | None = None  # measure this converted model's layer instead of random weights
+    layer: int | None = None
+    top_k: int | None = None  # of `model`
+    experts: int | None = None
+    parts: int = 1
+    effort: Effort = field(default_factory=Effort)
+    seed: int = 0
+    skip: bool = False  # leave out methods that cannot hold a shape, instead of refusing
+    peers: bool = False  # other implementations too, where they are installed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer, and the cases that are measured with them."""
+
+    method: Method
+    shape: Shape  # of the experts that are here
+    parts: int
+    cases: tuple[Case, ...]
+    experts: Experts | None = None  # of a model; others are made when they are measured
+    here: Ids | None = None  # of a model that lacks experts: those that it has
+
+    def routings(self, request: Request, tokens: int) -> Iterator[Ids]:
+        """Chosen among the experts that are here; recorded ids of others are -1, i.e. skipped."""
+        shape, here, routing = self.shape, self.here, request.routing
+        if here is not None:
+            routing = only_here(routing, here)
+        ids = routing.iterations(tokens, shape.experts, shape.top_k, request.seed)
+        return ids if here is None or routing.trace is not None else (here[drawn] for drawn in ids)
+
+    def scratch_bytes(self, tokens: int, pool: Pool) -> int:
+        """What a forward of so many tokens needs beside its arrays."""
+        shape = self.shape
+        if self.experts is not None:
+            return self.experts.layer.scratch_size(tokens, shape.top_k, pool)
+        none: list[Expert | None] = [None] * shape.experts
+        sizes = (shape.hidden, shape.intermediate)
+        layer = native.Layer(self.method.layout, shape.activation, *sizes, [none] * self.parts)
+        return layer.scratch_size(tokens, shape.top_k, pool)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be measured, in order. Rows of peers come after it."""
+
+    request: Request
+    layers: list[Layer]
+
+    @property
+    def cases(self) -> list[Case]:
+        return [case for layer in self.layers for case in layer.cases]
+
+
+def prepare(request: Request, notify: Notify = lambda _: None) -> Plan:
+    """Raises UsageError for what is impossible, or does not fit into this machine's memory."""
+    with Pool(max(request.threads)) as pool:  # the largest: it needs the most scratch
+        if request.model is not None:
+            return Plan(request, [_layer_of_model(request, request.model, pool, notify)])
+        shapes = [_sized(shape, request.experts) for shape in request.shapes]
+        layers = [_layers_of(request, shape, pool, notify) for shape in shapes]
+    return Plan(request, [layer for group in layers for layer in group])
+
+
+def _cases(
+    request: Request, method: Method, shape: Shape, parts: int, number: int | None = None
+) -> tuple[Case, ...]:
+    each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
+    return tuple(
+        Case(
+            engine="ktconv",
+            method=method.name,
+            unit=method.unit,
+            shape=shape,
+            routing=request.routing.text,
+            tokens=tokens,
+            threads=threads,
+            isa=isa,
+            parts=parts,
+            expert_bytes=each,
+            in_cache=from_cache(each, shape),
+            layer=number,
+        )
+        for tokens, isa, threads in product(request.tokens, request.isas, request.threads)
+    )
+
+
+def from_cache(expert_bytes: int, shape: Shape) -> bool:
+    """Whether so small a layer stays in the caches."""
+    return expert_bytes * shape.experts < _CACHES * largest_cache()
+
+
+def different_experts(shape: Shape) -> int:
+    """How many experts have weights of their own."""
+    large = shape.hidden * shape.intermediate > _LARGE
+    return min(shape.experts, _DIFFERENT_IF_LARGE if large else _DIFFERENT)
+
+
+# ---- random weights ----
+
+
+def _layers_of(request: Request, shape: Shape, pool: Pool, notify: Notify) -> list[Layer]:
+    """One per method, without those that may be skipped and cannot hold the shape."""
+    check_trace(request.routing, shape.experts, shape.top_k)
+    _check_replays(request, request.routing, shape)
+    sizes = (shape.hidden, shape.intermediate, request.parts)
+    methods = [method for method in request.methods if method.holds(*sizes)]
+    if not (request.skip and methods):
+        methods = list(request.methods)
+    left_out = [method.name for method in request.methods if method not in methods]
+    if left_out:
+        notify(f"{shape.name} cannot be held by {', '.join(left_out)}: left out")
+    for method in methods:
+        check_shape(method, *sizes)
+    layers = [
+        Layer(method, shape, request.parts, _cases(request, method, shape, request.parts))
+        for method in methods
+    ]
+    _check_memory(request, layers, pool)
+    return layers
+
+
+def _check_replays(request: Request, routing: Routing, shape: Shape) -> None:
+    for tokens in request.tokens:
+        kept = kept_routings(tokens, shape.top_k, request.effort)
+        check_replay(routing, tokens * kept)
+
+
+def _sized(shape: Shape, experts: int | None) -> Shape:
+    if experts is None:
+        return shape
+    if experts < shape.top_k:
+        raise UsageError(
+            f"--experts {experts} is less than the {shape.top_k} that each token of "
+            f"{shape.name} goes to",
+            f"give at least {shape.top_k}",
+        )
+    if experts > shape.experts:
+        raise UsageError(
+            f"--experts {experts} is more than the {shape.experts} of {shape.name}",
+            "leave it out to use them all",
+        )
+    return shape.with_experts(experts)
+
+
+# ---- a converted model ----
+
+
+def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -> Layer:
+    if request.peers:
+        raise UsageError("peers cannot read converted models", "leave --model or --peers out")
+    (number, experts) = open_layer(model, request.layer)
+    name = printable(path_text(model.resolve().name))
+    here = np.flatnonzero(experts.origins >= 0)
+    count = len(here)
+    top_k = request.top_k or min(experts_per_token(model), count)
+    if top_k > count:
+        raise UsageError(
+            f"--top-k {top_k} is more than the {count} experts of {model}",
+            f"give at most {count}",
+        )
+    shape = Shape(name, experts.hidden, experts.intermediate, count, top_k, experts.activation)
+    check_trace(request.routing, experts.count, shape.top_k, of_model=True)
+    _check_replays(request, only_here(request.routing, here), shape)
+    cases = _cases(request, experts.method, shape, experts.parts, number)
+    lacking = here if count < experts.count else None
+    layer = Layer(experts.method, shape, experts.parts, cases, experts, lacking)
+    if _room_for_experts(request, [layer], pool, read_size()) < 0:
+        raise UsageError(
+            f"measuring memory takes {format_size(read_size())}, more than this machine has free"
+        )
+    notify(f"{name}: {experts.method.name}, {count} experts, {experts.parts} part(s)")
+    return layer
+
+
+# ---- memory ----
+
+
+def _check_memory(request: Request, layers: Sequence[Layer], pool: Pool) -> None:
+    """The layer of every method must fit, with what a batch of the most tokens needs."""
+    shape = layers[0].shape
+    as_numbers = 3 * 4 * shape.hidden * shape.intermediate
+    working = as_numbers * (different_experts(shape) + _WORKING_COPIES) + read_size()
+    room = _room_for_experts(request, layers, pool, working)
+    largest = max(layers, key=lambda layer: layer.cases[0].expert_bytes)
+    each, drawn = largest.cases[0].expert_bytes, _drawn_bytes(request)
+    if (each + drawn) * shape.experts > room:
+        fitting = max(0, room // (each + drawn))
+        way = f"--experts {fitting} would" if fitting >= shape.top_k else "no useful number would"
+        raise UsageError(
+            f"{shape.experts} experts of {shape.name} in {largest.method.name} take "
+            f"{format_size(each * shape.experts)}, more than this machine has free",
+            f"{way} fit",
+        )
+
+
+def _room_for_experts(request: Request, layers: Sequence[Layer], pool: Pool, working: int) -> int:
+    """Bytes left beside `working` and the largest batch; UsageError if that does not fit."""
+    free = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
+    tokens, shape = max(request.tokens), layers[0].shape
+    batch = batch_bytes(tokens, shape.hidden, shape.top_k, request.effort)
+    batch += max(layer.scratch_bytes(tokens, pool) for layer in layers)
+    routing = _drawn_bytes(request) * shape.experts
+    if batch + routing > free and batch + routing > working:
+        raise UsageError(
+            f"{tokens} tokens of {shape.name} take {format_size(batch + routing)}, more than "
+            "this machine has free",
+            "give fewer --tokens",
+        )
+    return free - batch
+
+
+def _drawn_bytes(request: Request) -> int:
+    """Per expert: a routing is drawn by sorting random numbers, one per token and expert."""
+    draws = request.routing.kind in ("balanced", "zipf")
+    return 3 * 8 * max(request.tokens) if draws else 0
