@@ -40,9 +40,10 @@ void kt_cpu_detect(kt_cpu *cpu) {
   if (!cpu) return;
   memset(cpu, 0, sizeof *cpu);
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return; /* OSXSAVE */
+  const int32_t f16c = bit(c, 29);
   const uint64_t xcr0 = read_xcr0();
   if ((xcr0 & XCR0_AVX) != XCR0_AVX || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-  cpu->avx2 = bit(b, 5);
+  cpu->avx2 = bit(b, 5) & f16c;
   if ((xcr0 & XCR0_AVX512) == XCR0_AVX512) {
     cpu->avx512 = bit(b, 16) & bit(b, 17) & bit(b, 30) & bit(b, 31); /* F DQ BW VL */
     cpu->avx512_vnni = cpu->avx512 & bit(c, 11);
@@ -66,6 +67,7 @@ void kt_cpu_detect(kt_cpu *cpu) {
 #endif
 
 #if KT_X86
+static int has_avx2(const kt_cpu *cpu) { return cpu->avx2; }
 static int has_avx512(const kt_cpu *cpu) { return cpu->avx512; }
 static int has_vnni(const kt_cpu *cpu) { return cpu->avx512_vnni; }
 static int has_bf16(const kt_cpu *cpu) { return cpu->avx512_bf16; }
@@ -86,7 +88,8 @@ typedef struct kt_level {
 static const kt_level levels[] = {
     {KT_ISA_SCALAR, "scalar", -1, NULL},
 #if KT_X86
-    {KT_ISA_AVX512, "avx512", KT_ISA_SCALAR, has_avx512},
+    {KT_ISA_AVX2, "avx2", KT_ISA_SCALAR, has_avx2},
+    {KT_ISA_AVX512, "avx512", KT_ISA_AVX2, has_avx512},
     {KT_ISA_AVX512_VNNI, NULL, KT_ISA_AVX512, has_vnni},
     {KT_ISA_AVX512_BF16, NULL, KT_ISA_AVX512_VNNI, has_bf16},
     {KT_ISA_AVX512_VBMI, NULL, KT_ISA_AVX512_BF16, has_vbmi},

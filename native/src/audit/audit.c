@@ -15,6 +15,7 @@ static kt_status check_packed(int format, int64_t rows, int64_t cols) {
 static kt_audit_fn *const audits[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_audit_scalar,
 #if KT_X86
+    [KT_ISA_AVX2] = kt_audit_avx2,
     [KT_ISA_AVX512] = kt_audit_avx512,
 #endif
 };

@@ -26,7 +26,7 @@ typedef struct kt_audit_job {
 } kt_audit_job;
 
 typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);
-kt_audit_fn kt_audit_scalar, kt_audit_avx512;
+kt_audit_fn kt_audit_scalar, kt_audit_avx2, kt_audit_avx512;
 
 typedef void kt_audit_codes_fn(int int4, const uint8_t *packed, int64_t rows, int64_t cols,
                                int8_t *codes);

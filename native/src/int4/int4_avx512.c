@@ -8,8 +8,6 @@ KT_TARGET_BEGIN(AVX512)
 #include "../quantize/strip_avx512.h"
 #include "int4.h"
 
-static const kt_tile_rule rule = {KT_INT4_TILE_COLS, KT_INT4_BLOCK_ROWS, 2};
-
 /* Second rounding of 8-bit codes q: q+8 for q >= 0, q+7 for q < 0, whose high nibbles are
  * the nearest multiples of 16, ties away from zero. In range, since |q| <= 112. */
 KT_INLINE __m512i round_to_high_nibble(__m512i q) {
@@ -28,9 +26,16 @@ KT_INLINE __m512i round_tile_row(const uint8_t *row, int64_t k, __m512 inverse, 
   return _mm512_ternarylogic_epi64(low_nibble, _mm512_srli_epi16(first, 4), second, SELECT);
 }
 
+KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
+                         int flush) {
+  kt_half_tile_avx512(strip, k, inverse, to, form, flush, round_tile_row);
+}
+
 kt_status kt_int4_quantize_pack_avx512(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
                                        float *scale, float *scratch) {
-  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule, round_tile_row);
+  const kt_strip_rule rule = {KT_INT4_TILE_COLS,     KT_INT4_BLOCK_ROWS, 2,
+                              kt_decode_rows_avx512, kt_row_max_avx512,  half_tile};
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule);
 }
 
 KT_TARGET_END

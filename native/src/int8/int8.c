@@ -10,6 +10,7 @@ const kt_packer kt_int8_packer = {
     .unpack_row = kt_int8_unpack_row,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
 #if KT_X86
+    .quantize_pack[KT_ISA_AVX2] = kt_int8_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,
 #endif
 };

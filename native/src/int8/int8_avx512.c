@@ -8,11 +8,16 @@ KT_TARGET_BEGIN(AVX512)
 #include "../quantize/strip_avx512.h"
 #include "int8.h"
 
-static const kt_tile_rule rule = {KT_INT8_TILE_COLS, KT_INT8_BLOCK_ROWS, 1};
+KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
+                         int flush) {
+  kt_half_tile_avx512(strip, k, inverse, to, form, flush, kt_round64);
+}
 
 kt_status kt_int8_quantize_pack_avx512(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
                                        float *scale, float *scratch) {
-  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule, kt_round64);
+  const kt_strip_rule rule = {KT_INT8_TILE_COLS,     KT_INT8_BLOCK_ROWS, 1,
+                              kt_decode_rows_avx512, kt_row_max_avx512,  half_tile};
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule);
 }
 
 KT_TARGET_END

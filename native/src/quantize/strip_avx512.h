@@ -1,36 +1,11 @@
-/* strip_avx512.h - what the AVX-512 packers share: a strip of 16 source rows, its row
- * maxima, 64 columns of 8-bit codes, and the 16x16 word transpose. */
+/* strip_avx512.h - the loops inside a strip (strip.h) on AVX-512: row maxima, 64 columns of
+ * 8-bit codes, and half a tile in one transpose of 16x16 words. */
 #ifndef KT_STRIP_AVX512_H
 #define KT_STRIP_AVX512_H
 
 #include "../simd/transpose_avx512.h"
-#include "layout.h"
-#include "packed.h"
-#include "rounding.h"
+#include "strip.h"
 
-/* How the rows of a strip lie in memory, a compile-time constant in every loop below. */
-enum { KT_ROW_BF16, KT_ROW_F32 };
-
-typedef struct kt_strip {
-  const uint8_t *data;
-  int64_t row_size; /* bytes from one row to the next */
-  int form;
-} kt_strip;
-
-/* Rows n..n+15: in place where they are plain bf16 or binary32, else decoded. */
-KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch) {
-  const int plain_f32 = m->dtype == KT_F32 && !m->round_to_bf16;
-  if (m->col_stride == 1 && (m->dtype == KT_BF16 || plain_f32)) {
-    const int64_t size = plain_f32 ? 4 : 2;
-    return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
-                      plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};
-  }
-  const int64_t stride = kt_scratch_stride(m->cols);
-  kt_decode_rows_avx512(m, n, KT_STRIP_ROWS, scratch, stride);
-  return (kt_strip){(const uint8_t *)scratch, stride * 4, KT_ROW_F32};
-}
-
-/* Bits of the largest magnitude of a row, widened to binary32; cols % 64 == 0. */
 KT_INLINE uint32_t kt_row_max_avx512(const uint8_t *row, int64_t cols, int form) {
   const int64_t size = cols * (form == KT_ROW_BF16 ? 2 : 4);
   __m512i max0 = _mm512_setzero_si512(), max1 = max0;
@@ -99,79 +74,17 @@ KT_INLINE void kt_store_transposed(const __m512i row[16], uint8_t *to, int form)
       _mm512_storeu_si512(to + KT_GROUP_STRIDE * kt_group(form, lane, j), column[4 * lane + j]);
 }
 
-/* A format, and where its tiles are, as constants of the loops below. */
-typedef struct kt_tile_rule {
-  int64_t tile_cols, block_rows, codes_per_byte;
-} kt_tile_rule;
-
-KT_INLINE int64_t kt_half_tile_at(const kt_matrix *m, kt_tile_rule rule, int64_t n, int64_t k) {
-  return kt_tile_start(m->rows, m->cols, rule.block_rows, n, k) / rule.codes_per_byte +
-         kt_half_tile(n);
-}
-
 /* One row of one tile, from column k on, as 64 bytes in the order of kt_round64. */
 typedef __m512i kt_tile_row_fn(const uint8_t *row, int64_t k, __m512 inverse, int form, int flush);
 
-/* A strip fills every other KiB of its tiles, which no hardware prefetcher follows: claim the
- * lines four tiles ahead (15 to 20 % on matrices beyond the caches). Past the end of the
- * buffer a prefetch does nothing. */
-KT_INLINE void kt_prefetch_half_tile(const uint8_t *half_tile) {
-  enum { AHEAD = 4 * 2 * KT_HALF_TILE };
-  for (int at = AHEAD; at < AHEAD + KT_HALF_TILE; at += 64)
-    __builtin_prefetch((const void *)((uintptr_t)half_tile + (uintptr_t)at), 1, 3);
-}
-
-KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, const float *inverse,
-                             uint8_t *packed, kt_tile_rule rule, kt_tile_row_fn *tile_row, int form,
-                             int flush) {
-  for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
-    __m512i bytes[KT_STRIP_ROWS];
-    uint8_t *const half_tile = packed + kt_half_tile_at(m, rule, n, k);
-    kt_prefetch_half_tile(half_tile);
-    for (int r = 0; r < KT_STRIP_ROWS; r++)
-      bytes[r] =
-          tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form, flush);
-    kt_store_transposed(bytes, half_tile, form);
-  }
-}
-
-/* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
-KT_INLINE kt_status kt_scale_strip(const kt_packer *packer, const kt_matrix *m, kt_strip strip,
-                                   float *scale, float *inverse, int *flush) {
-  *flush = 0;
-  for (int r = 0; r < KT_STRIP_ROWS; r++) {
-    const uint8_t *row = strip.data + r * strip.row_size;
-    const uint32_t max = strip.form == KT_ROW_BF16 ? kt_row_max_avx512(row, m->cols, KT_ROW_BF16)
-                                                   : kt_row_max_avx512(row, m->cols, KT_ROW_F32);
-    if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = packer->scale(kt_float(max));
-    inverse[r] = kt_reciprocal(scale[r]);
-    *flush |= max < KT_FLUSH_BITS;
-  }
-  return KT_OK;
-}
-
-/* The whole matrix: each strip is read from memory once, for its maxima, and quantized
- * from the cache. */
-KT_INLINE kt_status kt_quantize_pack_strips(const kt_packer *packer, const kt_matrix *m,
-                                            uint8_t *packed, float *scale, float *scratch,
-                                            kt_tile_rule rule, kt_tile_row_fn *tile_row) {
-  for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
-    const kt_strip strip = kt_strip_at(m, n, scratch);
-    float inverse[KT_STRIP_ROWS];
-    int flush;
-    const kt_status status = kt_scale_strip(packer, m, strip, scale + n, inverse, &flush);
-    if (status) return status;
-    if (strip.form == KT_ROW_BF16 && !flush)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_BF16, 0);
-    else if (strip.form == KT_ROW_BF16)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_BF16, 1);
-    else if (!flush)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_F32, 0);
-    else
-      kt_pack_strip(m, n, strip, inverse, packed, rule, tile_row, KT_ROW_F32, 1);
-  }
-  return KT_OK;
+KT_INLINE void kt_half_tile_avx512(kt_strip strip, int64_t k, const float *inverse,
+                                   uint8_t *half_tile, int form, int flush,
+                                   kt_tile_row_fn *tile_row) {
+  __m512i bytes[KT_STRIP_ROWS];
+  for (int r = 0; r < KT_STRIP_ROWS; r++)
+    bytes[r] =
+        tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form, flush);
+  kt_store_transposed(bytes, half_tile, form);
 }
 
 #endif

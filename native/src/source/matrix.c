@@ -38,6 +38,7 @@ kt_status kt_matrix_find_nonfinite(const kt_matrix *m, float *scratch, kt_positi
 static kt_decode_rows_fn *const decoders[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_decode_rows_scalar,
 #if KT_X86
+    [KT_ISA_AVX2] = kt_decode_rows_avx2,
     [KT_ISA_AVX512] = kt_decode_rows_avx512,
 #endif
 };

@@ -32,7 +32,7 @@ static inline int64_t kt_scratch_stride(int64_t cols) { return cols + 16; }
 /* Decodes `count` rows from `row` into out; `stride` floats from one row to the next. */
 typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t count, float *out,
                                int64_t stride);
-kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx512;
+kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx2, kt_decode_rows_avx512;
 
 /* The first NaN or Inf in row order, if there is one: KT_ERR_NONFINITE, else KT_OK.
  * `scratch` holds one row. */

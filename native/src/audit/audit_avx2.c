@@ -1,0 +1,13 @@
+/* The audit as the compiler vectorizes it for AVX2. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX2)
+#include "audit_loop.h"
+
+void kt_audit_avx2(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
+
+KT_TARGET_END
+#endif

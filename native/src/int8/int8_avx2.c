@@ -1,0 +1,29 @@
+/* INT8 on AVX2: the strips of strip_avx2.h, one byte per code. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX2)
+#include "../quantize/strip_avx2.h"
+#include "int8.h"
+
+KT_INLINE __m256i tile_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+                           int flush) {
+  return kt_round32(row, k + j, inverse, form, flush);
+}
+
+KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
+                         int flush) {
+  kt_half_tile_avx2(strip, k, inverse, to, form, flush, tile_row);
+}
+
+kt_status kt_int8_quantize_pack_avx2(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
+                                     float *scale, float *scratch) {
+  const kt_strip_rule rule = {KT_INT8_TILE_COLS,   KT_INT8_BLOCK_ROWS, 1,
+                              kt_decode_rows_avx2, kt_row_max_avx2,    half_tile};
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule);
+}
+
+KT_TARGET_END
+#endif

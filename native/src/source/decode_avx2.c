@@ -1,0 +1,136 @@
+/* Decoding on AVX2, 8 numbers at a time. Bit-equal to decode_scalar.c. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX2)
+#include "../simd/transpose_avx2.h"
+#include "matrix.h"
+
+#include <string.h>
+
+enum { LANES = 8 };
+
+/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included),
+ * so the value is 2^8 times the binary16's: a conversion and an exact product. */
+KT_INLINE __m256 widen_e4m3(__m128i bytes) {
+  const __m128i wide = _mm_cvtepu8_epi16(bytes);
+  const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+  const __m128i half = _mm_or_si128(sign, _mm_slli_epi16(magnitude, 7));
+  const __m256i nan = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)));
+  const __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  const __m256i mantissa = _mm256_and_si256(nan, _mm256_set1_epi32(0x007fffff));
+  const __m256i payload = _mm256_and_si256(nan, _mm256_set1_epi32(0x7fc00000));
+  return _mm256_or_ps(_mm256_andnot_ps(_mm256_castsi256_ps(mantissa), value),
+                      _mm256_castsi256_ps(payload));
+}
+
+/* 8 numbers from `at`. */
+KT_INLINE __m256 widen8(const uint8_t *at, int dtype) {
+  const __m128i *const half = (const __m128i *)(const void *)at;
+  switch (dtype) {
+  case KT_BF16:
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(half)), 16));
+  case KT_F16: return _mm256_cvtph_ps(_mm_loadu_si128(half));
+  case KT_F32: return _mm256_loadu_ps((const float *)(const void *)at);
+  default: return widen_e4m3(_mm_loadl_epi64(half));
+  }
+}
+
+KT_INLINE __m256 round_bf16(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd);
+  const __m256i rounded =
+      _mm256_and_si256(_mm256_add_epi32(bits, half), _mm256_set1_epi32((int)0xffff0000u));
+  const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+  const __m256i special = _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), exponent);
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(rounded, bits, special));
+}
+
+KT_INLINE __m256 decode8(const uint8_t *at, int dtype, __m256 factor, int scaled, int rounded) {
+  __m256 value = widen8(at, dtype);
+  if (scaled) value = _mm256_mul_ps(value, factor);
+  return rounded ? round_bf16(value) : value;
+}
+
+/* Columns begin..end-1 of a row that lies contiguously, all under one scale. */
+KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
+                           int scaled, int rounded, float *row) {
+  const int64_t size = kt_dtype_size(dtype);
+  const __m256 factor = _mm256_set1_ps(scale);
+  int64_t k = begin;
+  for (; k + LANES <= end; k += LANES)
+    _mm256_storeu_ps(row + k, decode8(from + k * size, dtype, factor, scaled, rounded));
+  if (k == end) return;
+  uint8_t stored[LANES * sizeof(float)] = {0};
+  float values[LANES];
+  memcpy(stored, from + k * size, (size_t)((end - k) * size));
+  _mm256_storeu_ps(values, decode8(stored, dtype, factor, scaled, rounded));
+  memcpy(row + k, values, (size_t)(end - k) * sizeof *values);
+}
+
+KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * kt_dtype_size(dtype);
+  if (dtype != KT_F8_E4M3) {
+    decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
+    return;
+  }
+  const float *scales = kt_scale_row(m, n);
+  for (int64_t k = 0, end; k < m->cols; k = end) {
+    end = kt_scale_block_end(m, k);
+    decode_span(from, dtype, k, end, scales[(m->col_origin + k) / m->block_cols], 1, rounded, row);
+  }
+}
+
+/* Columns k..k+7 of rows n..n+7 of a matrix whose rows lie next to each other (row_stride 1):
+ * 8 source vectors, transposed in registers. */
+KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
+                             float *out, int64_t stride) {
+  const int64_t size = kt_dtype_size(dtype);
+  const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * size;
+  __m256i source[LANES], row[LANES];
+  for (int i = 0; i < LANES; i++)
+    source[i] = _mm256_castps_si256(
+        decode8(from + i * m->col_stride * size, dtype, _mm256_setzero_ps(), 0, rounded));
+  kt_transpose8(source, row);
+  for (int r = 0; r < LANES; r++)
+    _mm256_storeu_ps(out + r * stride + k, _mm256_castsi256_ps(row[r]));
+}
+
+KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
+                           float *out, int64_t stride) {
+  if (m->col_stride == 1) {
+    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
+  } else if (count % LANES == 0 && m->cols % LANES == 0 && !m->block_scale) {
+    for (int64_t k = 0; k < m->cols; k += LANES) /* each line of memory once for all rows */
+      for (int64_t r = 0; r < count; r += LANES)
+        decode_square(m, row + r, k, dtype, rounded, out + r * stride, stride);
+  } else {
+    kt_decode_rows_scalar(m, row, count, out, stride);
+  }
+}
+
+/* One instantiation per dtype, so that the inner loops hold no switch. */
+KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out,
+                            int64_t stride) {
+  if (m->round_to_bf16)
+    decode_rows(m, row, count, dtype, 1, out, stride);
+  else
+    decode_rows(m, row, count, dtype, 0, out, stride);
+}
+
+void kt_decode_rows_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                         int64_t stride) {
+  switch (m->dtype) {
+  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out, stride); break;
+  case KT_F16: decode_dtype(m, row, count, KT_F16, out, stride); break;
+  case KT_F32: decode_dtype(m, row, count, KT_F32, out, stride); break;
+  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out, stride); break;
+  }
+}
+
+KT_TARGET_END
+#endif
