@@ -16,16 +16,14 @@ from helpers.paths import EVAL, EXAMPLE
 from safetensors.numpy import save_file
 
 from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.families.names import router_tensors
+from ktconv.families.routers import route, router_of
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.model import (
+from ktconv.model import load_model, replace_experts
+from ktconv.model.evaluate import (
     capture_layer_inputs,
     greedy_side_by_side,
-    load_model,
     perplexity_and_divergence,
-    replace_experts,
-    route,
-    router_of,
-    router_tensors,
     sample_text,
     windows,
 )
@@ -37,7 +35,8 @@ WITHOUT = """
 import sys
 sys.modules["torch"] = None
 import ktconv.model
-assert ktconv.model.router_of({"model_type": "mixtral", "num_experts_per_tok": 2}, 0).top_k == 2
+from ktconv.families.routers import router_of
+assert router_of({"model_type": "mixtral", "num_experts_per_tok": 2}, 0).top_k == 2
 try:
     ktconv.model.replace_experts
 except ktconv.errors.UsageError as error:

@@ -9,7 +9,9 @@ import pytest
 from helpers.convert import convert
 from helpers.paths import EXAMPLE
 
-from ktconv.model import find_experts, perplexity_and_divergence, replace_experts, windows
+from ktconv.model import replace_experts
+from ktconv.model.evaluate import perplexity_and_divergence, windows
+from ktconv.model.replace import find_experts
 from ktconv.moe import Experts
 from ktconv.moe.load import open_experts
 from ktconv.placement.expert_sets import expert_set

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import parse_tensor_name, tensor_name
-from ktconv.model import find_experts, replace_experts
+from ktconv.model import replace_experts
+from ktconv.model.replace import find_experts
 
 HIDDEN, EXPERTS = 128, 8
 

@@ -101,7 +101,7 @@ def test_perplexity_is_not_worse_than_rounded_to_nearest(
     torch: Any, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Loaded by transformers, which also generates."""
-    from ktconv.model import windows
+    from ktconv.model.evaluate import windows
 
     model, output = trained
     quantize_gpu(Request(str(model), tmp_path / "rtn", threads=1, device="cpu"))
@@ -149,7 +149,7 @@ def test_coverage_is_what_the_router_chooses(
     calibration let every token see the whole text, as llm-compressor by itself does."""
     from transformers import AutoModelForCausalLM
 
-    from ktconv.model import find_experts
+    from ktconv.model.replace import find_experts
     from ktconv.quantize_gpu.gptq.run import coverage_of
 
     model, output = trained

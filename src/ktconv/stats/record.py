@@ -51,7 +51,8 @@ class Recorder:
     """
 
     def __init__(self, directory: Path, max_memory: int | None = None) -> None:
-        from ktconv.model import find_experts, load_model
+        from ktconv.model import load_model
+        from ktconv.model.replace import find_experts
 
         self._folder = TemporaryDirectory(prefix="ktconv-") if max_memory is not None else None
         self._windows = 1 if self._folder is None else _WINDOWS
@@ -175,7 +176,7 @@ def text_pieces(path: Path | None) -> Iterator[str]:
     Raises UsageError for a file that is missing, empty or no UTF-8 text.
     """
     if path is None:
-        from ktconv.model import sample_text
+        from ktconv.model.evaluate import sample_text
 
         yield sample_text()
         return

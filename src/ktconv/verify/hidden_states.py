@@ -219,7 +219,8 @@ def why_not_captured(output: OpenedOutput) -> str | None:
 
 
 def _capture(source: Path, request: VerifyRequest) -> dict[int, Any]:
-    from ktconv.model import capture_layer_inputs, load_model
+    from ktconv.model import load_model
+    from ktconv.model.evaluate import capture_layer_inputs
 
     model, tokenizer = load_model(source)
     text, _ = read_text(request.text)

@@ -88,7 +88,8 @@ class ModelCheck(ABC):
             return self._run()
 
     def _run(self) -> Facts:
-        from ktconv.model import greedy_side_by_side, load_model, perplexity_and_divergence, windows
+        from ktconv.model import load_model
+        from ktconv.model.evaluate import greedy_side_by_side, perplexity_and_divergence, windows
 
         text, name = read_text(self._request.text)
         self._notify("loading the source model")

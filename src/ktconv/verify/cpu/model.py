@@ -26,7 +26,7 @@ class CpuModelCheck(ModelCheck):
         return FORMATS[self._output.options.method].bits
 
     def _check_memory(self) -> None:
-        from ktconv.model import check_memory
+        from ktconv.model.evaluate import check_memory
 
         check_memory(self._output.source.path, "auto")
 

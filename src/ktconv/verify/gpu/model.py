@@ -149,7 +149,7 @@ class _Swapped(_Pair):
     def _put_all(self, model: Any, output: GpuOutput) -> None:
         import torch
 
-        from ktconv.model import find_experts
+        from ktconv.model.replace import find_experts
 
         sources, here, modules = output.source_layers, output.layers, output.experts
         with torch.no_grad():
