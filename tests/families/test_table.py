@@ -20,6 +20,7 @@ from helpers.families import (
     numbered,
     random_weights,
     read_matrix,
+    simple_config,
     write_checkpoint,
 )
 
@@ -29,13 +30,13 @@ from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.config import top_k_of
 from ktconv.families.family import ExpertActivation, Family, Matrices, Router, RouterSpec
-from ktconv.families.names import ExpertModule, expert_module
+from ktconv.families.names import ExpertModule, expert_module, norm_tensors, router_tensors
 from ktconv.families.routers import router_of
 from ktconv.families.table import KEYS, Families
 from ktconv.moe import experts_per_token, open_experts
 from ktconv.native import Activation
 from ktconv.targets.pack_quantized.module_classes import class_of
-from ktconv.targets.pack_quantized.names import fits, target_pattern
+from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
 from ktconv.verify import VerifyRequest, hidden_states, verify
 
 HIDDEN, EXPERTS = 128, 4
@@ -239,3 +240,68 @@ def test_a_new_row_in_an_output_for_gpus(tmp_path: Path) -> None:
     assert class_of("trunk.blocks.0.sparse.wo.weight") == "leading dense layers"
     module = expert_module("trunk.blocks.1.sparse.specialists.3.wv")
     assert module == ExpertModule("trunk.blocks.1.sparse.specialists", 3, "up")
+
+
+# ---- other places of experts -----------------------------------------------------------
+
+PLACES = [
+    # block, experts, source of the first layer
+    ("", "experts", "model.layers.0.experts"),
+    ("mixture", "", "model.layers.0.mixture"),
+    ("mlp", "switch", "model.layers.0.mlp.switch"),
+]
+
+
+@pytest.mark.parametrize(("block", "experts", "source"), PLACES)
+def test_places_of_experts(
+    block: str, experts: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in the layer itself, stacks in the block itself, a container of another name."""
+    row = Family(
+        types=("placed_moe",),
+        block=block,
+        experts=experts,
+        matrices=Matrices("a", "b", "c", gate_up="input_linear"),
+        router="router.layer",
+        shared="shared",
+    )
+    monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
+    where = ".".join(filter(None, ("model.layers.0", block)))
+    weights = random_weights(inner=192)
+    usual = fused(source, weights, transposed=False, suffix=".weight")
+    beside = {
+        f"{where}.router.layer.weight": bf16(np.ones((EXPERTS, HIDDEN))),
+        f"{where}.shared.a.weight": bf16(np.ones((8, HIDDEN))),
+        "model.layers.0.post_attention_layernorm.weight": bf16(np.ones(HIDDEN)),
+    }
+    tensors = {
+        f"{source}.input_linear.weight": usual[f"{source}.gate_up_proj.weight"],
+        f"{source}.c.weight": usual[f"{source}.down_proj.weight"],
+        **beside,
+    }
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path, tensors, simple_config(moe_intermediate_size=None))
+    )
+    [layer] = checkpoint.layers
+    assert (layer.index, layer.source, layer.intermediate_size) == (0, source, 192)
+    np.testing.assert_array_equal(read_matrix(layer.experts[3]["up"]), weights.up[3])
+    assert {tensor.name for tensor in checkpoint.other_tensors} == beside.keys()
+    assert not checkpoint.notes
+    assert f"{where}.router.layer.weight" in router_tensors(source).weight
+    assert norm_tensors(source)[0] == "model.layers.0.post_attention_layernorm.weight"
+    assert class_of(f"{where}.router.layer.weight") == "router gates"
+    module = module_name(layer, 3, "up")
+    found = expert_module(module)
+    assert found is not None and (found.expert, found.proj) == (3, "up")
+    assert fits(target_pattern([layer]), module)
+
+
+def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = simple_config(hidden_size=512, latent=HIDDEN)
+    write_checkpoint(tmp_path, numbered("model.layers.0.mlp.experts", random_weights()), config)
+    with pytest.raises(CheckpointError, match="hidden_size 512"):
+        open_checkpoint(tmp_path)
+    row = Family(types=("latent_moe",), keys={"width of experts": ("latent",)})
+    monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
+    [layer] = open_checkpoint(tmp_path).layers
+    assert layer.hidden_size == HIDDEN

@@ -134,7 +134,8 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
     size_keys = _expert_size_keys(sections)
     config = ModelConfig(
         model_types=frozenset(_strings(sections, "model_type")),
-        hidden_size=_one_size(sections, keys("hidden size")),
+        hidden_size=_one_size(sections, keys("width of experts"))
+        or _one_size(sections, keys("hidden size")),
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers),

@@ -83,9 +83,11 @@ class ExpertActivation:
 class Family:
     """A row of the table; what most families share is the default.
 
-    Names are parts of tensors' names: PREFIX.layers.3.mlp.experts.5.gate_proj.weight is LAYERS
-    "layers", BLOCK "mlp", EXPERTS "experts", MATRICES.gate "gate_proj". What stands beside the
-    experts is named from the block on (`router`, `correction`, `shared`), the norm from the layer.
+    Names are parts of tensors' names: in PREFIX.layers.3.mlp.experts.5.gate_proj.weight `layers` is
+    "layers", `block` "mlp", `experts` "experts", `matrices.gate` "gate_proj". Without a `block` the
+    experts lie in the layer itself; without `experts` the block has the tensors of all its experts
+    in it. What stands beside the experts is named from the block on (`router`, `correction`,
+    `shared`), the norm from the layer.
 
     Tensors are found by the names of all rows, whatever model_type a checkpoint has: one family
     may be stored in several ways, and its fine-tunes under other types.

@@ -30,11 +30,6 @@ class ExpertsPath:
     number: int  # the layer's number as the name spells it
     in_mtp: bool  # the number counts MTP layers, not decoder layers
 
-    @property
-    def block(self) -> str:
-        """model.layers.3.mlp: what the experts are part of."""
-        return self.source.rpartition(".")[0]
-
 
 def split_name(name: str) -> tuple[str, str] | None:
     """model.layers.3.mlp.experts.5.gate_proj.weight -> (model.layers.3.mlp.experts,
@@ -43,12 +38,25 @@ def split_name(name: str) -> tuple[str, str] | None:
         start, found, rest = name.partition(f".{container}.")
         if found:
             return f"{start}.{container}", rest
+    for block, words in table.FAMILIES.bare_blocks.items():
+        start, found, rest = name.partition(f".{block}.")
+        if found and rest.partition(".")[0] in words:
+            return f"{start}.{block}", rest
     return None
 
 
 def is_in_experts(name: str) -> bool:
-    """Whether something called `experts` is anywhere in a name."""
-    return any(f".{container}." in f".{name}" for container in table.FAMILIES.containers)
+    """Whether a name has something called `experts` in it, or its end looks like experts."""
+    return split_name(f".{name}") is not None
+
+
+def _block_of(source: str) -> str | None:
+    """model.layers.3.mlp.experts -> model.layers.3.mlp, which the experts are part of; the same
+    where a block has them in it. None for what no experts lie under."""
+    block, _, last = source.rpartition(".")
+    if last in table.FAMILIES.containers:
+        return block
+    return source if last in table.FAMILIES.bare_blocks else None
 
 
 def parse_source(source: str) -> ExpertsPath | None:
@@ -56,9 +64,8 @@ def parse_source(source: str) -> ExpertsPath | None:
 
     Raises CheckpointError for a layer number beyond all reason.
     """
-    block, _, container = source.rpartition(".")
-    match = table.FAMILIES.block_path.fullmatch(block)
-    if match is None or container not in table.FAMILIES.containers:
+    match = table.FAMILIES.block_path.fullmatch(_block_of(source) or "")
+    if match is None:
         return None
     if len(match["number"]) > _MOST_DIGITS:
         raise CheckpointError(
@@ -183,9 +190,8 @@ def norm_tensors(source: str) -> tuple[str, ...]:
 
 
 def _block(source: str) -> str:
-    """The MoE block that the experts are part of."""
-    block, _, container = source.rstrip(".").rpartition(".")
-    if container not in table.FAMILIES.containers:
+    block = _block_of(source.rstrip("."))
+    if block is None:
         raise UsageError(
             f"{source!r} is no prefix of experts",
             f"it must end with .{' or .'.join(table.FAMILIES.containers)}",

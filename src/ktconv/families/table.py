@@ -31,6 +31,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "num_layers"),
     "MTP layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
     "hidden size": ("hidden_size",),
+    "width of experts": (),  # where it is not the hidden size
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "num_routed_experts"),
     "zero experts": (),
     "intermediate size": ("moe_intermediate_size", "moe_ffn_hidden_size"),
@@ -245,8 +246,8 @@ class Families:
         return self._by_key[setting]
 
     def names(self, field: str) -> tuple[str, ...]:
-        """What the rows have in one of their fields that are names."""
-        return _distinct(name for row in self.rows if (name := getattr(row, field)) is not None)
+        """What the rows have in one of their fields that are names; empty ones are left out."""
+        return _distinct(name for row in self.rows if (name := getattr(row, field)))
 
     # ---- experts ----
 
@@ -291,6 +292,21 @@ class Families:
         return self.names("experts")
 
     @cached_property
+    def has_blocks(self) -> bool:
+        """Whether experts are always in a block of their layer."""
+        return all(row.block for row in self.rows)
+
+    @cached_property
+    def bare_blocks(self) -> Mapping[str, frozenset[str]]:
+        """Last words of blocks that have stacked experts in them -> first words of those."""
+        found: dict[str, frozenset[str]] = {}
+        for row in self.rows:
+            if not row.experts:
+                word, one = row.block.rpartition(".")[2], row.matrices
+                found[word] = found.get(word, frozenset()) | {one.gate_up or one.gate, one.down}
+        return found
+
+    @cached_property
     def mtp_words(self) -> frozenset[str]:
         return frozenset(self.names("mtp"))
 
@@ -299,9 +315,10 @@ class Families:
         """PREFIX.layers.3.mlp, whole: `layer`, `prefix`, `list`, `number`."""
         # mtp.{j} without "layers." is how DeepSeek V4 names its multi-token-prediction layers.
         lists = one_of((*self.names("layers"), *self.names("mtp")))
+        bare = "" if self.has_blocks else "?"
         return re.compile(
-            rf"(?P<layer>(?P<prefix>(?:.+\.)?)(?P<list>{lists})\.(?P<number>[0-9]+))\."
-            rf"{one_of(self.names('block'))}"
+            rf"(?P<layer>(?P<prefix>(?:.+\.)?)(?P<list>{lists})\.(?P<number>[0-9]+))"
+            rf"(?:\.{one_of(self.names('block'))}){bare}"
         )
 
     @cached_property

@@ -25,6 +25,9 @@ def _classes(families: Families) -> Sequence[tuple[str, re.Pattern[str]]]:
     """The first pattern found in a tensor's name decides."""
     block = one_of((*families.names("block"), "moe"))
     router = one_of(families.routers)
+    bare = (
+        "" if families.has_blocks else rf"|\.{one_of(families.names('layers'))}\.[0-9]+\.{router}\b"
+    )
     correction = one_of(families.corrections)
     shared, dense = (one_of(families.names(field)) for field in ("shared", "block"))
     patterns = {
@@ -32,7 +35,7 @@ def _classes(families: Families) -> Sequence[tuple[str, re.Pattern[str]]]:
         r"multi_modal_projector|aligner)\.",
         "shared-expert gates": rf"\.{shared}_gate\.",
         "shared experts": rf"\.{shared}\.",
-        "router gates": rf"\.{block}\.{router}\b|{correction}",
+        "router gates": rf"\.{block}\.{router}\b|{correction}{bare}",
         "norms": r"(?:^|\.)\w*(?:norm|layernorm|ln_f|ln_\d)\w*(?:\.weight|\.bias)?$",
         "linear attention": r"\.(?:linear_attn|linear_attention|mamba|mixer|gated_delta\w*)\.",
         "attention": r"\.(?:self_attn|attention|attn|self_attention)\.",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.families.family import USUAL
+from ktconv.families.names import is_in_experts
 
 LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 
@@ -14,7 +15,8 @@ LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
     """model.layers.3.mlp.experts.5.gate_proj: the source's own name where it has one per
     expert (Mixtral: w1, w3, w2), else the usual one."""
-    return f"{layer.source}.{expert}.{_spelling(layer, proj)}"
+    where = layer.source if is_in_experts(f"{layer.source}.") else f"{layer.source}.experts"
+    return f"{where}.{expert}.{_spelling(layer, proj)}"
 
 
 def _spelling(layer: MoELayer, proj: Projection) -> str:
