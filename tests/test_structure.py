@@ -84,7 +84,7 @@ for name in ("torch", "llmcompressor", "compressed_tensors", "transformers"):
     sys.modules[name] = None  # importing it raises ImportError
 from pathlib import Path
 from ktconv.checkpoint import open_checkpoint
-from ktconv.conversion import plan_checkpoint
+from ktconv.conversion.plan import plan_checkpoint
 from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget
 checkpoint = open_checkpoint(sys.argv[1])

@@ -3,7 +3,7 @@
 report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
 """
 
-from ktconv.conversion import Report
+from ktconv.conversion.run import Report
 from ktconv.repack.merge import Preflight, Request, merge, prepare
 
 __all__ = ["Preflight", "Report", "Request", "merge", "prepare"]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ktconv.conversion import SilentObserver, Unit
 from ktconv.conversion.pipeline import Pipeline
+from ktconv.conversion.plan import Unit
+from ktconv.conversion.run import SilentObserver
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span
 from ktconv.targets.ktransformers import KTransformersTarget, Options

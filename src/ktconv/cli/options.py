@@ -22,7 +22,8 @@ from ktconv.errors import (
 from ktconv.system.units import format_ranges, format_size
 
 if TYPE_CHECKING:
-    from ktconv.conversion import Preflight, Report, Unit
+    from ktconv.conversion.plan import Unit
+    from ktconv.conversion.run import Preflight, Report
 
 # What can be done about an error where packed weights are converted, and where a model is.
 PACKED_HINTS: Hints = {
@@ -114,7 +115,7 @@ def preflight_facts(
     preflight: Preflight[Any], pending: Sequence[Unit] | None = None
 ) -> dict[str, Any]:
     """The JSON of a dry run. `pending`: units that are written; None: those not there now."""
-    from ktconv.conversion import disk_needed
+    from ktconv.conversion.run import disk_needed
 
     plan = preflight.plan
     chosen = [unit.layer for unit in preflight.units if unit.layer]
@@ -151,7 +152,7 @@ def preflight_facts(
 
 def report_facts(report: Report) -> dict[str, Any]:
     """The JSON of a finished run."""
-    from ktconv.conversion import peak_rss
+    from ktconv.conversion.records import peak_rss
 
     units, converted = report.preflight.plan.units, set(report.converted)
     written = [unit for unit in units if unit.key in converted]
@@ -202,7 +203,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
 
 def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
     """What a run did, for people."""
-    from ktconv.conversion import describe_units
+    from ktconv.conversion.records import describe_units
 
     output = report.preflight.request.output
     if not report.converted and report.complete:

@@ -35,7 +35,7 @@ from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.conversion import Report
+    from ktconv.conversion.run import Report
     from ktconv.quantize_gpu.common import Preflight
 
 

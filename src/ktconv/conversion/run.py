@@ -23,7 +23,7 @@ from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import Plan, T_co, Unit
 from ktconv.conversion.records import describe_units, refuse_difference, run_record
-from ktconv.conversion.target import Options, Target
+from ktconv.conversion.target import BaseOptions, Target
 from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
     DiskSpaceError,
@@ -56,12 +56,12 @@ MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 
 @dataclass(frozen=True)
-class Request:
+class BaseRequest:
     """What to convert and how."""
 
     model: str
     output: Path
-    options: Options
+    options: BaseOptions
     layers: Sequence[int] | None = None  # None: all
     threads: int | None = None  # None: one per CPU that this process may use
     max_memory: int = 8 << 30
@@ -74,7 +74,7 @@ class Request:
 class Preflight(Generic[T_co]):
     """A planned conversion with what it will need here; what `--dry-run` prints."""
 
-    request: Request
+    request: BaseRequest
     plan: Plan[T_co]
     units: Sequence[Unit]  # the layers this run is for
     threads: int
@@ -159,7 +159,7 @@ def fit_threads(
     return min(wanted or machine.usable_cpus(), affordable)
 
 
-def fit_memory(request: Request, per_thread: int, libraries: int = 0) -> tuple[int, int]:
+def fit_memory(request: BaseRequest, per_thread: int, libraries: int = 0) -> tuple[int, int]:
     """Threads that --max-memory allows, and the peak to expect."""
     base = machine.resident_memory() + MEMORY_MARGIN + libraries + manifest_memory(request.output)
     threads = fit_threads(request.max_memory, request.threads, base, per_thread)

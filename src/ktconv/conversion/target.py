@@ -10,7 +10,7 @@ from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.writer.shards import Tensor
 
 
-class Options:
+class BaseOptions:
     """Base of the options that decide which bytes are written, dataclasses all; a resumed run
     must have the same. Their order is that of manifests, so that they are declared there."""
 
@@ -28,7 +28,7 @@ class Target(ABC):
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
 
-    options: Options
+    options: BaseOptions
 
     @property
     @abstractmethod

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from ktconv import conversion, native
+from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, open_checkpoint
-from ktconv.conversion import (
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.plan import Unit
+from ktconv.conversion.run import (
+    BaseRequest,
     Conversion,
-    Observer,
     Report,
     SilentObserver,
-    Task,
-    Unit,
     check_output,
     fit_memory,
     refuse_nested,
 )
+from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
@@ -41,11 +42,11 @@ from ktconv.targets.ktransformers import (
     make_plan,
 )
 
-Preflight: TypeAlias = conversion.Preflight[KTransformersTarget]
+Preflight: TypeAlias = AnyPreflight[KTransformersTarget]
 
 
 @dataclass(frozen=True)
-class Request(conversion.Request):
+class Request(BaseRequest):
     """What to convert and how. `options.numa` of 0 means one part per NUMA node."""
 
     options: Options = field(default_factory=Options)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ktconv import conversion
 from ktconv.checkpoint import TensorRef
-from ktconv.conversion import Conversion, Observer, Task
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.run import BaseRequest, Conversion
+from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.quantize_gpu.decoded_copy import DecodedCopy
 from ktconv.reading.buffers import BufferSizes
@@ -28,7 +29,7 @@ from ktconv.targets.pack_quantized.target import (
 
 
 @dataclass(frozen=True)
-class Request(conversion.Request):
+class Request(BaseRequest):
     """What to quantize and how."""
 
     options: Options = field(default_factory=Options)
@@ -40,7 +41,7 @@ class Request(conversion.Request):
 
 
 @dataclass(frozen=True)
-class Preflight(conversion.Preflight[PackQuantizedTarget]):
+class Preflight(AnyPreflight[PackQuantizedTarget]):
     """A planned quantization; what `--dry-run` prints."""
 
     request: Request

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
-from ktconv.conversion import Task, Unit
+from ktconv.conversion.pipeline import Task
+from ktconv.conversion.plan import Unit
 from ktconv.conversion.tasks import Advance, ExpertTask
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.quantize_gpu.common import GpuConversion, device_of

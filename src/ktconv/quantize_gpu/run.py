@@ -13,16 +13,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
-from ktconv.conversion import (
-    Observer,
-    Report,
-    Selection,
-    SilentObserver,
-    check_output,
-    fit_memory,
-    plan_checkpoint,
-    refuse_nested,
-)
+from ktconv.conversion.pipeline import Observer
+from ktconv.conversion.plan import Selection, plan_checkpoint
+from ktconv.conversion.run import Report, SilentObserver, check_output, fit_memory, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.common import GpuConversion, Preflight, Request, buffer_sizes

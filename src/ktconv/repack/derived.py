@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv import __version__, conversion
+from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import MANIFEST_EXPANSION, MEMORY_MARGIN, Conversion, Observer, Task
+from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Content, Copy, LayerContent
+from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
+from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import SourceReader
@@ -39,7 +41,7 @@ MOST_THREADS = 8  # copying is bound by the disk
 
 
 @dataclass(frozen=True)
-class Preflight(conversion.Preflight[KTransformersTarget]):
+class Preflight(AnyPreflight[KTransformersTarget]):
     """A planned job with what it will need here, and what its bytes come from."""
 
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
@@ -85,7 +87,7 @@ class Derived(Conversion, ABC):
 
 
 def needs(
-    request: conversion.Request, plan: Plan, per_thread: int, manifest: Manifest | None
+    request: BaseRequest, plan: Plan, per_thread: int, manifest: Manifest | None
 ) -> dict[str, Any]:
     """The fields that the preflights of all conversions have; the manifest is read at once."""
     threads = request.threads or min(machine.usable_cpus(), MOST_THREADS)

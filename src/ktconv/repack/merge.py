@@ -13,19 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktconv import conversion
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.conversion import (
-    Observer,
-    Report,
-    SilentObserver,
-    Task,
-    Unit,
-    check_output,
-    refuse_nested,
-)
-from ktconv.conversion.plan import Content, lay_out
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.plan import Content, Unit, lay_out
+from ktconv.conversion.run import BaseRequest, Report, SilentObserver, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
@@ -182,7 +174,7 @@ def _notes(inputs: _Input) -> Sequence[str]:
 
 def _preflight(inputs: _Input, plan: Plan) -> Preflight:
     asked = inputs.request
-    request = conversion.Request(
+    request = BaseRequest(
         asked.source or str(asked.layers_dir),
         asked.output,
         inputs.options,

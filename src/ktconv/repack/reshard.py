@@ -17,17 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ktconv import conversion
-from ktconv.conversion import (
-    Observer,
-    Report,
-    SilentObserver,
-    Task,
-    Unit,
-    check_output,
-    refuse_nested,
-)
-from ktconv.conversion.plan import lay_out
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.plan import Unit, lay_out
+from ktconv.conversion.run import BaseRequest, Report, SilentObserver, check_output, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
 from ktconv.packed.weights import name_of
@@ -140,7 +132,7 @@ def _down_scales(old: int, new: int) -> str:
 
 def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflight:
     largest = max(layer.hidden * layer.intermediate for layer in packed.tree.layers.values())
-    asked = conversion.Request(
+    asked = BaseRequest(
         str(request.packed),
         request.output,
         plan.target.options,

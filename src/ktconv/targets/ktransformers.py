@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ktconv import __version__, conversion
+from ktconv import __version__
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import Selection, Target, plan_checkpoint
+from ktconv.conversion.plan import Plan as AnyPlan
+from ktconv.conversion.plan import Selection, plan_checkpoint
+from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
     BACKWARD,
@@ -40,7 +42,7 @@ Layout = Literal["safetensors", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options(conversion.Options):
+class Options(BaseOptions):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "int4"
@@ -216,4 +218,4 @@ class KTransformersTarget(Target):
         return files
 
 
-Plan: TypeAlias = conversion.Plan[KTransformersTarget]
+Plan: TypeAlias = AnyPlan[KTransformersTarget]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
-from ktconv.conversion import MEMORY_MARGIN, fit_threads, peak_rss
 from ktconv.conversion.plan import matrix_source_bytes
+from ktconv.conversion.records import peak_rss
+from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
 from ktconv.moe import METHODS

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
-from ktconv.conversion import Observer, Unit
+from ktconv.conversion.pipeline import Observer
+from ktconv.conversion.plan import Unit
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (

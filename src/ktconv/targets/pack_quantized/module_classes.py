@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ktconv.checkpoint import PROJECTIONS, TensorRef
-from ktconv.conversion import Unit
+from ktconv.conversion.plan import Unit
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.names import is_in_experts

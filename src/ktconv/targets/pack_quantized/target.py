@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from ktconv import __version__, conversion
+from ktconv import __version__
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
-from ktconv.conversion import Target
+from ktconv.conversion.plan import Plan as AnyPlan
+from ktconv.conversion.target import BaseOptions, Target
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.other_tensors import decoded_others
@@ -33,7 +34,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Options(conversion.Options):
+class Options(BaseOptions):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "rtn"  # or "gptq"
@@ -122,4 +123,4 @@ def held_dtype(matrix: ExpertMatrix) -> str:
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"
 
 
-Plan: TypeAlias = conversion.Plan[PackQuantizedTarget]
+Plan: TypeAlias = AnyPlan[PackQuantizedTarget]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, Projection, TensorRef, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.conversion import plan_checkpoint
+from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
