@@ -55,6 +55,7 @@ typedef enum kt_isa {
   KT_ISA_AMX = 2,    /* x86-64: AMX tile, int8, bf16, granted by the OS; contains avx512 with
                         VNNI, BF16 and VBMI */
   KT_ISA_AVX2 = 3,   /* x86-64: AVX2 and F16C, saved by the OS; contains scalar */
+  KT_ISA_NEON = 4,   /* aarch64: NEON, which all of them have; contains scalar */
   KT_ISA_COUNT
 } kt_isa;
 

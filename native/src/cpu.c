@@ -94,6 +94,8 @@ static const kt_level levels[] = {
     {KT_ISA_AVX512_BF16, NULL, KT_ISA_AVX512_VNNI, has_bf16},
     {KT_ISA_AVX512_VBMI, NULL, KT_ISA_AVX512_BF16, has_vbmi},
     {KT_ISA_AMX, "amx", KT_ISA_AVX512_VBMI, has_amx},
+#elif KT_ARM64
+    {KT_ISA_NEON, "neon", KT_ISA_SCALAR, NULL},
 #endif
 };
 

@@ -10,6 +10,12 @@
 #define KT_X86 0
 #endif
 
+#if defined(__aarch64__) && defined(__ARM_NEON) && defined(__GNUC__)
+#define KT_ARM64 1
+#else
+#define KT_ARM64 0
+#endif
+
 /* Levels without a name: what some CPUs with AVX-512 have beyond the level avx512, and use where
  * that level is in use. Then the number of all levels, named or not: cells of a table's row. */
 enum {

@@ -146,11 +146,12 @@ class Build:
         return str(program)
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str]) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KTCONV_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "0 failures" in done.stdout
+    return done.stdout
 
 
 def works(compiler: list[str], folder: Path) -> bool:
@@ -185,10 +186,12 @@ def test_layers_under_sanitizers(sanitized: Build) -> None:
 
 
 def test_check_c_on_aarch64(tmp_path: Path) -> None:
-    """Another architecture writes the same bytes: check.c knows their hash."""
+    """Another architecture writes the same bytes: check.c knows their hash, and compares what
+    NEON writes with scalar."""
     for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program}")
     build = Build(["aarch64-linux-gnu-gcc", "-static", "-O2"], tmp_path)
-    run(["qemu-aarch64", build.program(TESTS / "check.c")])
+    checked = run(["qemu-aarch64", build.program(TESTS / "check.c")])
+    assert checked.startswith("levels: scalar neon\n")
     run(["qemu-aarch64", build.program(TESTS / "moe_check.c")])

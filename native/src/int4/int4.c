@@ -13,5 +13,7 @@ const kt_packer kt_int4_packer = {
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int4_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int4_quantize_pack_avx512,
+#elif KT_ARM64
+    .quantize_pack[KT_ISA_NEON] = kt_int4_quantize_pack_neon,
 #endif
 };

@@ -20,6 +20,7 @@ void kt_int4_pack_row(const int8_t *codes, int64_t rows, int64_t cols, int64_t n
 void kt_int4_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
                         int8_t *codes);
 
-kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512;
+kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512,
+    kt_int4_quantize_pack_neon;
 
 #endif

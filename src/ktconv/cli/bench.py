@@ -67,7 +67,8 @@ def bench(
         str, typer.Option(help="Threads, e.g. 1,2; default: one per core.", metavar="LIST")
     ] = "",
     isa: Annotated[
-        str, typer.Option(help="auto, all, or levels: scalar, avx2, avx512, amx.", metavar="LIST")
+        str,
+        typer.Option(help="auto, all, or levels: scalar, avx2, avx512, amx, neon.", metavar="LIST"),
     ] = "auto",
     numa: Annotated[
         int,

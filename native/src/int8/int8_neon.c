@@ -1,0 +1,25 @@
+/* INT8 on NEON: the strips of strip_neon.h, one byte per code. */
+#include "../cpu.h"
+
+#if KT_ARM64
+#include "../quantize/strip_neon.h"
+#include "int8.h"
+
+KT_INLINE int8x16_t tile_row(const uint8_t *row, int64_t k, int j, float inverse, int form,
+                             int flush) {
+  return kt_round16(row, k + j, inverse, form, flush);
+}
+
+KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
+                         int flush) {
+  kt_half_tile_neon(strip, k, inverse, to, form, flush, tile_row);
+}
+
+kt_status kt_int8_quantize_pack_neon(const kt_packer *packer, const kt_matrix *m, uint8_t *packed,
+                                     float *scale, float *scratch) {
+  const kt_strip_rule rule = {KT_INT8_TILE_COLS,     KT_INT8_BLOCK_ROWS, 1,
+                              kt_decode_rows_scalar, kt_row_max_neon,    half_tile};
+  return kt_quantize_pack_strips(packer, m, packed, scale, scratch, rule);
+}
+
+#endif
