@@ -6,7 +6,7 @@ and shown. What cannot be measured here is refused before anything is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -26,10 +26,8 @@ from ktconv.moe.experts import Expert, check_shape
 from ktconv.moe.load import open_layer
 from ktconv.system import machine
 from ktconv.system.pool import Pool
-from ktconv.system.text import path_text, printable
+from ktconv.system.text import Notify, path_text, printable, silent
 from ktconv.system.units import format_size
-
-Notify = Callable[[str], None]
 
 _DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
 _DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
@@ -101,7 +99,7 @@ class Plan:
         return [case for layer in self.layers for case in layer.cases]
 
 
-def prepare(request: Request, notify: Notify = lambda _: None) -> Plan:
+def prepare(request: Request, notify: Notify = silent) -> Plan:
     """Raises UsageError for what is impossible, or does not fit into this machine's memory."""
     with Pool(max(request.threads)) as pool:  # the largest: it needs the most scratch
         if request.model is not None:
@@ -202,7 +200,7 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
-    top_k = request.top_k or min(experts_per_token(model), count)
+    top_k = request.top_k or min(experts_per_token(model, number), count)
     if top_k > count:
         raise UsageError(
             f"--top-k {top_k} is more than the {count} experts of {model}",

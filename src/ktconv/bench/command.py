@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 from ktconv import native
-from ktconv.bench.cases import Notify, Request
+from ktconv.bench.cases import Request
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
@@ -14,6 +14,7 @@ from ktconv.bench.run import bench
 from ktconv.errors import UsageError
 from ktconv.moe import METHODS, Method, method_named
 from ktconv.system import machine
+from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
 
 # Rarely needed, and heavier than the rest: compare, plots and pack_stage are imported where used.

@@ -5,7 +5,6 @@ GB/s are of source bytes, one thread, more matrices than the caches hold.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,12 @@ from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
-from ktconv.bench.render import csv_text, markdown, table
+from ktconv.bench.render import render_rows
 from ktconv.errors import UsageError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.moe import METHODS
 from ktconv.system import machine
+from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 
 Array = NDArray[Any]
@@ -60,7 +60,7 @@ def bench_packing(
     methods: Sequence[str],
     shapes: Sequence[Shape],
     isas: Sequence[str],
-    notify: Callable[[str], None],
+    notify: Notify,
     *,
     effort: Effort | None = None,
     seed: int = 0,
@@ -193,32 +193,22 @@ def _rate(work: Callable[[], None], nbytes: int, effort: Effort) -> float:
     return nbytes / 1e9 / statistics.median(timed([work], effort))
 
 
-_HEADS = ("method", "source", "matrix", "isa", "pack GB/s", "audit GB/s", "memcpy GB/s", "share")
-_WORDS = (True, True, True, True, False, False, False, False)
+_COLUMNS: dict[str, Callable[[PackRow], str]] = {
+    "method": lambda row: row.method,
+    "source": lambda row: row.source,
+    "matrix": lambda row: f"{row.rows} x {row.cols}",
+    "isa": lambda row: row.isa,
+    "pack GB/s": lambda row: f"{row.pack_gb_s:.1f}",
+    "audit GB/s": lambda row: f"{row.audit_gb_s:.1f}",
+    "memcpy GB/s": lambda row: f"{row.memcpy_gb_s:.1f}",
+    "share": lambda row: f"{row.share_of_memcpy:.0%}",
+}
 
 
 def render_packing(rows: Sequence[PackRow], form: str) -> str:
     """In one of render.FORMATS."""
     facts = [asdict(row) for row in rows]
-    if form == "json":
-        report = {"schema": SCHEMA, "stage": "pack", "machine": fingerprint(), "rows": facts}
-        return json.dumps(report, indent=1)
-    if form == "jsonl":
-        return "\n".join(json.dumps(fact) for fact in facts)
-    if form == "csv":
-        return csv_text(facts)
-    lines = [_HEADS, *map(_cells, rows)]
-    return markdown(lines, _WORDS) if form == "markdown" else table(lines, _WORDS)
-
-
-def _cells(row: PackRow) -> tuple[str, ...]:
-    return (
-        row.method,
-        row.source,
-        f"{row.rows} x {row.cols}",
-        row.isa,
-        f"{row.pack_gb_s:.1f}",
-        f"{row.audit_gb_s:.1f}",
-        f"{row.memcpy_gb_s:.1f}",
-        f"{row.share_of_memcpy:.0%}",
-    )
+    report = {"schema": SCHEMA, "stage": "pack", "machine": fingerprint(), "rows": facts}
+    cells = [[text(row) for text in _COLUMNS.values()] for row in rows]
+    words = {"method", "source", "matrix", "isa"}
+    return render_rows(form, report, facts, list(_COLUMNS), cells, words)

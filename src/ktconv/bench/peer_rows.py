@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ktconv import native
-from ktconv.bench.cases import Notify, Request, different_experts, from_cache
+from ktconv.bench.cases import Request, different_experts, from_cache
 from ktconv.bench.limits import Meter
 from ktconv.bench.peers import PeerError, Result, Spec, available, measure
 from ktconv.bench.peers import Request as PeerRequest
@@ -14,6 +14,7 @@ from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.moe import Method, method_named
 from ktconv.system import machine
 from ktconv.system.pool import Pool
+from ktconv.system.text import Notify
 
 
 def peer_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from ktconv.bench.rows import Row
@@ -51,19 +51,35 @@ def _ratio(row: Row) -> str:
 
 def render(report: Report, form: str) -> str:
     """The report in one of FORMATS, without a newline at its end."""
-    if form == "json":
-        return json.dumps(report.facts(), indent=1)
-    if form == "jsonl":
-        return "\n".join(json.dumps(row.facts()) for row in report.rows)
-    if form == "csv":
-        return csv_text([_flat(row) for row in report.rows])
     names = _wanted(report.rows)
-    lines = [names, *([_COLUMNS[name](row) for name in names] for row in report.rows)]
-    words = [name in _WORDS for name in names]
-    text = markdown(lines, words) if form == "markdown" else table(lines, words)
+    cells = [[_COLUMNS[name](row) for name in names] for row in report.rows]
+    facts = [row.facts() for row in report.rows]
+    text = render_rows(form, report.facts(), facts, names, cells, _WORDS)
+    if form not in ("table", "markdown"):
+        return text
     used = {mark for row in report.rows for mark in _marks(row)}
     legend = [line for mark, line in _LEGEND.items() if mark in used]
     return "\n".join([text, *([""] if legend else []), *legend])
+
+
+def render_rows(
+    form: str,
+    document: Mapping[str, Any],
+    facts: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    words: Set[str],
+) -> str:
+    """`document` as JSON, `facts` as JSON lines or CSV, or a table of `cells`, whose columns have
+    `names`; those in `words` are not numbers."""
+    if form == "json":
+        return json.dumps(document, indent=1)
+    if form == "jsonl":
+        return "\n".join(map(json.dumps, facts))
+    if form == "csv":
+        return _csv([_flat(row) for row in facts])
+    lines, left = [names, *cells], [name in words for name in names]
+    return _markdown(lines, left) if form == "markdown" else _table(lines, left)
 
 
 def _wanted(rows: Sequence[Row]) -> list[str]:
@@ -78,13 +94,14 @@ def _wanted(rows: Sequence[Row]) -> list[str]:
     return [name for name in _COLUMNS if name not in useless]
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    facts = row.facts()
-    shape = facts.pop("shape")
-    return facts | {f"shape_{name}": value for name, value in shape.items()}
+def _flat(facts: dict[str, Any]) -> dict[str, Any]:
+    """With {"shape_hidden": 8} in place of {"shape": {"hidden": 8}}."""
+    shape = facts.get("shape", {})
+    plain = {name: value for name, value in facts.items() if name != "shape"}
+    return plain | {f"shape_{name}": value for name, value in shape.items()}
 
 
-def table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+def _table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
     """Aligned columns; `words` says which are not numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -96,13 +113,13 @@ def table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
     )
 
 
-def markdown(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+def _markdown(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
     head, *rest = lines
     rule = ["---" if word else "---:" for word in words]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rest))
 
 
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

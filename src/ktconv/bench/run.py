@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ktconv import native
-from ktconv.bench.cases import Layer, Notify, Plan, Request, different_experts, prepare
+from ktconv.bench.cases import Layer, Plan, Request, different_experts, prepare
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.limits import Limits, Meter
 from ktconv.bench.measure import Batch, Effort, Reference, check, make_batch, sample
@@ -17,6 +17,7 @@ from ktconv.bench.rows import Case, Key, Row, judge
 from ktconv.bench.weights import RandomWeights
 from ktconv.moe import Experts, pack_experts
 from ktconv.system.pool import Pool
+from ktconv.system.text import Notify
 
 SCHEMA = 1
 
