@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ktconv.checkpoint.types import TensorRef
+from ktconv.families import table
 from ktconv.families.names import ExpertsPath, parse_source, split_name
 
 _TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
@@ -43,12 +44,18 @@ def split_tensors(tensors: Iterable[TensorRef]) -> Split:
     stacks: dict[str, Stack | None] = {}
     others: list[TensorRef] = []
     unrecognised: list[str] = []
+    usual, *more = (f".{container}" for container in table.FAMILIES.containers)
+    dotted, elsewhere = f"{usual}.", bool(more or table.FAMILIES.bare_blocks)
     for tensor in tensors:
-        parts = split_name(tensor.name)
-        if parts is None:
+        # What is nearly always so, without a call for each of a million tensors.
+        source, found, rest = tensor.name.partition(dotted)
+        if found:
+            source += usual
+        elif elsewhere and (parts := split_name(tensor.name)):
+            source, rest = parts
+        else:
             others.append(tensor)
             continue
-        source, rest = parts
         # One regular expression per layer and not per tensor: there may be 100 000.
         if source not in stacks:
             path = parse_source(source)
