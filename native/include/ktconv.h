@@ -30,9 +30,9 @@ extern "C" {
 typedef enum kt_status {
   KT_OK = 0,
   KT_ERR_ARGUMENT = 1,       /* null pointer, size below 1, unknown dtype or format */
-  KT_ERR_SHAPE = 2,          /* rows or cols not a multiple of what the format needs */
+  KT_ERR_SHAPE = 2,          /* rows or cols not a multiple of what format or dtype need */
   KT_ERR_STRIDE = 3,         /* neither stride of the matrix is 1 */
-  KT_ERR_SCALE = 4,          /* FP8 without block scales, or scales without FP8 */
+  KT_ERR_SCALE = 4,          /* a dtype without the scales it needs, or with some it has not */
   KT_ERR_SCRATCH = 5,        /* scratch smaller than kt_scratch_size(cols) */
   KT_ERR_NONFINITE = 6,      /* a NaN or Inf in the matrix; see kt_position */
   KT_ERR_ISA_UNKNOWN = 7,    /* KTCONV_ISA holds a name that is no level */
@@ -93,25 +93,51 @@ kt_status kt_isa_use(int isa);
 
 /* ---- Source matrices ---------------------------------------------------- */
 
-typedef enum kt_dtype { KT_BF16 = 0, KT_F16 = 1, KT_F32 = 2, KT_F8_E4M3 = 3 } kt_dtype;
+/* What one stored unit holds. */
+typedef enum kt_dtype {
+  KT_BF16 = 0,
+  KT_F16 = 1,
+  KT_F32 = 2,
+  KT_F8_E4M3 = 3,
+  KT_F4_E2M1 = 4, /* a byte: 2 columns, the even one in the low nibble; sign, then the magnitudes
+                     0, 0.5, 1, 1.5, 2, 3, 4, 6 */
+  KT_U4 = 5,      /* a little-endian 32-bit word: 8 columns, 0..15, the first in the lowest bits */
+  KT_U4_AWQ = 6,  /* such a word: 8 rows, from the lowest bits on 0, 2, 4, 6, 1, 3, 5, 7 */
+  KT_DTYPE_COUNT
+} kt_dtype;
+
+/* Elements are stored in units of so many bytes, each with so many neighbouring rows and columns;
+ * bits per element are 8 * bytes / (rows * cols). */
+typedef struct kt_stored_unit {
+  int32_t bytes, rows, cols;
+} kt_stored_unit;
+
+/* KT_ERR_ARGUMENT for a number that is no dtype. */
+kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit);
 
 /* A [rows, cols] view of source weights, rows = output features (PyTorch [out, in]).
- * Element (n, k) lies n*row_stride + k*col_stride elements after data; one of
- * the strides is 1. Its value is the exact binary32 widening of the stored
- * number, for F8_E4M3 times the block scale:
- *   fl32(value * block_scale[(row_origin+n)/block_rows * scale_stride +
- *                            (col_origin+k)/block_cols])
- * With round_to_bf16 that value is then rounded to bfloat16, ties to even. */
+ * The unit with element (n, k) lies n / unit.rows * row_stride + k / unit.cols * col_stride units
+ * after data; one of the strides is 1, and rows and cols are whole units. The value of an element
+ * is the exact binary32 widening of the stored number, in dtypes from F8_E4M3 on times a scale:
+ *   fl32((value - zero_point[at]) * block_scale[at])
+ *   at = (row_origin+n)/block_rows * scale_stride + group of column k
+ *   group of column k: group_of_col ? group_of_col[k] : (col_origin+k)/block_cols
+ * With round_to_bf16 that value is then rounded to bfloat16, ties to even. Blocks express scales
+ * of any granularity: block_rows 1 and block_cols 32 are groups, block_cols = cols channels, and
+ * block_rows = rows as well one scale for the tensor. Two levels of scales are one grid of their
+ * products or quotients, which the caller makes. */
 typedef struct kt_matrix {
   const void *data;
   int64_t rows, cols;
   int64_t row_stride, col_stride;
   int32_t dtype; /* kt_dtype */
   int32_t round_to_bf16;
-  const float *block_scale; /* NULL unless F8_E4M3 */
+  const float *block_scale; /* NULL for BF16, F16, F32 */
   int64_t scale_stride;     /* floats from one row of the grid to the next */
   int64_t block_rows, block_cols;
   int64_t row_origin, col_origin;
+  const float *zero_point;     /* NULL: zeros; else a grid as block_scale's */
+  const int32_t *group_of_col; /* NULL, else [cols] columns of the grid, not checked */
 } kt_matrix;
 
 /* Where KT_ERR_NONFINITE was found: the first such element in row order. */

@@ -6,7 +6,8 @@ const char *kt_strerror(int status) {
   case KT_ERR_ARGUMENT: return "a pointer, size or dtype is not valid";
   case KT_ERR_SHAPE: return "rows or columns are not a multiple of what the format needs";
   case KT_ERR_STRIDE: return "one stride of a source matrix must be 1";
-  case KT_ERR_SCALE: return "FP8 weights need block scales, and other weights must have none";
+  case KT_ERR_SCALE:
+    return "quantized weights need scales, and plain floating-point ones must have none";
   case KT_ERR_SCRATCH: return "the scratch buffer is too small";
   case KT_ERR_NONFINITE: return "the matrix holds a NaN or an infinity";
   case KT_ERR_ISA_UNKNOWN: return "that is not the name of a level";

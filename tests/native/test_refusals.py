@@ -96,7 +96,7 @@ BAD_MATRICES = [
     ({"rows": 0}, lib.KT_ERR_ARGUMENT),
     ({"cols": -128}, lib.KT_ERR_ARGUMENT),
     ({"dtype": -1}, lib.KT_ERR_ARGUMENT),
-    ({"dtype": 4}, lib.KT_ERR_ARGUMENT),
+    ({"dtype": lib.KT_DTYPE_COUNT}, lib.KT_ERR_ARGUMENT),
     ({"row_stride": 0}, lib.KT_ERR_STRIDE),
     ({"row_stride": -128}, lib.KT_ERR_STRIDE),
     ({"col_stride": 2}, lib.KT_ERR_STRIDE),

@@ -115,7 +115,7 @@ INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, in
   nibbles(bytes, 0, codes);
   compare_plane(job, s, row, col, codes, state);
   nibbles(bytes, 1, codes);
-  s = cols_on(s, stored_size(job->source), KT_AUDIT_COLS);
+  s = stored_on(s, 0, KT_AUDIT_COLS);
   compare_plane(job, s, row, col + KT_AUDIT_COLS, codes, state);
 }
 
@@ -187,7 +187,7 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
 static void audit_all(const kt_audit_job *job, kt_audit *audit) {
   const kt_matrix *const m = job->source;
   const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
-  const int size = stored_size(m), gather = m->col_stride != 1 && m->row_stride == 1;
+  const int gather = m->col_stride != 1 && m->row_stride == 1;
   const int64_t at_once = gather ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
   for (int64_t row = 0; row < m->rows; row += at_once) {
     row_state state[2 * KT_AUDIT_ROWS];
@@ -195,9 +195,9 @@ static void audit_all(const kt_audit_job *job, kt_audit *audit) {
     memset(state, 0, (size_t)at_once * sizeof state[0]);
     for (int64_t col = 0; col < m->cols; col += tile_cols) {
       const stored from = stored_from(m, row, col);
-      const stored s = gather ? gathered(from, size, tile_cols, room) : from;
+      const stored s = gather ? gathered(from, tile_cols, room) : from;
       for (int64_t half = 0; half < at_once; half += KT_AUDIT_ROWS)
-        compare_half_tile(job, rows_on(s, size, half), row + half, col, state + half);
+        compare_half_tile(job, stored_on(s, half, 0), row + half, col, state + half);
     }
     for (int64_t r = 0; r < at_once; r++) finish_row(job, row + r, state + r, audit);
   }

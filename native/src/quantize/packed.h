@@ -3,7 +3,7 @@
 #define KT_PACKED_H
 
 #include "../cpu.h"
-#include "../source/matrix.h"
+#include "../source/decode.h"
 #include "ktconv.h"
 
 typedef struct kt_packer kt_packer;

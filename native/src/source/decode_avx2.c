@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AVX2)
 #include "../simd/transpose_avx2.h"
-#include "matrix.h"
+#include "decode.h"
 
 #include <string.h>
 
@@ -26,6 +26,9 @@ KT_INLINE __m256 widen_e4m3(__m128i bytes) {
   return _mm256_or_ps(_mm256_andnot_ps(_mm256_castsi256_ps(mantissa), value),
                       _mm256_castsi256_ps(payload));
 }
+
+/* Bytes of a number of the dtypes here; each is a unit. */
+KT_INLINE int64_t size_of(int dtype) { return dtype == KT_F32 ? 4 : dtype == KT_F8_E4M3 ? 1 : 2; }
 
 /* 8 numbers from `at`. */
 KT_INLINE __m256 widen8(const uint8_t *at, int dtype) {
@@ -59,7 +62,7 @@ KT_INLINE __m256 decode8(const uint8_t *at, int dtype, __m256 factor, int scaled
 /* Columns begin..end-1 of a row that lies contiguously, all under one scale. */
 KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
                            int scaled, int rounded, float *row) {
-  const int64_t size = kt_dtype_size(dtype);
+  const int64_t size = size_of(dtype);
   const __m256 factor = _mm256_set1_ps(scale);
   int64_t k = begin;
   for (; k + LANES <= end; k += LANES)
@@ -73,15 +76,15 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
 }
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
-  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * kt_dtype_size(dtype);
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
   if (dtype != KT_F8_E4M3) {
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
     return;
   }
-  const float *scales = kt_scale_row(m, n);
+  const float *scales = m->block_scale + kt_grid_row(m, n);
   for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_scale_block_end(m, k);
-    decode_span(from, dtype, k, end, scales[(m->col_origin + k) / m->block_cols], 1, rounded, row);
+    end = kt_grid_block_end(m, k);
+    decode_span(from, dtype, k, end, scales[kt_grid_col(m, k)], 1, rounded, row);
   }
 }
 
@@ -89,7 +92,7 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded,
  * 8 source vectors, transposed in registers. */
 KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
                              float *out, int64_t stride) {
-  const int64_t size = kt_dtype_size(dtype);
+  const int64_t size = size_of(dtype);
   const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * size;
   __m256i source[LANES], row[LANES];
   for (int i = 0; i < LANES; i++)
@@ -102,7 +105,7 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
 
 KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
                            float *out, int64_t stride) {
-  if (m->col_stride == 1) {
+  if (m->col_stride == 1 && !m->zero_point) {
     for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
   } else if (count % LANES == 0 && m->cols % LANES == 0 && !m->block_scale) {
     for (int64_t k = 0; k < m->cols; k += LANES) /* each line of memory once for all rows */
@@ -114,23 +117,19 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
 }
 
 /* One instantiation per dtype, so that the inner loops hold no switch. */
-KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out,
-                            int64_t stride) {
-  if (m->round_to_bf16)
-    decode_rows(m, row, count, dtype, 1, out, stride);
-  else
-    decode_rows(m, row, count, dtype, 0, out, stride);
-}
-
-void kt_decode_rows_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,
-                         int64_t stride) {
-  switch (m->dtype) {
-  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out, stride); break;
-  case KT_F16: decode_dtype(m, row, count, KT_F16, out, stride); break;
-  case KT_F32: decode_dtype(m, row, count, KT_F32, out, stride); break;
-  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out, stride); break;
+#define DECODE_DTYPE(name, dtype)                                                                  \
+  void kt_decode_##name##_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,         \
+                               int64_t stride) {                                                   \
+    if (m->round_to_bf16)                                                                          \
+      decode_rows(m, row, count, dtype, 1, out, stride);                                           \
+    else                                                                                           \
+      decode_rows(m, row, count, dtype, 0, out, stride);                                           \
   }
-}
+
+DECODE_DTYPE(bf16, KT_BF16)
+DECODE_DTYPE(f16, KT_F16)
+DECODE_DTYPE(f32, KT_F32)
+DECODE_DTYPE(e4m3, KT_F8_E4M3)
 
 KT_TARGET_END
 #endif

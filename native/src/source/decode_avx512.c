@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AVX512)
 #include "../simd/transpose_avx512.h"
-#include "matrix.h"
+#include "decode.h"
 
 enum { LANES = 16 };
 
@@ -23,6 +23,9 @@ KT_INLINE __m512 widen_e4m3(__m128i bytes, __mmask16 valid) {
   return _mm512_castsi512_ps(
       _mm512_mask_or_epi32(_mm512_castps_si512(value), nan, _mm512_castps_si512(value), payload));
 }
+
+/* Bytes of a number of the dtypes here; each is a unit. */
+KT_INLINE int64_t size_of(int dtype) { return dtype == KT_F32 ? 4 : dtype == KT_F8_E4M3 ? 1 : 2; }
 
 /* 16 numbers from `at`, or the first of them that `valid` has ones for. */
 KT_INLINE __m512 widen16(const uint8_t *at, int dtype, __mmask16 valid) {
@@ -54,7 +57,7 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
   const __m512 factor = _mm512_set1_ps(scale);
   for (int64_t k = begin; k < end; k += LANES) {
     const __mmask16 valid = (__mmask16)(end - k >= LANES ? 0xffff : (1 << (end - k)) - 1);
-    __m512 value = widen16(from + k * kt_dtype_size(dtype), dtype, valid);
+    __m512 value = widen16(from + k * size_of(dtype), dtype, valid);
     if (scaled) value = _mm512_mul_ps(value, factor);
     if (rounded) value = round_bf16(value);
     _mm512_mask_storeu_ps(row + k, valid, value);
@@ -62,15 +65,15 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
 }
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
-  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * kt_dtype_size(dtype);
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
   if (dtype != KT_F8_E4M3) {
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
     return;
   }
-  const float *scales = kt_scale_row(m, n);
+  const float *scales = m->block_scale + kt_grid_row(m, n);
   for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_scale_block_end(m, k);
-    decode_span(from, dtype, k, end, scales[(m->col_origin + k) / m->block_cols], 1, rounded, row);
+    end = kt_grid_block_end(m, k);
+    decode_span(from, dtype, k, end, scales[kt_grid_col(m, k)], 1, rounded, row);
   }
 }
 
@@ -78,11 +81,11 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded,
  * (row_stride 1): 16 source vectors, transposed in registers. */
 KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
                              float *out, int64_t stride) {
-  const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * kt_dtype_size(dtype);
+  const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * size_of(dtype);
   __m512i source[16], row[16];
   for (int i = 0; i < LANES; i++)
-    source[i] = _mm512_castps_si512(
-        widen16(from + i * m->col_stride * kt_dtype_size(dtype), dtype, 0xffff));
+    source[i] =
+        _mm512_castps_si512(widen16(from + i * m->col_stride * size_of(dtype), dtype, 0xffff));
   kt_transpose16(source, row);
   for (int r = 0; r < LANES; r++) {
     __m512 value = _mm512_castsi512_ps(row[r]);
@@ -93,35 +96,31 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
 
 KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
                            float *out, int64_t stride) {
-  if (m->col_stride == 1) {
+  if (m->col_stride == 1 && !m->zero_point) {
     for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
   } else if (count == LANES && m->cols % LANES == 0 && !m->block_scale) {
     for (int64_t k = 0; k < m->cols; k += LANES)
       decode_square(m, row, k, dtype, rounded, out, stride);
   } else {
-    kt_decode_rows_scalar(m, row, count, out,
-                          stride); /* FP8 stored [in, out] is not a known format */
+    /* FP8 stored [in, out], or with zero points, is not a known format */
+    kt_decode_rows_scalar(m, row, count, out, stride);
   }
 }
 
 /* One instantiation per dtype, so that the inner loops hold no switch. */
-KT_INLINE void decode_dtype(const kt_matrix *m, int64_t row, int64_t count, int dtype, float *out,
-                            int64_t stride) {
-  if (m->round_to_bf16)
-    decode_rows(m, row, count, dtype, 1, out, stride);
-  else
-    decode_rows(m, row, count, dtype, 0, out, stride);
-}
-
-void kt_decode_rows_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,
-                           int64_t stride) {
-  switch (m->dtype) {
-  case KT_BF16: decode_dtype(m, row, count, KT_BF16, out, stride); break;
-  case KT_F16: decode_dtype(m, row, count, KT_F16, out, stride); break;
-  case KT_F32: decode_dtype(m, row, count, KT_F32, out, stride); break;
-  case KT_F8_E4M3: decode_dtype(m, row, count, KT_F8_E4M3, out, stride); break;
+#define DECODE_DTYPE(name, dtype)                                                                  \
+  void kt_decode_##name##_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,       \
+                                 int64_t stride) {                                                 \
+    if (m->round_to_bf16)                                                                          \
+      decode_rows(m, row, count, dtype, 1, out, stride);                                           \
+    else                                                                                           \
+      decode_rows(m, row, count, dtype, 0, out, stride);                                           \
   }
-}
+
+DECODE_DTYPE(bf16, KT_BF16)
+DECODE_DTYPE(f16, KT_F16)
+DECODE_DTYPE(f32, KT_F32)
+DECODE_DTYPE(e4m3, KT_F8_E4M3)
 
 KT_TARGET_END
 #endif

@@ -1,7 +1,7 @@
 /* The truth of decoding: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
 #include "../quantize/rounding.h"
-#include "matrix.h"
+#include "decode.h"
 
 /* `yes` where the condition is 1, `no` where it is 0. */
 static inline uint32_t select(uint32_t condition, uint32_t yes, uint32_t no) {
@@ -40,43 +40,24 @@ static inline float widen_f32(const uint8_t *at) {
   return value;
 }
 
-#define WIDEN_ROW(widen, size)                                                                     \
-  for (int64_t k = 0; k < cols; k++) row[k] = widen(from + k * (size))
-
-/* A row that lies contiguously from `from` on. */
-static void widen_row(const uint8_t *from, int dtype, int64_t cols, float *restrict row) {
-  switch (dtype) {
-  case KT_BF16: WIDEN_ROW(widen_bf16, 2); break;
-  case KT_F16: WIDEN_ROW(widen_f16, 2); break;
-  case KT_F32: WIDEN_ROW(widen_f32, 4); break;
-  case KT_F8_E4M3: WIDEN_ROW(widen_e4m3, 1); break;
-  }
+/* E2M1: from 1 on the exponent field is bits 1 and 2, and bit 0 the mantissa. */
+static inline float widen_e2m1(uint32_t nibble) {
+  const uint32_t magnitude = nibble & 7u, sign = (nibble & 8u) << 28;
+  const uint32_t normal = (magnitude << 22) + ((127u - 1u) << 23);
+  const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0.5f);
+  return kt_float(sign | select(magnitude < 2u, subnormal, normal));
 }
 
-#define WIDEN_ACROSS(widen, size)                                                                  \
-  do {                                                                                             \
-    for (int64_t k = 0; k < cols; k++)                                                             \
-      for (int64_t r = 0; r < count; r++)                                                          \
-        out[r * stride + k] = widen(from + k * step + r * (size));                                 \
-  } while (0)
-
-/* Rows that lie next to each other, `step` bytes from one column to the next: column by
- * column, so that a cache line of the source is read once for all of them. */
-static void widen_across(const uint8_t *from, int64_t step, int dtype, int64_t count, int64_t cols,
-                         float *restrict out, int64_t stride) {
-  switch (dtype) {
-  case KT_BF16: WIDEN_ACROSS(widen_bf16, 2); break;
-  case KT_F16: WIDEN_ACROSS(widen_f16, 2); break;
-  case KT_F32: WIDEN_ACROSS(widen_f32, 4); break;
-  case KT_F8_E4M3: WIDEN_ACROSS(widen_e4m3, 1); break;
-  }
-}
+/* ---- After widening ------------------------------------------------------- */
 
 static void scale_row(const kt_matrix *m, int64_t n, float *restrict row) {
-  const float *scales = kt_scale_row(m, n);
+  const float *const scales = m->block_scale + kt_grid_row(m, n);
+  const float *const zeros = m->zero_point ? m->zero_point + kt_grid_row(m, n) : NULL;
   for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_scale_block_end(m, k);
-    const float scale = scales[(m->col_origin + k) / m->block_cols];
+    end = kt_grid_block_end(m, k);
+    const float scale = scales[kt_grid_col(m, k)];
+    if (zeros)
+      for (int64_t i = k; i < end; i++) row[i] -= zeros[kt_grid_col(m, k)];
     for (int64_t i = k; i < end; i++) row[i] *= scale;
   }
 }
@@ -90,16 +71,106 @@ static void round_row_to_bf16(int64_t cols, float *restrict row) {
   }
 }
 
-void kt_decode_rows_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
-                           int64_t stride) {
-  const int64_t size = kt_dtype_size(m->dtype);
+static void finish_row(const kt_matrix *m, int64_t n, float *row) {
+  if (m->block_scale) scale_row(m, n, row);
+  if (m->round_to_bf16) round_row_to_bf16(m->cols, row);
+}
+
+/* ---- One element per unit ------------------------------------------------- */
+
+/* A row that lies contiguously from `from` on. */
+typedef void widen_row_fn(const uint8_t *from, int64_t cols, float *restrict row);
+
+/* Rows that lie next to each other, `step` bytes from one column to the next: column by
+ * column, so that a cache line of the source is read once for all of them. */
+typedef void widen_across_fn(const uint8_t *from, int64_t step, int64_t count, int64_t cols,
+                             float *restrict out, int64_t stride);
+
+static void decode_elements(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                            int64_t stride, int64_t size, widen_row_fn *widen_row,
+                            widen_across_fn *widen_across) {
   const uint8_t *from = (const uint8_t *)m->data + row * m->row_stride * size;
-  if (m->col_stride != 1)
-    widen_across(from, m->col_stride * size, m->dtype, count, m->cols, out, stride);
+  if (m->col_stride != 1) widen_across(from, m->col_stride * size, count, m->cols, out, stride);
   for (int64_t r = 0; r < count; r++) {
     float *const to = out + r * stride;
-    if (m->col_stride == 1) widen_row(from + r * m->row_stride * size, m->dtype, m->cols, to);
-    if (m->block_scale) scale_row(m, row + r, to);
-    if (m->round_to_bf16) round_row_to_bf16(m->cols, to);
+    if (m->col_stride == 1) widen_row(from + r * m->row_stride * size, m->cols, to);
+    finish_row(m, row + r, to);
   }
+}
+
+#define DECODE_ELEMENTS(name, size)                                                                \
+  static void row_##name(const uint8_t *from, int64_t cols, float *restrict row) {                 \
+    for (int64_t k = 0; k < cols; k++) row[k] = widen_##name(from + k * (size));                   \
+  }                                                                                                \
+  static void across_##name(const uint8_t *from, int64_t step, int64_t count, int64_t cols,        \
+                            float *restrict out, int64_t stride) {                                 \
+    for (int64_t k = 0; k < cols; k++)                                                             \
+      for (int64_t r = 0; r < count; r++)                                                          \
+        out[r * stride + k] = widen_##name(from + k * step + r * (size));                          \
+  }                                                                                                \
+  void kt_decode_##name##_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,       \
+                                 int64_t stride) {                                                 \
+    decode_elements(m, row, count, out, stride, size, row_##name, across_##name);                  \
+  }
+
+DECODE_ELEMENTS(bf16, 2)
+DECODE_ELEMENTS(f16, 2)
+DECODE_ELEMENTS(f32, 4)
+DECODE_ELEMENTS(e4m3, 1)
+
+/* ---- Several columns of a row per unit ------------------------------------ */
+
+typedef void widen_unit_fn(const uint8_t *unit, float *columns);
+
+static void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *out, int64_t stride,
+                         widen_unit_fn *widen) {
+  const kt_stored_unit unit = kt_dtype_find(m->dtype)->unit;
+  const uint8_t *const from = (const uint8_t *)m->data + row * m->row_stride * unit.bytes;
+  const int64_t units = m->cols / unit.cols, across = m->col_stride != 1;
+  const int64_t outer = across ? units : count, inner = across ? count : units;
+  for (int64_t i = 0; i < outer; i++)
+    for (int64_t j = 0; j < inner; j++) {
+      const int64_t r = across ? j : i, c = across ? i : j;
+      widen(from + (r * m->row_stride + c * m->col_stride) * unit.bytes,
+            out + r * stride + c * unit.cols);
+    }
+  for (int64_t r = 0; r < count; r++) finish_row(m, row + r, out + r * stride);
+}
+
+static void widen_e2m1_pair(const uint8_t *unit, float *columns) {
+  columns[0] = widen_e2m1(*unit & 15u);
+  columns[1] = widen_e2m1(*unit >> 4);
+}
+
+/* Nibble i of a little-endian word. */
+static inline float widen_u4(const uint8_t *word, int64_t i) {
+  return (float)(word[i / 2] >> (i % 2 * 4) & 15);
+}
+
+static void widen_u4_word(const uint8_t *unit, float *columns) {
+  for (int i = 0; i < 8; i++) columns[i] = widen_u4(unit, i);
+}
+
+void kt_decode_e2m1_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
+  decode_units(m, row, count, out, stride, widen_e2m1_pair);
+}
+
+void kt_decode_u4_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                         int64_t stride) {
+  decode_units(m, row, count, out, stride, widen_u4_word);
+}
+
+/* ---- Several rows of a column per unit ------------------------------------ */
+
+void kt_decode_u4_awq_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                             int64_t stride) {
+  static const uint8_t nibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const uint8_t *const from = m->data;
+  for (int64_t k = 0; k < m->cols; k++)
+    for (int64_t n = row; n < row + count; n++) {
+      const uint8_t *const word = from + (n / 8 * m->row_stride + k * m->col_stride) * 4;
+      out[(n - row) * stride + k] = widen_u4(word, nibble[n % 8]);
+    }
+  for (int64_t r = 0; r < count; r++) finish_row(m, row + r, out + r * stride);
 }

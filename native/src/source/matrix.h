@@ -1,4 +1,5 @@
-/* matrix.h - source matrices: checking, and decoding rows to binary32. */
+/* matrix.h - source matrices: what is known of each dtype, checking, and where scales lie. What
+ * numbers mean is decode.h's. */
 #ifndef KT_MATRIX_H
 #define KT_MATRIX_H
 
@@ -6,36 +7,38 @@
 
 enum { KT_STRIP_ROWS = 16 }; /* rows that are quantized together */
 
-/* Arguments that every family needs: pointers, sizes, strides, dtype, scales. */
+/* How a dtype is stored: a row of the table in matrix.c. */
+typedef struct kt_dtype_traits {
+  kt_stored_unit unit;
+  int32_t scaled; /* its numbers mean nothing without scales; else it has none */
+} kt_dtype_traits;
+
+/* NULL for a number that is no dtype. */
+const kt_dtype_traits *kt_dtype_find(int dtype);
+
+/* Arguments that every format needs: pointers, sizes, strides, dtype, scales. */
 kt_status kt_matrix_check(const kt_matrix *matrix);
 
-/* Bytes per stored element. */
-static inline int64_t kt_dtype_size(int dtype) {
-  return dtype == KT_F32 ? 4 : dtype == KT_F8_E4M3 ? 1 : 2;
+/* Where row n begins in a grid of scales or zero points. */
+static inline int64_t kt_grid_row(const kt_matrix *m, int64_t n) {
+  return (m->row_origin + n) / m->block_rows * m->scale_stride;
 }
 
-/* The row of the block-scale grid for row n, and the first column after k under another
- * scale (or the end of the row). */
-static inline const float *kt_scale_row(const kt_matrix *m, int64_t n) {
-  return m->block_scale + (m->row_origin + n) / m->block_rows * m->scale_stride;
+/* The column of the grid for column k, and the first column after k under another one (or the
+ * end of the row). */
+static inline int64_t kt_grid_col(const kt_matrix *m, int64_t k) {
+  return m->group_of_col ? m->group_of_col[k] : (m->col_origin + k) / m->block_cols;
 }
 
-static inline int64_t kt_scale_block_end(const kt_matrix *m, int64_t k) {
-  const int64_t end = ((m->col_origin + k) / m->block_cols + 1) * m->block_cols - m->col_origin;
+static inline int64_t kt_grid_block_end(const kt_matrix *m, int64_t k) {
+  int64_t end = ((m->col_origin + k) / m->block_cols + 1) * m->block_cols - m->col_origin;
+  if (m->group_of_col)
+    for (end = k + 1; end < m->cols && m->group_of_col[end] == m->group_of_col[k];) end++;
   return end < m->cols ? end : m->cols;
 }
 
 /* Floats from one row of a decoded strip to the next: not `cols`, which is mostly a multiple
  * of 4096 bytes, so that rows would fight for the same cache lines. */
 static inline int64_t kt_scratch_stride(int64_t cols) { return cols + 16; }
-
-/* Decodes `count` rows from `row` into out; `stride` floats from one row to the next. */
-typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t count, float *out,
-                               int64_t stride);
-kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx2, kt_decode_rows_avx512;
-
-/* The first NaN or Inf in row order, if there is one: KT_ERR_NONFINITE, else KT_OK.
- * `scratch` holds one row. */
-kt_status kt_matrix_find_nonfinite(const kt_matrix *matrix, float *scratch, kt_position *bad);
 
 #endif

@@ -31,7 +31,7 @@ from ktconv.native.packing import (
     unpack,
 )
 from ktconv.native.pool import Pool, bind_memory
-from ktconv.native.source import DTYPES, Matrix, decode
+from ktconv.native.source import DTYPES, Matrix, decode, stored_unit
 
 __all__ = [
     "DTYPES",
@@ -70,6 +70,7 @@ __all__ = [
     "quantize",
     "quantize_pack",
     "scratch_size",
+    "stored_unit",
     "unpack",
     "use_isa",
 ]

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, check
+from ktconv.native.arrays import Array, check, expect_rows
 
-DTYPES: dict[str, tuple[int, int]] = {  # safetensors name -> (kt_dtype, bytes per element)
-    "BF16": (lib.KT_BF16, 2),
-    "F16": (lib.KT_F16, 2),
-    "F32": (lib.KT_F32, 4),
-    "F8_E4M3": (lib.KT_F8_E4M3, 1),
+DTYPES: dict[str, int] = {
+    "BF16": lib.KT_BF16,
+    "F16": lib.KT_F16,
+    "F32": lib.KT_F32,
+    "F8_E4M3": lib.KT_F8_E4M3,
+    "F4_E2M1": lib.KT_F4_E2M1,
+    "U4": lib.KT_U4,
+    "U4_AWQ": lib.KT_U4_AWQ,
 }
+
+
+@cache
+def stored_unit(dtype: str) -> tuple[int, int, int]:
+    """Bytes of a stored unit, and the rows and columns that it has; see kt_stored_unit."""
+    unit = ffi.new("kt_stored_unit *")
+    check(lib.kt_dtype_unit(DTYPES[dtype], unit))
+    return unit.bytes, unit.rows, unit.cols
 
 
 class Matrix:
     """A strided view of source weights; keeps the memory it points to alive.
 
-    `buffer` is contiguous uint8 memory, `start` and the strides count elements of
-    `dtype` (a safetensors name). `block_scale` is a float32 grid for FP8, with blocks
-    of `block` = (rows, cols) and the matrix starting at element `origin` of the grid.
+    `buffer` is contiguous uint8 memory, `start` and the strides count stored units of `dtype`.
+    `block_scale` is a float32 grid, with blocks of `block` = (rows, cols) and the matrix starting
+    at element `origin` of the grid; `zero_point` is such a grid too. `group_of_col` (int32
+    [cols]) names the grid's column for each of the matrix, instead of blocks.
     """
 
     def __init__(
@@ -36,42 +51,64 @@ class Matrix:
         block_scale: Array | None = None,
         block: tuple[int, int] = (1, 1),
         origin: tuple[int, int] = (0, 0),
+        zero_point: Array | None = None,
+        group_of_col: Array | None = None,
         round_to_bf16: bool = False,
     ) -> None:
-        code, size = DTYPES[dtype]
-        row_stride = cols if row_stride is None else row_stride
-        last = start + (rows - 1) * row_stride + (cols - 1) * col_stride
+        size, unit_rows, unit_cols = stored_unit(dtype)
+        row_stride = cols // unit_cols if row_stride is None else row_stride
+        last = start + (rows // unit_rows - 1) * row_stride + (cols // unit_cols - 1) * col_stride
         if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous or start < 0:
             raise ValueError("buffer must be contiguous uint8, start must not be negative")
         if (last + 1) * size > buffer.nbytes:
-            raise ValueError(f"[{rows}, {cols}] from element {start} on exceeds the buffer")
+            raise ValueError(f"[{rows}, {cols}] from unit {start} on exceeds the buffer")
         self.rows, self.cols = rows, cols
         self.c = ffi.new("kt_matrix *")
-        self._keep = (buffer, block_scale)
+        self._keep = [buffer]
         self.c.data = ffi.from_buffer("char[]", buffer) + start * size
-        self.c.rows, self.c.cols, self.c.dtype = rows, cols, code
+        self.c.rows, self.c.cols, self.c.dtype = rows, cols, DTYPES[dtype]
         self.c.row_stride, self.c.col_stride = row_stride, col_stride
         self.c.round_to_bf16 = round_to_bf16
-        if block_scale is not None:
-            self._set_scale(block_scale, block, origin)
+        if block_scale is None:
+            if zero_point is not None or group_of_col is not None:
+                raise ValueError("zero_point and group_of_col need a block_scale")
+            return
+        if group_of_col is not None:
+            self._set_groups(group_of_col, block_scale)
+        self.c.block_scale = self._grid("block_scale", block_scale, block, origin)
+        self.c.scale_stride = block_scale.shape[1]
+        self.c.block_rows, self.c.block_cols = block
+        self.c.row_origin, self.c.col_origin = origin
+        if zero_point is not None:
+            if zero_point.shape != block_scale.shape:
+                raise ValueError(f"zero_point is {zero_point.shape}, not {block_scale.shape}")
+            self.c.zero_point = self._grid("zero_point", zero_point, block, origin)
 
-    def _set_scale(self, grid: Array, block: tuple[int, int], origin: tuple[int, int]) -> None:
+    def _grid(self, what: str, grid: Array, block: tuple[int, int], origin: tuple[int, int]) -> Any:
+        """`grid` for C, if it covers the matrix."""
         if grid.dtype != np.float32 or grid.ndim != 2 or not grid.flags.c_contiguous:
-            raise ValueError("block_scale must be a contiguous 2-D float32 array")
+            raise ValueError(f"{what} must be a contiguous 2-D float32 array")
         if min(block) < 1 or min(origin) < 0:
             raise ValueError(f"blocks of {block} from {origin} on are not a grid")
         needed = [
             (begin + length - 1) // size + 1
             for begin, length, size in zip(origin, (self.rows, self.cols), block, strict=True)
         ]
+        if self.c.group_of_col:
+            needed[1] = 1
         if grid.shape[0] < needed[0] or grid.shape[1] < needed[1]:
-            raise ValueError(f"block_scale is {grid.shape}, the matrix needs {tuple(needed)}")
+            raise ValueError(f"{what} is {grid.shape}, the matrix needs {tuple(needed)}")
         grid = np.require(grid, requirements="A")  # C reads whole floats
-        self._keep = (self._keep[0], grid)
-        self.c.block_scale = ffi.cast("float *", ffi.from_buffer(grid))
-        self.c.scale_stride = grid.shape[1]
-        self.c.block_rows, self.c.block_cols = block
-        self.c.row_origin, self.c.col_origin = origin
+        self._keep.append(grid)
+        return ffi.cast("float *", ffi.from_buffer(grid))
+
+    def _set_groups(self, groups: Array, grid: Array) -> None:
+        expect_rows("group_of_col", groups, np.int32, (self.cols,))
+        if groups.min() < 0 or groups.max() >= grid.shape[1]:
+            raise ValueError(f"group_of_col must be 0..{grid.shape[1] - 1}")
+        groups = np.require(groups, requirements="A")
+        self._keep.append(groups)
+        self.c.group_of_col = ffi.cast("int32_t *", ffi.from_buffer(groups))
 
 
 def decode(matrix: Matrix) -> Array:

@@ -17,7 +17,7 @@ from ktconv.reading.reader import Runs, SourceReader, Span
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
 ROWS_STEP = 128  # chunks are whole row blocks of every format
-ITEM_SIZE = {dtype: size for dtype, (_, size) in native.DTYPES.items()}
+ITEM_SIZE = {dtype: native.stored_unit(dtype)[0] for dtype in ("BF16", "F16", "F32", "F8_E4M3")}
 
 Grid = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]

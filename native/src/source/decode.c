@@ -1,0 +1,64 @@
+/* Which function decodes which dtype on which level, and who needs just that. */
+#include "decode.h"
+
+#include "../cpu.h"
+#include "../simd/float_mode.h"
+
+#include <string.h>
+
+#if KT_X86
+#define CELLS(name)                                                                                \
+  {[KT_ISA_SCALAR] = kt_decode_##name##_scalar,                                                    \
+   [KT_ISA_AVX2] = kt_decode_##name##_avx2,                                                        \
+   [KT_ISA_AVX512] = kt_decode_##name##_avx512}
+#else
+#define CELLS(name) {[KT_ISA_SCALAR] = kt_decode_##name##_scalar}
+#endif
+
+/* One row per dtype, with the scalar decoder at least. */
+static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
+    [KT_BF16] = CELLS(bf16),
+    [KT_F16] = CELLS(f16),
+    [KT_F32] = CELLS(f32),
+    [KT_F8_E4M3] = CELLS(e4m3),
+    [KT_F4_E2M1] = {[KT_ISA_SCALAR] = kt_decode_e2m1_scalar},
+    [KT_U4] = {[KT_ISA_SCALAR] = kt_decode_u4_scalar},
+    [KT_U4_AWQ] = {[KT_ISA_SCALAR] = kt_decode_u4_awq_scalar},
+};
+
+#define DECODE_ROWS(name, level)                                                                   \
+  void kt_decode_rows_##name(const kt_matrix *m, int64_t row, int64_t count, float *out,           \
+                             int64_t stride) {                                                     \
+    kt_decode_rows_fn *const *const cells = decoders[m->dtype];                                    \
+    (cells[level] ? cells[level] : cells[KT_ISA_SCALAR])(m, row, count, out, stride);              \
+  }
+
+DECODE_ROWS(scalar, KT_ISA_SCALAR)
+#if KT_X86
+DECODE_ROWS(avx2, KT_ISA_AVX2)
+DECODE_ROWS(avx512, KT_ISA_AVX512)
+#endif
+
+kt_status kt_decode(const kt_matrix *matrix, float *out) {
+  const kt_status status = kt_matrix_check(matrix);
+  if (status) return status;
+  if (!out) return KT_ERR_ARGUMENT;
+  const uint64_t mode = kt_float_mode_enter();
+  KT_CELL(decoders[matrix->dtype])(matrix, 0, matrix->rows, out, matrix->cols);
+  kt_float_mode_leave(mode);
+  return KT_OK;
+}
+
+kt_status kt_matrix_find_nonfinite(const kt_matrix *m, float *scratch, kt_position *bad) {
+  for (int64_t row = 0; row < m->rows; row++) {
+    kt_decode_rows_scalar(m, row, 1, scratch, m->cols);
+    for (int64_t col = 0; col < m->cols; col++) {
+      uint32_t bits;
+      memcpy(&bits, &scratch[col], sizeof bits);
+      if ((bits & 0x7f800000u) != 0x7f800000u) continue;
+      if (bad) *bad = (kt_position){row, col};
+      return KT_ERR_NONFINITE;
+    }
+  }
+  return KT_OK;
+}

@@ -1,0 +1,176 @@
+"""Elements that share a stored unit, with scales, zero points and groups of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ktconv import native
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+ROWS, COLS = 64, 256
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 rows a word's nibbles hold, lowest first
+
+
+def pairs(nibbles: U8) -> U8:
+    """Even columns in the low nibbles of bytes."""
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+def words(nibbles: U8) -> NDArray[np.uint32]:
+    """Eight columns per word, the first in the lowest bits."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    grouped = nibbles.reshape(len(nibbles), -1, 8).astype(np.uint32) << shifts
+    return np.bitwise_or.reduce(grouped, axis=2)
+
+
+def awq_words(nibbles: U8) -> NDArray[np.uint32]:
+    """Eight rows per word, in AWQ's order."""
+    ordered = nibbles.reshape(-1, 8, nibbles.shape[1])[:, AWQ_ORDER]
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    return np.bitwise_or.reduce(ordered.astype(np.uint32) << shifts, axis=1)
+
+
+def e2m1(nibbles: U8) -> F32:
+    values: F32 = np.where(nibbles & 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
+    return values
+
+
+# dtype -> how nibbles [rows, cols] are stored, and what they mean.
+PACKED: dict[str, tuple[Callable[[U8], Any], Callable[[U8], F32]]] = {
+    "F4_E2M1": (pairs, e2m1),
+    "U4": (words, lambda nibbles: nibbles.astype(np.float32)),
+    "U4_AWQ": (awq_words, lambda nibbles: nibbles.astype(np.float32)),
+}
+
+
+def packed_source(
+    dtype: str, *, transposed: bool, zeros: bool, order: str | None, rounded: bool = False
+) -> tuple[native.Matrix, F32]:
+    """A matrix with one scale per row and 32 columns, and the values that it stands for."""
+    rng = np.random.default_rng(len(dtype) + 2 * transposed + 4 * zeros)
+    nibbles = rng.integers(0, 16, (ROWS, COLS), np.uint8)
+    store, mean = PACKED[dtype]
+    units = store(nibbles)
+    strides = (units.shape[1], 1)
+    if transposed:
+        units, strides = units.T, (1, units.shape[0])
+    scale = rng.uniform(0.01, 1, (ROWS, COLS // 32)).astype(np.float32)
+    zero = rng.integers(1, 17, scale.shape).astype(np.float32) if zeros else None
+    groups = np.arange(COLS, dtype=np.int32) // 32
+    if order == "shuffled":
+        rng.shuffle(groups)
+    values = mean(nibbles)
+    if zero is not None:
+        values = values - zero[:, groups]
+    values = values * scale[:, groups]
+    if rounded:
+        bits = values.view(np.uint32)
+        values = ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    matrix = native.Matrix(
+        np.ascontiguousarray(units).reshape(-1).view(np.uint8),
+        dtype,
+        ROWS,
+        COLS,
+        row_stride=strides[0],
+        col_stride=strides[1],
+        block_scale=scale,
+        block=(1, 32),
+        zero_point=zero,
+        group_of_col=None if order is None else groups,
+        round_to_bf16=rounded,
+    )
+    return matrix, values
+
+
+def plain(values: F32) -> native.Matrix:
+    return native.Matrix(values.reshape(-1).view(np.uint8), "F32", *values.shape)
+
+
+def of_every_kind(test: Callable[..., None]) -> Callable[..., None]:
+    for name, choices in (
+        ("order", [None, "in order", "shuffled"]),
+        ("zeros", [False, True]),
+        ("transposed", [False, True]),
+        ("dtype", PACKED),
+    ):
+        test = pytest.mark.parametrize(name, choices)(test)
+    return test
+
+
+@of_every_kind
+def test_values(isa: str, dtype: str, transposed: bool, zeros: bool, order: str | None) -> None:
+    matrix, values = packed_source(dtype, transposed=transposed, zeros=zeros, order=order)
+    np.testing.assert_array_equal(native.decode(matrix).view(np.uint32), values.view(np.uint32))
+
+
+@of_every_kind
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_packing_and_audit_are_those_of_the_values(
+    isa: str, fmt: str, dtype: str, transposed: bool, zeros: bool, order: str | None
+) -> None:
+    matrix, values = packed_source(
+        dtype, transposed=transposed, zeros=zeros, order=order, rounded=True
+    )
+    found, expected = (np.empty(native.packed_size(fmt, ROWS, COLS), np.uint8) for _ in range(2))
+    scale, expected_scale = (np.empty(ROWS, np.float32) for _ in range(2))
+    native.quantize_pack(fmt, matrix, found, scale)
+    native.quantize_pack(fmt, plain(values), expected, expected_scale)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(scale, expected_scale)
+    ours, theirs = (native.audit(fmt, m, ROWS, 0, found, scale) for m in (matrix, plain(values)))
+    assert ours.squared_error == theirs.squared_error > 0
+    assert ours.squared_source == theirs.squared_source
+    np.testing.assert_array_equal(ours.row_amax, theirs.row_amax)
+    np.testing.assert_array_equal(ours.row_error, theirs.row_error)
+
+
+def test_fp8_with_zero_points_and_groups(isa: str) -> None:
+    """What the vector decoder of FP8 leaves to the scalar one."""
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 0x7F, (32, 128), np.uint8)
+    scale = rng.uniform(0.5, 2, (32, 2)).astype(np.float32)
+    groups = rng.integers(0, 2, 128).astype(np.int32)
+    flat = codes.reshape(-1)
+    unscaled = native.decode(
+        native.Matrix(flat, "F8_E4M3", 32, 128, block_scale=np.ones((1, 1), np.float32),
+                      block=(32, 128))
+    )  # fmt: skip
+    for zero in (None, np.full_like(scale, 3)):
+        matrix = native.Matrix(
+            flat, "F8_E4M3", 32, 128, block_scale=scale, block=(1, 64), zero_point=zero,
+            group_of_col=groups,
+        )  # fmt: skip
+        expected = (unscaled - (0 if zero is None else 3)) * scale[:, groups]
+        np.testing.assert_array_equal(native.decode(matrix), expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    data, scale = np.zeros(32 * 64, np.uint8), np.ones((32, 4), np.float32)
+    groups = np.zeros(128, np.int32)
+
+    def matrix(**changes: Any) -> native.Matrix:
+        fitting = {"block_scale": scale, "block": (1, 32), "group_of_col": groups}
+        return native.Matrix(data, "F4_E2M1", 32, 128, **{**fitting, **changes})
+
+    native.decode(matrix())
+    with pytest.raises(ValueError, match="from unit 1 on exceeds"):
+        matrix(start=1)
+    with pytest.raises(ValueError, match=r"group_of_col must be 0\.\.3"):
+        matrix(group_of_col=groups + 4)
+    with pytest.raises(ValueError, match="group_of_col must be contiguous int32"):
+        matrix(group_of_col=groups[:64])
+    with pytest.raises(ValueError, match="zero_point is"):
+        matrix(zero_point=scale[:, :2])
+    with pytest.raises(ValueError, match="need a block_scale"):
+        matrix(block_scale=None)
+    with pytest.raises(ValueError, match="scales"):
+        native.decode(native.Matrix(data, "F4_E2M1", 32, 128))
+    with pytest.raises(ValueError, match="multiple"):
+        native.decode(native.Matrix(data, "F4_E2M1", 4, 65, block_scale=scale, block=(32, 65)))
