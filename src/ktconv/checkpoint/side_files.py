@@ -24,7 +24,8 @@ Record = dict[str, Any]
 _PATTERNS = ("*.json", "*.jinja", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken", "*.py")
 _LEGAL_PATTERNS = ("LICENSE*", "NOTICE*")
 _TEMPLATES = "additional_chat_templates"
-_OWN_FILES = ("ktconv.json", "README.md", "model.safetensors.index.json")
+# What ktconv writes beside shards.
+MANIFEST, CARD, INDEX = "ktconv.json", "README.md", "model.safetensors.index.json"
 
 
 def is_legal(name: Path) -> bool:
@@ -171,7 +172,7 @@ def _is_side_file(directory: Path, name: str) -> bool:
 
 def _is_own(name: str) -> bool:
     """What every conversion writes anew."""
-    return name in _OWN_FILES or name.endswith(".index.json")
+    return name in (MANIFEST, CARD) or name.endswith(".index.json")
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:

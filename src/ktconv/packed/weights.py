@@ -30,7 +30,7 @@ from ktconv.formats import (
     PROJECTIONS,
     Format,
     Kind,
-    Projection,
+    Matrix,
     TensorId,
     is_backward,
     packed_shape,
@@ -76,11 +76,11 @@ class Geometry:
             return range(self.experts)
         return [expert for expert in range(self.experts) if expert not in self.elsewhere]
 
-    def shape(self, proj: Projection) -> tuple[int, int]:
+    def shape(self, proj: Matrix) -> tuple[int, int]:
         """Rows and columns of one part's matrix."""
         return packed_shape(proj, self.hidden, self.intermediate, self.parts)
 
-    def nbytes(self, proj: Projection, kind: Kind) -> int | None:
+    def nbytes(self, proj: Matrix, kind: Kind) -> int | None:
         if self.format is None:
             return None
         rows, cols = self.shape(proj)
@@ -88,11 +88,11 @@ class Geometry:
             return self.format.scale_nbytes(rows)
         return self.format.weight_nbytes(rows, cols)
 
-    def tensors(self, layer: int) -> Iterator[TensorId]:
+    def tensors(self, layer: int, matrices: Sequence[Matrix] = PROJECTIONS) -> Iterator[TensorId]:
         """All that a layer of these dimensions consists of."""
         for expert in self.here:
             for part in range(self.parts):
-                for proj in PROJECTIONS:
+                for proj in matrices:
                     for kind in KINDS:
                         yield TensorId(layer, proj, expert, part, kind)
 

@@ -7,7 +7,7 @@ given.tree.parts, given.options.method, given.weights.map(tensor)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ktconv.checkpoint import SourceFile
@@ -21,8 +21,6 @@ from ktconv.repack.tree import (
     TreeLayer,
     read_tree,
     refuse_mixtures,
-    tensor_nbytes,
-    tensors_of,
 )
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import STATE_DIRECTORY, Record
@@ -136,27 +134,21 @@ def _tree_of_shards(weights: PackedWeights) -> Tree:
 
 def _layer(weights: PackedWeights, index: int) -> TreeLayer:
     geometry = weights.geometry(index)
-    assert geometry.format is not None  # or geometry() had raised
     found = weights.of_layer(index)
     layer = TreeLayer(
+        **{one.name: getattr(geometry, one.name) for one in fields(geometry)},
         index=index,
-        format=geometry.format,
-        parts=geometry.parts,
-        experts=geometry.experts,
-        hidden=geometry.hidden,
-        intermediate=geometry.intermediate,
         backward=any(is_backward(tensor.proj) for tensor in found),
         files=len(found),
-        nbytes=sum(place.nbytes for place in found.values()),
+        total_bytes=sum(place.nbytes for place in found.values()),
         sha256="",
-        elsewhere=geometry.elsewhere,
     )
     _refuse_incomplete(weights, layer)
     return layer
 
 
 def _refuse_incomplete(weights: PackedWeights, layer: TreeLayer) -> None:
-    expected = set(tensors_of(layer))
+    expected = set(layer.all_tensors())
     found = weights.of_layer(layer.index)
     if missing := sorted(map(name_of, expected - found.keys())):
         more = f" and {len(missing) - 1} more tensor(s)" if missing[1:] else ""
@@ -168,7 +160,7 @@ def _refuse_incomplete(weights: PackedWeights, layer: TreeLayer) -> None:
 
 
 def _refuse_odd_size(layer: TreeLayer, tensor: TensorId, nbytes: int, file: Path) -> None:
-    expected = tensor_nbytes(layer, tensor)
+    expected = layer.tensor_nbytes(tensor)
     if nbytes != expected:
         raise CheckpointError(
             f"{name_of(tensor)} in {file} has {nbytes} bytes, not {expected}", _VERIFY

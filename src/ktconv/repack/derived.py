@@ -131,7 +131,7 @@ def content_alone(
 def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:
     """The experts of these layers that the tree holds."""
     packed = [(layer, tree.layers[layer.index]) for layer in layers]
-    return [LayerContent(layer, found.here, found.nbytes) for layer, found in packed]
+    return [LayerContent(layer, found.here, found.total_bytes) for layer, found in packed]
 
 
 def card(preflight: Preflight) -> str:

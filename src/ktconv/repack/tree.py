@@ -21,17 +21,15 @@ from ktconv.errors import CheckpointError
 from ktconv.formats import (
     BACKWARD,
     FORMATS,
-    KINDS,
     PROJECTIONS,
     Format,
     Matrix,
     TensorId,
     is_backward,
     kt_path,
-    packed_shape,
     parse_kt_path,
 )
-from ktconv.packed.weights import left_out_of
+from ktconv.packed.weights import Geometry, left_out_of
 from ktconv.system.files import io_error
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import STATE_DIRECTORY
@@ -55,33 +53,30 @@ class KtEntry:
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLayer:
+@dataclass(frozen=True, kw_only=True)
+class TreeLayer(Geometry):
     """One layer folder that is complete and consistent in itself."""
 
-    index: int
     format: Format
-    parts: int
-    experts: int  # that its router chooses from
-    hidden: int
-    intermediate: int
+    index: int
     backward: bool  # whether it holds the matrices of the backward pass too
     files: int
-    nbytes: int
+    total_bytes: int
     sha256: str  # of names, sizes and times: what tells this state from another
-    elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
 
-    @property
-    def here(self) -> Sequence[int]:
-        """Ids of the experts that are there."""
-        if not self.elsewhere:
-            return range(self.experts)
-        return [expert for expert in range(self.experts) if expert not in self.elsewhere]
+    def tensor_nbytes(self, tensor: TensorId) -> int:
+        """The size that a tensor of this layer has."""
+        size = self.nbytes(tensor.proj, tensor.kind)
+        assert size is not None  # the format is known
+        return size
+
+    def all_tensors(self) -> Iterator[TensorId]:
+        return self.tensors(self.index, matrices(self.backward))
 
     @property
     def record(self) -> dict[str, object]:
         """What a journal remembers of it."""
-        return {"files": self.files, "bytes": self.nbytes, "listing_sha256": self.sha256}
+        return {"files": self.files, "bytes": self.total_bytes, "listing_sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +235,17 @@ def _judge(
             f"{root / f'_layer_{index}'} has sizes of no {fmt.name} layer: {reason}", _LEFT_OVER
         )
     layer = TreeLayer(
-        index,
-        fmt,
-        parts,
-        1 + max([*left_out, *(tensor.expert for tensor in by_tensor)]),
-        hidden,
-        width * parts,
-        any(is_backward(tensor.proj) for tensor in by_tensor),
-        len(entries),
-        sum(entry.nbytes for entry in entries),
-        listing_sha256(entries),
-        frozenset(left_out),
+        experts=1 + max([*left_out, *(tensor.expert for tensor in by_tensor)]),
+        parts=parts,
+        hidden=hidden,
+        intermediate=width * parts,
+        format=fmt,
+        elsewhere=frozenset(left_out),
+        index=index,
+        backward=any(is_backward(tensor.proj) for tensor in by_tensor),
+        files=len(entries),
+        total_bytes=sum(entry.nbytes for entry in entries),
+        sha256=listing_sha256(entries),
     )
     _refuse_odd_sizes(root, layer, entries)
     _refuse_missing(root, layer, by_tensor.keys())
@@ -315,17 +310,9 @@ def _usual(entries: Iterable[KtEntry], proj: Matrix, part: int) -> int:
     return sizes.most_common(1)[0][0] if sizes else 0
 
 
-def tensor_nbytes(layer: TreeLayer, tensor: TensorId) -> int:
-    """The size that a tensor of this layer has."""
-    rows, cols = packed_shape(tensor.proj, layer.hidden, layer.intermediate, layer.parts)
-    if tensor.kind == "scale":
-        return layer.format.scale_nbytes(rows)
-    return layer.format.weight_nbytes(rows, cols)
-
-
 def _refuse_odd_sizes(root: Path, layer: TreeLayer, entries: Sequence[KtEntry]) -> None:
     for entry in entries:
-        expected = tensor_nbytes(layer, entry.tensor)
+        expected = layer.tensor_nbytes(entry.tensor)
         if entry.nbytes != expected:
             raise CheckpointError(
                 f"{root / entry.name} has a size of another model or number of parts: "
@@ -337,26 +324,17 @@ def _refuse_odd_sizes(root: Path, layer: TreeLayer, entries: Sequence[KtEntry]) 
 
 def _refuse_missing(root: Path, layer: TreeLayer, found: Iterable[TensorId]) -> None:
     present = set(found)
-    missing = [tensor for tensor in tensors_of(layer) if tensor not in present]
+    missing = [tensor for tensor in layer.all_tensors() if tensor not in present]
     if not missing:
         return
     first = missing[0]
-    nbytes = tensor_nbytes(layer, first)
+    nbytes = layer.tensor_nbytes(first)
     name = kt_path(
         layer.format.name, layer.index, first.proj, first.expert, first.part, first.kind, nbytes
     )
     more = f" and {len(missing) - 1} more file(s)" if missing[1:] else ""
     experts = format_ranges(sorted({tensor.expert for tensor in missing}))
     raise CheckpointError(f"{root} lacks {name}{more}, of expert(s) {experts}", _INCOMPLETE)
-
-
-def tensors_of(layer: TreeLayer) -> Iterator[TensorId]:
-    """All that a layer consists of."""
-    for expert in layer.here:
-        for part in range(layer.parts):
-            for proj in matrices(layer.backward):
-                for kind in KINDS:
-                    yield TensorId(layer.index, proj, expert, part, kind)
 
 
 # ---- all layers ------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.side_files import MANIFEST as MANIFEST
 from ktconv.checkpoint.side_files import recorded
 from ktconv.system.files import write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
-
-MANIFEST = "ktconv.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,12 @@ from ktconv.quantize_gpu.gptq.calibration_model import (
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
 from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix, quantize_layers
+from ktconv.writer.metadata import INDEX
 
 SAMPLES, TOKENS = 2, 512
 # GPTQ answers every token with every expert, and the comparison only those that were routed, so
 # that a layer with very few of them can come out a little behind.
 TOLERANCE = 1.05
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _cut_model(checkpoint: Checkpoint, layers: int, scratch: Path) -> None:
     shard_of = dict(_first_layers(checkpoint, layers))
     index = {"metadata": {}, "weight_map": {name: path.name for name, path in shard_of.items()}}
     (scratch / CONFIG_NAME).write_text(json.dumps(config))
-    (scratch / _INDEX).write_text(json.dumps(index))
+    (scratch / INDEX).write_text(json.dumps(index))
     for shard in sorted(set(shard_of.values())):
         (scratch / shard.name).symlink_to(shard.resolve())
 

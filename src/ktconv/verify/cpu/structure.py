@@ -121,7 +121,7 @@ class CpuStructureCheck(StructureCheck):
             if is_backward(tensor.proj):
                 continue
             geometry = self._packed.layers[tensor.layer]
-            expected = geometry.nbytes(tensor.proj, tensor.kind)  # type: ignore[arg-type]
+            expected = geometry.nbytes(tensor.proj, tensor.kind)
             if expected is None or tensor.part >= geometry.parts:
                 continue
             dtype, size = ("F32", 4) if tensor.kind == "scale" else ("I8", 1)
