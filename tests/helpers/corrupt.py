@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.side_files import record_of
-from ktconv.packed.weights import Place, open_packed
+from ktconv.packed.weights import open_packed
 from ktconv.verify import Request, Result, verify
 
 
@@ -25,7 +26,7 @@ def found(result: Result, level: str, name: str) -> list[dict[str, Any]]:
     return mine
 
 
-def place_of(output: Path, name: str) -> Place:
+def place_of(output: Path, name: str) -> TensorRef:
     for tensor, place in open_packed(output).tensors.items():
         number = f"blk.{tensor.layer}.ffn_{tensor.proj}_exps.{tensor.expert}.numa.{tensor.part}"
         if f"{number}.{tensor.kind}" == name:
@@ -33,13 +34,13 @@ def place_of(output: Path, name: str) -> Place:
     raise KeyError(name)
 
 
-def overwrite(place: Place, data: bytes, at: int = 0) -> None:
+def overwrite(place: TensorRef, data: bytes, at: int = 0) -> None:
     with place.file.open("r+b") as file:
         file.seek(place.offset + at)
         file.write(data)
 
 
-def bytes_of(place: Place) -> bytes:
+def bytes_of(place: TensorRef) -> bytes:
     with place.file.open("rb") as file:
         file.seek(place.offset)
         return file.read(place.nbytes)

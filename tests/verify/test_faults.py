@@ -18,7 +18,7 @@ from helpers.families import bf16, fused, numbered, random_weights, simple_confi
 
 from ktconv import native
 from ktconv.formats import FORMATS, reference
-from ktconv.packed.weights import Place, open_packed
+from ktconv.packed.weights import open_packed
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.verify import Request, copies, verify
@@ -91,7 +91,7 @@ def test_one_bit_of_a_weight_by_its_checksum(model: Path, damaged: Convert) -> N
 def test_one_bit_of_a_copied_tensor(model: Path, damaged: Convert) -> None:
     output = damaged()
     ref = open_packed(output).others["blk.1.input_layernorm.weight"]
-    overwrite(Place(ref.file, ref.offset, ref.nbytes), b"\xff", 5)
+    overwrite(ref, b"\xff", 5)
     result = check(output, model, "structure")
     assert found(result, "structure", "copied tensor")[0]["tensor"] == ref.name
     assert found(result, "structure", "checksum")
@@ -104,7 +104,7 @@ def test_one_byte_of_any_piece_of_a_copied_tensor(
     monkeypatch.setattr(copies, "COPY_BYTES", 128)
     output = forget_manifest(damaged())
     ref = open_packed(output).others["blk.1.input_layernorm.weight"]
-    place = Place(ref.file, ref.offset, ref.nbytes)
+    place = ref
     right = bytes_of(place)
     for at in (0, 300, ref.nbytes - 1):
         overwrite(place, bytes([right[at] ^ 4]), at)

@@ -48,17 +48,6 @@ _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the bytes of a packed tensor lie. dtype and shape are empty for a `.kt` file."""
-
-    file: Path
-    offset: int
-    nbytes: int
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Geometry:
     """Of one layer, as the sizes of most of its tensors say."""
 
@@ -103,7 +92,8 @@ class PackedWeights:
 
     directory: Path
     layout: str = "safetensors"  # or "layers"
-    tensors: dict[TensorId, Place] = field(default_factory=dict)
+    # dtype and shape are empty for a `.kt` file
+    tensors: dict[TensorId, TensorRef] = field(default_factory=dict)
     others: dict[str, TensorRef] = field(default_factory=dict)  # non-expert tensors of shards
     headers: dict[str, Header] = field(default_factory=dict)  # by shard
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong
@@ -115,7 +105,7 @@ class PackedWeights:
         place = self.place(tensor)
         return map_file(place.file)[place.offset : place.offset + place.nbytes]
 
-    def place(self, tensor: TensorId) -> Place:
+    def place(self, tensor: TensorId) -> TensorRef:
         """Where a tensor lies. Raises CheckpointError if it is not there."""
         try:
             return self.tensors[tensor]
@@ -124,7 +114,7 @@ class PackedWeights:
                 f"{self.directory} lacks {name_of(tensor)}", "convert the model again"
             ) from None
 
-    def of_layer(self, layer: int) -> dict[TensorId, Place]:
+    def of_layer(self, layer: int) -> dict[TensorId, TensorRef]:
         return {tensor: place for tensor, place in self.tensors.items() if tensor.layer == layer}
 
     def geometry(self, layer: int) -> Geometry:
@@ -210,7 +200,7 @@ def _add_shard(found: PackedWeights, shard: Path) -> None:
         if tensor is None:
             found.others[ref.name] = ref
         else:
-            found.tensors[tensor] = Place(shard, ref.offset, ref.nbytes, ref.dtype, ref.shape)
+            found.tensors[tensor] = ref
 
 
 def _add_folders(found: PackedWeights) -> None:
@@ -237,7 +227,7 @@ def _add_folders(found: PackedWeights) -> None:
             if file.tensor in found.tensors:
                 earlier = found.tensors[file.tensor].file.relative_to(found.directory).as_posix()
                 found.doubles.append((name_of(file.tensor), earlier, name))
-            found.tensors[file.tensor] = Place(path, 0, size)
+            found.tensors[file.tensor] = TensorRef(name_of(file.tensor), path, "", (), 0, size)
 
 
 def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometry:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
-from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers
-from ktconv.system.regular_files import opened_regular
-from ktconv.verify.reading import Context, compare_sum, read_into
+from ktconv.verify.reading import Context, TensorStream
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
@@ -36,25 +33,14 @@ class CopyCheck:
         return self.tensor.nbytes
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        digest, equal = hashlib.sha256(), True
-        with opened_regular(self.tensor.file) as fd:
-            for offset in range(0, self.tensor.nbytes, COPY_BYTES):
-                piece = buffers.source[: min(COPY_BYTES, self.tensor.nbytes - offset)]
-                read_into(fd, self.tensor.file, piece, self.tensor.offset + offset)
-                digest.update(piece.data)
-                equal = equal and self._equal(piece, offset, buffers)
-                advance(len(piece))
+        stream, equal = TensorStream(self.context, self.tensor), True
+        for offset in range(0, self.nbytes, COPY_BYTES):
+            piece = stream.read(buffers.source[: min(COPY_BYTES, self.nbytes - offset)])
+            equal = equal and self._equal(piece, offset, buffers)
+            advance(len(piece))
         if not equal:
-            self.context.findings.fail(
-                "structure",
-                "copied tensor",
-                f"{self.tensor.name} in {self.tensor.file.name} is not what the source has.",
-                file=self.tensor.file.name,
-                tensor=self.tensor.name,
-            )
-        place = Place(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
-        checked = compare_sum(self.context, self.tensor.name, place, digest.hexdigest())
-        return ItemResult(self.tensor.nbytes, checked.compared, int(self.origin is not None))
+            self.context.fail_copy(self.tensor, "is not what the source has")
+        return ItemResult(self.nbytes, stream.check().compared, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
         if self.origin is None or self.context.reader is None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]  # a section of the report
@@ -57,6 +58,13 @@ class Findings:
     def fail(self, level: str, check: str, message: str, **where: Any) -> None:
         """`add` with the fields of Failure."""
         self.add(Failure(level, check, message, **where))
+
+    def fail_tensor(
+        self, level: str, check: str, name: str, file: Path, words: str, **where: Any
+    ) -> None:
+        """`fail` with a sentence about a tensor in a file."""
+        message = f"{name} in {file.name} {words}."
+        self.fail(level, check, message, file=file.name, tensor=name, **where)
 
     def note(self, text: str) -> None:
         with self._lock:

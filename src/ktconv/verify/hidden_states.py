@@ -37,6 +37,7 @@ from ktconv.verify.request import VerifyRequest
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
+LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the model has them
 U16 = NDArray[np.uint16]
 
 LEVEL = "layers"
@@ -105,8 +106,26 @@ class HiddenStates:
         self._source = SourceTensors(output.source)
         self._tensors = _tensors_of(output)
         self._report_faults(findings)
-        self._captured = _captured(output, request, budget, findings, notify)
+        self._findings, self._request = findings, request
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
+        self._captured = self._capture(output.source.path, budget.why_not_captured, notify)
+
+    def _capture(self, model: Path, reason: str | None, notify: Notify) -> dict[int, LayerInput]:
+        """Inputs of every layer when the source model reads a text; empty where that cannot be."""
+        if reason is None:
+            notify("loading the source model for its hidden states")
+            try:
+                from ktconv.model import load_model
+                from ktconv.model.evaluate import capture_layer_inputs
+
+                text, _ = read_text(self._request.text)
+                return capture_layer_inputs(*load_model(model), text, self._tokens)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever a model's own code raises: random states will do
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        self._findings.note(f"level layers: {_STATES['random']}, because {reason}")
+        return {}
 
     def _report_faults(self, findings: Findings) -> None:
         for index, found in self._tensors.items():
@@ -186,27 +205,6 @@ class HiddenStates:
         return y
 
 
-def _captured(
-    output: OpenedOutput,
-    request: VerifyRequest,
-    budget: Budget,
-    findings: Findings,
-    notify: Notify,
-) -> dict[int, Any]:
-    """Inputs of every layer when the source model reads a text; empty where that cannot be."""
-    reason = budget.why_not_captured
-    if reason is None:
-        notify("loading the source model for its hidden states")
-        try:
-            return _capture(output.source.path, request)
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever a model's own code raises: random states will do
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    findings.note(f"level layers: {_STATES['random']}, because {reason}")
-    return {}
-
-
 def why_not_captured(output: OpenedOutput) -> str | None:
     """Why hidden states cannot come from the source model, whatever --max-memory allows."""
     for package in ("torch", "transformers"):
@@ -216,13 +214,3 @@ def why_not_captured(output: OpenedOutput) -> str | None:
     if size * _SHARE_OF_MEMORY > machine.available_memory():
         return f"loading {format_size(size)} of source would take too much of the memory"
     return None
-
-
-def _capture(source: Path, request: VerifyRequest) -> dict[int, Any]:
-    from ktconv.model import load_model
-    from ktconv.model.evaluate import capture_layer_inputs
-
-    model, tokenizer = load_model(source)
-    text, _ = read_text(request.text)
-    found: dict[int, Any] = capture_layer_inputs(model, tokenizer, text, request.tokens)
-    return found

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.packed.weights import Place
 from ktconv.reading.reader import SourceReader
 from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
@@ -30,6 +30,9 @@ class Context:
     reader: SourceReader | None
     compare: bool  # with the source
 
+    def fail_copy(self, tensor: TensorRef, words: str) -> None:
+        self.findings.fail_tensor("structure", "copied tensor", tensor.name, tensor.file, words)
+
 
 @dataclass(frozen=True, slots=True)
 class SumCheck:
@@ -39,27 +42,28 @@ class SumCheck:
     equal: bool = False  # False where nothing was compared
 
 
-def read_place(place: Place) -> U8:
+def read_tensor(tensor: TensorRef) -> U8:
     """The bytes of a packed tensor."""
-    data = np.empty(place.nbytes, np.uint8)
-    with opened_regular(place.file) as fd:
-        read_into(fd, place.file, data, place.offset)
+    data = np.empty(tensor.nbytes, np.uint8)
+    with opened_regular(tensor.file) as fd:
+        read_into(fd, tensor.file, data, tensor.offset)
     return data
 
 
-class PlaceStream:
+class TensorStream:
     """The bytes of a packed tensor from the first to the last, some at a time, and whether they
     have the checksum of the manifest."""
 
-    def __init__(self, context: Context, name: str, place: Place) -> None:
-        self._context, self._name, self._place = context, name, place
-        self._digest = hashlib.sha256() if "sha256" in context.records.get(name, {}) else None
+    def __init__(self, context: Context, tensor: TensorRef) -> None:
+        self._context, self._tensor = context, tensor
+        self._expected = context.records.get(tensor.name, {}).get("sha256")
+        self._digest = None if self._expected is None else hashlib.sha256()
         self._done = 0
 
     def read(self, target: U8) -> U8:
         """`target`, filled with the next bytes."""
-        with opened_regular(self._place.file) as fd:
-            read_into(fd, self._place.file, target, self._place.offset + self._done)
+        with opened_regular(self._tensor.file) as fd:
+            read_into(fd, self._tensor.file, target, self._tensor.offset + self._done)
         self._done += target.nbytes
         if self._digest is not None:
             self._digest.update(target.data)
@@ -67,29 +71,20 @@ class PlaceStream:
 
     def read_rest(self, buffer: U8) -> None:
         """What is left, through `buffer`."""
-        while left := self._place.nbytes - self._done:
+        while left := self._tensor.nbytes - self._done:
             self.read(buffer[: min(left, buffer.nbytes)])
 
     def check(self) -> SumCheck:
         """Compares the checksum, after everything was read."""
         if self._digest is None:
             return SumCheck()
-        return compare_sum(self._context, self._name, self._place, self._digest.hexdigest())
-
-
-def compare_sum(context: Context, name: str, place: Place, digest: str) -> SumCheck:
-    expected = context.records.get(name, {}).get("sha256")
-    if expected is None:
-        return SumCheck()
-    if digest != expected:
-        context.findings.fail(
-            "structure",
-            "checksum",
-            f"{name} in {place.file.name} does not have the checksum of the manifest.",
-            file=place.file.name,
-            tensor=name,
-        )
-    return SumCheck(1, digest == expected)
+        equal = self._digest.hexdigest() == self._expected
+        if not equal:
+            words = "does not have the checksum of the manifest"
+            self._context.findings.fail_tensor(
+                "structure", "checksum", self._tensor.name, self._tensor.file, words
+            )
+        return SumCheck(1, equal)
 
 
 def read_into(fd: int, path: Any, target: U8, offset: int) -> None:

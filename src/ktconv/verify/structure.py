@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import source_identity
+from ktconv.checkpoint import TensorRef, source_identity
 from ktconv.formats import TensorId, parse_tensor_name
-from ktconv.packed.weights import Place, name_of
+from ktconv.packed.weights import name_of
 from ktconv.verify.findings import Findings
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.side_files import check_side_files
@@ -43,6 +44,9 @@ class StructureCheck(ABC):
 
     def _fail(self, check: str, message: str, **where: Any) -> None:
         self._findings.fail(LEVEL, check, message, **where)
+
+    def _fail_tensor(self, check: str, name: str, file: Path, words: str, **where: Any) -> None:
+        self._findings.fail_tensor(LEVEL, check, name, file, words, **where)
 
     # ---- files ----
 
@@ -127,25 +131,23 @@ class StructureCheck(ABC):
     def _check_tensor(self, tensor: Tensor) -> bool:
         """Whether it is there; says so if it is not as planned."""
         key = parse_tensor_name(tensor.name)
-        if key is None:
-            ref = self._packed.others.get(tensor.name)
-            place = Place(ref.file, ref.offset, ref.nbytes, ref.dtype, ref.shape) if ref else None
-        else:
-            place = self._packed.tensors.get(key)
+        packed = self._packed
+        place = packed.others.get(tensor.name) if key is None else packed.tensors.get(key)
         if place is None:
             return False
         if not self._as_planned(place, tensor, packed=key is not None):
-            self._fail(
-                "wrong shape",
-                f"{tensor.name} in {place.file.name} is {words_of(place)}, not {tensor.dtype} "
-                f"{list(tensor.shape)}.",
-                file=place.file.name,
-                tensor=tensor.name,
-                **where_of(key),
-            )
+            self._wrong_shape(tensor, place, key)
         return True
 
-    def _as_planned(self, place: Place, tensor: Tensor, *, packed: bool) -> bool:
+    def _wrong_shape(self, planned: Tensor, place: TensorRef, key: TensorId | None) -> None:
+        actual = f"{place.dtype} {list(place.shape)}" if place.dtype else f"{place.nbytes} bytes"
+        words = f"is {actual}, not {planned.dtype} {list(planned.shape)}"
+        self._fail_tensor("wrong shape", planned.name, place.file, words, **where_of(key))
+
+    def _unexpected_tensor(self, name: str, file: Path, **where: Any) -> None:
+        self._fail_tensor("unexpected tensor", name, file, "should not be there", **where)
+
+    def _as_planned(self, place: TensorRef, tensor: Tensor, *, packed: bool) -> bool:
         if not place.dtype:
             return place.nbytes == tensor.nbytes
         found = place.dtype
@@ -203,11 +205,6 @@ class StructureCheck(ABC):
             self._fail("index", f"{INDEX} says total_size {said}, not {actual}.", file=INDEX)
         else:
             self._findings.note(f"{INDEX} says total_size {said}, not {actual}")
-
-
-def words_of(place: Place) -> str:
-    """What a tensor is."""
-    return f"{place.dtype} {list(place.shape)}" if place.dtype else f"{place.nbytes} bytes"
 
 
 def where_of(tensor: TensorId | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ktconv.verify.compare.words import (
@@ -48,27 +48,18 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON. A number that is not finite is null."""
+        facts = asdict(self)
+        sides = {"a": facts.pop("a"), "b": facts.pop("b")}
         return {
             "schema": SCHEMA,
             "kind": "comparison",
             "a": self.a["path"],
             "b": self.b["path"],
-            "verdict": self.verdict,
+            "verdict": facts.pop("verdict"),
             "passed": self.equal,
-            "expected": self.expected,
-            "sample": self.sample,
-            "seed": self.seed,
-            "conversions": {"a": dict(self.a), "b": dict(self.b)},
-            "matrices": self.matrices,
-            "elements": self.elements,
-            "other_tensors": self.other_tensors,
-            "side_files": self.side_files,
-            "layers": [dict(layer) for layer in self.layers],
-            "worst": [dict(matrix) for matrix in self.worst],
-            "only_in_a": [dict(place) for place in self.only_in_a],
-            "only_in_b": [dict(place) for place in self.only_in_b],
-            "differences": list(self.differences),
-            "notes": list(self.notes),
+            **{key: facts.pop(key) for key in ("expected", "sample", "seed")},
+            "conversions": sides,
+            **facts,
         }
 
     def lines(self) -> list[str]:

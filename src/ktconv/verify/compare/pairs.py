@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
-from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers
 from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
 from ktconv.verify.compare.words import finite
 from ktconv.verify.copies import OTHER
-from ktconv.verify.reading import read_place
+from ktconv.verify.reading import read_tensor
 from ktconv.verify.runner import Advance
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
@@ -198,7 +197,7 @@ class TensorTask:
         for offset in range(0, self.a.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.a.nbytes - offset)
             a, b = (
-                read_place(Place(tensor.file, tensor.offset + offset, size))
+                read_tensor(replace(tensor, offset=tensor.offset + offset, nbytes=size))
                 for tensor in (self.a, self.b)
             )
             if not np.array_equal(a, b):

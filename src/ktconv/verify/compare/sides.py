@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
+from ktconv.checkpoint import TensorRef
 from ktconv.errors import UsageError
 from ktconv.formats import Kind, Matrix, TensorId, packed_shape
-from ktconv.packed.weights import Geometry, PackedWeights, Place, name_of, open_packed
+from ktconv.packed.weights import Geometry, PackedWeights, name_of, open_packed
 from ktconv.system.files import translated
-from ktconv.verify.reading import read_place
+from ktconv.verify.reading import read_tensor
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -39,7 +40,7 @@ class Input:
             self.packed: PackedWeights = open_packed(directory)
         if not self.packed.tensors and not self.packed.damaged:
             raise UsageError(f"{directory} holds no packed experts", "give outputs of quantize-cpu")
-        self.layers: dict[int, dict[Expert, dict[Piece, Place]]] = {}
+        self.layers: dict[int, dict[Expert, dict[Piece, TensorRef]]] = {}
         for tensor, place in self.packed.tensors.items():
             matrices = self.layers.setdefault(tensor.layer, {})
             pieces = matrices.setdefault((tensor.expert, tensor.proj), {})
@@ -73,7 +74,7 @@ class Input:
 class Side:
     """One matrix as one directory has it: all its parts."""
 
-    pieces: Mapping[Piece, Place]
+    pieces: Mapping[Piece, TensorRef]
     proj: Matrix
     geometry: Geometry
     fault: str | None  # why it cannot be dequantized
@@ -83,7 +84,7 @@ class Side:
         return sum(place.nbytes for place in self.pieces.values())
 
     def load(self) -> dict[Piece, U8]:
-        return {piece: read_place(self.pieces[piece]) for piece in sorted(self.pieces)}
+        return {piece: read_tensor(self.pieces[piece]) for piece in sorted(self.pieces)}
 
     def joined(self, data: Mapping[Piece, U8]) -> Values:
         """Codes and steps of the whole matrix."""
@@ -139,7 +140,7 @@ def side_of(here: Input, layer: int, expert: int, proj: Matrix) -> Side:
 
 
 def _fault(
-    name: str, about: TensorId, pieces: Mapping[Piece, Place], geometry: Geometry
+    name: str, about: TensorId, pieces: Mapping[Piece, TensorRef], geometry: Geometry
 ) -> str | None:
     """Which tensor of a matrix is missing or not as large as it must be."""
     fmt = geometry.format

@@ -8,7 +8,7 @@ from ktconv.conversion.plan import Plan
 from ktconv.formats import FORMATS, TensorId, is_backward, parse_kt_path
 from ktconv.packed.weights import name_of
 from ktconv.verify.cpu.output import CpuOutput
-from ktconv.verify.structure import StructureCheck, where_of, words_of
+from ktconv.verify.structure import StructureCheck, where_of
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
 
@@ -89,26 +89,16 @@ class CpuStructureCheck(StructureCheck):
 
     def _unexpected(self, expected: set[str], *, others_too: bool = True) -> None:
         for tensor, place in self._packed.tensors.items():
-            if name_of(tensor) not in expected and not self._is_extra(tensor):
-                self._fail(
-                    "unexpected tensor",
-                    f"{name_of(tensor)} in {place.file.name} should not be there.",
-                    file=place.file.name,
-                    tensor=name_of(tensor),
-                    **where_of(tensor),
-                )
+            name = name_of(tensor)
+            if name not in expected and not self._is_extra(tensor):
+                self._unexpected_tensor(name, place.file, **where_of(tensor))
         others = self._packed.others.items() if others_too else ()
         extra = [(name, ref) for name, ref in others if name not in expected]
         if extra and not self._output.ours:
             self._findings.note(f"{len(extra)} other tensors have no counterpart in the source")
             return
         for name, ref in extra:
-            self._fail(
-                "unexpected tensor",
-                f"{name} in {ref.file.name} should not be there.",
-                file=ref.file.name,
-                tensor=name,
-            )
+            self._unexpected_tensor(name, ref.file)
 
     def _is_extra(self, tensor: TensorId) -> bool:
         """Backward matrices: the reference converter can write them, and merge keeps them."""
@@ -127,11 +117,4 @@ class CpuStructureCheck(StructureCheck):
             dtype, size = ("F32", 4) if tensor.kind == "scale" else ("I8", 1)
             planned = Tensor(name_of(tensor), dtype, (expected // size,), expected)
             if not self._as_planned(place, planned, packed=True):
-                self._fail(
-                    "wrong shape",
-                    f"{name_of(tensor)} in {place.file.name} is {words_of(place)}, not {dtype} "
-                    f"{list(planned.shape)}.",
-                    file=place.file.name,
-                    tensor=name_of(tensor),
-                    **where_of(tensor),
-                )
+                self._wrong_shape(planned, place, tensor)

@@ -26,14 +26,14 @@ from ktconv.formats import (
     packed_shape,
 )
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
-from ktconv.packed.weights import Geometry, Place, name_of
+from ktconv.packed.weights import Geometry, name_of
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, chunks
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyCheck
 from ktconv.verify.cpu.output import CpuOutput
-from ktconv.verify.reading import Context, PlaceStream, SumCheck
+from ktconv.verify.reading import Context, SumCheck, TensorStream
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
@@ -64,7 +64,7 @@ class ExpertMatrixCheck:
             return matrix_source_bytes(self.source, self.expert, self.proj)
         return sum(place.nbytes for place in self._places())
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[TensorRef]:
         tensors = self.output.packed.tensors
         found = (
             tensors.get(TensorId(self.layer, self.proj, self.expert, part, kind))
@@ -156,12 +156,12 @@ class _Part:
             self._scales.read(self._scale.view(np.uint8))
         self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report)
 
-    def _stream(self, tensor: TensorId, nbytes: int) -> PlaceStream | None:
+    def _stream(self, tensor: TensorId, nbytes: int) -> TensorStream | None:
         place = self._packed.tensors.get(tensor)
         if place is None or place.nbytes != nbytes:
             return None
         self.nbytes += nbytes
-        return PlaceStream(self._context, name_of(tensor), place)
+        return TensorStream(self._context, place)
 
     @property
     def complete(self) -> bool:
@@ -219,10 +219,7 @@ def expert_checks(
     for tensor, place in output.packed.tensors.items():
         # Transposed matrices, which only fine-tuning uses: their checksums.
         if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
-            ref = TensorRef(
-                name_of(tensor), place.file, place.dtype, place.shape, place.offset, place.nbytes
-            )
-            yield CopyCheck(context, "backward", ref, None)
+            yield CopyCheck(context, "backward", place, None)
 
 
 def _matching(

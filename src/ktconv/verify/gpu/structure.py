@@ -153,10 +153,11 @@ class GpuStructureCheck(StructureCheck):
     def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
         module = self._output.modules.get(name, Module(name, {}, None, None))
         lacking = [f"{name}.{part}" for part in PARTS if part not in module.parts]
-        for tensor in lacking:
-            self._fail("missing tensor", f"{tensor} is missing.", tensor=tensor, **module.at)
+        for missing in lacking:
+            self._fail("missing tensor", f"{missing} is missing.", tensor=missing, **module.at)
         for part in sorted(module.parts.keys() - set(PARTS)):
-            self._unexpected_tensor(module.parts[part], module)
+            tensor = module.parts[part]
+            self._unexpected_tensor(tensor.name, tensor.file, **module.at)
         if not lacking:
             group = self._group(module)
             if group is not None:
@@ -201,37 +202,18 @@ class GpuStructureCheck(StructureCheck):
     ) -> None:
         if tensor.dtype in dtypes and tensor.shape == shape:
             return
-        self._fail(
-            "wrong shape",
-            f"{tensor.name} in {tensor.file.name} is {tensor.dtype} {list(tensor.shape)}, not "
-            f"{' or '.join(dtypes)} {list(shape)}.",
-            file=tensor.file.name,
-            tensor=tensor.name,
-            **module.at,
-        )
+        words = f"is {tensor.dtype} {list(tensor.shape)}, not {' or '.join(dtypes)} {list(shape)}"
+        self._fail_tensor("wrong shape", tensor.name, tensor.file, words, **module.at)
 
     def _stray(self, module: Module, known: bool) -> None:
         """A packed module that is none of the experts that should be."""
         if module.where is None:
             for tensor in module.parts.values():
-                self._fail(
-                    "packed module",
-                    f"{tensor.name} in {tensor.file.name} is packed, but it is no routed expert.",
-                    file=tensor.file.name,
-                    tensor=tensor.name,
-                )
+                words = "is packed, but it is no routed expert"
+                self._fail_tensor("packed module", tensor.name, tensor.file, words)
         elif known or self._output.manifest is not None:
             for tensor in module.parts.values():
-                self._unexpected_tensor(tensor, module)
-
-    def _unexpected_tensor(self, tensor: TensorRef, module: Module | None = None) -> None:
-        self._fail(
-            "unexpected tensor",
-            f"{tensor.name} in {tensor.file.name} should not be there.",
-            file=tensor.file.name,
-            tensor=tensor.name,
-            **(module.at if module else {}),
-        )
+                self._unexpected_tensor(tensor.name, tensor.file, **module.at)
 
     # ---- everything else ----
 
@@ -271,7 +253,7 @@ class GpuStructureCheck(StructureCheck):
             self._missing(sorted(copies - self._found()))
             for name, tensor in output.others.items():
                 if name not in copies:
-                    self._unexpected_tensor(tensor)
+                    self._unexpected_tensor(name, tensor.file)
             return len(copies)
         copies = set()
         for unit in output.plan.others:
@@ -281,7 +263,7 @@ class GpuStructureCheck(StructureCheck):
                     self._missing([planned.name])
         for name, ref in output.others.items():
             if name not in copies:
-                self._unexpected_tensor(ref)
+                self._unexpected_tensor(name, ref.file)
         self._missing(sorted(recorded - expected - copies - self._found()))
         if output.manifest is not None:
             self._unlisted(self._found() - recorded)

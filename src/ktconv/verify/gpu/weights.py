@@ -3,7 +3,6 @@ expert's matrix, unpacked without compressed-tensors, against its source."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,17 +14,15 @@ from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.moe.streamed import Piece, Streamed, piece_rows
 from ktconv.packed.matrix_check import ErrorStats, Violation
-from ktconv.packed.weights import Place
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
-from ktconv.system.regular_files import opened_regular
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import OTHER
 from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import F32, SCALE_DTYPES, levels, scales, values
-from ktconv.verify.reading import Context, PlaceStream, compare_sum, read_into, read_place
+from ktconv.verify.reading import Context, TensorStream, read_tensor
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
@@ -61,8 +58,7 @@ class ModuleCheck:
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         streams = {
-            part: PlaceStream(self.context, tensor.name, _place(tensor))
-            for part, tensor in self.module.parts.items()
+            part: TensorStream(self.context, tensor) for part, tensor in self.module.parts.items()
         }
         self._shape(streams)
         sums = None
@@ -89,7 +85,7 @@ class ModuleCheck:
             self.module, self.group, self.matrix.rows, self.matrix.cols
         )
 
-    def _shape(self, streams: Mapping[str, PlaceStream]) -> None:
+    def _shape(self, streams: Mapping[str, TensorStream]) -> None:
         """weight_shape says rows and columns of the matrix, as its tensors do."""
         tensor, packed = self.module.parts.get(PARTS[2]), self.module.parts.get(PARTS[0])
         if tensor is None or packed is None or len(packed.shape) != 2:
@@ -102,17 +98,17 @@ class ModuleCheck:
         if self.matrix is not None:
             actual = [self.matrix.rows, self.matrix.cols]
         if recorded != actual:
-            self.context.findings.fail(
+            self.context.findings.fail_tensor(
                 "structure",
                 "wrong shape",
-                f"{tensor.name} in {tensor.file.name} says {recorded}, but the matrix is {actual}.",
-                file=tensor.file.name,
-                tensor=tensor.name,
+                tensor.name,
+                tensor.file,
+                f"says {recorded}, but the matrix is {actual}",
                 **self.module.at,
             )
 
     def _compare(
-        self, matrix: ExpertMatrix, streams: Mapping[str, PlaceStream], buffers: Buffers
+        self, matrix: ExpertMatrix, streams: Mapping[str, TensorStream], buffers: Buffers
     ) -> ErrorStats:
         assert self.context.reader is not None
         packed, scaled = (self.module.parts[part] for part in PARTS[:2])
@@ -156,32 +152,20 @@ class DecodedCheck:
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         assert self.context.reader is not None
-        digest, equal = hashlib.sha256(), True
+        stream, equal = TensorStream(self.context, self.tensor), True
         source = MatrixReader(self.context.reader, self.matrix, round_to_bf16=True)
-        with source.open() as fd, opened_regular(self.tensor.file) as own:
+        with source.open() as fd:
             grid = source.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):
                 source.read(fd, chunk, buffers.source, buffers.bounce)
                 view = source.view(chunk, grid, buffers.source, 0, self.matrix.cols)
-                wanted = _bf16(native.decode(view)).reshape(-1).view(np.uint8)
-                found = np.empty_like(wanted)
-                start = self.tensor.offset + 2 * chunk.start * self.matrix.cols
-                read_into(own, self.tensor.file, found, start)
-                digest.update(found.data)
-                equal = equal and bool(np.array_equal(found, wanted))
+                expected = _bf16(native.decode(view)).reshape(-1).view(np.uint8)
+                found = stream.read(np.empty_like(expected))
+                equal = equal and bool(np.array_equal(found, expected))
                 advance(found.nbytes)
         if not equal:
-            self.context.findings.fail(
-                "structure",
-                "copied tensor",
-                f"{self.tensor.name} in {self.tensor.file.name} is not what the source decodes to.",
-                file=self.tensor.file.name,
-                tensor=self.tensor.name,
-            )
-        checked = compare_sum(
-            self.context, self.tensor.name, _place(self.tensor), digest.hexdigest()
-        )
-        return ItemResult(self.tensor.nbytes, checked.compared, 1)
+            self.context.fail_copy(self.tensor, "is not what the source decodes to")
+        return ItemResult(self.nbytes, stream.check().compared, 1)
 
 
 def _bf16(values: F32) -> U16:
@@ -189,15 +173,11 @@ def _bf16(values: F32) -> U16:
     return np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
 
 
-def _place(tensor: TensorRef) -> Place:
-    return Place(tensor.file, tensor.offset, tensor.nbytes, tensor.dtype, tensor.shape)
-
-
-def rows_of(place: Place, rows: int, wanted: slice) -> Place:
+def rows_of(tensor: TensorRef, rows: int, wanted: slice) -> TensorRef:
     """Where some of the rows of a row-major tensor lie."""
-    row_bytes = place.nbytes // rows
-    start = place.offset + wanted.start * row_bytes
-    return replace(place, offset=start, nbytes=(wanted.stop - wanted.start) * row_bytes)
+    row_bytes = tensor.nbytes // rows
+    start = tensor.offset + wanted.start * row_bytes
+    return replace(tensor, offset=start, nbytes=(wanted.stop - wanted.start) * row_bytes)
 
 
 def _is_sound(module: Module, group: Group, rows: int, cols: int) -> bool:
@@ -220,11 +200,11 @@ def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Stre
 
 
 def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piece]:
-    packed, scale = (_place(module.parts[part]) for part in PARTS[:2])
-    scale_of = scales(read_place(scale), scale.dtype, matrix.rows)
+    packed, scale = (module.parts[part] for part in PARTS[:2])
+    scale_of = scales(read_tensor(scale), scale.dtype, matrix.rows)
     for first in range(0, matrix.rows, piece_rows(matrix.cols)):
         rows = slice(first, min(first + piece_rows(matrix.cols), matrix.rows))
-        data = read_place(rows_of(packed, matrix.rows, rows))
+        data = read_tensor(rows_of(packed, matrix.rows, rows))
         level = levels(data, rows.stop - rows.start, matrix.cols, group.bits)
         yield Piece(rows, slice(0, matrix.cols), values(level, scale_of[rows]))
 
