@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.output import given, notify, print_text
+from ktconv.cli.output import given_options, notify, print_text
 from ktconv.cli.parsing import choice
 from ktconv.errors import UsageError
 
@@ -124,7 +124,7 @@ def bench(
 
         effort, shapes, show = Effort(seconds, iters), shape or (), (form.value, notify, print_text)
         if stage is BenchStage.pack:
-            command.check_packing_options(given(context))
+            command.check_packing_options(given_options(context))
             with interruptible(lambda: NOTHING_WRITTEN):
                 command.run_packing(method, shapes, isa, effort, seed, *show)
             return

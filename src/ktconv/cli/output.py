@@ -16,7 +16,7 @@ from ktconv.system.units import format_size
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
-def given(context: typer.Context) -> frozenset[str]:
+def given_options(context: typer.Context) -> frozenset[str]:
     """Options that were written, whatever their value: by their first long names."""
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(str(name)) for name in names}

@@ -29,7 +29,7 @@ from ktconv.cli.options import (
     report_facts,
     report_lines,
 )
-from ktconv.cli.output import JsonOption, given, notify, print_result
+from ktconv.cli.output import JsonOption, given_options, notify, print_result
 from ktconv.cli.parsing import choice
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
@@ -130,7 +130,7 @@ def quantize_gpu_command(
         from ktconv.targets.pack_quantized.target import Calibration, Options
 
         calibrated = method is GpuMethod.gptq
-        _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given(context))
+        _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given_options(context))
         calibration = Calibration(dataset, split, samples, max_seq_len, seed) if dataset else None
         options = Options(
             method=method.value,
@@ -210,6 +210,6 @@ def _gpu_report_lines(report: Report) -> Iterator[str]:
     if coverage := report.more.get("coverage"):
         from ktconv.quantize_gpu.gptq.coverage import LayerCoverage, coverage_lines
 
-        seen = {int(layer): LayerCoverage.of_record(told) for layer, told in coverage.items()}
+        seen = {int(layer): LayerCoverage.of_record(record) for layer, record in coverage.items()}
         yield from coverage_lines(seen)
     yield from report_lines(report)

@@ -188,8 +188,8 @@ class ErrorSummary:
     worst: tuple[str, float] | None = None
 
     def add(self, record: Record) -> None:
-        for name, about in record["tensors"].items():
-            error = about.get("relative_rms_error")
+        for name, entry in record["tensors"].items():
+            error = entry.get("relative_rms_error")
             if error is None:
                 continue
             self.count += 1

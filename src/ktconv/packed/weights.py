@@ -162,8 +162,8 @@ def left_out_of(directory: Path) -> ExpertSet:
     Raises CheckpointError for a manifest that says it in a way that is not ours.
     """
     manifest = read_manifest(directory)
-    told = manifest.options.get(EXCLUDED, {}) if manifest else {}
-    return set_of_record(told, str(directory / MANIFEST))
+    record = manifest.options.get(EXCLUDED, {}) if manifest else {}
+    return set_of_record(record, str(directory / MANIFEST))
 
 
 def map_file(path: Path) -> U8:

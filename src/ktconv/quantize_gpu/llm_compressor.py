@@ -6,7 +6,7 @@ Import this before any of them: llm-compressor sets up its logs, on stdout, whil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from logging import getLogger
@@ -14,7 +14,7 @@ from typing import Any
 
 # Who wants to see them can set another level. LLM_COMPRESSOR_LOG_DISABLED would end in an error.
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
-_WITH_BARS = (
+_MODULES_WITH_BARS = (
     "compressed_tensors.offload.dispatch",
     "compressed_tensors.quantization.lifecycle.apply",
     "llmcompressor.pipelines.cache",
@@ -24,24 +24,37 @@ _WITH_BARS = (
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no warnings meanwhile: progress is told by layers, and only by us."""
+    """No bars and no warnings meanwhile: we report progress, by layers."""
     from loguru import logger
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    bars = logging.is_progress_bar_enabled()
+    loggers = ("torch.fx", "torch.fx._symbolic_trace", "accelerate.big_modeling")
     with ExitStack() as stack:
-        for name in _WITH_BARS:
-            stack.enter_context(replaced(import_module(name), "tqdm", _no_bar))
-        for name in ("torch.fx", "torch.fx._symbolic_trace", "accelerate.big_modeling"):
-            stack.enter_context(replaced(getLogger(name), "disabled", True))
+        stack.enter_context(silenced(_MODULES_WITH_BARS, loggers))
         logger.disable("compressed_tensors")
         stack.callback(logger.enable, "compressed_tensors")
-        logging.set_verbosity_error()
-        stack.callback(logging.set_verbosity, verbosity)
         logging.disable_progress_bar()
         if bars:
             stack.callback(logging.enable_progress_bar)
+        yield
+
+
+@contextmanager
+def silenced(modules: Sequence[str], loggers: Sequence[str]) -> Iterator[None]:
+    """Without the bars of these modules and the warnings of these loggers and transformers."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    verbosity = logging.get_verbosity()
+    with ExitStack() as stack:
+        for name in modules:
+            stack.enter_context(replaced(import_module(name), "tqdm", _no_bar))
+        for name in loggers:
+            stack.enter_context(replaced(getLogger(name), "disabled", True))
+        stack.callback(logging.set_verbosity, verbosity)
+        logging.set_verbosity_error()
         yield
 
 
@@ -67,8 +80,7 @@ def causal_attention() -> Iterator[None]:
     def with_attention(tracer: Any, value: Any) -> Any:
         node = create_arg(tracer, value)
         if isinstance(value, PreTrainedConfig):
-            told = {"attn_implementation": value._attn_implementation}
-            node.kwargs = {**node.kwargs, **told}
+            node.kwargs = {**node.kwargs, "attn_implementation": value._attn_implementation}
         return node
 
     with (

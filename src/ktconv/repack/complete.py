@@ -1,7 +1,7 @@
 """Packed weights that are all there, in shards or layer folders, ours or another tool's.
 
-given = open_complete(Path("qwen3-int4"))
-given.tree.parts, given.options.method, given.weights.map(tensor)
+packed = open_complete(Path("qwen3-int4"))
+packed.tree.parts, packed.options.method, packed.weights.map(tensor)
 """
 
 from __future__ import annotations

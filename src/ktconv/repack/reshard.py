@@ -153,8 +153,8 @@ def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflig
 
 def _origin(packed: CompleteWeights, numa: int) -> Record:
     """What the bytes come from; a resumed run must have the same."""
-    told = packed.manifest.record if packed.manifest else {}
-    earlier = told.get("resharded_from")
+    record = packed.manifest.record if packed.manifest else {}
+    earlier = record.get("resharded_from")
     return {
         "numa": packed.tree.parts,
         "manifest": packed.manifest is not None,

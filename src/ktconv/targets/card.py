@@ -38,12 +38,12 @@ def command_line(name: str, options: Options) -> str:
         words.append("--exclude-experts FILE --allow-partial")
     words += [
         flag
-        for flag, given in (
+        for flag, wanted in (
             ("--compat", options.compat),
             ("--no-mtp", not options.mtp),
             ("--experts-only", options.experts_only),
         )
-        if given
+        if wanted
     ]
     return " ".join(words)
 

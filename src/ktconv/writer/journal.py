@@ -37,7 +37,7 @@ OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
 SETUP_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.setup_lock
 SETUP_POLL_SECONDS = 0.02
 SETUP_LOCK_TIMEOUT = 120.0  # what is done under it takes seconds even on slow disks
-SETUP_NOTICE_SECONDS = 2.0  # who waits longer is told for what
+SETUP_NOTICE_SECONDS = 2.0  # who waits longer learns for what
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
@@ -123,7 +123,7 @@ def is_run_record(record: object) -> TypeGuard[Record]:
     geometry = record.get("geometry")
     layers = geometry.get("layers") if isinstance(geometry, dict) else None
     return isinstance(layers, dict) and all(
-        _LAYER.fullmatch(index) and isinstance(about, dict) for index, about in layers.items()
+        _LAYER.fullmatch(index) and isinstance(entry, dict) for index, entry in layers.items()
     )
 
 
@@ -153,10 +153,10 @@ def _is_file_record(file: object) -> bool:
     )
 
 
-def _is_tensor_record(about: object) -> bool:
-    if not isinstance(about, dict):
+def _is_tensor_record(record: object) -> bool:
+    if not isinstance(record, dict):
         return False
-    checksum, error = about.get("sha256"), about.get("relative_rms_error", 0.0)
+    checksum, error = record.get("sha256"), record.get("relative_rms_error", 0.0)
     form = isinstance(checksum, str) and _SHA256.fullmatch(checksum) is not None
     return form and isinstance(error, float) and math.isfinite(error)
 

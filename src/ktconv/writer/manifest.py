@@ -58,7 +58,7 @@ class Manifest:
     @property
     def layers(self) -> dict[int, Record]:
         """Dimensions of every layer."""
-        return {int(index): about for index, about in self.record["geometry"]["layers"].items()}
+        return {int(index): entry for index, entry in self.record["geometry"]["layers"].items()}
 
     @property
     def merged(self) -> bool:
@@ -94,7 +94,7 @@ class Manifest:
     def tensors(self) -> dict[str, Record]:
         """Checksum and, of weights, quantization errors of every tensor."""
         units = self.units.values()
-        return {name: about for unit in units for name, about in unit["tensors"].items()}
+        return {name: entry for unit in units for name, entry in unit["tensors"].items()}
 
     @property
     def side_files(self) -> dict[str, Record] | None:
@@ -142,7 +142,7 @@ def _manifest_lines(
         yield ",\n    ".join(json.dumps(file) for file in record["files"])
         yield '\n   ],\n   "tensors": {\n    '
         tensors = sorted(record["tensors"].items())
-        yield ",\n    ".join(f"{json.dumps(name)}: {json.dumps(about)}" for name, about in tensors)
+        yield ",\n    ".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors)
         yield "\n   }"
         for name in sorted(record.keys() - {"files", "tensors"}):
             yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"

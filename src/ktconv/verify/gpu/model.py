@@ -8,9 +8,7 @@ us and put into the source model, whose other experts stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
-from logging import getLogger
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ from ktconv.verify.model import MODEL_PACKAGES, MORE_MEMORY, ModelCheck, ModelPa
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WITH_BARS = (
+_MODULES_WITH_BARS = (
     "compressed_tensors.compressors.model_compressors.model_compressor",
     "compressed_tensors.offload.dispatch",
     "compressed_tensors.quantization.lifecycle.apply",
@@ -64,7 +62,11 @@ class GpuModelCheck(ModelCheck):
     def _run(self) -> Facts:
         if self._output.is_partial:
             return super()._run()
-        with _quiet():
+        from ktconv.quantize_gpu.llm_compressor import silenced
+
+        # compressed-tensors draws bars when a model is first called, too, and warns of names that
+        # only engines know.
+        with silenced(_MODULES_WITH_BARS, ["compressed_tensors.utils.match"]):
             return super()._run()
 
     @contextmanager
@@ -80,25 +82,6 @@ class GpuModelCheck(ModelCheck):
             self._notify("loading the converted model")
             pair = _Pair(model, load_model(self._output.directory)[0])
             yield ModelPair(pair, pair, 0, {"loaded_by": "transformers"})
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without compressed-tensors' bars, which it draws when a model is first called, too, and its
-    warnings of names that only engines know."""
-    from transformers.utils import logging as untyped
-
-    from ktconv.quantize_gpu.llm_compressor import replaced
-
-    logging: Any = untyped
-    verbosity = logging.get_verbosity()
-    with ExitStack() as stack:
-        for module in map(import_module, _WITH_BARS):
-            stack.enter_context(replaced(module, "tqdm", lambda items, *_, **__: items))
-        stack.enter_context(replaced(getLogger("compressed_tensors.utils.match"), "disabled", True))
-        stack.callback(logging.set_verbosity, verbosity)
-        logging.set_verbosity_error()
-        yield
 
 
 class _Pair:
