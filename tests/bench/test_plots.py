@@ -39,7 +39,11 @@ def test_the_name_decides_which_picture(tmp_path: Path) -> None:
 
 
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
-    for name, words in (("plot", "no picture"), ("a.txt", "no picture"), ("no/a.png", "directory")):
+    for name, words in (
+        ("plot", "not a picture file"),
+        ("a.txt", "not a picture file"),
+        ("no/a.png", "directory"),
+    ):
         with pytest.raises(UsageError, match=words):
             check_plot(tmp_path / name)
     (tmp_path / "full.png").mkdir()

@@ -110,7 +110,7 @@ def test_hints_name_what_was_given(experts: int, top_k: int, tmp_path: Path) -> 
         ({"ids": np.zeros((2, 0, 3), np.uint8)}, "no usable"),
         ({"ids": np.array([[0, 2**64 - 1]], np.uint64)}, "too large"),
         ({"ids": np.full((4, 2), 2**64 - 1, np.uint64)}, "too large"),
-        ({"ids": np.full((4, 2), -1)}, "-1 alone: no token goes to an expert"),
+        ({"ids": np.full((4, 2), -1)}, "only -1: no token goes to an expert"),
         ({"ids": np.zeros((4, 2), np.float32)}, "0 arrays that could be"),
         ({"a": np.zeros((4, 2), np.int64), "b": np.zeros((4, 2), np.int64)}, "2 arrays"),
         ({"ids": np.zeros(4, np.int64)}, "0 arrays"),
@@ -155,7 +155,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="damaged or no"):
             parse_routing(f"trace:{tmp_path / name}")
     (tmp_path / "a.txt").write_text("1 2")
-    with pytest.raises(UsageError, match="is no trace"):
+    with pytest.raises(UsageError, match="is not a trace file"):
         parse_routing(f"trace:{tmp_path / 'a.txt'}")
     with pytest.raises(UsageError, match="there is no trace file"):
         parse_routing(f"trace:{tmp_path / 'nowhere.npz'}")

@@ -100,7 +100,7 @@ def _row(facts: dict[str, Any]) -> Row:
 
 
 def _expect(name: str, value: object, *kinds: type) -> None:
-    """Exactly: true is no number here."""
+    """Of exactly one of these types: true does not count as a number."""
     if type(value) not in kinds:
         raise TypeError(f"{name} is of type {type(value).__name__}")
 

@@ -19,7 +19,7 @@ _DPI = 120
 def check_plot(path: Path) -> None:
     """Before hours are spent measuring: can this picture be drawn at all?"""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path} is no picture", "end it with .png, .svg or .pdf")
+        raise UsageError(f"--plot {path} is not a picture file", "end it with .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
     if path.is_dir():

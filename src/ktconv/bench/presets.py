@@ -9,6 +9,7 @@ from ktconv.native import Activation
 
 _EXAMPLE = "hidden,intermediate,experts,top-k like 2048,768,128,8"
 _LARGEST = 1 << 20  # of any dimension: beyond it a number is a mistake
+_LARGEST_TOP_K = (1 << 20) - 1  # kt_moe_forward's
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ def parse_shape(text: str) -> Shape:
             f"presets: {', '.join(PRESETS)}; or {_EXAMPLE}",
         )
     hidden, intermediate, experts, top_k = (int(n) for n in numbers)
-    for what, size in (
-        ("hidden size", hidden),
-        ("intermediate size", intermediate),
-        ("number of experts", experts),
-        ("top-k", top_k),
+    for what, size, largest in (
+        ("hidden size", hidden, _LARGEST),
+        ("intermediate size", intermediate, _LARGEST),
+        ("number of experts", experts, _LARGEST),
+        ("top-k", top_k, _LARGEST_TOP_K),
     ):
-        if not 1 <= size <= _LARGEST:
+        if not 1 <= size <= largest:
             raise UsageError(f"--shape {text!r} has a {what} of {size}", f"write {_EXAMPLE}")
     if top_k > experts:
         raise UsageError(

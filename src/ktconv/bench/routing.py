@@ -127,18 +127,18 @@ def _read_trace(path: Path) -> Ids:
     }
     if len(integer) != 1 and "ids" not in integer:
         raise UsageError(
-            f"{path} holds {len(integer)} arrays that could be expert ids",
+            f"{path} has {len(integer)} arrays that could be expert ids",
             "store one integer array [tokens, top-k], or name it ids",
         )
     found = integer["ids"] if "ids" in integer else next(iter(integer.values()))
     if not found.size or found.min() < -1 or found.max() > np.iinfo(np.int64).max:
         raise UsageError(
-            f"{path} holds no usable expert ids: none, or some below -1 or too large",
+            f"{path} has no usable expert ids: none, or some below -1 or too large",
             "store numbers of experts from 0 on, -1 for one that is not here",
         )
     if found.max() < 0:
         raise UsageError(
-            f"{path} holds -1 alone: no token goes to an expert",
+            f"{path} contains only -1: no token goes to an expert",
             "give a trace of experts that are here",
         )
     ids = found.reshape(-1, found.shape[-1]).astype(np.int64)
@@ -163,7 +163,7 @@ def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise UsageError(f"there is no trace file {path}")
     if path.suffix not in (".safetensors", ".npz"):
-        raise UsageError(f"{path} is no trace", "give a .safetensors or .npz file")
+        raise UsageError(f"{path} is not a trace file", "give a .safetensors or .npz file")
     try:
         if path.suffix == ".safetensors":
             from safetensors import safe_open

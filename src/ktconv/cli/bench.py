@@ -83,12 +83,14 @@ def bench(
         float, typer.Option(min=0.0, max=3600.0, help="Time per row.", metavar="S")
     ] = 0.5,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of weights, tokens and routing.", metavar="N")
+        int, typer.Option(min=0, help="Random seed of weights, tokens and routing.", metavar="N")
     ] = 0,
     stage: Annotated[
         BenchStage, choice(BenchStage, "forward: an MoE layer; pack: quantizing and packing.")
     ] = BenchStage.forward,
-    form: Annotated[BenchFormat, choice(BenchFormat, "Of stdout.", "--format")] = BenchFormat.table,
+    form: Annotated[
+        BenchFormat, choice(BenchFormat, "Output format.", "--format")
+    ] = BenchFormat.table,
     plot: Annotated[
         list[Path] | None,
         typer.Option(
@@ -101,7 +103,9 @@ def bench(
     tolerance: Annotated[
         float,
         typer.Option(
-            min=0.0, help="A row that is so much slower than then is a regression.", metavar="F"
+            min=0.0,
+            help="Slowdown of a row, as a fraction, that counts as a regression.",
+            metavar="F",
         ),
     ] = 0.1,
     peers: Annotated[
