@@ -23,9 +23,10 @@ from helpers.packages import needs_torch
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
-from ktconv.checkpoint.config import interpret_config, text_section
+from ktconv.checkpoint.config import interpret_config
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
+from ktconv.families.config import text_section
 
 NAN, INF = math.nan, math.inf
 

@@ -34,6 +34,7 @@ from ktconv.families.names import ExpertModule, expert_module, norm_tensors, rou
 from ktconv.families.routers import router_of
 from ktconv.families.table import KEYS, Families
 from ktconv.moe import experts_per_token, open_experts
+from ktconv.moe.load import activation_of
 from ktconv.native import Activation
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
@@ -102,11 +103,28 @@ def test_a_top_k_for_each_layer(tmp_path: Path) -> None:
     assert experts_per_token(tmp_path, 2) == 8  # config.json does not say
 
 
+def test_a_top_k_beside_the_text_section(tmp_path: Path) -> None:
+    """As the checkpoint's own check reads it: the text section decides where both say it."""
+    text = {"model_type": "mixtral"}
+    config = {"num_experts_per_tok": 3, "text_config": text}
+    assert top_k_of(config) == router_of(config, 0).top_k == 3
+    config["text_config"] = {**text, "num_experts_per_tok": 1}
+    assert top_k_of(config) == router_of(config, 0).top_k == 1
+
+
+def test_what_a_row_says_of_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Family(("loud_moe",), activation=ExpertActivation(alpha=2.0, limit=3.0))
+    monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
+    assert activation_of({"model_type": "loud_moe"}) == Activation("swiglu", 2.0, 1.0, 3.0)
+    said = {"model_type": "loud_moe", "swiglu_alpha": 1.5, "swiglu_limit": 4}
+    assert activation_of(said) == Activation("swiglu", 1.5, 1.0, 4.0)
+
+
 # ---- one more row ----------------------------------------------------------------------
 
 WORDS = ("wi", "wv", "wo")
 ROW = Family(
-    types=("ordinary_moe",),
+    ("ordinary_moe",),
     layers="blocks",
     mtp="drafts",
     block="sparse",
@@ -258,7 +276,7 @@ def test_places_of_experts(
 ) -> None:
     """Experts in the layer itself, stacks in the block itself, a container of another name."""
     row = Family(
-        types=("placed_moe",),
+        ("placed_moe",),
         block=block,
         experts=experts,
         matrices=Matrices("a", "b", "c", gate_up="input_linear"),
@@ -301,7 +319,7 @@ def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     write_checkpoint(tmp_path, numbered("model.layers.0.mlp.experts", random_weights()), config)
     with pytest.raises(CheckpointError, match="hidden_size 512"):
         open_checkpoint(tmp_path)
-    row = Family(types=("latent_moe",), keys={"width of experts": ("latent",)})
+    row = Family(("latent_moe",), keys={"width of experts": ("latent",)})
     monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
     [layer] = open_checkpoint(tmp_path).layers
     assert layer.hidden_size == HIDDEN

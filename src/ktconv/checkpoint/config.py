@@ -11,7 +11,7 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import sections_of, text_section
+from ktconv.families.config import sections_of
 from ktconv.families.config_values import (
     CONFIG_HINT,
     CONFIG_NAME,
@@ -26,13 +26,11 @@ __all__ = [
     "CONFIG_NAME",
     "MAX_SIZE",
     "ConfigFile",
-    "DenseLayers",
     "ListSetting",
     "ModelConfig",
     "Setting",
     "interpret_config",
     "read_config",
-    "text_section",
 ]
 
 # No model comes near; loops up to a count end soon, whatever a damaged file says.

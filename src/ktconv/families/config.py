@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ktconv.families.family import ExpertActivation, Family
 
 USUAL_TOP_K = 8  # where config.json does not say
 _LARGEST = 3.4028234663852886e38  # float32
-_BETA_LIMIT = 7.0  # of an activation with an alpha, where config.json has none
+_BETA_LIMIT = 7.0  # of an activation with an alpha, where nothing says another
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -46,9 +47,10 @@ def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
 
     Raises CheckpointError for what is no number of experts, as a list is where no layer is given.
     """
-    text = _checked_text_section(config)
-    for key in table.FAMILIES.keys("top_k"):
-        value = text.get(key)
+    _checked_text_section(config)
+    names = table.FAMILIES.keys("top_k")
+    for section, key in ((section, key) for section in sections_of(config) for key in names):
+        value = section.get(key)
         if isinstance(value, list) and layer is not None:
             value = value[layer] if layer < len(value) else None
         if value is None:
@@ -69,7 +71,8 @@ def expert_activation(config: Mapping[str, Any]) -> ExpertActivation:
     if alpha is None and text.keys().isdisjoint(table.FAMILIES.keys("activation alpha")):
         alpha = usual.alpha
     if alpha is not None:  # gpt-oss and those that took it over
-        return ExpertActivation(usual.function, alpha, limit or _BETA_LIMIT)
+        usually = usual.limit if math.isfinite(usual.limit) else _BETA_LIMIT
+        return ExpertActivation(usual.function, alpha, limit or usually)
     function = _name(text, "activation") or usual.function
     return ExpertActivation(function, None, limit or usual.limit)
 

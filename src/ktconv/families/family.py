@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 Projection = Literal["gate", "up", "down"]
@@ -79,7 +79,7 @@ class ExpertActivation:
     limit: float = math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """A row of the table; what most families share is the default.
 
@@ -94,6 +94,7 @@ class Family:
     """
 
     types: tuple[str, ...]  # model_type, without the "_text" of a multimodal model's section
+    _: KW_ONLY
 
     # names of tensors
     layers: str = "layers"

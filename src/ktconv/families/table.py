@@ -72,156 +72,67 @@ def _noaux(**changes: Any) -> Router:
     return _router(replace(_CORRECTED, **changes), "renormalise", "groups", "scale")
 
 
+# As Mixtral stores its experts, and those that took that over.
+_MIXTRAL: dict[str, Any] = {"block": "block_sparse_moe", "matrices": NUMBERED_W}
+
+# fmt: off
 _ROWS = (
-    Family(
-        types=("qwen2_moe", "qwen3_moe"),
-        shared="shared_expert",
-        routing=_router(_PLAIN, "renormalise"),
-    ),
-    Family(
-        types=("qwen3_next", "qwen3_omni_moe"),
-        shared="shared_expert",
-        routing=_router(_SOFTMAX, "renormalise"),
-    ),
-    Family(
-        types=("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert", routing=_router(_SOFTMAX)
-    ),
-    Family(
-        types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
-        routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
-    ),
-    Family(
-        types=("deepseek_v2",),
-        routing=Router(
-            replace(_PLAIN, group_score="max"),
-            frozenset(("groups", "scale")),
-            methods=("greedy", "group_limited_greedy"),
-            never=("renormalise",),  # implementations do not agree on what that does
-        ),
-    ),
-    Family(
-        types=("mixtral", "minimax"),
-        block="block_sparse_moe",
-        matrices=NUMBERED_W,
-        routing=_router(_SOFTMAX),
-    ),
-    Family(
-        types=("minimax_m2",),
-        block="block_sparse_moe",
-        matrices=NUMBERED_W,
-        correction="e_score_correction_bias",
-        routing=_router(_CORRECTED, "correction"),
-    ),
-    Family(
-        types=("minimax_m3_vl",),
-        block="block_sparse_moe",
-        matrices=NUMBERED_W,
-        correction="e_score_correction_bias",
-        routing=_router(_CORRECTED, "scale"),
-    ),
-    Family(
-        types=("phimoe",),
-        block="block_sparse_moe",
-        matrices=NUMBERED_W,
-        routing="samples its experts one after the other",
-    ),
-    Family(
-        types=("kimi_linear",),
-        block="block_sparse_moe",
-        matrices=NUMBERED_W,
-        keys={
-            "top_k": ("num_experts_per_token",),
-            "scoring": ("moe_router_activation_func",),
-            "renormalise": ("moe_renormalize",),
-            "n_group": ("num_expert_group",),
-        },
-        routing=_noaux(),
-    ),
-    Family(
-        types=("deepseek_v4",),
-        block="ffn",
-        matrices=NUMBERED_W,
-        shared_matrices=NUMBERED_W,
-        correction="gate.bias",  # no family has another bias under this name
-        norm="ffn_norm",
-        routing="routes some layers by token",
-    ),
-    Family(types=("olmoe", "flex_olmo"), routing=_router(_PLAIN, "renormalise")),
-    Family(types=("glm4_moe", "glm4v_moe", "solar_open"), routing=_noaux()),
-    Family(types=("glm4_moe_lite",), routing=_noaux(routed_scaling_factor=1.8)),
-    Family(types=("glm_moe_dsa",), routing=_noaux(routed_scaling_factor=2.5)),
-    Family(types=("dots1",), routing=_noaux(renormalise=False)),
-    Family(
-        types=("exaone_moe",),
-        correction="e_score_correction_bias",
-        routing=_noaux(routed_scaling_factor=2.5),
-    ),
-    Family(
-        types=("llama4",),
-        block="feed_forward",
-        router="router",
-        shared="shared_expert",
-        routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True)),
-    ),
-    Family(
-        types=("jamba",),
-        block="feed_forward",
-        router="router",
-        routing=_router(_PLAIN),
-    ),
-    Family(
-        types=("gpt_oss",),
-        router="router",
-        router_bias="router.bias",
-        expert_biases=True,
-        activation=ExpertActivation(alpha=1.702, limit=7.0),
-        routing=_router(replace(_LOGITS, bias=True)),
-    ),
-    Family(
-        types=("hunyuan_v1_moe",),
-        router="gate.wg",
-        shared="shared_mlp",
-        routing=_router(_SOFTMAX),
-    ),
-    Family(types=("granitemoe",), router="router.layer", routing=_router(_LOGITS)),
-    Family(
-        types=("ernie4_5_moe",),
-        correction="moe_statics.e_score_correction_bias",
-        keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
-        routing=_router(replace(_SOFTMAX, correction=True, epsilon=1e-12)),
-    ),
-    Family(types=("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias"),
-    Family(types=("bailing_moe_v2",), correction="gate.expert_bias"),
-    Family(
-        types=("afmoe",),
-        router="router.gate",
-        correction="expert_bias",
-        keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
-        routing=_router(_CORRECTED, "scale"),
-    ),
-    Family(
-        types=("lfm2_moe",),
-        block="feed_forward",
-        matrices=NUMBERED_W,
-        correction="expert_bias",
-        norm="ffn_norm",
-        routing=_router(
-            replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction"
-        ),
-    ),
-    Family(
-        types=("longcat_flash",),
-        keys={
-            "intermediate size": ("expert_ffn_hidden_size",),
-            "zero experts": ("zero_expert_num",),
-        },
-        routing="also routes to experts that do nothing",
-    ),
-    Family(
-        types=("gemma4",), norm="pre_feedforward_layernorm", keys={"top_k": ("top_k_experts",)}
-    ),
-    Family(types=("step3p5",), keys={"top_k": ("moe_top_k",)}),
-)  # fmt: skip
+    Family(("qwen2_moe", "qwen3_moe"), shared="shared_expert",
+           routing=_router(_PLAIN, "renormalise")),
+    Family(("qwen3_next", "qwen3_omni_moe"), shared="shared_expert",
+           routing=_router(_SOFTMAX, "renormalise")),
+    Family(("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert", routing=_router(_SOFTMAX)),
+    Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
+           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
+    # Implementations of deepseek_v2 do not agree on what it is to renormalise.
+    Family(("deepseek_v2",), routing=Router(
+        replace(_PLAIN, group_score="max"), frozenset(("groups", "scale")),
+        methods=("greedy", "group_limited_greedy"), never=("renormalise",))),
+    Family(("mixtral", "minimax"), **_MIXTRAL, routing=_router(_SOFTMAX)),
+    Family(("minimax_m2",), **_MIXTRAL, correction="e_score_correction_bias",
+           routing=_router(_CORRECTED, "correction")),
+    Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
+           routing=_router(_CORRECTED, "scale")),
+    Family(("phimoe",), **_MIXTRAL, routing="samples its experts one after the other"),
+    Family(("kimi_linear",), **_MIXTRAL, routing=_noaux(),
+           keys={"top_k": ("num_experts_per_token",), "n_group": ("num_expert_group",),
+                 "scoring": ("moe_router_activation_func",), "renormalise": ("moe_renormalize",)}),
+    # No family has another bias under the name gate.bias.
+    Family(("deepseek_v4",), block="ffn", matrices=NUMBERED_W, shared_matrices=NUMBERED_W,
+           correction="gate.bias", norm="ffn_norm", routing="routes some layers by token"),
+    Family(("olmoe", "flex_olmo"), routing=_router(_PLAIN, "renormalise")),
+    Family(("glm4_moe", "glm4v_moe", "solar_open"), routing=_noaux()),
+    Family(("glm4_moe_lite",), routing=_noaux(routed_scaling_factor=1.8)),
+    Family(("glm_moe_dsa",), routing=_noaux(routed_scaling_factor=2.5)),
+    Family(("dots1",), routing=_noaux(renormalise=False)),
+    Family(("exaone_moe",), correction="e_score_correction_bias",
+           routing=_noaux(routed_scaling_factor=2.5)),
+    Family(("llama4",), block="feed_forward", router="router", shared="shared_expert",
+           routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True))),
+    Family(("jamba",), block="feed_forward", router="router", routing=_router(_PLAIN)),
+    Family(("gpt_oss",), router="router", router_bias="router.bias", expert_biases=True,
+           activation=ExpertActivation(alpha=1.702, limit=7.0),
+           routing=_router(replace(_LOGITS, bias=True))),
+    Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp", routing=_router(_SOFTMAX)),
+    Family(("granitemoe",), router="router.layer", routing=_router(_LOGITS)),
+    Family(("ernie4_5_moe",), correction="moe_statics.e_score_correction_bias",
+           keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
+           routing=_router(replace(_SOFTMAX, correction=True, epsilon=1e-12))),
+    Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias"),
+    Family(("bailing_moe_v2",), correction="gate.expert_bias"),
+    Family(("afmoe",), router="router.gate", correction="expert_bias",
+           keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
+           routing=_router(_CORRECTED, "scale")),
+    Family(("lfm2_moe",), block="feed_forward", matrices=NUMBERED_W, norm="ffn_norm",
+           correction="expert_bias", routing=_router(
+               replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction")),
+    Family(("longcat_flash",), routing="also routes to experts that do nothing",
+           keys={"intermediate size": ("expert_ffn_hidden_size",),
+                 "zero experts": ("zero_expert_num",)}),
+    Family(("gemma4",), norm="pre_feedforward_layernorm", keys={"top_k": ("top_k_experts",)}),
+    Family(("step3p5",), keys={"top_k": ("moe_top_k",)}),
+)
+# fmt: on
 
 
 class Families:
