@@ -29,7 +29,7 @@ from helpers.cli import (
 
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.errors import ResourceError
-from ktconv.quantize_cpu.run import Request, SilentObserver, quantize_cpu
+from ktconv.quantize_cpu.run import Observer, Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 
 
@@ -96,7 +96,7 @@ def test_finished_output_that_cannot_be_written(
     refused(run(model, output, "--method=int8"), 2, "options.method: int4 there, int8 now")
 
 
-class FillDisk(SilentObserver):
+class FillDisk(Observer):
     """Leaves no byte free after the second unit."""
 
     def __init__(self, ballast: Path) -> None:

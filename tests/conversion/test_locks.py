@@ -27,7 +27,7 @@ from helpers.cli import (
 )
 
 from ktconv.errors import OutputError
-from ktconv.quantize_cpu.run import Report, Request, SilentObserver, quantize_cpu
+from ktconv.quantize_cpu.run import Observer, Report, Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import Journal, OutputLock
 
@@ -47,7 +47,7 @@ def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     return contents(output)
 
 
-class Held(SilentObserver):
+class Held(Observer):
     """Stops a conversion when it starts unit `key`, until `go` is set."""
 
     def __init__(self, key: str) -> None:
@@ -331,7 +331,7 @@ def test_an_interrupted_run_does_not_wait_for_the_setup_lock_again(
     monkeypatch.setattr(OutputLock, "_try_setup_lock", locked_by_another)
     monkeypatch.setattr("ktconv.writer.journal.SETUP_NOTICE_SECONDS", -1.0)
     monkeypatch.setattr("ktconv.conversion.run.WITHDRAW_SECONDS", -1.0)
-    monkeypatch.setattr(SilentObserver, "noted", _interrupt)
+    monkeypatch.setattr(Observer, "noted", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantize_cpu(Request(str(model), tmp_path / "output", Options(numa=1)))
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ktconv.conversion.pipeline import Pipeline
+from ktconv.conversion.pipeline import Observer, Pipeline
 from ktconv.conversion.plan import Unit
-from ktconv.conversion.run import SilentObserver
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span
 from ktconv.targets.ktransformers import KTransformersTarget, Options
@@ -86,7 +85,7 @@ class Planned:
     def run(self, threads: int = 2) -> None:
         target = KTransformersTarget(Options())
         units = [Unit(str(n), target) for n in range(len(self.staged))]
-        Pipeline(threads, BufferSizes(), self, SilentObserver()).run(units)
+        Pipeline(threads, BufferSizes(), self, Observer()).run(units)
 
 
 def test_results_are_dropped_unit_by_unit() -> None:

@@ -42,7 +42,7 @@ from helpers.families import (
 from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.quantize_cpu.run import Request, SilentObserver, quantize_cpu
+from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.reading.reader import SourceReader
 from ktconv.targets.ktransformers import Options
 
@@ -455,7 +455,7 @@ def test_shards_that_are_links_as_in_the_hub_cache(tmp_path: Path, output: Path)
 # ---- a source that changes meanwhile ---------------------------------------------------
 
 
-class At(SilentObserver):
+class At(Observer):
     """Does something when unit `key` is finished."""
 
     def __init__(self, key: str, action: Callable[[], object]) -> None:
@@ -522,7 +522,7 @@ def test_source_that_shrinks_while_it_is_read(model: Path) -> None:
         reader.read(fd, tensor, memoryview(bytearray(16)), 0)
 
 
-class Shown(SilentObserver):
+class Shown(Observer):
     """An observer as the command line uses it."""
 
     def __init__(self, observer: Observer) -> None:

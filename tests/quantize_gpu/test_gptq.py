@@ -178,9 +178,9 @@ torch.set_num_threads(1)
 sys.path[:0] = {paths!r}
 import test_gptq
 from pathlib import Path
-from ktconv.quantize_gpu.run import quantize_gpu, SilentObserver
+from ktconv.quantize_gpu.run import quantize_gpu, Observer
 
-class Killer(SilentObserver):
+class Killer(Observer):
     def unit_finished(self, key):
         if key == "layer-00001":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ from ktconv.cli.app import app
 from ktconv.cli.options import preflight_facts, report_facts
 from ktconv.errors import CheckpointError, OutputError, ResourceError, UsageError, VerificationError
 from ktconv.merge import Request, merge, prepare
-from ktconv.quantize_cpu.run import SilentObserver
+from ktconv.quantize_cpu.run import Observer
 
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
@@ -204,9 +204,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ktconv.merge import Request, merge
-from ktconv.quantize_cpu.run import SilentObserver
+from ktconv.quantize_cpu.run import Observer
 
-class Killer(SilentObserver):
+class Killer(Observer):
     left = int(sys.argv[4])
     def advanced(self, count):
         self.left -= 1
@@ -244,7 +244,7 @@ def test_full_disk_on_the_way(kept_folders: Made, tmp_path: Path) -> None:
         assert contents(disk / "out") == contents(tmp_path / "clean")
 
 
-class FillDisk(SilentObserver):
+class FillDisk(Observer):
     """Leaves no byte free after the first unit."""
 
     def __init__(self, ballast: Path) -> None:
@@ -259,7 +259,7 @@ class FillDisk(SilentObserver):
                     break
 
 
-class Stop(SilentObserver):
+class Stop(Observer):
     """Ends the run after the first unit."""
 
     def unit_finished(self, key: str) -> None:

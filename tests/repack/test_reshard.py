@@ -282,9 +282,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ktconv.repack.reshard import Request, reshard
-from ktconv.quantize_cpu.run import SilentObserver
+from ktconv.quantize_cpu.run import Observer
 
-class Killer(SilentObserver):
+class Killer(Observer):
     left = int(sys.argv[3])
     def unit_finished(self, key):
         self.left -= 1

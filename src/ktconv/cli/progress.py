@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ktconv.conversion.pipeline import Observer
 from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_duration, format_size
 
@@ -41,7 +42,7 @@ class Rate:
         return (done - before) / elapsed if elapsed > 0 else 0.0
 
 
-class Progression:
+class Progression(Observer):
     """Counts bytes and units; the base of both observers.
 
     The total is known when the run starts: units that are already done never start, so
@@ -65,12 +66,6 @@ class Progression:
 
     def unit_started(self, key: str) -> None:
         self.unit = key
-
-    def unit_finished(self, key: str) -> None:
-        pass
-
-    def noted(self, text: str) -> None:
-        pass
 
     def eta(self) -> str:
         speed = self.rate.per_second(self.done)

@@ -63,17 +63,20 @@ class _OpenUnit:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-class Observer(Protocol):
-    """Told how far the pipeline is. Called from several threads, one at a time."""
+class Observer:
+    """Follows the pipeline; this one does nothing. Called from several threads, one at a time."""
 
     def begin(self, keys: list[str]) -> None:
         """Which units will be converted now."""
 
-    def advanced(self, source_bytes: int) -> None: ...
+    def advanced(self, source_bytes: int) -> None:
+        """So many more bytes are done."""
 
-    def unit_started(self, key: str) -> None: ...
+    def unit_started(self, key: str) -> None:
+        pass
 
-    def unit_finished(self, key: str) -> None: ...
+    def unit_finished(self, key: str) -> None:
+        pass
 
     def noted(self, text: str) -> None:
         """A sentence that a user should read, as what the run waits for."""

@@ -111,25 +111,6 @@ class Report:
     more: Record = field(default_factory=dict)  # what only this kind of conversion tells
 
 
-class SilentObserver:
-    """Tells nobody."""
-
-    def begin(self, keys: list[str]) -> None:
-        pass
-
-    def advanced(self, source_bytes: int) -> None:
-        pass
-
-    def unit_started(self, key: str) -> None:
-        pass
-
-    def unit_finished(self, key: str) -> None:
-        pass
-
-    def noted(self, text: str) -> None:
-        pass
-
-
 def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:
     """An output inside of what is read would become part of it. Names that a bind mount gives to
     the same directory are noticed, too."""

@@ -20,7 +20,6 @@ from ktconv.conversion.run import (
     BaseRequest,
     Conversion,
     Report,
-    SilentObserver,
     check_output,
     fit_memory,
     refuse_nested,
@@ -87,7 +86,7 @@ def quantize_cpu(
 ) -> Report:
     """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight = preflight or prepare(request)
-    return QuantizeCpu(preflight, observer or SilentObserver()).run()
+    return QuantizeCpu(preflight, observer or Observer()).run()
 
 
 def _buffers(plan: Plan) -> BufferSizes:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
-from ktconv.conversion.run import Report, SilentObserver, check_output, fit_memory, refuse_nested
+from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.common import GpuConversion, Preflight, Request, buffer_sizes
@@ -67,7 +67,7 @@ def quantize_gpu(
     or KeyboardInterrupt with all state kept."""
     preflight = preflight or prepare(request)
     method = METHODS[request.options.method]
-    return method(preflight, observer or SilentObserver(), notify).run()
+    return method(preflight, observer or Observer(), notify).run()
 
 
 def _require_libraries() -> None:

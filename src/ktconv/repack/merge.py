@@ -17,7 +17,7 @@ from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Content, Unit, lay_out
-from ktconv.conversion.run import BaseRequest, Report, SilentObserver, check_output, refuse_nested
+from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
@@ -98,7 +98,7 @@ def merge(
     request: Request, observer: Observer | None = None, preflight: Preflight | None = None
 ) -> Report:
     """Merge; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
-    return Merging(preflight or prepare(request), observer or SilentObserver()).run()
+    return Merging(preflight or prepare(request), observer or Observer()).run()
 
 
 # ---- planning --------------------------------------------------------------------------

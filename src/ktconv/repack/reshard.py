@@ -19,7 +19,7 @@ import numpy as np
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Unit, lay_out
-from ktconv.conversion.run import BaseRequest, Report, SilentObserver, check_output, refuse_nested
+from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
 from ktconv.packed.weights import name_of
@@ -88,7 +88,7 @@ def reshard(
     preflight: quantize_cpu.Preflight | None = None,
 ) -> Report:
     """Cut anew; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
-    preflight, observer = preflight or prepare(request), observer or SilentObserver()
+    preflight, observer = preflight or prepare(request), observer or Observer()
     if isinstance(preflight, Preflight):
         return Resharding(preflight, observer).run()
     return quantize_cpu.QuantizeCpu(preflight, observer).run()

@@ -96,14 +96,13 @@ class _Progress:
         self.observer.advanced(round(size * self.done[layer]) - round(size * before))
 
 
-class _OneBegin:
+class _OneBegin(Observer):
     """The observer of a run in two parts: the second does not begin anew."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer, self._begun = observer, False
-        self.advanced = observer.advanced
-        self.unit_started, self.unit_finished = observer.unit_started, observer.unit_finished
-        self.noted = observer.noted
+        for name in ("advanced", "unit_started", "unit_finished", "noted"):
+            setattr(self, name, getattr(observer, name))
 
     def begin(self, keys: list[str]) -> None:
         if not self._begun:
