@@ -12,7 +12,6 @@ from helpers.paths import ROOT
 
 COMPILER = """#!{python}
 import os, pathlib, sys, time
-from helpers.paths import ROOT
 parent = os.getppid()
 if "-c" in sys.argv:
     meeting = pathlib.Path({meeting!r})
