@@ -29,17 +29,18 @@ extern "C" {
 
 typedef enum kt_status {
   KT_OK = 0,
-  KT_ERR_ARGUMENT = 1,       /* null pointer, size below 1, unknown dtype or format */
-  KT_ERR_SHAPE = 2,          /* rows or cols not a multiple of what format or dtype need */
-  KT_ERR_STRIDE = 3,         /* neither stride of the matrix is 1 */
-  KT_ERR_SCALE = 4,          /* a dtype without the scales it needs, or with some it has not */
-  KT_ERR_SCRATCH = 5,        /* scratch smaller than kt_scratch_size(cols) */
-  KT_ERR_NONFINITE = 6,      /* a NaN or Inf in the matrix; see kt_position */
-  KT_ERR_ISA_UNKNOWN = 7,    /* KTCONV_ISA holds a name that is no level */
-  KT_ERR_ISA_MISSING = 8,    /* this machine does not have that level */
-  KT_ERR_EXPERT = 9,         /* an expert id that is neither -1 nor one of the layer's */
-  KT_ERR_THREADS = 10,       /* threads cannot be created, or belong to another process */
-  KT_ERR_ASSUME_UNKNOWN = 11 /* KTCONV_ASSUME holds a name that is no level */
+  KT_ERR_ARGUMENT = 1,        /* null pointer, size below 1, unknown dtype or format */
+  KT_ERR_SHAPE = 2,           /* rows or cols not a multiple of what format or dtype need */
+  KT_ERR_STRIDE = 3,          /* neither stride of the matrix is 1 */
+  KT_ERR_SCALE = 4,           /* a dtype without the scales it needs, or with some it has not */
+  KT_ERR_SCRATCH = 5,         /* scratch smaller than kt_scratch_size(cols) */
+  KT_ERR_NONFINITE = 6,       /* a NaN or Inf in the matrix; see kt_position */
+  KT_ERR_ISA_UNKNOWN = 7,     /* KTCONV_ISA holds a name that is no level */
+  KT_ERR_ISA_MISSING = 8,     /* this machine does not have that level */
+  KT_ERR_EXPERT = 9,          /* an expert id that is neither -1 nor one of the layer's */
+  KT_ERR_THREADS = 10,        /* threads cannot be created, or belong to another process */
+  KT_ERR_ASSUME_UNKNOWN = 11, /* KTCONV_ASSUME holds a name that is no level */
+  KT_ERR_UNSUPPORTED = 12     /* the function does not do this layout */
 } kt_status;
 
 /* One static sentence for a status; never NULL. */
@@ -151,57 +152,125 @@ size_t kt_scratch_size(int64_t cols);
 /* The matrix as binary32, row-major [rows, cols], NaN and Inf included. */
 kt_status kt_decode(const kt_matrix *matrix, float *out);
 
-/* ---- Packed formats ------------------------------------------------------ *
+/* ---- Weight formats ------------------------------------------------------ *
  *
- * Both formats store one binary32 scale per row and one code per element.
- *   KT_INT8: rows % 32 == 0, cols % 64 == 0,  codes -127..127, w ~ code * scale
- *   KT_INT4: rows % 32 == 0, cols % 128 == 0, codes -7..7,     w ~ code * 16 * scale
- * docs/formats.md specifies the rounding and the byte order. Packed bytes and
- * scales are identical on every ISA.
+ * A matrix of weights [rows, cols] (PyTorch [out, in]) is stored as codes and scales. A format
+ * says what a code means and where its bits lie; a layout is a format with the columns that
+ * share a scale ("group"; 0: a whole row) and the dtype of scales:
  *
- * quantize       numbers: codes int8 [rows, cols] row-major, scale [rows]
- * pack, unpack   places: codes <-> packed bytes of kt_packed_size()
+ *                      bits  group          scale dtype   cols %  value of a code
+ *   KT_FORMAT_INT8     8     0              F32           64      code * scale, -127..127
+ *   KT_FORMAT_INT4     4     0              F32           128     code * 16 * scale, -7..7
+ *   KT_FORMAT_BF16     16    0              NONE          32      bf16
+ *   KT_FORMAT_FP8      8     0 or 128       F32           64      E4M3 * scale; group 128: of a
+ *                                                                 block of 128 x 128
+ *   KT_FORMAT_MXFP4    4     32             UE8M0, BF16   32      E2M1 * scale
+ *   KT_FORMAT_GINT4    4     32, 64 or 128  F32, BF16     32      code * scale, -8..7
+ *
+ * All want rows % 32 == 0 and cols % group == 0. Codes and scales have two forms:
+ *
+ *   plain   row-major, as checkpoints store them: codes
+ *             INT8, INT4    int8 [rows, cols]
+ *             BF16          uint16 [rows, cols]
+ *             FP8           uint8 [rows, cols]
+ *             MXFP4, GINT4  uint8 [rows, cols / 2], even columns in the low nibbles;
+ *                           a nibble of GINT4 is code + 8
+ *           scales [rows], [rows, cols / group], or [ceil(rows / 128), cols / 128] of FP8 with
+ *           group 128
+ *   packed  kt_packed_size() and kt_scale_size() bytes, in the order in which kernels read them;
+ *           docs/formats.md draws both. The same on every ISA.
+ *
+ * quantize       chooses numbers: a matrix to plain codes and scales
+ * pack, unpack   place bytes: plain <-> packed, whoever chose the numbers
  * quantize_pack  both in one pass over the source; equal to the two in sequence
  *
- * `bad` may be NULL. `scratch` has kt_scratch_size(cols) bytes, one per thread. */
+ * docs/formats.md specifies the rounding of quantize. `bad` may be NULL. `scratch` has
+ * kt_scratch_size(cols) bytes, one per thread. KT_ERR_ARGUMENT: also a layout that is not in the
+ * table. KT_ERR_UNSUPPORTED: one that this function does not do. */
 
-typedef enum kt_format { KT_INT8 = 0, KT_INT4 = 1 } kt_format;
+typedef enum kt_format {
+  KT_FORMAT_INT8 = 0,
+  KT_FORMAT_INT4 = 1,
+  KT_FORMAT_BF16 = 2,
+  KT_FORMAT_FP8 = 3,
+  KT_FORMAT_MXFP4 = 4,
+  KT_FORMAT_GINT4 = 5
+} kt_format;
 
-/* Bytes of the packed codes; 0 if the format cannot hold that shape. */
-size_t kt_packed_size(int format, int64_t rows, int64_t cols);
+typedef enum kt_scale_dtype {
+  KT_SCALE_NONE = 0,
+  KT_SCALE_F32 = 1,
+  KT_SCALE_BF16 = 2,
+  KT_SCALE_UE8M0 = 3 /* 2^(byte - 127) */
+} kt_scale_dtype;
 
-kt_status kt_quantize(int format, const kt_matrix *matrix, int8_t *codes, float *scale,
+typedef struct kt_layout {
+  int32_t format;      /* kt_format */
+  int32_t group;       /* columns that share a scale, 0: all of a row */
+  int32_t scale_dtype; /* kt_scale_dtype */
+} kt_layout;
+
+/* What follows from a layout. */
+typedef struct kt_layout_traits {
+  int32_t bits;                       /* of a packed code */
+  int32_t row_multiple, col_multiple; /* that rows and cols must be multiples of */
+  int32_t scale_size;                 /* bytes of one scale, 0 without scales */
+  int32_t max_level;                  /* quantize chooses codes -max_level..max_level; 0: it does
+                                         not do this layout */
+  int32_t scale_units;                /* a step between two codes is so many scales */
+} kt_layout_traits;
+
+kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits);
+
+/* Bytes of packed codes and packed scales; 0 if the layout cannot hold that shape (scales are
+ * also 0 where the layout has none). */
+size_t kt_packed_size(const kt_layout *layout, int64_t rows, int64_t cols);
+size_t kt_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
+
+/* INT8, INT4 and GINT4. codes and scale are plain. */
+kt_status kt_quantize(const kt_layout *layout, const kt_matrix *matrix, void *codes, void *scale,
                       void *scratch, size_t scratch_size, kt_position *bad);
-kt_status kt_pack(int format, const int8_t *codes, int64_t rows, int64_t cols, uint8_t *packed);
-kt_status kt_unpack(int format, const uint8_t *packed, int64_t rows, int64_t cols, int8_t *codes);
-kt_status kt_quantize_pack(int format, const kt_matrix *matrix, uint8_t *packed, float *scale,
-                           void *scratch, size_t scratch_size, kt_position *bad);
+
+/* scale and packed_scale may both be NULL: only codes are placed. KT_ERR_NONFINITE for a scale, or
+ * an FP8 code, that is NaN or Inf. That codes of INT8 and INT4 are in their ranges is not
+ * checked. */
+kt_status kt_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
+                  const void *scale, void *packed, void *packed_scale);
+
+/* The inverse; accepts any bytes. scale and packed_scale may both be NULL. */
+kt_status kt_unpack(const kt_layout *layout, int64_t rows, int64_t cols, const void *packed,
+                    const void *packed_scale, void *codes, void *scale);
+
+/* INT8, INT4 and GINT4. packed and packed_scale are packed. */
+kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix, void *packed,
+                           void *packed_scale, void *scratch, size_t scratch_size,
+                           kt_position *bad);
 
 /* ---- Audit ------------------------------------------------------------------ *
  *
  * A second opinion on packed weights, sharing no code with what packs them: places and values
- * follow from docs/formats.md alone. */
+ * follow from docs/formats.md alone. INT8 and INT4. */
 
 typedef struct kt_audit {
   double squared_source; /* sums over the rows compared: w^2, */
   double squared_error;  /* (w - v)^2 with v the dequantized weight, */
   double squared_value;  /* v^2; so w * v is (w^2 + v^2 - (w - v)^2) / 2 */
-  double max_steps;      /* largest |w - v| in steps of its row, of rows with a scale > 0 */
+  double max_steps;      /* largest |w - v| in steps of its scale, of scales > 0 */
   int64_t zeros;         /* codes that are 0 */
   int64_t invalid;       /* codes outside -127..127 or -7..7, and codes not 0 under scale 0 */
 } kt_audit;
 
 /* Compares rows first .. first + source->rows (multiples of 32) of the packed matrix
- * [rows, source->cols] with scales [rows] to their source. Of each row, [source->rows]:
- * row_error the largest |w - v|, row_amax the largest |w|, row_scale the scale that the
- * format's rule makes of the latter. A NaN or Inf makes the sums NaN or Inf. Same bits on
- * every level. */
-kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_t first,
-                       const uint8_t *packed, const float *scale, float *row_error, float *row_amax,
-                       float *row_scale, kt_audit *audit);
+ * [rows, source->cols] to their source. Of what each scale of those rows is for (a row, or a
+ * group of its columns), [source->rows] or [source->rows, cols / group]: error the largest
+ * |w - v|, amax the largest |w|, rule the scale that the format's rule makes of the latter. A NaN
+ * or Inf makes the sums NaN or Inf. Same bits on every level. */
+kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t rows,
+                       int64_t first, const void *packed, const void *packed_scale, float *error,
+                       float *amax, float *rule, kt_audit *audit);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
-kt_status kt_audit_codes(int format, const uint8_t *packed, int64_t rows, int64_t cols,
+kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,
                          int8_t *codes);
 
 /* ---- Threads --------------------------------------------------------------- */
@@ -235,62 +304,13 @@ kt_status kt_pool_empty(kt_pool *pool, int64_t times);
  * they exist, else once they are touched. Without effect where there is no NUMA. */
 kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node);
 
-/* ---- Weights for the kernels --------------------------------------------- *
- *
- * A matrix [rows, cols] (PyTorch [out, in]) as the kernels read it: packed codes and
- * scales. docs/formats.md draws the byte layouts.
- *   KT_KERNEL_INT8, _INT4  exactly what kt_quantize_pack writes; float scale [rows]
- *   KT_KERNEL_BF16         no scale
- *   KT_KERNEL_FP8          E4M3; scale float, per 128 x 128 block (group 128) or per row
- *                          (group 0)
- *   KT_KERNEL_MXFP4        E2M1; scale per 32 columns of a row (group 32), UE8M0 or bf16
- *   KT_KERNEL_GINT4        codes -8..7; scale per 32, 64 or 128 columns of a row (group),
- *                          bf16 or float
- * All want rows % 32 == 0; INT8 and FP8 cols % 64, INT4 cols % 128, BF16 and MXFP4
- * cols % 32, and all cols % group == 0; none holds more than KT_MAX_COLS columns. */
-typedef enum kt_kernel {
-  KT_KERNEL_INT8 = 0,
-  KT_KERNEL_INT4 = 1,
-  KT_KERNEL_BF16 = 2,
-  KT_KERNEL_FP8 = 3,
-  KT_KERNEL_MXFP4 = 4,
-  KT_KERNEL_GINT4 = 5
-} kt_kernel;
-
-enum { KT_MAX_COLS = 32768 };
-
-typedef enum kt_scale_dtype {
-  KT_SCALE_NONE = 0,
-  KT_SCALE_F32 = 1,
-  KT_SCALE_BF16 = 2,
-  KT_SCALE_UE8M0 = 3 /* 2^(byte - 127) */
-} kt_scale_dtype;
-
-typedef struct kt_layout {
-  int32_t kernel;      /* kt_kernel */
-  int32_t group;       /* as above; 0 for INT8, INT4 and BF16 */
-  int32_t scale_dtype; /* kt_scale_dtype */
-} kt_layout;
-
-/* Bytes of packed codes and scales; 0 if the layout cannot hold that shape (scales are
- * also 0 where the layout has none). */
-size_t kt_weight_size(const kt_layout *layout, int64_t rows, int64_t cols);
-size_t kt_weight_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
-
-/* Packs codes and scales that are row-major, as checkpoints store them:
- *   INT8, INT4  int8 [rows, cols]; float [rows]
- *   BF16        uint16 [rows, cols]
- *   FP8         uint8 [rows, cols]; float [ceil(rows / 128), cols / 128] or [rows]
- *   MXFP4       uint8 [rows, cols / 2], even columns in the low nibbles; uint8 or uint16
- *               [rows, cols / 32]
- *   GINT4       uint8 [rows, cols / 2], even columns in the low nibbles, each nibble
- *               code + 8; uint16 or float [rows, cols / group]
- * INT8 and INT4 codes must be in their ranges, -127..127 and -7..7; this is not checked.
- * KT_ERR_NONFINITE for a scale, or an FP8 code, that is NaN or Inf. */
-kt_status kt_weight_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                         const void *scale, void *packed, void *packed_scale);
-
 /* ---- MoE forward --------------------------------------------------------- */
+
+enum { KT_MAX_COLS = 32768 }; /* of a matrix that the kernels multiply with */
+
+/* Whether the kernels multiply with packed matrices of this layout and shape: KT_OK, else as
+ * kt_pack; KT_ERR_SHAPE also for more than KT_MAX_COLS columns. */
+kt_status kt_product_check(const kt_layout *layout, int64_t rows, int64_t cols);
 
 typedef enum kt_gate_function {
   KT_SWIGLU = 0,   /* h = g * sigmoid(alpha * g) * (u + beta) */

@@ -15,6 +15,7 @@ const char *kt_strerror(int status) {
   case KT_ERR_EXPERT: return "an expert id is neither -1 nor that of an expert with weights";
   case KT_ERR_THREADS:
     return "threads cannot be started, or the pool belongs to another process (after a fork)";
+  case KT_ERR_UNSUPPORTED: return "the library does not do that with this layout of weights";
   case KT_ERR_ASSUME_UNKNOWN: return "KTCONV_ASSUME is not the name of a level";
   default: return "unknown status";
   }

@@ -168,6 +168,8 @@ typedef struct inputs {
   placement where;
 } inputs;
 
+static kt_layout layout_of(int format) { return (kt_layout){format, 0, KT_SCALE_F32}; }
+
 typedef struct source {
   kt_matrix m;
   guarded data, grid;
@@ -228,6 +230,7 @@ static void describe(const inputs *in) {
 
 typedef struct result {
   guarded packed, scale, codes, codes_scale, repacked, unpacked, decoded, scratch;
+  guarded repacked_scale, unpacked_scale;
   guarded row_error, row_amax, row_scale;
   kt_audit audit;
 } result;
@@ -235,16 +238,17 @@ typedef struct result {
 /* The audit of what quantize_pack wrote, which must agree with quantize. */
 static void audit(const inputs *in, const kt_matrix *m, result *r) {
   const size_t rows = (size_t)in->rows, elements = (size_t)(in->rows * in->cols);
+  const kt_layout layout = layout_of(in->format);
   guarded codes = guarded_new(elements, in->where, 1);
   int64_t zeros = 0;
   expect_status("audit",
-                kt_audit_run(in->format, m, in->rows, 0, r->packed.data,
-                             (const float *)r->scale.data, (float *)r->row_error.data,
-                             (float *)r->row_amax.data, (float *)r->row_scale.data, &r->audit),
+                kt_audit_run(&layout, m, in->rows, 0, r->packed.data, r->scale.data,
+                             (float *)r->row_error.data, (float *)r->row_amax.data,
+                             (float *)r->row_scale.data, &r->audit),
                 KT_OK);
-  expect_status(
-      "audit_codes",
-      kt_audit_codes(in->format, r->packed.data, in->rows, in->cols, (int8_t *)codes.data), KT_OK);
+  expect_status("audit_codes",
+                kt_audit_codes(&layout, r->packed.data, in->rows, in->cols, (int8_t *)codes.data),
+                KT_OK);
   expect_bytes("codes of the audit", codes.data, r->codes.data, elements);
   for (size_t i = 0; i < elements; i++) zeros += r->codes.data[i] == 0;
   if (r->audit.invalid || r->audit.zeros != zeros)
@@ -256,9 +260,9 @@ static void audit(const inputs *in, const kt_matrix *m, result *r) {
 
 /* Every output of one level for one matrix; they must agree among themselves. */
 static result run_level(const inputs *in, const kt_matrix *m) {
-  const int format = in->format;
+  const kt_layout layout = layout_of(in->format);
   const size_t elements = (size_t)(in->rows * in->cols), rows = (size_t)in->rows;
-  const size_t size = kt_packed_size(format, in->rows, in->cols);
+  const size_t size = kt_packed_size(&layout, in->rows, in->cols);
   const placement where = in->where;
   result r = {
       .packed = guarded_new(size, where, 1),
@@ -268,29 +272,36 @@ static result run_level(const inputs *in, const kt_matrix *m) {
       .repacked = guarded_new(size, where, 1),
       .unpacked = guarded_new(elements, where, 1),
       .decoded = guarded_new(4 * elements, where, 4),
+      .repacked_scale = guarded_new(4 * rows, where, 4),
+      .unpacked_scale = guarded_new(4 * rows, where, 4),
       .scratch = guarded_new(kt_scratch_size(in->cols), where, 4),
       .row_error = guarded_new(4 * rows, where, 4),
       .row_amax = guarded_new(4 * rows, where, 4),
       .row_scale = guarded_new(4 * rows, where, 4),
   };
   void *const scratch = r.scratch.data;
-  float *const scale = (float *)r.scale.data;
-  int8_t *const codes = (int8_t *)r.codes.data;
-  expect_status("quantize_pack",
-                kt_quantize_pack(format, m, r.packed.data, scale, scratch, r.scratch.size, NULL),
-                KT_OK);
+  void *const codes = r.codes.data;
   expect_status(
-      "quantize",
-      kt_quantize(format, m, codes, (float *)r.codes_scale.data, scratch, r.scratch.size, NULL),
+      "quantize_pack",
+      kt_quantize_pack(&layout, m, r.packed.data, r.scale.data, scratch, r.scratch.size, NULL),
       KT_OK);
-  expect_status("pack", kt_pack(format, codes, in->rows, in->cols, r.repacked.data), KT_OK);
+  expect_status("quantize",
+                kt_quantize(&layout, m, codes, r.codes_scale.data, scratch, r.scratch.size, NULL),
+                KT_OK);
+  expect_status("pack",
+                kt_pack(&layout, in->rows, in->cols, codes, r.codes_scale.data, r.repacked.data,
+                        r.repacked_scale.data),
+                KT_OK);
   expect_status("unpack",
-                kt_unpack(format, r.packed.data, in->rows, in->cols, (int8_t *)r.unpacked.data),
+                kt_unpack(&layout, in->rows, in->cols, r.packed.data, r.scale.data, r.unpacked.data,
+                          r.unpacked_scale.data),
                 KT_OK);
   expect_status("decode", kt_decode(m, (float *)r.decoded.data), KT_OK);
   audit(in, m, &r);
   expect_bytes("pack(quantize)", r.repacked.data, r.packed.data, size);
   expect_bytes("scales of quantize", r.codes_scale.data, r.scale.data, 4 * rows);
+  expect_bytes("packed scales", r.repacked_scale.data, r.scale.data, 4 * rows);
+  expect_bytes("unpacked scales", r.unpacked_scale.data, r.scale.data, 4 * rows);
   expect_bytes("unpack(packed)", r.unpacked.data, r.codes.data, elements);
   return r;
 }
@@ -301,7 +312,9 @@ static void result_end(result *r) {
   guarded_end(&r->codes, "codes");
   guarded_end(&r->codes_scale, "scale of quantize");
   guarded_end(&r->repacked, "pack");
+  guarded_end(&r->repacked_scale, "scales of pack");
   guarded_end(&r->unpacked, "unpack");
+  guarded_end(&r->unpacked_scale, "scales of unpack");
   guarded_end(&r->decoded, "decode");
   guarded_end(&r->scratch, "scratch");
   guarded_end(&r->row_error, "row_error");
@@ -371,17 +384,18 @@ static void check_nonfinite(const inputs *in, source *s) {
     if (!use_level(kt_isa_at(i))) continue;
     kt_position bad[2] = {{-1, -1}, {-1, -1}};
     guarded scratch = guarded_new(kt_scratch_size(in->cols), in->where, 4);
-    guarded packed = guarded_new(kt_packed_size(in->format, in->rows, in->cols), in->where, 1);
+    const kt_layout layout = layout_of(in->format);
+    guarded packed = guarded_new(kt_packed_size(&layout, in->rows, in->cols), in->where, 1);
     guarded codes = guarded_new((size_t)(in->rows * in->cols), in->where, 1);
     guarded scale = guarded_new(4 * (size_t)in->rows, in->where, 4);
     expect_status("quantize_pack with NaN",
-                  kt_quantize_pack(in->format, &s->m, packed.data, (float *)scale.data,
-                                   scratch.data, scratch.size, &bad[0]),
+                  kt_quantize_pack(&layout, &s->m, packed.data, scale.data, scratch.data,
+                                   scratch.size, &bad[0]),
                   KT_ERR_NONFINITE);
-    expect_status("quantize with NaN",
-                  kt_quantize(in->format, &s->m, (int8_t *)codes.data, (float *)scale.data,
-                              scratch.data, scratch.size, &bad[1]),
-                  KT_ERR_NONFINITE);
+    expect_status(
+        "quantize with NaN",
+        kt_quantize(&layout, &s->m, codes.data, scale.data, scratch.data, scratch.size, &bad[1]),
+        KT_ERR_NONFINITE);
     for (int i = 0; i < 2; i++)
       if (bad[i].row != row || bad[i].col != col)
         fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")", bad[i].row,
@@ -409,7 +423,7 @@ static void check_case(inputs in, uint64_t seed) {
  * (64 or 128), where the block sizes show. */
 static void check_format(int format) {
   static const int64_t shapes[][2] = {{32, 1}, {64, 3}, {96, 2}, {160, 5}};
-  const int64_t tile = format == KT_INT8 ? 64 : 128;
+  const int64_t tile = format == KT_FORMAT_INT8 ? 64 : 128;
   uint64_t seed = 1000 * (uint64_t)format;
   for (int dtype = KT_BF16; dtype <= KT_F8_E4M3; dtype++)
     for (int shape = 0; shape < 4; shape++)
@@ -432,7 +446,7 @@ static void check_format(int format) {
           }
           check_case(in, ++seed);
         }
-  const int64_t rows = format == KT_INT8 ? 96 : 160;
+  const int64_t rows = format == KT_FORMAT_INT8 ? 96 : 160;
   check_case((inputs){.format = format,
                       .dtype = KT_BF16,
                       .rows = rows,
@@ -496,19 +510,27 @@ static void check_rest(void) {
   snprintf(current, sizeof current, "arguments");
   level_name = "";
   if (cpu.avx512 > kt_isa_has(KT_ISA_AVX512) || !kt_isa_has(kt_isa_available())) fail("levels");
-  if (kt_packed_size(KT_INT8, 32, 64) != 2048 || kt_packed_size(KT_INT4, 32, 128) != 2048 ||
-      kt_packed_size(KT_INT4, 32, 64) || kt_packed_size(2, 32, 128) ||
-      kt_packed_size(KT_INT8, (int64_t)1 << 40, (int64_t)1 << 40))
+  const kt_layout int8 = layout_of(KT_FORMAT_INT8), int4 = layout_of(KT_FORMAT_INT4);
+  const kt_layout unknown = layout_of(KT_FORMAT_BF16), bf16 = {KT_FORMAT_BF16, 0, KT_SCALE_NONE};
+  if (kt_packed_size(&int8, 32, 64) != 2048 || kt_packed_size(&int4, 32, 128) != 2048 ||
+      kt_packed_size(&int4, 32, 64) || kt_packed_size(&unknown, 32, 128) ||
+      kt_packed_size(&int8, (int64_t)1 << 40, (int64_t)1 << 40))
     fail("packed sizes");
   uint8_t byte = 0;
-  expect_status("pack", kt_pack(KT_INT8, NULL, 32, 64, &byte), KT_ERR_ARGUMENT);
-  expect_status("pack", kt_pack(KT_INT8, (int8_t *)&byte, 31, 64, &byte), KT_ERR_SHAPE);
-  expect_status("unpack", kt_unpack(9, &byte, 32, 64, (int8_t *)&byte), KT_ERR_ARGUMENT);
+  float row = 0;
+  kt_matrix m = {&byte, 32, 128, 128, 1, .dtype = KT_F32};
+  expect_status("pack", kt_pack(&int8, 32, 64, NULL, NULL, &byte, NULL), KT_ERR_ARGUMENT);
+  expect_status("pack", kt_pack(&int8, 31, 64, &byte, NULL, &byte, NULL), KT_ERR_SHAPE);
+  expect_status("pack", kt_pack(&int8, 32, 64, &byte, &row, &byte, NULL), KT_ERR_ARGUMENT);
+  expect_status("unpack", kt_unpack(&unknown, 32, 64, &byte, NULL, &byte, NULL), KT_ERR_ARGUMENT);
   expect_status("decode", kt_decode(NULL, NULL), KT_ERR_ARGUMENT);
-  expect_status("audit", kt_audit_run(KT_INT4, NULL, 32, 0, NULL, NULL, NULL, NULL, NULL, NULL),
+  expect_status("quantize", kt_quantize(&bf16, &m, &byte, &row, &byte, 1, NULL),
+                KT_ERR_UNSUPPORTED);
+  expect_status("audit", kt_audit_run(&int4, NULL, 32, 0, NULL, NULL, NULL, NULL, NULL, NULL),
                 KT_ERR_ARGUMENT);
-  expect_status("audit_codes", kt_audit_codes(KT_INT8, &byte, 32, 32, (int8_t *)&byte),
-                KT_ERR_SHAPE);
+  expect_status("audit_codes", kt_audit_codes(&int8, &byte, 32, 32, (int8_t *)&byte), KT_ERR_SHAPE);
+  expect_status("audit_codes", kt_audit_codes(&bf16, &byte, 32, 32, (int8_t *)&byte),
+                KT_ERR_UNSUPPORTED);
   expect_status("isa_use", kt_isa_use(KT_ISA_COUNT), KT_ERR_ARGUMENT);
 }
 
@@ -523,8 +545,8 @@ int main(void) {
     return 2;
   }
   check_rest();
-  check_format(KT_INT8);
-  check_format(KT_INT4);
+  check_format(KT_FORMAT_INT8);
+  check_format(KT_FORMAT_INT4);
   check_ragged_decode();
   snprintf(current, sizeof current, "all cases");
   level_name = kt_isa_name(KT_ISA_SCALAR);

@@ -27,14 +27,14 @@ typedef struct kind {
 } kind;
 
 static const kind kinds[] = {
-    {"int8", {KT_KERNEL_INT8, 0, KT_SCALE_F32}, 1},
-    {"int4", {KT_KERNEL_INT4, 0, KT_SCALE_F32}, 1},
-    {"bf16", {KT_KERNEL_BF16, 0, KT_SCALE_NONE}, 0},
-    {"fp8", {KT_KERNEL_FP8, 128, KT_SCALE_F32}, 0},
-    {"fp8 per row", {KT_KERNEL_FP8, 0, KT_SCALE_F32}, 0},
-    {"mxfp4", {KT_KERNEL_MXFP4, 32, KT_SCALE_UE8M0}, 0},
-    {"gint4 32", {KT_KERNEL_GINT4, 32, KT_SCALE_BF16}, 1},
-    {"gint4 128", {KT_KERNEL_GINT4, 128, KT_SCALE_F32}, 1},
+    {"int8", {KT_FORMAT_INT8, 0, KT_SCALE_F32}, 1},
+    {"int4", {KT_FORMAT_INT4, 0, KT_SCALE_F32}, 1},
+    {"bf16", {KT_FORMAT_BF16, 0, KT_SCALE_NONE}, 0},
+    {"fp8", {KT_FORMAT_FP8, 128, KT_SCALE_F32}, 0},
+    {"fp8 per row", {KT_FORMAT_FP8, 0, KT_SCALE_F32}, 0},
+    {"mxfp4", {KT_FORMAT_MXFP4, 32, KT_SCALE_UE8M0}, 0},
+    {"gint4 32", {KT_FORMAT_GINT4, 32, KT_SCALE_BF16}, 1},
+    {"gint4 128", {KT_FORMAT_GINT4, 128, KT_SCALE_F32}, 1},
 };
 
 static int failures;
@@ -84,11 +84,11 @@ static float wide(uint16_t half) {
 static void draw_codes(const kt_layout *layout, uint8_t *codes, int64_t elements) {
   for (int64_t i = 0; i < elements; i++) {
     const uint8_t byte = (uint8_t)draw();
-    switch (layout->kernel) {
-    case KT_KERNEL_INT8: codes[i] = byte == 0x80 ? 0 : byte; break;
-    case KT_KERNEL_INT4: codes[i] = (uint8_t)(byte % 15 - 7); break;
-    case KT_KERNEL_BF16: ((uint16_t *)(void *)codes)[i] = bf16(unit() / 16); break;
-    case KT_KERNEL_FP8: codes[i] = (byte & 0x7f) > 0x50 ? byte & 0xbf : byte; break;
+    switch (layout->format) {
+    case KT_FORMAT_INT8: codes[i] = byte == 0x80 ? 0 : byte; break;
+    case KT_FORMAT_INT4: codes[i] = (uint8_t)(byte % 15 - 7); break;
+    case KT_FORMAT_BF16: ((uint16_t *)(void *)codes)[i] = bf16(unit() / 16); break;
+    case KT_FORMAT_FP8: codes[i] = (byte & 0x7f) > 0x50 ? byte & 0xbf : byte; break;
     default: codes[i / 2] = byte;
     }
   }
@@ -114,12 +114,12 @@ static float e4m3(uint8_t code) {
 static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i) {
   static const float e2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   const int nibble = codes[i / 2] >> (i % 2 * 4) & 15;
-  switch (layout->kernel) {
-  case KT_KERNEL_INT8: return (float)((const int8_t *)codes)[i];
-  case KT_KERNEL_INT4: return 16.0f * (float)((const int8_t *)codes)[i];
-  case KT_KERNEL_BF16: return wide(((const uint16_t *)(const void *)codes)[i]);
-  case KT_KERNEL_FP8: return e4m3(codes[i]);
-  case KT_KERNEL_MXFP4: return nibble & 8 ? -e2m1[nibble & 7] : e2m1[nibble];
+  switch (layout->format) {
+  case KT_FORMAT_INT8: return (float)((const int8_t *)codes)[i];
+  case KT_FORMAT_INT4: return 16.0f * (float)((const int8_t *)codes)[i];
+  case KT_FORMAT_BF16: return wide(((const uint16_t *)(const void *)codes)[i]);
+  case KT_FORMAT_FP8: return e4m3(codes[i]);
+  case KT_FORMAT_MXFP4: return nibble & 8 ? -e2m1[nibble & 7] : e2m1[nibble];
   default: return (float)(nibble - 8);
   }
 }
@@ -127,7 +127,7 @@ static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i
 /* The scale of row n, column k of [rows, cols]. */
 static float scale_value(const kt_layout *layout, const void *scale, int64_t cols, int64_t n,
                          int64_t k) {
-  const int64_t row = layout->kernel == KT_KERNEL_FP8 && layout->group ? n / layout->group : n;
+  const int64_t row = layout->format == KT_FORMAT_FP8 && layout->group ? n / layout->group : n;
   const int64_t at = layout->group ? row * (cols / layout->group) + k / layout->group : row;
   switch (layout->scale_dtype) {
   case KT_SCALE_F32: return ((const float *)scale)[at];
@@ -142,14 +142,13 @@ static float *make_matrix(const kt_layout *layout, int64_t rows, int64_t cols, c
                           const void **scale) {
   uint8_t *source = malloc((size_t)(rows * cols) * 2);
   void *source_scale = malloc((size_t)(rows * cols) * 4);
-  void *packed = guarded(kt_weight_size(layout, rows, cols));
-  void *packed_scale = guarded(kt_weight_scale_size(layout, rows, cols) + 4);
+  void *packed = guarded(kt_packed_size(layout, rows, cols));
+  void *packed_scale = guarded(kt_scale_size(layout, rows, cols) + 4);
   float *values = malloc((size_t)(rows * cols) * sizeof *values);
   if (!source || !source_scale || !values) exit(2);
   draw_codes(layout, source, rows * cols);
   draw_scales(layout, source_scale, rows * cols);
-  if (kt_weight_pack(layout, rows, cols, source, source_scale, packed, packed_scale) != KT_OK)
-    failures++;
+  if (kt_pack(layout, rows, cols, source, source_scale, packed, packed_scale) != KT_OK) failures++;
   for (int64_t i = 0; i < rows * cols; i++)
     values[i] =
         code_value(layout, source, i) * scale_value(layout, source_scale, cols, i / cols, i % cols);
@@ -218,9 +217,9 @@ static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
 
 /* Activations as the format rounds them: bf16, or int8 with a scale per row or group. */
 static void round_row(const kt_layout *layout, float *x, int64_t n) {
-  const int integer = layout->kernel == KT_KERNEL_INT8 || layout->kernel == KT_KERNEL_INT4 ||
-                      layout->kernel == KT_KERNEL_GINT4;
-  const int64_t run = layout->kernel == KT_KERNEL_GINT4 ? layout->group : n;
+  const int integer = layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
+                      layout->format == KT_FORMAT_GINT4;
+  const int64_t run = layout->format == KT_FORMAT_GINT4 ? layout->group : n;
   for (int64_t first = 0; first < n; first += run) {
     float most = 0;
     for (int64_t i = first; i < first + run; i++) most = fmaxf(most, fabsf(x[i]));

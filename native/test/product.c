@@ -1,10 +1,8 @@
 /* product.c - doors to what the MoE forward calls, for tests (tests/native/kernels). Compiled
  * with the library into one shared object. */
 #include "../src/cpu.h"
+#include "../src/format/format.h"
 #include "../src/moe/epilogue.h"
-#include "../src/moe/gemm.h"
-
-static const kt_gemm *gemm_of(const kt_layout *layout) { return kt_gemm_of(layout->kernel); }
 
 int32_t kt_test_max_tokens(void) { return KT_MAX_TOKENS; }
 int32_t kt_test_max_strips(void) { return KT_MAX_STRIPS; }
@@ -13,7 +11,7 @@ int64_t kt_test_panel_size(void) { return KT_PANEL_SIZE; }
 
 /* Bytes from one activation row to the next. */
 int64_t kt_test_stride(const kt_layout *layout, int64_t cols) {
-  return (int64_t)kt_rows_stride(gemm_of(layout)->rows_kind, cols, layout->group);
+  return (int64_t)kt_rows_stride(kt_format_of(layout)->rows_kind, cols, layout->group);
 }
 
 /* Activation rows of x, row-major [tokens, cols]. */
@@ -21,7 +19,7 @@ void kt_test_rows(const kt_layout *layout, int64_t tokens, int64_t cols, const f
                   uint8_t *rows) {
   const int64_t stride = kt_test_stride(layout, cols);
   for (int64_t t = 0; t < tokens; t++)
-    kt_rows_quantize(gemm_of(layout)->rows_kind, cols, layout->group, x + t * cols,
+    kt_rows_quantize(kt_format_of(layout)->rows_kind, cols, layout->group, x + t * cols,
                      rows + t * stride);
 }
 
@@ -29,8 +27,8 @@ void kt_test_rows(const kt_layout *layout, int64_t tokens, int64_t cols, const f
 int kt_test_has_product(const kt_layout *layout, int isa) {
   const kt_product_fn *below = NULL;
   for (int i = 0; kt_isa_at(i) != isa && kt_isa_use(kt_isa_at(i)) == KT_OK; i++)
-    below = kt_gemm_product(gemm_of(layout));
-  return kt_isa_use(isa) == KT_OK && kt_gemm_product(gemm_of(layout)) != below;
+    below = kt_format_product(kt_format_of(layout));
+  return kt_isa_use(isa) == KT_OK && kt_format_product(kt_format_of(layout)) != below;
 }
 
 /* See kt_product_fn; at the level of the last kt_test_has_product or kt_isa_use. */
@@ -38,8 +36,8 @@ void kt_test_product(const kt_layout *layout, int64_t rows, int64_t cols, const 
                      const void *scale, int64_t strip, int64_t strips, const uint8_t *x,
                      int64_t tokens, float *out, uint8_t *panel) {
   const kt_weight w = {codes, scale, rows, cols, *layout};
-  kt_gemm_product(gemm_of(layout))(&w, strip, strips, x, kt_test_stride(layout, cols), tokens, out,
-                                   panel);
+  kt_format_product(kt_format_of(layout))(&w, strip, strips, x, kt_test_stride(layout, cols),
+                                          tokens, out, panel);
 }
 
 /* kt_epilogue's activate at a level, for a multiple of KT_STRIP numbers; biases may be NULL. 0 if

@@ -66,7 +66,9 @@ def test_a_bad_block_scale_is_nonfinite(isa: str, bad: float) -> None:
 GOOD = {"rows": 32, "cols": 128, "row_stride": 128, "col_stride": 1, "dtype": lib.KT_BF16}
 
 
-def call(name: str, changes: dict[str, object], fmt: int = lib.KT_INT8, scratch: int = -1) -> int:
+def call(
+    name: str, changes: dict[str, object], fmt: int = lib.KT_FORMAT_INT8, scratch: int = -1
+) -> int:
     """The status of one entry point for a matrix like GOOD but for `changes`."""
     data = ffi.new("char[]", 32 * 128 * 4)
     grid = ffi.new("float[]", [1.0] * 4)
@@ -74,6 +76,7 @@ def call(name: str, changes: dict[str, object], fmt: int = lib.KT_INT8, scratch:
     if fields.get("block_scale") == "grid":
         fields["block_scale"] = grid
     matrix = ffi.new("kt_matrix *", fields)
+    layout = ffi.new("kt_layout *", (fmt, 0, lib.KT_SCALE_F32))
     size = lib.kt_scratch_size(128) if scratch < 0 else scratch
     out, scale = ffi.new("uint8_t[]", 32 * 128 * 4), ffi.new("float[]", 32)
     work = ffi.new("char[]", lib.kt_scratch_size(128))
@@ -81,13 +84,12 @@ def call(name: str, changes: dict[str, object], fmt: int = lib.KT_INT8, scratch:
         case "decode":
             return int(lib.kt_decode(matrix, ffi.cast("float *", out)))
         case "quantize":
-            codes = ffi.cast("int8_t *", out)
-            return int(lib.kt_quantize(fmt, matrix, codes, scale, work, size, ffi.NULL))
+            return int(lib.kt_quantize(layout, matrix, out, scale, work, size, ffi.NULL))
         case "quantize_pack":
-            return int(lib.kt_quantize_pack(fmt, matrix, out, scale, work, size, ffi.NULL))
+            return int(lib.kt_quantize_pack(layout, matrix, out, scale, work, size, ffi.NULL))
     per_row = [ffi.new("float[]", 32) for _ in range(3)]
     found = ffi.new("kt_audit *")
-    return int(lib.kt_audit_run(fmt, matrix, 32, 0, out, scale, *per_row, found))
+    return int(lib.kt_audit_run(layout, matrix, 32, 0, out, scale, *per_row, found))
 
 
 FP8 = {"dtype": lib.KT_F8_E4M3, "block_scale": "grid", "scale_stride": 2}
@@ -124,8 +126,8 @@ def test_bad_calls(isa: str, name: str) -> None:
         assert call(name, {}, scratch=lib.kt_scratch_size(128) - 1) == lib.KT_ERR_SCRATCH
     assert call(name, {"rows": 16}) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 96}) == lib.KT_ERR_SHAPE
-    assert call(name, {"cols": 64}, fmt=lib.KT_INT4) == lib.KT_ERR_SHAPE
-    assert call(name, {"cols": 64}, fmt=lib.KT_INT8) == lib.KT_OK
+    assert call(name, {"cols": 64}, fmt=lib.KT_FORMAT_INT4) == lib.KT_ERR_SHAPE
+    assert call(name, {"cols": 64}, fmt=lib.KT_FORMAT_INT8) == lib.KT_OK
 
 
 def test_every_status_has_words() -> None:

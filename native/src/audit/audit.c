@@ -5,11 +5,34 @@
 #include "../simd/float_mode.h"
 #include "../source/matrix.h"
 
-/* The shape rules of docs/formats.md, once more. */
-static kt_status check_packed(int format, int64_t rows, int64_t cols) {
-  if ((format != KT_INT8 && format != KT_INT4) || rows < 1 || cols < 1) return KT_ERR_ARGUMENT;
+/* ---- The rules of docs/formats.md, once more --------------------------------- *
+ *
+ * Scales: SPEC 3.2. Denormals on the way become 0. */
+
+static float flushed(float value) { return value < 0x1p-126f ? 0.0f : value; }
+
+static float int8_rule(float amax) {
+  return flushed(flushed(amax) * 0x1.020408p-7f);
+} /* fl32(1/127) */
+
+static float int4_rule(float amax) { return flushed((float)((double)amax / 112.0)); }
+
+static const kt_audit_format int8 = {1, 64, 127, 1.0f, int8_rule};
+static const kt_audit_format int4 = {2, 128, 7, 16.0f, int4_rule};
+
+/* *found: what a layout is audited by. */
+static kt_status check_packed(const kt_layout *layout, int64_t rows, int64_t cols,
+                              const kt_audit_format **found) {
+  if (!layout || rows < 1 || cols < 1) return KT_ERR_ARGUMENT;
+  const kt_audit_format *format = layout->format == KT_FORMAT_INT8   ? &int8
+                                  : layout->format == KT_FORMAT_INT4 ? &int4
+                                                                     : NULL;
+  kt_layout_traits traits;
+  if (!format) return kt_layout_describe(layout, &traits) ? KT_ERR_ARGUMENT : KT_ERR_UNSUPPORTED;
+  if (layout->group || layout->scale_dtype != KT_SCALE_F32) return KT_ERR_ARGUMENT;
   if (cols > INT64_MAX / 8 / rows) return KT_ERR_SHAPE;
-  return rows % 32 || cols % (format == KT_INT4 ? 128 : 64) ? KT_ERR_SHAPE : KT_OK;
+  *found = format;
+  return rows % 32 || cols % (format->planes * KT_AUDIT_COLS) ? KT_ERR_SHAPE : KT_OK;
 }
 
 static kt_audit_fn *const audits[KT_LEVELS] = {
@@ -20,36 +43,38 @@ static kt_audit_fn *const audits[KT_LEVELS] = {
 #endif
 };
 
-kt_status kt_audit_run(int format, const kt_matrix *source, int64_t rows, int64_t first,
-                       const uint8_t *packed, const float *scale, float *row_error, float *row_amax,
-                       float *row_scale, kt_audit *audit) {
-  if (!packed || !scale || !row_error || !row_amax || !row_scale || !audit) return KT_ERR_ARGUMENT;
+kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t rows,
+                       int64_t first, const void *packed, const void *packed_scale, float *error,
+                       float *amax, float *rule, kt_audit *audit) {
+  if (!packed || !packed_scale || !error || !amax || !rule || !audit) return KT_ERR_ARGUMENT;
+  const kt_audit_format *format;
   kt_status status = kt_matrix_check(source);
-  if (!status) status = check_packed(format, rows, source->cols);
+  if (!status) status = check_packed(layout, rows, source->cols, &format);
   if (status) return status;
   if (source->rows % 32 || first % 32 || first < 0 || first > rows - source->rows)
     return KT_ERR_SHAPE;
   *audit = (kt_audit){0};
-  const kt_audit_job job = {.int4 = format == KT_INT4,
+  const kt_audit_job job = {.format = format,
                             .source = source,
                             .rows = rows,
                             .first = first,
                             .packed = packed,
-                            .scale = scale,
-                            .row_error = row_error,
-                            .row_amax = row_amax,
-                            .row_scale = row_scale};
+                            .scale = packed_scale,
+                            .error = error,
+                            .amax = amax,
+                            .rule = rule};
   const uint64_t mode = kt_float_mode_enter();
   KT_CELL(audits)(&job, audit);
   kt_float_mode_leave(mode);
   return KT_OK;
 }
 
-kt_status kt_audit_codes(int format, const uint8_t *packed, int64_t rows, int64_t cols,
+kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,
                          int8_t *codes) {
   if (!packed || !codes) return KT_ERR_ARGUMENT;
-  const kt_status status = check_packed(format, rows, cols);
+  const kt_audit_format *format;
+  const kt_status status = check_packed(layout, rows, cols, &format);
   if (status) return status;
-  kt_audit_codes_scalar(format == KT_INT4, packed, rows, cols, codes);
+  kt_audit_codes_scalar(format, packed, rows, cols, codes);
   return KT_OK;
 }

@@ -15,21 +15,30 @@ enum {
   KT_AUDIT_HALF = KT_AUDIT_ROWS * KT_AUDIT_COLS
 };
 
+/* What docs/formats.md says of a layout, once more: tiles of 32 rows x planes * 64 columns, in row
+ * blocks of `row_block`; a code is a byte, or (2 planes) a nibble. */
+typedef struct kt_audit_format {
+  int32_t planes;
+  int64_t row_block;
+  int8_t level; /* the largest valid code */
+  float units;  /* a step between codes is so many scales */
+  float (*rule)(float amax);
+} kt_audit_format;
+
 /* One pass over rows `first` .. first + m->rows of a packed matrix [rows, m->cols]. */
 typedef struct kt_audit_job {
-  int32_t int4;
+  const kt_audit_format *format;
   const kt_matrix *source;
   int64_t rows, first;
   const uint8_t *packed;
   const float *scale;
-  float *row_error, *row_amax, *row_scale;
+  float *error, *amax, *rule; /* of the rows compared */
 } kt_audit_job;
 
 typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);
 kt_audit_fn kt_audit_scalar, kt_audit_avx2, kt_audit_avx512;
 
-typedef void kt_audit_codes_fn(int int4, const uint8_t *packed, int64_t rows, int64_t cols,
-                               int8_t *codes);
-kt_audit_codes_fn kt_audit_codes_scalar;
+void kt_audit_codes_scalar(const kt_audit_format *format, const uint8_t *packed, int64_t rows,
+                           int64_t cols, int8_t *codes);
 
 #endif

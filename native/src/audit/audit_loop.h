@@ -12,13 +12,14 @@ enum { LANES = 16 };
 /* ---- Where half a tile begins: SPEC 4.2 of docs/formats.md ---------------- */
 
 /* Byte of element (row, col), both multiples of 16 rows and of a tile's columns. */
-INLINE int64_t half_tile_at(int int4, int64_t rows, int64_t cols, int64_t row, int64_t col) {
-  const int64_t row_block = int4 ? 128 : 64, col_block = 3584;
+INLINE int64_t half_tile_at(const kt_audit_format *format, int64_t rows, int64_t cols, int64_t row,
+                            int64_t col) {
+  const int64_t row_block = format->row_block, col_block = 3584;
   const int64_t nb = row / row_block * row_block, ns = least(row_block, rows - nb);
   const int64_t kb = col / col_block * col_block, ks = least(col_block, cols - kb);
   const int64_t strip = (row - nb) / 32 * 32, half = (row - nb) % 32 / 16;
   const int64_t elements = nb * cols + kb * ns + strip * ks + (col - kb) * 32;
-  return (int4 ? elements / 2 : elements) + half * KT_AUDIT_HALF;
+  return elements / format->planes + half * KT_AUDIT_HALF;
 }
 
 /* Group g of 64 bytes holds columns 4g .. 4g + 3 of the 16 rows, one row after the other. */
@@ -95,8 +96,7 @@ INLINE void compare_plane(const kt_audit_job *job, stored s, int64_t row, int64_
     float source[KT_AUDIT_COLS];
     const float scale = job->scale[job->first + row + r];
     source_values(job->source, s, r, row + r, col, source);
-    compare_run(source, codes[r], job->int4 ? 16.0f * scale : scale, job->int4 ? 7 : 127,
-                state + r);
+    compare_run(source, codes[r], job->format->units * scale, job->format->level, state + r);
   }
 }
 
@@ -105,9 +105,9 @@ INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, in
                               row_state *state) {
   uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols, job->first + row, col);
+  const int64_t at = half_tile_at(job->format, job->rows, job->source->cols, job->first + row, col);
   bytes_by_row(job->packed + at, bytes);
-  if (!job->int4) {
+  if (job->format->planes == 1) {
     memcpy(codes, bytes, sizeof codes);
     compare_plane(job, s, row, col, codes, state);
     return;
@@ -122,17 +122,17 @@ INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, in
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
 static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
   const float scale = job->scale[job->first + row];
-  const float step = job->int4 ? 16.0f * scale : scale;
-  const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
+  const float step = job->format->units * scale;
+  const int64_t tile_cols = job->format->planes * KT_AUDIT_COLS;
   const int64_t half_row = row % KT_AUDIT_ROWS;
   memset(state->source, 0, sizeof state->source + sizeof state->error + sizeof state->value);
   for (int64_t c = 0; c < job->source->cols; c++) {
     const int64_t in_tile = c % tile_cols, plane_col = in_tile % KT_AUDIT_COLS;
-    const int64_t at = half_tile_at(job->int4, job->rows, job->source->cols,
+    const int64_t at = half_tile_at(job->format, job->rows, job->source->cols,
                                     job->first + row - half_row, c - in_tile);
     const uint8_t byte = job->packed[at + plane_col / 4 * 64 + half_row * 4 + plane_col % 4];
     const int nibble = byte >> (in_tile < KT_AUDIT_COLS ? 0 : 4) & 15;
-    const int code = job->int4 ? (nibble ^ 8) - 8 : (int8_t)byte;
+    const int code = job->format->planes == 2 ? (nibble ^ 8) - 8 : (int8_t)byte;
     float run[KT_AUDIT_COLS];
     source_values(job->source, stored_from(job->source, row, c - plane_col), 0, row, c - plane_col,
                   run);
@@ -155,22 +155,14 @@ static float largest(const float *lane) {
   return most;
 }
 
-/* The scale of a row: SPEC 3.2. Denormals on the way become 0. */
-static float scale_by_rule(int int4, float amax) {
-  const float tiny = 0x1p-126f, reciprocal = from_bits(0x3c010204u); /* fl32(1 / 127) */
-  const float kept = amax < tiny ? 0.0f : amax;
-  const float scale = int4 ? (float)((double)amax / 112.0) : kept * reciprocal;
-  return scale < tiny ? 0.0f : scale;
-}
-
 static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, kt_audit *audit) {
   const float amax = largest(state->most_source);
   if (amax < 0x1p-40f || amax > 0x1p40f) sum_extreme_row(job, row, state);
-  job->row_amax[row] = amax;
-  job->row_scale[row] = scale_by_rule(job->int4, amax);
-  job->row_error[row] = largest(state->most_error);
+  job->amax[row] = amax;
+  job->rule[row] = job->format->rule(amax);
+  job->error[row] = largest(state->most_error);
   const double scale = (double)job->scale[job->first + row];
-  const double steps = (double)job->row_error[row] / (job->int4 ? 16.0 * scale : scale);
+  const double steps = (double)job->error[row] / ((double)job->format->units * scale);
   if (scale > 0 && steps > audit->max_steps) audit->max_steps = steps;
   audit->squared_source += total(state->source);
   audit->squared_error += total(state->error);
@@ -186,7 +178,7 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
 
 static void audit_all(const kt_audit_job *job, kt_audit *audit) {
   const kt_matrix *const m = job->source;
-  const int64_t tile_cols = job->int4 ? 2 * KT_AUDIT_COLS : KT_AUDIT_COLS;
+  const int64_t tile_cols = job->format->planes * KT_AUDIT_COLS;
   const int gather = m->col_stride != 1 && m->row_stride == 1;
   const int64_t at_once = gather ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
   for (int64_t row = 0; row < m->rows; row += at_once) {

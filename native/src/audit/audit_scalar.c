@@ -3,16 +3,15 @@
 
 void kt_audit_scalar(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 
-void kt_audit_codes_scalar(int int4, const uint8_t *packed, int64_t rows, int64_t cols,
-                           int8_t *codes) {
+void kt_audit_codes_scalar(const kt_audit_format *format, const uint8_t *packed, int64_t rows,
+                           int64_t cols, int8_t *codes) {
   uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
   int8_t plane[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  const int planes = int4 ? 2 : 1;
   for (int64_t row = 0; row < rows; row += KT_AUDIT_ROWS)
-    for (int64_t col = 0; col < cols; col += planes * KT_AUDIT_COLS) {
-      bytes_by_row(packed + half_tile_at(int4, rows, cols, row, col), bytes);
-      for (int p = 0; p < planes; p++) {
-        if (int4)
+    for (int64_t col = 0; col < cols; col += format->planes * KT_AUDIT_COLS) {
+      bytes_by_row(packed + half_tile_at(format, rows, cols, row, col), bytes);
+      for (int p = 0; p < format->planes; p++) {
+        if (format->planes == 2)
           nibbles(bytes, p, plane);
         else
           memcpy(plane, bytes, sizeof plane);

@@ -5,35 +5,21 @@
 
 #include <string.h>
 
-static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {
-  *rows_step = KT_STRIP;
-  *cols_step = KT_TILE_COLS;
-  return layout->group == 0 && layout->scale_dtype == KT_SCALE_NONE;
-}
-
-static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  (void)layout;
-  return (size_t)(rows * cols) * sizeof(uint16_t);
-}
-
-static size_t scale_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  (void)layout, (void)rows, (void)cols;
-  return 0;
-}
-
 /* Bytes before columns k and k+1 (k even) of row n. */
 static int64_t pair_at(int64_t cols, int64_t n, int64_t k) {
   return kt_half_tile_start(cols, KT_BF16_HALF_TILE, n, k) + k % KT_TILE_COLS / 2 * KT_LINE +
          n % KT_HALF_ROWS * 4;
 }
 
-static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                      const void *scale, uint8_t *packed, void *packed_scale) {
-  (void)layout, (void)scale, (void)packed_scale;
-  const uint8_t *from = codes;
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < cols; k += 2, from += 4) memcpy(packed + pair_at(cols, n, k), from, 4);
-  return KT_OK;
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k += 2) memcpy(packed + pair_at(cols, n, k), codes + 2 * k, 4);
+}
+
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k += 2) memcpy(codes + 2 * k, packed + pair_at(cols, n, k), 4);
 }
 
 static void decode_row(const kt_weight *w, int64_t n, double *out) {
@@ -50,12 +36,18 @@ void kt_bf16_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-const kt_gemm kt_bf16_gemm = {
+const kt_weight_format kt_bf16_format = {
+    .bits = 16,
+    .plain_bits = 16,
+    .col_multiple = KT_TILE_COLS,
+    .group_count = 1,
+    .groups = {0},
+    .scale_dtypes = 1u << KT_SCALE_NONE,
+    .scale_rows = 1,
+    .scale_units = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
     .rows_kind = KT_ROWS_BF16,
-    .steps = steps,
-    .codes_size = codes_size,
-    .scale_size = scale_size,
-    .pack = pack,
     .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_bf16_product_avx512,

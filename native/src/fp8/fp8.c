@@ -3,9 +3,6 @@
 
 #include "../cpu.h"
 
-#include <math.h>
-#include <string.h>
-
 /* Normal numbers: exponent bias 7 becomes 127, three bits of mantissa become seven. */
 #define NORMAL(m) ((m) * 16 + 120 * 128)
 #define NORMAL8(m)                                                                                 \
@@ -20,52 +17,27 @@ const uint16_t kt_fp8_bf16[128] = {
     NORMAL(120), NORMAL(121), NORMAL(122), NORMAL(123), NORMAL(124), NORMAL(125),  NORMAL(126),
     0x7fc0};
 
-static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {
-  *rows_step = KT_STRIP;
-  *cols_step = layout->group ? KT_FP8_BLOCK : 64;
-  return (layout->group == 0 || layout->group == KT_FP8_BLOCK) &&
-         layout->scale_dtype == KT_SCALE_F32;
-}
-
-static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  (void)layout;
-  return (size_t)(rows * cols);
-}
-
-/* Per block: [strips][blocks of columns], one number for all rows of a strip. */
-static size_t scale_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  const int64_t count = layout->group ? rows / KT_STRIP * (cols / KT_FP8_BLOCK) : rows;
-  return (size_t)count * sizeof(float);
-}
-
 static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
   const int64_t r = n % KT_STRIP;
   return kt_bf16_tile_start(cols, KT_FP8_TILE, n, k) + k % KT_TILE_COLS / 2 * KT_LINE +
          r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2 + k % 2;
 }
 
-static kt_status pack_scale(const kt_layout *layout, int64_t rows, int64_t cols, const float *scale,
-                            float *packed) {
-  const int64_t blocks = layout->group ? cols / KT_FP8_BLOCK : 1;
-  const int64_t count = layout->group ? rows / KT_STRIP : rows;
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t b = 0; b < blocks; b++) {
-      const int64_t row = layout->group ? i * KT_STRIP / KT_FP8_BLOCK : i;
-      if (!isfinite(scale[row * blocks + b])) return KT_ERR_NONFINITE;
-      packed[i * blocks + b] = scale[row * blocks + b];
-    }
-  return KT_OK;
+static int is_finite(const uint8_t *codes, int64_t cols) {
+  for (int64_t k = 0; k < cols; k++)
+    if ((codes[k] & 0x7f) == 0x7f) return 0;
+  return 1;
 }
 
-static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                      const void *scale, uint8_t *packed, void *packed_scale) {
-  const uint8_t *from = codes;
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < cols; k++, from++) {
-      if ((*from & 0x7f) == 0x7f) return KT_ERR_NONFINITE;
-      packed[byte_at(cols, n, k)] = *from;
-    }
-  return pack_scale(layout, rows, cols, scale, packed_scale);
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) packed[byte_at(cols, n, k)] = codes[k];
+}
+
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) codes[k] = packed[byte_at(cols, n, k)];
 }
 
 static double scale_of(const kt_weight *w, int64_t n, int64_t k) {
@@ -87,12 +59,19 @@ void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, co
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-const kt_gemm kt_fp8_gemm = {
+const kt_weight_format kt_fp8_format = {
+    .bits = 8,
+    .plain_bits = 8,
+    .col_multiple = 64,
+    .group_count = 2,
+    .groups = {0, KT_FP8_BLOCK},
+    .scale_dtypes = 1u << KT_SCALE_F32,
+    .scale_rows = KT_FP8_BLOCK,
+    .scale_units = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
+    .is_finite = is_finite,
     .rows_kind = KT_ROWS_BF16,
-    .steps = steps,
-    .codes_size = codes_size,
-    .scale_size = scale_size,
-    .pack = pack,
     .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_fp8_product_avx512,

@@ -10,7 +10,7 @@
 #ifndef KT_BF16_GEMM_H
 #define KT_BF16_GEMM_H
 
-#include "../moe/gemm.h"
+#include "../format/scales.h"
 
 enum {
   KT_TILE_COLS = 32,
@@ -35,14 +35,6 @@ static inline double kt_bf16_value(uint16_t bits) {
   return value;
 }
 
-/* 2^(code - 127). */
-static inline double kt_ue8m0_value(uint8_t code) {
-  const uint64_t wide = (uint64_t)(code + 1023 - 127) << 52;
-  double value;
-  __builtin_memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
 /* Bytes of codes before the tile of (row n, column k). */
 static inline int64_t kt_bf16_tile_start(int64_t cols, int64_t tile_size, int64_t n, int64_t k) {
   return (n / KT_STRIP * (cols / KT_TILE_COLS) + k / KT_TILE_COLS) * tile_size;
@@ -52,19 +44,5 @@ static inline int64_t kt_bf16_tile_start(int64_t cols, int64_t tile_size, int64_
 static inline int64_t kt_half_tile_start(int64_t cols, int64_t half_tile, int64_t n, int64_t k) {
   return kt_bf16_tile_start(cols, 2 * half_tile, n, k) + n % KT_STRIP / KT_HALF_ROWS * half_tile;
 }
-
-/* Scales per `group` columns of a row: [strips][groups][32 rows]. */
-static inline int64_t kt_group_scale_index(int64_t cols, int64_t group, int64_t n, int64_t g) {
-  return (n / KT_STRIP * (cols / group) + g) * KT_STRIP + n % KT_STRIP;
-}
-
-size_t kt_group_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
-
-/* From row-major to the order above. KT_ERR_NONFINITE for NaN and Inf. */
-kt_status kt_group_scale_pack(const kt_layout *layout, int64_t rows, int64_t cols,
-                              const void *scale, void *packed);
-
-/* The scale of (row n, group g). */
-double kt_group_scale(const kt_weight *w, int64_t n, int64_t g);
 
 #endif

@@ -2,21 +2,13 @@
 #include "gint4.h"
 
 #include "../cpu.h"
+#include "../quantize/rounding.h"
+#include "../quantize/rows.h"
 
 #include <math.h>
-#include <string.h>
 
-static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {
-  *rows_step = KT_STRIP;
-  *cols_step = layout->group;
-  return (layout->group == 32 || layout->group == 64 || layout->group == 128) &&
-         (layout->scale_dtype == KT_SCALE_F32 || layout->scale_dtype == KT_SCALE_BF16);
-}
-
-static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  (void)layout;
-  return (size_t)(rows * cols / 2);
-}
+/* Of a group, from its largest magnitude: amax / 7, computed in binary64. */
+static float scale(float amax) { return kt_flush((float)((double)amax / 7.0)); }
 
 /* The byte of (row n, column k) and by how much its nibble is shifted. */
 static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
@@ -25,21 +17,27 @@ static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
          n % KT_HALF_ROWS * 4 + k % 4;
 }
 
-static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                      const void *scale, uint8_t *packed, void *packed_scale) {
-  const uint8_t *const from = codes;
-  memset(packed, 0, codes_size(layout, rows, cols));
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < cols; k++) {
-      int shift;
-      const int64_t at = nibble_at(cols, n, k, &shift);
-      const int code = from[(n * cols + k) / 2] >> (k % 2 * 4) & 15;
-      packed[at] = (uint8_t)(packed[at] | code << shift);
-    }
-  return kt_group_scale_pack(layout, rows, cols, scale, packed_scale);
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) {
+    int shift;
+    uint8_t *const at = packed + nibble_at(cols, n, k, &shift);
+    const int code = codes[k / 2] >> (k % 2 * 4) & 15;
+    *at = (uint8_t)(shift ? *at | code << 4 : code);
+  }
 }
 
-static void unpack_row(const kt_weight *w, int64_t n, int8_t *codes) {
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) {
+    int shift;
+    const int code = packed[nibble_at(cols, n, k, &shift)] >> shift & 15;
+    codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
+  }
+}
+
+static void decode_row(const kt_weight *w, int64_t n, int8_t *codes) {
   for (int64_t k = 0; k < w->cols; k++) {
     int shift;
     const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
@@ -64,19 +62,29 @@ void kt_gint4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, 
                              int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   int8_t *const codes = (int8_t *)panel;
   for (int64_t i = 0; i < strips * KT_STRIP; i++) {
-    unpack_row(w, strip * KT_STRIP + i, codes);
+    decode_row(w, strip * KT_STRIP + i, codes);
     for (int64_t t = 0; t < tokens; t++)
       out[(i / KT_STRIP * tokens + t) * KT_STRIP + i % KT_STRIP] =
           product(w, strip * KT_STRIP + i, codes, x + t * stride);
   }
 }
 
-const kt_gemm kt_gint4_gemm = {
+const kt_weight_format kt_gint4_format = {
+    .bits = 4,
+    .plain_bits = 4,
+    .col_multiple = KT_TILE_COLS,
+    .group_count = 3,
+    .groups = {32, 64, 128},
+    .scale_dtypes = 1u << KT_SCALE_F32 | 1u << KT_SCALE_BF16,
+    .scale_rows = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
+    .max_level = 7,
+    .scale_units = 1,
+    .code_bias = KT_GINT4_BIAS,
+    .scale = scale,
+    .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_GROUP,
-    .steps = steps,
-    .codes_size = codes_size,
-    .scale_size = kt_group_scale_size,
-    .pack = pack,
     .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,

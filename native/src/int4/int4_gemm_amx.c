@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/int_gemm_amx.h"
-#include "int4_gemm.h"
+#include "int4.h"
 
 void kt_int4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {

@@ -1,17 +1,58 @@
-/* The table row of INT8. */
+/* The table row of INT8: its roundings, and the places of the codes of a row. */
 #include "int8.h"
 
-const kt_packer kt_int8_packer = {
-    .rows_step = KT_ROWS_STEP,
-    .cols_step = KT_INT8_TILE_COLS,
-    .codes_per_byte = 1,
-    .scale = kt_int8_scale,
-    .pack_row = kt_int8_pack_row,
-    .unpack_row = kt_int8_unpack_row,
+#include "../cpu.h"
+#include "../gemm/int_gemm.h"
+#include "../quantize/rounding.h"
+#include "../quantize/rows.h"
+
+/* Of a row, from its largest magnitude: amax * fl32(1/127), a product, not a quotient. */
+static float scale_of(float amax) {
+  const uint32_t reciprocal_of_127 = 0x3c010204u; /* fl32(1/127) */
+  return kt_flush(kt_flush(amax) * kt_float(reciprocal_of_127));
+}
+
+/* Where group 0 of row n is in the tile that starts at column k. */
+static int64_t row_at(int64_t rows, int64_t cols, int64_t n, int64_t k) {
+  return kt_tile_start(rows, cols, KT_INT8_BLOCK_ROWS, n, k) + kt_half_tile(n) + n % 16 * 4;
+}
+
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  for (int64_t k = 0; k < cols; k += KT_INT8_TILE_COLS) {
+    uint8_t *const to = packed + row_at(rows, cols, n, k);
+    for (int g = 0; g < 16; g++) memcpy(to + g * KT_GROUP_STRIDE, codes + k + 4 * g, 4);
+  }
+}
+
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  for (int64_t k = 0; k < cols; k += KT_INT8_TILE_COLS) {
+    const uint8_t *const from = packed + row_at(rows, cols, n, k);
+    for (int g = 0; g < 16; g++) memcpy(codes + k + 4 * g, from + g * KT_GROUP_STRIDE, 4);
+  }
+}
+
+const kt_weight_format kt_int8_format = {
+    .bits = 8,
+    .plain_bits = 8,
+    .col_multiple = KT_INT8_TILE_COLS,
+    .group_count = 1,
+    .groups = {0},
+    .scale_dtypes = 1u << KT_SCALE_F32,
+    .scale_rows = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
+    .max_level = 127,
+    .scale_units = 1,
+    .scale = scale_of,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
+    .rows_kind = KT_ROWS_INT8,
+    .product[KT_ISA_SCALAR] = kt_int_product_scalar,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int8_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,
+    .product[KT_ISA_AVX512_VNNI] = kt_int8_product_avx512,
+    .product[KT_ISA_AMX] = kt_int8_product_amx,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int8_quantize_pack_neon,
 #endif

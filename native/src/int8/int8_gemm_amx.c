@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/int_gemm_amx.h"
-#include "int8_gemm.h"
+#include "int8.h"
 
 void kt_int8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {

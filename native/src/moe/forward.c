@@ -13,6 +13,7 @@
  * atomics or copies. Items are shared out dynamically: which thread computes one does not
  * matter for its bits. */
 #include "../cpu.h"
+#include "../format/scales.h"
 #include "../pool/pool.h"
 #include "../simd/float_mode.h"
 #include "epilogue.h"
@@ -48,7 +49,7 @@ typedef struct worker {
 
 typedef struct run {
   const kt_moe *moe;
-  const kt_gemm *gemm;
+  const kt_weight_format *format;
   const kt_epilogue *epilogue;
   kt_product_fn *product;
   kt_pool *pool;
@@ -137,7 +138,7 @@ static void make_x_rows(run *r, team *t, worker *w) {
   for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
     for (int64_t token = first; token < first + count; token++) {
       r->epilogue->widen(r->x + token * hidden, hidden, w->values);
-      kt_rows_quantize(r->gemm->rows_kind, hidden, r->moe->layout.group, w->values,
+      kt_rows_quantize(r->format->rows_kind, hidden, r->moe->layout.group, w->values,
                        t->x_rows + token * r->x_stride);
     }
 }
@@ -145,7 +146,7 @@ static void make_x_rows(run *r, team *t, worker *w) {
 static void make_mid_rows(run *r, team *t, part_work *p) {
   for (int64_t first, count; kt_share_take(&p->middle, &first, &count);)
     for (int64_t slot = first; slot < first + count; slot++)
-      kt_rows_quantize(r->gemm->rows_kind, r->width, r->moe->layout.group,
+      kt_rows_quantize(r->format->rows_kind, r->width, r->moe->layout.group,
                        t->middle + slot * r->width, t->mid_rows + slot * r->mid_stride);
 }
 
@@ -352,10 +353,8 @@ static int aligned(const void *pointer, size_t size) {
 
 /* One that has tokens. */
 static kt_status check_expert(const kt_moe *moe, const kt_expert *e, int64_t part) {
-  static const size_t scale_size[] = {
-      [KT_SCALE_NONE] = 1, [KT_SCALE_F32] = 4, [KT_SCALE_BF16] = 2, [KT_SCALE_UE8M0] = 1};
-  const int32_t dtype = moe->layout.scale_dtype; /* known to the layout, so to the table */
-  const size_t size = scale_size[dtype];
+  const int32_t dtype = moe->layout.scale_dtype;
+  const size_t size = dtype == KT_SCALE_NONE ? 1 : (size_t)kt_scale_bytes(dtype);
   if (!e->gate || !e->up || !e->down) return KT_ERR_EXPERT;
   if (dtype != KT_SCALE_NONE && (!e->gate_scale || !e->up_scale || !e->down_scale))
     return KT_ERR_EXPERT;
@@ -388,8 +387,8 @@ static kt_status check_layer(const kt_moe *moe, const kt_pool *pool) {
   if (check_activation(&moe->activation) != KT_OK) return KT_ERR_ARGUMENT;
   if (moe->intermediate % moe->parts) return KT_ERR_SHAPE;
   const int64_t width = moe->intermediate / moe->parts;
-  const int fits = kt_weight_size(&moe->layout, width, moe->hidden) &&
-                   kt_weight_size(&moe->layout, moe->hidden, width);
+  const int fits = kt_product_check(&moe->layout, width, moe->hidden) == KT_OK &&
+                   kt_product_check(&moe->layout, moe->hidden, width) == KT_OK;
   return fits ? KT_OK : KT_ERR_SHAPE;
 }
 
@@ -413,19 +412,19 @@ static kt_status check_arrays(const uint16_t *x, const void *ids, int32_t id_siz
 }
 
 static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
-  const kt_gemm *gemm = kt_gemm_of(moe->layout.kernel);
+  const kt_weight_format *format = kt_format_of(&moe->layout);
   const int64_t width = moe->intermediate / moe->parts;
   run r = {
       .moe = moe,
-      .gemm = gemm,
+      .format = format,
       .epilogue = KT_CELL(kt_epilogues),
-      .product = kt_gemm_product(gemm),
+      .product = kt_format_product(format),
       .pool = pool,
       .team_count = smaller(kt_pool_nodes(pool), moe->parts),
       .width = width,
       .tokens = smaller(tokens, BATCH),
-      .x_stride = (int64_t)kt_rows_stride(gemm->rows_kind, moe->hidden, moe->layout.group),
-      .mid_stride = (int64_t)kt_rows_stride(gemm->rows_kind, width, moe->layout.group),
+      .x_stride = (int64_t)kt_rows_stride(format->rows_kind, moe->hidden, moe->layout.group),
+      .mid_stride = (int64_t)kt_rows_stride(format->rows_kind, width, moe->layout.group),
   };
   return r;
 }
@@ -486,8 +485,8 @@ static int32_t team_rank(const run *r, int32_t thread) {
 static void touch_job(void *context, int32_t thread) {
   const run *r = context;
   const kt_layout *layout = &r->moe->layout;
-  const size_t wide = kt_weight_size(layout, r->width, r->moe->hidden);
-  const size_t tall = kt_weight_size(layout, r->moe->hidden, r->width);
+  const size_t wide = kt_packed_size(layout, r->width, r->moe->hidden);
+  const size_t tall = kt_packed_size(layout, r->moe->hidden, r->width);
   const int64_t index = team_of(r, thread), count = r->moe->experts;
   const int64_t rank = team_rank(r, thread), threads = team_threads(r, index);
   for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)

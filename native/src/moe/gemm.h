@@ -1,5 +1,5 @@
-/* gemm.h - what a weight format must provide to the MoE forward: one row of the table in
- * gemm.c.
+/* gemm.h - what a weight format must provide to the MoE forward, as cells of its row in
+ * format/format.h.
  *
  * All formats cut a matrix [rows, cols] into strips of 32 rows. A strip times a few rows
  * of activations is the unit of work ("product"); loops over strips, experts, threads and
@@ -44,27 +44,9 @@ typedef enum kt_rows_kind {
 typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel);
 
-typedef struct kt_gemm {
-  kt_rows_kind rows_kind;
-  /* Steps of rows and cols that a packed matrix of this layout must keep; false: the
-   * layout itself (group, scale dtype) is unknown to the format. */
-  int (*steps)(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step);
-  size_t (*codes_size)(const kt_layout *layout, int64_t rows, int64_t cols);
-  size_t (*scale_size)(const kt_layout *layout, int64_t rows, int64_t cols);
-  /* From row-major codes and scales as checkpoints have them, see kt_weight_pack. */
-  kt_status (*pack)(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                    const void *scale, uint8_t *packed, void *packed_scale);
-  kt_product_fn *product[KT_LEVELS];
-} kt_gemm;
-
-extern const kt_gemm kt_int8_gemm, kt_int4_gemm, kt_bf16_gemm, kt_fp8_gemm, kt_mxfp4_gemm,
-    kt_gint4_gemm;
-
-/* The table row of a kernel; NULL if there is none. */
-const kt_gemm *kt_gemm_of(int kernel);
-
-/* The best cell for the level in use. */
-kt_product_fn *kt_gemm_product(const kt_gemm *gemm);
+/* The best cell of a format for the level in use. */
+typedef struct kt_weight_format kt_weight_format;
+kt_product_fn *kt_format_product(const kt_weight_format *format);
 
 /* ---- Activation rows (rows.c) --------------------------------------------
  *

@@ -3,22 +3,8 @@
 
 #include "../cpu.h"
 
-#include <string.h>
-
 const uint16_t kt_mxfp4_bf16[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-
-static int steps(const kt_layout *layout, int64_t *rows_step, int64_t *cols_step) {
-  *rows_step = KT_STRIP;
-  *cols_step = KT_MXFP4_GROUP;
-  return layout->group == KT_MXFP4_GROUP &&
-         (layout->scale_dtype == KT_SCALE_UE8M0 || layout->scale_dtype == KT_SCALE_BF16);
-}
-
-static size_t codes_size(const kt_layout *layout, int64_t rows, int64_t cols) {
-  (void)layout;
-  return (size_t)(rows * cols / 2);
-}
 
 /* The byte of (row n, column k) and by how much its nibble is shifted. */
 static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
@@ -28,18 +14,24 @@ static int64_t nibble_at(int64_t cols, int64_t n, int64_t k, int *shift) {
          n % KT_HALF_ROWS * 4 + k % 2 * 2 + nibble / 2;
 }
 
-static kt_status pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
-                      const void *scale, uint8_t *packed, void *packed_scale) {
-  const uint8_t *const from = codes;
-  memset(packed, 0, codes_size(layout, rows, cols));
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < cols; k++) {
-      int shift;
-      const int64_t at = nibble_at(cols, n, k, &shift);
-      const int code = from[(n * cols + k) / 2] >> (k % 2 * 4) & 15;
-      packed[at] = (uint8_t)(packed[at] | code << shift);
-    }
-  return kt_group_scale_pack(layout, rows, cols, scale, packed_scale);
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) {
+    int shift;
+    uint8_t *const at = packed + nibble_at(cols, n, k, &shift);
+    const int code = codes[k / 2] >> (k % 2 * 4) & 15;
+    *at = (uint8_t)(shift ? *at | code << 4 : code);
+  }
+}
+
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k++) {
+    int shift;
+    const int code = packed[nibble_at(cols, n, k, &shift)] >> shift & 15;
+    codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
+  }
 }
 
 static void decode_row(const kt_weight *w, int64_t n, double *out) {
@@ -56,12 +48,18 @@ void kt_mxfp4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, 
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-const kt_gemm kt_mxfp4_gemm = {
+const kt_weight_format kt_mxfp4_format = {
+    .bits = 4,
+    .plain_bits = 4,
+    .col_multiple = KT_TILE_COLS,
+    .group_count = 1,
+    .groups = {KT_MXFP4_GROUP},
+    .scale_dtypes = 1u << KT_SCALE_UE8M0 | 1u << KT_SCALE_BF16,
+    .scale_rows = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
+    .scale_units = 1,
     .rows_kind = KT_ROWS_BF16,
-    .steps = steps,
-    .codes_size = codes_size,
-    .scale_size = kt_group_scale_size,
-    .pack = pack,
     .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_mxfp4_product_avx512,

@@ -3,9 +3,10 @@
 #ifndef KT_STRIP_H
 #define KT_STRIP_H
 
+#include "../format/format.h"
+#include "../format/int_tiles.h"
 #include "../simd/target.h"
-#include "layout.h"
-#include "packed.h"
+#include "../source/decode.h"
 #include "rounding.h"
 
 /* How the rows of a strip lie in memory, a compile-time constant in every loop below. */
@@ -67,33 +68,34 @@ KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, cons
 }
 
 /* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
-KT_INLINE kt_status kt_scale_strip(const kt_packer *packer, const kt_matrix *m, kt_strip strip,
-                                   kt_row_max_fn *row_max, float *scale, float *inverse,
-                                   int *flush) {
+KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matrix *m,
+                                   kt_strip strip, kt_row_max_fn *row_max, float *scale,
+                                   float *inverse, int *flush) {
   *flush = 0;
   for (int r = 0; r < KT_STRIP_ROWS; r++) {
     const uint8_t *row = strip.data + r * strip.row_size;
     const uint32_t max = strip.form == KT_ROW_BF16 ? row_max(row, m->cols, KT_ROW_BF16)
                                                    : row_max(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = packer->scale(kt_float(max));
+    scale[r] = format->scale(kt_float(max));
     inverse[r] = kt_reciprocal(scale[r]);
     *flush |= max < KT_FLUSH_BITS;
   }
   return KT_OK;
 }
 
-/* The whole matrix: each strip is read from memory once, for its maxima, and quantized
- * from the cache. */
-KT_INLINE kt_status kt_quantize_pack_strips(const kt_packer *packer, const kt_matrix *m,
+/* The whole matrix, one binary32 scale per row: each strip is read from memory once, for its
+ * maxima, and quantized from the cache. */
+KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_matrix *m,
                                             uint8_t *packed, float *scale, float *scratch,
                                             kt_strip_rule rule) {
+  const kt_weight_format *format = kt_format_of(layout);
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
     const kt_strip strip = kt_strip_at(m, n, scratch, rule.decode);
     float inverse[KT_STRIP_ROWS];
     int flush;
     const kt_status status =
-        kt_scale_strip(packer, m, strip, rule.row_max, scale + n, inverse, &flush);
+        kt_scale_strip(format, m, strip, rule.row_max, scale + n, inverse, &flush);
     if (status) return status;
     if (strip.form == KT_ROW_BF16 && !flush)
       kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_BF16, 0);

@@ -20,6 +20,7 @@ from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
 from ktconv.bench.render import render_rows
 from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.moe import METHODS
 from ktconv.system import machine
@@ -53,7 +54,7 @@ class PackRow:
 
 def packable() -> list[str]:
     """Methods that have a packer."""
-    return [name for name in METHODS if name in native.FORMATS]
+    return [name for name in METHODS if name in FORMATS]
 
 
 def bench_packing(

@@ -73,8 +73,8 @@ class Method:
         if intermediate % parts:
             return False
         width = intermediate // parts
-        sizes = (self.layout.weight_size(width, hidden), self.layout.weight_size(hidden, width))
-        return all(sizes)
+        shapes = ((width, hidden), (hidden, width))
+        return all(self.layout.multiplies(*shape) for shape in shapes)
 
     def expert_bytes(self, hidden: int, intermediate: int, parts: int = 1) -> int:
         """Bytes of one expert, scales included."""
@@ -87,8 +87,8 @@ class Method:
 def _kt_integer(values: F32, layout: Layout) -> Quantized:
     """INT8 and INT4 as quantize-cpu packs them."""
     matrix = native.Matrix(values.view(np.uint8).reshape(-1), "F32", *values.shape)
-    codes, scale = native.quantize(layout.kernel, matrix)
-    step = np.float32(16 if layout.kernel == "int4" else 1)
+    codes, scale = native.quantize(layout, matrix)
+    step = np.float32(layout.traits()["scale_units"])
     return Quantized(codes, scale, codes * (scale * step)[:, None])
 
 

@@ -6,29 +6,26 @@ exception. Calls release the GIL, so Python threads run them in parallel.
 
 from ktconv.native.arrays import Array, NonFiniteError, aligned_bytes
 from ktconv.native.auditing import Audit, audit, audit_codes
+from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size
 from ktconv.native.levels import ISA_NAMES, cpu_features, isa, isa_available, use_isa
 from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
 from ktconv.native.moe import (
     GATE_FUNCTIONS,
-    KERNELS,
     MAX_COLS,
-    SCALE_DTYPES,
     Activation,
     Layer,
-    Layout,
     Projection,
-    pack_weight,
     part_node,
 )
 from ktconv.native.packing import (
-    FORMATS,
     new_scratch,
     pack,
-    packed_size,
+    pack_weight,
     quantize,
     quantize_pack,
     scratch_size,
     unpack,
+    unpack_weight,
 )
 from ktconv.native.pool import Pool, bind_memory
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit
@@ -38,7 +35,6 @@ __all__ = [
     "FORMATS",
     "GATE_FUNCTIONS",
     "ISA_NAMES",
-    "KERNELS",
     "MAX_COLS",
     "SCALE_DTYPES",
     "UNITS",
@@ -72,5 +68,6 @@ __all__ = [
     "scratch_size",
     "stored_unit",
     "unpack",
+    "unpack_weight",
     "use_isa",
 ]

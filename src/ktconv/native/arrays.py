@@ -50,9 +50,9 @@ def byte_pointer(array: Array, writable: bool = False) -> Any:
     return ffi.cast("uint8_t *", ffi.from_buffer(array, require_writable=writable))
 
 
-def aligned_floats(scale: Array) -> Array:
-    """`scale` itself, or a copy where a float cannot lie: files align nothing."""
-    return scale if scale.ctypes.data % 4 == 0 else scale.copy()
+def aligned_to(array: Array, size: int) -> Array:
+    """`array` itself, or a copy where numbers of `size` bytes cannot lie: files align nothing."""
+    return array if array.ctypes.data % size == 0 else array.copy()
 
 
 def words(status: int) -> str:

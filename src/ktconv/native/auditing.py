@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, aligned_floats, byte_pointer, check, expect_bytes
-from ktconv.native.packing import FORMATS, packed_size
+from ktconv.native.arrays import Array, aligned_to, byte_pointer, check, expect_bytes
+from ktconv.native.layouts import Layout, layout_of, packed_size
 from ktconv.native.source import Matrix
 
 
 @dataclass(slots=True)
 class Audit:
-    """What `audit` found in some rows: sums over all elements, and maxima of each row."""
+    """What `audit` found in some rows: sums over all elements, and maxima of what each scale is
+    for: a row, or a group of its columns."""
 
     squared_source: float
     squared_error: float
@@ -22,28 +23,32 @@ class Audit:
     max_steps: float
     zeros: int
     invalid: int  # codes outside the format's range, or not 0 under scale 0
-    row_error: Array  # float32 [rows]: largest |source - dequantized|
-    row_amax: Array  # float32 [rows]: largest |source|
-    row_scale: Array  # float32 [rows]: what the rule makes of that
+    row_error: Array  # float32, shaped as plain scales: largest |source - dequantized|
+    row_amax: Array  # the same: largest |source|
+    row_scale: Array  # the same: what the rule makes of that
 
 
-def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, scale: Array) -> Audit:
+def audit(
+    layout: Layout | str, source: Matrix, rows: int, first: int, packed: Array, scale: Array
+) -> Audit:
     """Compares rows from `first` on of a packed matrix [rows, cols] with their source.
 
-    `packed` (uint8) and `scale` (float32 [rows]) are those of the whole matrix. Shares no code
+    `packed` (uint8) and `scale` (packed scales) are those of the whole matrix. Shares no code
     with quantize and pack.
     """
-    expect_bytes("packed", packed, packed_size(format, rows, source.cols))
-    expect_bytes("scale", scale, 4 * rows)
-    error, amax, rule = (np.empty(source.rows, np.float32) for _ in range(3))
+    layout = layout_of(layout)
+    expect_bytes("packed", packed, packed_size(layout, rows, source.cols))
+    expect_bytes("scale", scale, layout.scale_size(rows, source.cols))
+    found = layout.scale_shape(source.rows, source.cols)
+    error, amax, rule = (np.empty(found, np.float32) for _ in range(3))
     sums = ffi.new("kt_audit *")
     status = lib.kt_audit_run(
-        FORMATS[format],
+        layout.c(),
         source.c,
         rows,
         first,
         byte_pointer(packed),
-        ffi.cast("float *", ffi.from_buffer(aligned_floats(scale))),
+        ffi.from_buffer(aligned_to(scale, layout.scale_array.itemsize)),
         ffi.cast("float *", ffi.from_buffer(error)),
         ffi.cast("float *", ffi.from_buffer(amax)),
         ffi.cast("float *", ffi.from_buffer(rule)),
@@ -63,10 +68,11 @@ def audit(format: str, source: Matrix, rows: int, first: int, packed: Array, sca
     )
 
 
-def audit_codes(format: str, packed: Array, rows: int, cols: int) -> Array:
-    """`unpack` by the audit's own path."""
-    expect_bytes("packed", packed, packed_size(format, rows, cols))
+def audit_codes(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:
+    """Codes int8 [rows, cols] of packed bytes, by the audit's own path."""
+    layout = layout_of(layout)
+    expect_bytes("packed", packed, packed_size(layout, rows, cols))
     codes = np.empty((rows, cols), np.int8)
     target = ffi.cast("int8_t *", ffi.from_buffer(codes))
-    check(lib.kt_audit_codes(FORMATS[format], byte_pointer(packed), rows, cols, target))
+    check(lib.kt_audit_codes(layout.c(), byte_pointer(packed), rows, cols, target))
     return codes

@@ -18,56 +18,16 @@ from ktconv.native.arrays import (
     expect_bytes,
     expect_rows,
 )
+from ktconv.native.layouts import Layout
 from ktconv.native.pool import Pool, open_pool
 
 MAX_COLS: int = lib.KT_MAX_COLS  # of any matrix that the kernels read
-
-KERNELS = {
-    "int8": lib.KT_KERNEL_INT8,
-    "int4": lib.KT_KERNEL_INT4,
-    "bf16": lib.KT_KERNEL_BF16,
-    "fp8": lib.KT_KERNEL_FP8,
-    "mxfp4": lib.KT_KERNEL_MXFP4,
-    "gint4": lib.KT_KERNEL_GINT4,
-}
-
-_SCALE_BYTES = {"f32": 4, "bf16": 2, "ue8m0": 1}
-
-SCALE_DTYPES = {
-    "none": lib.KT_SCALE_NONE,
-    "f32": lib.KT_SCALE_F32,
-    "bf16": lib.KT_SCALE_BF16,
-    "ue8m0": lib.KT_SCALE_UE8M0,
-}
 
 GATE_FUNCTIONS = {
     "swiglu": lib.KT_SWIGLU,
     "gelu": lib.KT_GELU,
     "gelu_tanh": lib.KT_GELU_TANH,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the kernels read weights; see kt_layout in ktconv.h."""
-
-    kernel: str
-    group: int = 0
-    scale_dtype: str = "f32"
-
-    def c(self) -> Any:
-        return ffi.new(
-            "kt_layout *",
-            (KERNELS[self.kernel], self.group, SCALE_DTYPES[self.scale_dtype]),
-        )
-
-    def weight_size(self, rows: int, cols: int) -> int:
-        """Bytes of packed codes; 0 if the layout cannot hold that shape."""
-        return int(lib.kt_weight_size(self.c(), rows, cols))
-
-    def scale_size(self, rows: int, cols: int) -> int:
-        """Bytes of packed scales."""
-        return int(lib.kt_weight_scale_size(self.c(), rows, cols))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,71 +38,6 @@ class Activation:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float = math.inf
-
-
-_LARGEST = {"int8": 127, "int4": 7}  # codes
-
-_FP8_BLOCK = 128
-
-
-def _check_codes(layout: Layout, rows: int, cols: int, codes: Array) -> None:
-    if largest := _LARGEST.get(layout.kernel):
-        expect_rows("codes", codes, np.int8, (rows, cols))
-        if codes.max() > largest or codes.min() < -largest:
-            raise ValueError(f"{layout.kernel} codes must be {-largest}..{largest}")
-    elif layout.kernel in ("mxfp4", "gint4"):
-        expect_rows("codes", codes, np.uint8, (rows, cols // 2))
-    else:
-        expect_rows(
-            "codes", codes, np.uint16 if layout.kernel == "bf16" else np.uint8, (rows, cols)
-        )
-
-
-def _check_scale(layout: Layout, rows: int, cols: int, scale: Array | None) -> None:
-    if layout.scale_dtype == "none":
-        if scale is not None:
-            raise ValueError(f"{layout.kernel} has no scales")
-        return
-    if scale is None:
-        raise ValueError(f"{layout.kernel} needs scales")
-    dtype = {"f32": np.float32, "bf16": np.uint16, "ue8m0": np.uint8}[layout.scale_dtype]
-    shape: tuple[int, ...] = (rows,)
-    if layout.group:
-        shape = (-(-rows // _FP8_BLOCK) if layout.kernel == "fp8" else rows, cols // layout.group)
-    expect_rows("scale", scale, dtype, shape)
-
-
-def pack_weight(
-    layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None, packed: Array
-) -> Array:
-    """Packs row-major codes into `packed` (uint8); returns the packed scales (uint8).
-
-    `codes` and `scale` have the dtypes and shapes that kt_weight_pack wants. Raises ValueError for
-    others, for a shape that the layout cannot hold, for INT8 and INT4 codes out of their range, and
-    for scales that are not finite.
-    """
-    size = layout.weight_size(rows, cols)
-    if not size:
-        raise ValueError(f"{layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
-    codes = np.ascontiguousarray(codes)
-    scale = None if scale is None else np.ascontiguousarray(scale)
-    _check_codes(layout, rows, cols, codes)
-    _check_scale(layout, rows, cols, scale)
-    expect_bytes("packed", packed, size)
-    packed_scale = aligned_bytes(max(1, layout.scale_size(rows, cols)))
-    status = lib.kt_weight_pack(
-        layout.c(),
-        rows,
-        cols,
-        ffi.from_buffer(codes),
-        ffi.NULL if scale is None else ffi.from_buffer(scale),
-        ffi.from_buffer(packed, require_writable=True),
-        ffi.from_buffer(packed_scale, require_writable=True),
-    )
-    if status == lib.KT_ERR_NONFINITE:
-        raise ValueError("a scale or a code is NaN or infinite")
-    check(status)
-    return packed_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +101,15 @@ class Layer:
         width = self.intermediate // self.parts
         shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
         for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):
-            size = self.layout.weight_size(rows, cols)
-            if not size:
-                raise ValueError(f"{self.layout.kernel} cannot hold a matrix of [{rows}, {cols}]")
-            expect_bytes(f"{name} codes", matrix.codes, size)
+            if not self.layout.multiplies(rows, cols):
+                raise ValueError(f"{self.layout.format} cannot hold a matrix of [{rows}, {cols}]")
+            expect_bytes(f"{name} codes", matrix.codes, self.layout.weight_size(rows, cols))
             setattr(entry, name, ffi.from_buffer(matrix.codes))
             if scale_size := self.layout.scale_size(rows, cols):
                 if matrix.scale is None:
                     raise ValueError(f"{name} has no scales")
                 expect_bytes(f"{name} scales", matrix.scale, scale_size)
-                expect_aligned(
-                    f"{name} scales", matrix.scale, _SCALE_BYTES[self.layout.scale_dtype]
-                )
+                expect_aligned(f"{name} scales", matrix.scale, self.layout.scale_array.itemsize)
                 setattr(entry, f"{name}_scale", ffi.from_buffer(matrix.scale))
             if matrix.bias is not None:
                 expect_rows(f"{name} bias", matrix.bias, np.float32, (rows,))

@@ -1,22 +1,22 @@
-"""Quantizing and packing into the INT8 and INT4 formats."""
+"""Quantizing (choosing codes and scales) and packing (placing their bytes)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, aligned_floats, byte_pointer, check, expect_bytes
+from ktconv.native.arrays import (
+    Array,
+    aligned_bytes,
+    aligned_to,
+    byte_pointer,
+    check,
+    expect_bytes,
+)
+from ktconv.native.layouts import Layout, expect_codes, expect_scale, layout_of, packed_size
 from ktconv.native.source import Matrix
-
-FORMATS: dict[str, int] = {"int8": lib.KT_INT8, "int4": lib.KT_INT4}
-
-
-def packed_size(format: str, rows: int, cols: int) -> int:
-    """Bytes of a packed matrix; ValueError if the format cannot hold the shape."""
-    size = int(lib.kt_packed_size(FORMATS[format], rows, cols))
-    if not size:
-        raise ValueError(f"{format} cannot hold a matrix of [{rows}, {cols}]")
-    return size
 
 
 def scratch_size(cols: int) -> int:
@@ -29,16 +29,21 @@ def new_scratch(cols: int) -> Array:
     return np.empty(scratch_size(cols), np.uint8)
 
 
-def quantize(format: str, matrix: Matrix) -> tuple[Array, Array]:
-    """Codes int8 [rows, cols] and scales float32 [rows]."""
-    codes = np.empty((matrix.rows, matrix.cols), np.int8)
-    scale = np.empty(matrix.rows, np.float32)
+def quantize(layout: Layout | str, matrix: Matrix) -> tuple[Array, Array]:
+    """Plain codes and scales, as `pack_weight` takes them.
+
+    Raises NonFiniteError with the first NaN or Inf, ValueError for a layout without a quantizer.
+    """
+    layout = layout_of(layout)
+    shape = (matrix.rows, matrix.cols)
+    codes = np.empty(layout.code_shape(*shape), layout.code_array)
+    scale = np.empty(layout.scale_shape(*shape), layout.scale_array)
     scratch, bad = new_scratch(matrix.cols), ffi.new("kt_position *")
     status = lib.kt_quantize(
-        FORMATS[format],
+        layout.c(),
         matrix.c,
-        ffi.cast("int8_t *", ffi.from_buffer(codes)),
-        ffi.cast("float *", ffi.from_buffer(scale)),
+        ffi.from_buffer(codes),
+        ffi.from_buffer(scale),
         ffi.from_buffer(scratch),
         scratch.nbytes,
         bad,
@@ -47,45 +52,107 @@ def quantize(format: str, matrix: Matrix) -> tuple[Array, Array]:
     return codes, scale
 
 
-def pack(format: str, codes: Array) -> Array:
-    """Packed bytes (uint8, 1-D) of int8 codes [rows, cols]."""
-    codes = np.ascontiguousarray(codes, np.int8)
-    packed = np.empty(packed_size(format, *codes.shape), np.uint8)
-    source = ffi.cast("int8_t *", ffi.from_buffer(codes))
-    check(lib.kt_pack(FORMATS[format], source, *codes.shape, byte_pointer(packed)))
+def pack(layout: Layout | str, codes: Array) -> Array:
+    """Packed bytes (uint8, 1-D) of plain codes alone, which may be out of their range."""
+    layout = layout_of(layout)
+    codes = np.ascontiguousarray(codes, layout.code_array)
+    rows, cols = codes.shape[0], codes.shape[1] * layout.codes_per_element
+    packed = np.empty(packed_size(layout, rows, cols), np.uint8)
+    source = ffi.from_buffer(codes)
+    check(lib.kt_pack(layout.c(), rows, cols, source, ffi.NULL, byte_pointer(packed), ffi.NULL))
     return packed
 
 
-def unpack(format: str, packed: Array, rows: int, cols: int) -> Array:
-    """Codes int8 [rows, cols] of packed bytes."""
-    expect_bytes("packed", packed, packed_size(format, rows, cols))
-    codes = np.empty((rows, cols), np.int8)
-    target = ffi.cast("int8_t *", ffi.from_buffer(codes))
-    check(lib.kt_unpack(FORMATS[format], byte_pointer(packed), rows, cols, target))
+def unpack(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:
+    """Plain codes of packed bytes."""
+    layout = layout_of(layout)
+    expect_bytes("packed", packed, packed_size(layout, rows, cols))
+    codes = np.empty(layout.code_shape(rows, cols), layout.code_array)
+    target = ffi.from_buffer(codes)
+    check(lib.kt_unpack(layout.c(), rows, cols, byte_pointer(packed), ffi.NULL, target, ffi.NULL))
     return codes
 
 
+def _check_range(layout: Layout, codes: Array) -> None:
+    """Of codes that have more bits than packed ones, or values that no code has."""
+    if layout.code_array == np.int8:
+        largest = layout.traits()["max_level"]
+        if codes.max() > largest or codes.min() < -largest:
+            raise ValueError(f"{layout.format} codes must be {-largest}..{largest}")
+
+
+def pack_weight(
+    layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None, packed: Array
+) -> Array:
+    """Packs plain codes into `packed` (uint8); returns the packed scales (uint8).
+
+    `codes` and `scale` have the dtypes and shapes that kt_pack wants, whoever chose them. Raises
+    ValueError for others, for a shape that the layout cannot hold, for INT8 and INT4 codes out of
+    their range, and for scales that are not finite.
+    """
+    size = packed_size(layout, rows, cols)
+    codes = np.ascontiguousarray(codes)
+    scale = None if scale is None else np.ascontiguousarray(scale)
+    expect_codes(layout, rows, cols, codes)
+    _check_range(layout, codes)
+    expect_scale(layout, rows, cols, scale)
+    expect_bytes("packed", packed, size)
+    packed_scale = aligned_bytes(max(1, layout.scale_size(rows, cols)))
+    status = lib.kt_pack(
+        layout.c(),
+        rows,
+        cols,
+        ffi.from_buffer(codes),
+        ffi.NULL if scale is None else ffi.from_buffer(scale),
+        ffi.from_buffer(packed, require_writable=True),
+        ffi.from_buffer(packed_scale, require_writable=True),
+    )
+    if status == lib.KT_ERR_NONFINITE:
+        raise ValueError("a scale or a code is NaN or infinite")
+    check(status)
+    return packed_scale
+
+
+def unpack_weight(
+    layout: Layout, rows: int, cols: int, packed: Array, packed_scale: Array | None
+) -> tuple[Array, Array | None]:
+    """The inverse of `pack_weight`: plain codes and scales."""
+    codes = unpack(layout, packed, rows, cols)
+    if layout.scale_dtype == "none":
+        return codes, None
+    if packed_scale is None:
+        raise ValueError(f"{layout.format} needs scales")
+    expect_bytes("scale", packed_scale, layout.scale_size(rows, cols))
+    scale = np.empty(layout.scale_shape(rows, cols), layout.scale_array)
+    given = aligned_to(packed_scale, layout.scale_array.itemsize)
+    arguments: tuple[Any, ...] = (byte_pointer(packed), ffi.from_buffer(given))
+    target = ffi.from_buffer(codes), ffi.from_buffer(scale)
+    check(lib.kt_unpack(layout.c(), rows, cols, *arguments, *target))
+    return codes, scale
+
+
 def quantize_pack(
-    format: str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
+    layout: Layout | str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
 ) -> None:
-    """Quantizes and packs in one pass, into `packed` (uint8) and `scale` (float32 [rows]).
+    """Quantizes and packs in one pass, into `packed` (uint8) and `scale` (packed scales).
 
     Raises NonFiniteError with the first NaN or Inf.
     """
-    expect_bytes("packed", packed, packed_size(format, matrix.rows, matrix.cols))
-    expect_bytes("scale", scale, 4 * matrix.rows)
+    layout = layout_of(layout)
+    expect_bytes("packed", packed, packed_size(layout, matrix.rows, matrix.cols))
+    expect_bytes("scale", scale, layout.scale_size(matrix.rows, matrix.cols))
     scratch = new_scratch(matrix.cols) if scratch is None else scratch
-    floats = aligned_floats(scale)
+    aligned = aligned_to(scale, layout.scale_array.itemsize)
     bad = ffi.new("kt_position *")
     status = lib.kt_quantize_pack(
-        FORMATS[format],
+        layout.c(),
         matrix.c,
         byte_pointer(packed, writable=True),
-        ffi.cast("float *", ffi.from_buffer(floats, require_writable=True)),
+        ffi.from_buffer(aligned, require_writable=True),
         ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
         bad,
     )
     check(status, bad)
-    if floats is not scale:
-        np.copyto(scale, floats)
+    if aligned is not scale:
+        np.copyto(scale, aligned)

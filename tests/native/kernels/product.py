@@ -42,14 +42,14 @@ class Layout(ctypes.Structure):
     """kt_layout."""
 
     _fields_ = (
-        ("kernel", ctypes.c_int32),
+        ("format", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("scale_dtype", ctypes.c_int32),
     )
 
     @classmethod
-    def of(cls, kernel: str, group: int = 0, scale: str = "none") -> Layout:
-        return cls(native.KERNELS[kernel], group, native.SCALE_DTYPES[scale])
+    def of(cls, format: str, group: int = 0, scale: str = "none") -> Layout:
+        return cls(native.FORMATS[format], group, native.SCALE_DTYPES[scale])
 
 
 class Activation(ctypes.Structure):
@@ -157,10 +157,10 @@ class Weight:
 
 
 class Refused(Exception):
-    """kt_weight_pack's status."""
+    """kt_pack's status."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"kt_weight_pack returned {status}")
+        super().__init__(f"kt_pack returned {status}")
         self.status = status
 
 
@@ -169,7 +169,7 @@ class Products:
 
     def __init__(self, library: Path) -> None:
         self._lib = ctypes.CDLL(str(library))
-        for name in ("kt_weight_size", "kt_weight_scale_size"):
+        for name in ("kt_packed_size", "kt_scale_size"):
             getattr(self._lib, name).restype = ctypes.c_size_t
         for name in ("kt_test_stride", "kt_test_panel_size"):
             getattr(self._lib, name).restype = ctypes.c_int64
@@ -189,20 +189,22 @@ class Products:
             pytest.skip(f"no {level} product of this kernel on this machine")
 
     def sizes(self, layout: Layout, rows: int, cols: int) -> tuple[int, int]:
-        """Bytes of codes and scales; (0, 0) for a shape or layout that is refused."""
+        """Bytes of codes and scales; (0, 0) for a shape or layout that the kernels refuse."""
         shape = (ctypes.byref(layout), ctypes.c_int64(rows), ctypes.c_int64(cols))
-        return self._lib.kt_weight_size(*shape), self._lib.kt_weight_scale_size(*shape)
+        if self._lib.kt_product_check(*shape):
+            return 0, 0
+        return self._lib.kt_packed_size(*shape), self._lib.kt_scale_size(*shape)
 
     def pack(
         self, layout: Layout, rows: int, cols: int, codes: Array, scale: Array | None = None
     ) -> Weight:
-        """kt_weight_pack, into memory that held something else and ends at guard pages."""
+        """kt_pack, into memory that held something else and ends at guard pages."""
         code_size, scale_size = self.sizes(layout, rows, cols)
         packed = guarded_copy(np.full(code_size, 0x5A, np.uint8))
         packed_scale = guarded_copy(np.full(scale_size, 0x5A, np.uint8)) if scale_size else None
         source = guarded_copy(codes)
         source_scale = None if scale is None else guarded_copy(scale)
-        status = self._lib.kt_weight_pack(
+        status = self._lib.kt_pack(
             ctypes.byref(layout),
             ctypes.c_int64(rows),
             ctypes.c_int64(cols),

@@ -164,7 +164,7 @@ def test_sizes_beyond_the_address_space(products: Products, rows: int, cols: int
         Layout.of("mxfp4", 32, "ue8m0"),
         Layout.of("gint4", 32, "f32"),
     ):
-        assert products.sizes(layout, rows, cols) == (0, 0), layout.kernel
+        assert products.sizes(layout, rows, cols) == (0, 0), layout.format
     assert products.sizes(LAYOUT, 2**40, cols) == (2**41 * cols, 0)
 
 

@@ -1,4 +1,4 @@
-/* layout.h - the geometry that KTransformers' INT8 and INT4 share.
+/* int_tiles.h - the geometry that KTransformers' INT8 and INT4 share.
  *
  * Rows are cut into blocks of `block_rows`, each row block into column blocks of 3584,
  * each of those into strips of 32 rows, each strip into tiles of 2048 bytes. A tile is
@@ -9,8 +9,8 @@
  *   nb=0            [ tile tile .. ]   [ tile .. ]   strip rows 0..31
  *                   [ tile tile .. ]   [ tile .. ]   strip rows 32..63
  *   nb=block_rows   ...                                                             */
-#ifndef KT_LAYOUT_H
-#define KT_LAYOUT_H
+#ifndef KT_INT_TILES_H
+#define KT_INT_TILES_H
 
 #include <stdint.h>
 

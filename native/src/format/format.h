@@ -1,0 +1,71 @@
+/* format.h - what a weight format consists of: one row of the table in format.c.
+ *
+ * Sizes, checks and the order of scales follow from the data of a row. Its functions place
+ * the codes of one row of a matrix; choosing codes (quantize/) and multiplying with them
+ * (moe/gemm.h) are cells that may be missing. */
+#ifndef KT_FORMAT_H
+#define KT_FORMAT_H
+
+#include "../moe/gemm.h"
+#include "ktconv.h"
+
+enum { KT_ROW_MULTIPLE = 32 }; /* rows of every packed matrix are a multiple of this */
+
+typedef struct kt_weight_format kt_weight_format;
+
+/* Quantizes and packs a whole matrix. All arguments were checked. KT_OK, or KT_ERR_NONFINITE
+ * without a position. */
+typedef kt_status kt_quantize_pack_fn(const kt_layout *layout, const kt_matrix *matrix,
+                                      uint8_t *packed, void *packed_scale, float *scratch);
+
+/* Plain codes of row n of a [rows, cols] matrix, to and from their places in packed bytes. Rows
+ * are packed in ascending order, so that a byte shared by two rows is written by the first. */
+typedef void kt_pack_row_fn(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n,
+                            uint8_t *packed);
+typedef void kt_unpack_row_fn(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                              uint8_t *codes);
+
+struct kt_weight_format {
+  /* Codes: bits of a packed one, bits of a plain one, what cols must be a multiple of beside
+   * the group. */
+  int32_t bits, plain_bits, col_multiple;
+  /* Scales: allowed groups (0: one per row), allowed dtypes as a set of 1 << kt_scale_dtype, and
+   * the rows that share a scale where group is not 0. */
+  int32_t group_count, groups[3];
+  uint32_t scale_dtypes;
+  int32_t scale_rows;
+
+  kt_pack_row_fn *pack_row;
+  kt_unpack_row_fn *unpack_row;
+  int (*is_finite)(const uint8_t *codes, int64_t cols); /* NULL: all codes are */
+
+  /* Quantizing: integer codes -max_level..max_level, the scale of a row or group from its largest
+   * magnitude, a second rounding or NULL, and what is added to a code where it is stored
+   * without a sign. max_level 0: the format has no quantizer. */
+  int32_t max_level, scale_units, code_bias;
+  float (*scale)(float amax);
+  void (*requantize)(int8_t *codes, int64_t cols);
+  /* Whole matrices: the scalar cell, loops over rows, is the reference for every level. */
+  kt_quantize_pack_fn *quantize_pack[KT_LEVELS];
+
+  /* Multiplying. */
+  kt_rows_kind rows_kind;
+  kt_product_fn *product[KT_LEVELS]; /* without a scalar one there are no kernels */
+};
+
+extern const kt_weight_format kt_int8_format, kt_int4_format, kt_bf16_format, kt_fp8_format,
+    kt_mxfp4_format, kt_gint4_format;
+
+/* The table row of a layout; NULL if there is no such format, group or scale dtype. */
+const kt_weight_format *kt_format_of(const kt_layout *layout);
+
+/* Whether a layout can hold [rows, cols]: KT_OK, KT_ERR_ARGUMENT or KT_ERR_SHAPE. No size
+ * computed for what passes overflows. */
+kt_status kt_layout_check(const kt_layout *layout, int64_t rows, int64_t cols);
+
+/* Bytes of a row of plain codes. */
+static inline size_t kt_plain_row_size(const kt_weight_format *format, int64_t cols) {
+  return (size_t)(cols * format->plain_bits / 8);
+}
+
+#endif

@@ -1,0 +1,106 @@
+#include "scales.h"
+
+#include <math.h>
+#include <string.h>
+
+int32_t kt_scale_bytes(int32_t dtype) {
+  static const int32_t bytes[] = {
+      [KT_SCALE_NONE] = 0, [KT_SCALE_F32] = 4, [KT_SCALE_BF16] = 2, [KT_SCALE_UE8M0] = 1};
+  return bytes[dtype];
+}
+
+int64_t kt_scale_count(const kt_layout *layout, int64_t rows, int64_t cols) {
+  if (layout->scale_dtype == KT_SCALE_NONE) return 0;
+  if (layout->group == 0) return rows;
+  const int64_t groups = cols / layout->group;
+  return kt_format_of(layout)->scale_rows > 1 ? rows / KT_STRIP * groups : rows * groups;
+}
+
+static float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+double kt_scale_value(int32_t dtype, const void *scale, int64_t i) {
+  if (dtype == KT_SCALE_F32) return ((const float *)scale)[i];
+  if (dtype == KT_SCALE_BF16) return from_bits((uint32_t)((const uint16_t *)scale)[i] << 16);
+  const uint8_t code = ((const uint8_t *)scale)[i];
+  const uint64_t wide = (uint64_t)(code + 1023 - 127) << 52;
+  double value;
+  memcpy(&value, &wide, sizeof value);
+  return code == 255 ? (double)NAN : value;
+}
+
+double kt_group_scale(const kt_weight *w, int64_t n, int64_t g) {
+  return kt_scale_value(w->layout.scale_dtype, w->scale,
+                        kt_group_scale_index(w->cols, w->layout.group, n, g));
+}
+
+float kt_scale_round(int32_t dtype, float value) {
+  if (dtype == KT_SCALE_F32) return value;
+  const uint32_t bits = bits_of(value);
+  return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+void kt_scale_store(int32_t dtype, void *scale, int64_t i, float value) {
+  if (dtype == KT_SCALE_F32)
+    ((float *)scale)[i] = value;
+  else
+    ((uint16_t *)scale)[i] = (uint16_t)(bits_of(value) >> 16);
+}
+
+/* ---- Orders ---------------------------------------------------------------- */
+
+/* Plain scales are a table [height, width]; one row of it is for `rows_each` rows of weights. */
+typedef struct table {
+  int64_t width, rows_each;
+  size_t size; /* bytes of a scale */
+} table;
+
+static table table_of(const kt_layout *layout, int64_t cols) {
+  const int64_t group = layout->group;
+  return (table){group ? cols / group : 1, group ? kt_format_of(layout)->scale_rows : 1,
+                 (size_t)kt_scale_bytes(layout->scale_dtype)};
+}
+
+/* Packed index of column g of the table, for row n of the weights. */
+static int64_t packed_index(const kt_layout *layout, const table *t, int64_t cols, int64_t n,
+                            int64_t g) {
+  if (layout->group == 0) return n;
+  if (t->rows_each > 1) return n / KT_STRIP * t->width + g;
+  return kt_group_scale_index(cols, layout->group, n, g);
+}
+
+/* Rows of weights from one packed scale to the next. */
+static int64_t row_step(const table *t) { return t->rows_each > 1 ? KT_STRIP : 1; }
+
+kt_status kt_scales_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *plain,
+                         void *packed) {
+  const table t = table_of(layout, cols);
+  const uint8_t *const from = plain;
+  for (int64_t n = 0; n < rows; n += row_step(&t))
+    for (int64_t g = 0; g < t.width; g++) {
+      const int64_t i = n / t.rows_each * t.width + g;
+      if (!isfinite(kt_scale_value(layout->scale_dtype, plain, i))) return KT_ERR_NONFINITE;
+      memcpy((uint8_t *)packed + (size_t)packed_index(layout, &t, cols, n, g) * t.size,
+             from + (size_t)i * t.size, t.size);
+    }
+  return KT_OK;
+}
+
+void kt_scales_unpack(const kt_layout *layout, int64_t rows, int64_t cols, const void *packed,
+                      void *plain) {
+  const table t = table_of(layout, cols);
+  const uint8_t *const from = packed;
+  for (int64_t n = 0; n < rows; n += t.rows_each)
+    for (int64_t g = 0; g < t.width; g++)
+      memcpy((uint8_t *)plain + (size_t)(n / t.rows_each * t.width + g) * t.size,
+             from + (size_t)packed_index(layout, &t, cols, n, g) * t.size, t.size);
+}

@@ -1,0 +1,100 @@
+/* The reference of quantizing by the largest magnitude ("amax"): matrices [rows, cols], one row
+ * at a time. What differs between formats is in their row of the table. */
+#include "rows.h"
+
+#include "../format/scales.h"
+#include "../source/decode.h"
+#include "rounding.h"
+
+/* Rows are decoded some at a time, for sources whose rows lie next to each other. What one row
+ * becomes fits behind them in the scratch, which has room for KT_STRIP_ROWS rows. */
+enum { ROWS = 8 };
+
+/* One row: its scales, one or one per group, and its codes, as numbers and as they are stored. */
+typedef struct quantized_row {
+  float *scale;
+  int8_t *codes;
+  uint8_t *plain;
+} quantized_row;
+
+static quantized_row row_in(const kt_layout *layout, float *scratch, int64_t cols) {
+  float *const room = scratch + ROWS * kt_scratch_stride(cols);
+  int8_t *const codes = (int8_t *)(room + kt_scratch_stride(cols));
+  const int64_t plain = kt_format_of(layout)->plain_bits == 8 ? 0 : cols; /* 8: both are one */
+  return (quantized_row){room, codes, (uint8_t *)codes + plain};
+}
+
+/* Decodes rows from n on, ROWS at most; how many. */
+static int64_t decode_rows(const kt_matrix *m, int64_t n, float *scratch) {
+  const int64_t count = m->rows - n < ROWS ? m->rows - n : ROWS;
+  kt_decode_rows_scalar(m, n, count, scratch, kt_scratch_stride(m->cols));
+  return count;
+}
+
+/* Two codes in a byte. */
+static void store_nibbles(const int8_t *codes, int64_t cols, int32_t bias, uint8_t *plain) {
+  for (int64_t k = 0; k < cols; k += 2)
+    plain[k / 2] = (uint8_t)(((codes[k] + bias) & 15) | ((codes[k + 1] + bias) & 15) << 4);
+}
+
+static kt_status quantize_row(const kt_layout *layout, const float *row, int64_t cols,
+                              const quantized_row *to) {
+  const kt_weight_format *format = kt_format_of(layout);
+  const int64_t group = layout->group ? layout->group : cols;
+  for (int64_t k = 0, g = 0; k < cols; k += group, g++) {
+    const uint32_t max = kt_row_max_bits(row + k, group);
+    if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
+    to->scale[g] = kt_scale_round(layout->scale_dtype, format->scale(kt_float(max)));
+    kt_round_row(row + k, group, kt_reciprocal(to->scale[g]), to->codes + k);
+  }
+  if (format->requantize) format->requantize(to->codes, cols);
+  if (format->plain_bits == 4) store_nibbles(to->codes, cols, format->code_bias, to->plain);
+  return KT_OK;
+}
+
+/* Where the row's results go; n: which one it is. */
+typedef void store_fn(const kt_layout *layout, const kt_matrix *m, int64_t n,
+                      const quantized_row *row, uint8_t *codes, void *scale);
+
+static void store_plain(const kt_layout *layout, const kt_matrix *m, int64_t n,
+                        const quantized_row *row, uint8_t *codes, void *scale) {
+  const size_t size = kt_plain_row_size(kt_format_of(layout), m->cols);
+  const int64_t groups = layout->group ? m->cols / layout->group : 1;
+  memcpy(codes + (size_t)n * size, row->plain, size);
+  for (int64_t g = 0; g < groups; g++)
+    kt_scale_store(layout->scale_dtype, scale, n * groups + g, row->scale[g]);
+}
+
+static void store_packed(const kt_layout *layout, const kt_matrix *m, int64_t n,
+                         const quantized_row *row, uint8_t *packed, void *scale) {
+  kt_format_of(layout)->pack_row(row->plain, m->rows, m->cols, n, packed);
+  if (!layout->group) kt_scale_store(layout->scale_dtype, scale, n, row->scale[0]);
+  for (int64_t g = 0; layout->group && g < m->cols / layout->group; g++)
+    kt_scale_store(layout->scale_dtype, scale, kt_group_scale_index(m->cols, layout->group, n, g),
+                   row->scale[g]);
+}
+
+static kt_status each_row(const kt_layout *layout, const kt_matrix *m, float *scratch,
+                          store_fn *store, uint8_t *codes, void *scale) {
+  const quantized_row to = row_in(layout, scratch, m->cols);
+  for (int64_t n = 0, count; n < m->rows; n += count) {
+    count = decode_rows(m, n, scratch);
+    for (int64_t r = 0; r < count; r++) {
+      const float *row = scratch + r * kt_scratch_stride(m->cols);
+      const kt_status status = quantize_row(layout, row, m->cols, &to);
+      if (status) return status;
+      store(layout, m, n + r, &to, codes, scale);
+    }
+  }
+  return KT_OK;
+}
+
+kt_status kt_quantize_rows(const kt_layout *layout, const kt_matrix *m, uint8_t *codes, void *scale,
+                           float *scratch) {
+  return each_row(layout, m, scratch, store_plain, codes, scale);
+}
+
+kt_status kt_quantize_pack_rows(const kt_layout *layout, const kt_matrix *m, uint8_t *packed,
+                                void *packed_scale, float *scratch) {
+  return each_row(layout, m, scratch, store_packed, packed, packed_scale);
+}

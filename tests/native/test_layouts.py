@@ -1,0 +1,173 @@
+"""Layouts of every format: plain codes and scales that any quantizer may have chosen, packed
+and unpacked, and the quantizer by largest magnitude with scales per group."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native.support import STORED, Source, assert_same
+
+from ktconv import native
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.formats.kernels import fp8, gint4, groups
+from ktconv.native import FORMATS, Layout
+
+LAYOUTS = [
+    Layout("int8"),
+    Layout("int4"),
+    Layout("bf16", 0, "none"),
+    Layout("fp8"),
+    Layout("fp8", 128),
+    Layout("mxfp4", 32, "ue8m0"),
+    Layout("mxfp4", 32, "bf16"),
+    *(Layout("gint4", group, dtype) for group in (32, 64, 128) for dtype in ("f32", "bf16")),
+]
+GROUPED = [layout for layout in LAYOUTS if layout.format == "gint4"]
+
+
+def name_of(layout: Layout) -> str:
+    return f"{layout.format}-{layout.group}-{layout.scale_dtype}"
+
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+
+
+def some_codes(layout: Layout, rows: int, cols: int) -> np.ndarray:
+    rng = np.random.default_rng(5)
+    if largest := layout.traits()["max_level"] if layout.code_array == np.int8 else 0:
+        return rng.integers(-largest, largest + 1, (rows, cols), np.int8)
+    codes = rng.integers(0, 256, (rows, cols * layout.code_array.itemsize), np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # the NaN of FP8
+    return codes.view(layout.code_array)[:, : layout.code_shape(rows, cols)[1]]
+
+
+def some_scales(layout: Layout, rows: int, cols: int) -> np.ndarray | None:
+    if layout.scale_dtype == "none":
+        return None
+    values = np.random.default_rng(6).uniform(0.1, 2, layout.scale_shape(rows, cols))
+    match layout.scale_dtype:
+        case "f32":
+            return values.astype(np.float32)
+        case "bf16":
+            return f32_to_bf16(values.astype(np.float32))
+    return (values * 100).astype(np.uint8)
+
+
+@layouts
+@pytest.mark.parametrize("shape", [(32, 128), (96, 384), (160, 3584 + 128)])
+def test_given_codes_and_scales_come_back(layout: Layout, shape: tuple[int, int]) -> None:
+    codes, scale = some_codes(layout, *shape), some_scales(layout, *shape)
+    packed = np.full(layout.weight_size(*shape), 0x5A, np.uint8)
+    packed_scale = native.pack_weight(layout, *shape, codes, scale, packed)
+    assert_same("codes alone", native.pack(layout, codes), packed)
+    found = native.unpack_weight(layout, *shape, packed, None if scale is None else packed_scale)
+    assert_same("codes", found[0], codes)
+    if scale is None:
+        assert found[1] is None
+    else:
+        assert found[1] is not None
+        assert_same("scales", found[1], scale)
+
+
+@layouts
+def test_sizes_follow_from_the_traits(layout: Layout) -> None:
+    traits = layout.traits()
+    rows, cols = 2 * traits["row_multiple"], 3 * traits["col_multiple"]
+    assert layout.weight_size(rows, cols) == rows * cols * traits["bits"] // 8
+    assert layout.multiplies(rows, cols)
+    for shape in ((rows + 1, cols), (rows, cols + traits["col_multiple"] // 2)):
+        assert layout.weight_size(*shape) == layout.scale_size(*shape) == 0
+        assert not layout.multiplies(*shape)
+    if layout.scale_dtype == "none":
+        assert layout.scale_size(rows, cols) == traits["scale_size"] == 0
+    elif layout.format != "fp8" or not layout.group:
+        count = int(np.prod(layout.scale_shape(rows, cols)))
+        assert layout.scale_size(rows, cols) == count * traits["scale_size"]
+
+
+def test_packed_scales_lie_where_the_kernels_read_them() -> None:
+    grouped, block = Layout("gint4", 32, "bf16"), Layout("fp8", 128)
+    for layout, expected in (
+        (grouped, lambda scale: groups.pack_scale(scale)),
+        (block, lambda scale: fp8.pack_scale(scale, 160, 128)),
+    ):
+        scale = some_scales(layout, 160, 256)
+        packed = np.empty(layout.weight_size(160, 256), np.uint8)
+        found = native.pack_weight(layout, 160, 256, some_codes(layout, 160, 256), scale, packed)
+        assert_same("scales", found, expected(scale))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layouts_that_do_not_exist(format: str) -> None:
+    for layout in (Layout(format, 16), Layout(format, -1), Layout(format, 32, "none")):
+        with pytest.raises(ValueError, match="does not exist"):
+            layout.traits()
+        assert layout.weight_size(128, 128) == layout.scale_size(128, 128) == 0
+
+
+# The quantizer by largest magnitude, scales per group
+
+
+def reference(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """SPEC 8.4: codes -7..7 [N, K] and scales float32 [N, K / group]."""
+    rows, cols = values.shape
+    tiny = np.float32(2.0**-126)
+    grouped = values.reshape(rows, cols // layout.group, layout.group)
+    amax = np.abs(grouped).max(axis=2)
+    scale = (amax.astype(np.float64) / 7).astype(np.float32)
+    scale[scale < tiny] = 0
+    if layout.scale_dtype == "bf16":
+        scale = bf16_to_f32(f32_to_bf16(scale))
+    inverse = np.zeros_like(scale)
+    np.divide(np.float32(1), scale, out=inverse, where=scale != 0)
+    kept = np.where(np.abs(grouped) < tiny, np.float32(0), grouped)
+    codes = np.rint(kept * inverse[:, :, None]).astype(np.int8)
+    return codes.reshape(rows, cols), scale
+
+
+@pytest.mark.parametrize("layout", GROUPED, ids=name_of)
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_group_scales(isa: str, layout: Layout, dtype: str, transposed: bool) -> None:
+    source = Source("int4", 96, 640, dtype, transposed=transposed, seed=layout.group)
+    codes, scale = native.quantize(layout, source.matrix())
+    expected, scales = reference(layout, source.values())
+    stored = (expected + 8).astype(np.uint8)
+    assert np.abs(expected).max() == layout.traits()["max_level"]
+    assert_same("codes", codes, groups.nibbles(stored))
+    wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
+    assert_same("scales", wide, scales)
+    packed = np.full(layout.weight_size(96, 640), 0x5A, np.uint8)
+    packed_scale = np.full(layout.scale_size(96, 640), 0x5A, np.uint8)
+    native.quantize_pack(layout, source.matrix(), packed, packed_scale)
+    assert_same("packed", packed, gint4.pack(stored))
+    assert_same("packed scales", packed_scale, groups.pack_scale(scale))
+    again = np.empty_like(packed)
+    assert_same(
+        "scales of pack", native.pack_weight(layout, 96, 640, codes, scale, again), packed_scale
+    )
+    assert_same("pack(quantize)", again, packed)
+    step = np.repeat(scales.astype(np.float64), layout.group, axis=1)
+    bound = np.where(step == 0, 7 * 2.0**-126, np.maximum((0.5 + 2.0**-20) * step, 2.0**-126))
+    assert (np.abs(source.values() - expected * step) <= bound).all()
+
+
+def test_a_group_that_is_not_finite_is_named() -> None:
+    values = np.ones((32, 128), np.float32)
+    values[3, 70] = np.nan
+    matrix = native.Matrix(values.reshape(-1).view(np.uint8), "F32", 32, 128)
+    with pytest.raises(native.NonFiniteError, match="row 3, column 70"):
+        native.quantize(Layout("gint4", 32, "bf16"), matrix)
+
+
+@layouts
+def test_what_the_library_does_not_do_is_refused(layout: Layout) -> None:
+    matrix = native.Matrix(np.zeros(32 * 128 * 4, np.uint8), "F32", 32, 128)
+    packed = np.empty(layout.weight_size(32, 128), np.uint8)
+    if not layout.traits()["max_level"]:
+        scale = np.empty(layout.scale_size(32, 128), np.uint8)
+        with pytest.raises(ValueError, match="does not do that with this layout"):
+            native.quantize_pack(layout, matrix, packed, scale)
+    if layout.format not in ("int8", "int4"):
+        with pytest.raises(ValueError, match="does not do that with this layout"):
+            native.audit_codes(layout, packed, 32, 128)
