@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from helpers.convert import ktconv
 
-from ktconv.cli.verify import Level
+from ktconv.cli.verify import Level, verify
 from ktconv.errors import ResourceError, UsageError
 from ktconv.verify import LEVELS, VerifyRequest, command
 from ktconv.verify.run import unwatched
@@ -20,6 +21,15 @@ Convert = Callable[..., Path]
 
 def test_levels_of_the_command() -> None:
     assert tuple(level.value for level in Level) == LEVELS
+
+
+def test_defaults_of_the_command(tmp_path: Path) -> None:
+    """The command line has those of the library."""
+    ours, request = signature(verify).parameters, VerifyRequest(tmp_path)
+    for name in ("source", "level", "sample", "seed", "tokens", "text", "windows", "beside"):
+        assert ours[name].default == getattr(request, name), name
+    for name in ("max_ppl_increase", "max_kl"):
+        assert ours[name].default == getattr(request.thresholds, name), name
 
 
 def test_sound(model: Path, converted: Convert, tmp_path: Path) -> None:

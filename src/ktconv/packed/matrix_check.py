@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import Format, TensorId, tensor_name
+from ktconv.formats import KINDS, Format, TensorId, tensor_name
 from ktconv.formats.split import is_down
 
 U8 = NDArray[np.uint8]
@@ -95,21 +95,14 @@ class MatrixCheck:
     ) -> None:
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
         self._report = report
+        self._weight_name, self._scale_name = (
+            tensor_name(weight.layer, weight.proj, weight.expert, weight.part, kind)
+            for kind in KINDS
+        )
         self._scale = np.zeros(rows, np.float32)
         self._error = np.zeros(rows, np.float32)
-        self._amax = np.zeros(rows, np.float32)
         self._rule = np.zeros(rows, np.float32)
         self._sums = ErrorStats()
-
-    @property
-    def _weight_name(self) -> str:
-        key = self._id
-        return tensor_name(key.layer, key.proj, key.expert, key.part, "weight")
-
-    @property
-    def _scale_name(self) -> str:
-        key = self._id
-        return tensor_name(key.layer, key.proj, key.expert, key.part, "scale")
 
     def _whole(self, row: int, column: int) -> tuple[int, int]:
         """Where an element of this part lies in the whole matrix."""
@@ -125,7 +118,7 @@ class MatrixCheck:
             self._fmt.key, source, packed.rows, packed.first, packed.weight, packed.scale
         )
         here = slice(start, start + source.rows)
-        self._error[here], self._amax[here] = found.row_error, found.row_amax
+        self._error[here] = found.row_error
         self._rule[here] = found.row_scale
         self._scale[here] = packed.scale[packed.first : packed.first + source.rows]
         self._add(found, source)

@@ -157,7 +157,7 @@ def may_hold_packed(directory: Path) -> bool:
 
 
 def left_out_of(directory: Path) -> ExpertSet:
-    """The experts that quantize-cpu was told to leave out, as the manifest says.
+    """The experts that quantize-cpu left out on request, as the manifest says.
 
     Raises CheckpointError for a manifest that says it in a way that is not ours.
     """

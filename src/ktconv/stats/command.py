@@ -58,7 +58,7 @@ def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str
 
 
 def _check(request: StatsRequest) -> None:
-    """Everything that can be told before a model is loaded."""
+    """Everything that can be checked before a model is loaded."""
     ways = [
         name for name in ("hot", "hot_share", "hot_total") if getattr(request, name) is not None
     ]
@@ -129,7 +129,7 @@ def _way_out() -> AbstractContextManager[None]:
 
 
 def _text(path: Path | None) -> Iterator[str]:
-    """The text, whose first piece was read: a missing file is told before a model is loaded."""
+    """The text, whose first piece was read: a missing file is an error before a model is loaded."""
     pieces = text_pieces(path)
     first = next(pieces, "")
     if not first.strip():
@@ -143,7 +143,7 @@ def _text(path: Path | None) -> Iterator[str]:
 
 
 def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:
-    """--hot and --layers must fit the model: told before it reads."""
+    """--hot and --layers must fit the model: an error before it reads."""
     import numpy as np
 
     one = [LayerCounts(n, 1, np.ones(count, np.int64)) for n, count in experts.items()]

@@ -125,18 +125,18 @@ def _spell_rope(kept: dict[str, Any]) -> None:
     scaling, parameters = kept.get("rope_scaling", {}), kept.get("rope_parameters", {})
     if not isinstance(scaling, dict) or not isinstance(parameters, dict):
         return
-    told = {key: kept.pop(key) for key in _ROPE if key in kept}
+    rope = {key: kept.pop(key) for key in _ROPE if key in kept}
     for found in (scaling, parameters):
         for key, value in found.items():
             name = "rope_type" if key == "type" else key
-            if not _same(told.setdefault(name, value), value):
-                told[f"other {name}"] = value  # two that contradict each other
-    if told.get("rope_type") == "default":
-        del told["rope_type"]
+            if not _same(rope.setdefault(name, value), value):
+                rope[f"other {name}"] = value  # two that contradict each other
+    if rope.get("rope_type") == "default":
+        del rope["rope_type"]
     kept.pop("rope_scaling", None)
     kept.pop("rope_parameters", None)
-    if told:
-        kept["rope_parameters"] = told
+    if rope:
+        kept["rope_parameters"] = rope
 
 
 def _spell_experts(kept: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a verification takes, from headers and options: told before anything is read.
+"""How much memory a verification takes, from headers and options, before anything is read.
 
 Work that does not fit is done in smaller portions: with fewer threads, and the packed experts of a
 layer some at a time. Kinds of outputs say what each portion needs.
@@ -105,7 +105,7 @@ class _Planner:
         self._threads = fit_threads(self._limit, threads, least, need.thread, "verification")
 
     def plan(self, why_not_captured: str | None) -> Budget:
-        self._refuse_model()
+        self._check_model()
         reading = self._threads * self._need.thread
         if self._need.layers is None:
             return Budget(self._threads, self._base + reading)
@@ -140,7 +140,7 @@ class _Planner:
             f"{format_size(self._limit)} may be used: --max-memory sets that"
         )
 
-    def _refuse_model(self) -> None:
+    def _check_model(self) -> None:
         needed = self._base + self._threads * self._need.thread + (self._need.model or 0)
         if self._need.model and self._asked and needed > self._asked:
             raise MemoryLimitError(

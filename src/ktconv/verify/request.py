@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ktconv.errors import UsageError
+
 LEVELS = ("structure", "weights", "layers", "model")
 
 
@@ -35,3 +37,8 @@ class VerifyRequest:
     ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
     thresholds: Thresholds = field(default_factory=Thresholds)
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
+
+
+def check_sample(sample: float) -> None:
+    if not 0 < sample <= 1:
+        raise UsageError(f"--sample {sample} is no share", "give more than 0, at most 1")

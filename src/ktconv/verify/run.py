@@ -17,7 +17,7 @@ from ktconv.verify.findings import Facts, Failure, Progression
 from ktconv.verify.gpu.output import is_gpu_output
 from ktconv.verify.gpu.verifier import GpuVerifier
 from ktconv.verify.memory import Budget, memory_facts
-from ktconv.verify.request import LEVELS, VerifyRequest
+from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
 from ktconv.verify.runner import Check, run_checks, sizes_by_unit
 from ktconv.verify.totals import ItemResult, Totals
 from ktconv.verify.verifier import OutputVerifier
@@ -26,11 +26,6 @@ from ktconv.verify.verifier import OutputVerifier
 def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
     """A progression that nobody watches."""
     return nullcontext()
-
-
-def check_sample(sample: float) -> None:
-    if not 0 < sample <= 1:
-        raise UsageError(f"--sample {sample} is no share", "give more than 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import TensorRef
-from ktconv.errors import UsageError
 from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
 from ktconv.verify.compare.side_files import SideFiles, compare_side_files
 from ktconv.verify.compare.sides import ORDER, SAID, Expert, Input, Side, side_of
 from ktconv.verify.compare.words import NAMED, at_most, counted, matrix_words, place_words
+from ktconv.verify.request import check_sample
 from ktconv.writer.journal import STATE_DIRECTORY
 
 
@@ -38,8 +38,7 @@ class Plan:
 
 
 def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
-    if not 0 < sample <= 1:
-        raise UsageError(f"--sample {sample} is no share", "give more than 0, at most 1")
+    check_sample(sample)
     plan = Plan(Input("A", a), Input("B", b), sample, seed)
     for here in (plan.a, plan.b):
         plan.differences += at_most(SAID, list(here.flaws()), f"flaw of {here.name}")

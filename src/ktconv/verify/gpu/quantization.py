@@ -42,7 +42,7 @@ class Group:
     targets: Sequence[str]
     bits: int
     group_size: int | None  # None: one scale per row
-    observer: str  # "" where it is not told
+    observer: str  # "" where it is not given
 
     @property
     def max_level(self) -> int:
@@ -130,9 +130,9 @@ def unusual(section: Mapping[str, Any]) -> list[str]:
         weights = {k: v for k, v in group["weights"].items() if k not in _WEIGHTS_JUDGED}
         about = {k: v for k, v in group.items() if k not in _GROUP_JUDGED}
         here[f"config_groups.{name}"] = about | {"weights": weights}
-    told = {key: value for key, value in flat(here).items() if value not in _EMPTY}
-    expected = {key: _USUAL[key] for key in told if key in _USUAL}
-    return differences(told, expected, _WRITTEN)
+    given = {key: value for key, value in flat(here).items() if value not in _EMPTY}
+    expected = {key: _USUAL[key] for key in given if key in _USUAL}
+    return differences(given, expected, _WRITTEN)
 
 
 def quantization_elsewhere(config: Mapping[str, Any], path: str = "") -> list[str]:
