@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.config import CONFIG_NAME, ConfigFile, interpret_config, read_config
-from ktconv.checkpoint.encodings import load_block_scale, scale_grid_shape, scale_span
+from ktconv.checkpoint.encodings import (
+    grid_nbytes,
+    load_block_scale,
+    load_grid,
+    load_groups,
+    load_outer_scale,
+    scale_grid_shape,
+    scale_span,
+)
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
 from ktconv.checkpoint.safetensors_file import Header, read_header
@@ -20,11 +28,12 @@ from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
 from ktconv.checkpoint.types import (
     PROJECTIONS,
-    BlockScale,
+    BlockGrid,
     Checkpoint,
     ExpertMatrix,
     MoELayer,
     Projection,
+    Quantization,
     SourceFile,
     TensorRef,
 )
@@ -33,16 +42,21 @@ from ktconv.system.text import path_text
 
 __all__ = [
     "PROJECTIONS",
-    "BlockScale",
+    "BlockGrid",
     "Checkpoint",
     "ExpertMatrix",
     "Header",
     "MoELayer",
     "Projection",
+    "Quantization",
     "SourceFile",
     "TensorRef",
     "check_headers",
+    "grid_nbytes",
     "load_block_scale",
+    "load_grid",
+    "load_groups",
+    "load_outer_scale",
     "locate_model",
     "open_checkpoint",
     "read_header",

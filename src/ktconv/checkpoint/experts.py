@@ -8,15 +8,14 @@ from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import Encoding, Parts, choose_encoding
-from ktconv.checkpoint.encodings.base import WEIGHT
-from ktconv.checkpoint.fused import fused_layout, fused_parts, refuse_biases
+from ktconv.checkpoint.fused import StoredWeight, fused_layout, fused_parts, refuse_biases
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import (
     PROJECTIONS,
-    BlockScale,
     ExpertMatrix,
     MoELayer,
     Projection,
+    Quantization,
     TensorRef,
 )
 from ktconv.checkpoint.views import StoredView
@@ -126,13 +125,21 @@ def _plain_views(
     stack: Stack, found: _Found, config: ModelConfig
 ) -> Mapping[Projection, StoredView]:
     """Views of [I, H] gate and up and [H, I] down; sizes from the config, else expert 0."""
-    weight = found[0]["gate"].get(WEIGHT)
-    # Without a 2-D weight the encoding or the shape check will refuse it by name.
-    shape = weight.shape if weight is not None and len(weight.shape) == 2 else (0, 0)
-    inner = config.intermediate_size.value if config.intermediate_size else shape[0]
-    hidden = config.hidden_size.value if config.hidden_size else shape[1]
-    wide = StoredView(inner, hidden, inner, hidden)
-    return {"gate": wide, "up": wide, "down": StoredView(hidden, inner, hidden, inner)}
+    parts = found[0]["gate"]
+    encoding = choose_encoding(parts)
+    weight = parts[encoding.primary]
+    # A weight that is not 2-D will be refused by name for its shape.
+    shape = encoding.sizes(weight, encoding.transposed) if len(weight.shape) == 2 else (0, 0)
+    outputs, inputs = reversed(shape) if encoding.transposed else shape
+    inner = config.intermediate_size.value if config.intermediate_size else outputs
+    hidden = config.hidden_size.value if config.hidden_size else inputs
+
+    def view(rows: int, cols: int) -> StoredView:
+        if encoding.transposed:
+            return StoredView(cols, rows, rows, cols, transposed=True)
+        return StoredView(rows, cols, rows, cols)
+
+    return {"gate": view(inner, hidden), "up": view(inner, hidden), "down": view(hidden, inner)}
 
 
 def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
@@ -140,10 +147,9 @@ def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) ->
     of: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
     for owner in (gate_up, down):
         refuse_biases(owner)
-    for owner in (gate_up, down):
-        choose_encoding(owner)  # refuses packed weights before their shapes confuse
-    layout = fused_layout(of["gate"][WEIGHT], of["down"][WEIGHT], config)
-    name = of["gate"][WEIGHT].name
+    stored = [_stored(owner) for owner in (gate_up, down)]
+    layout = fused_layout(stored[0], stored[1], config)
+    name = stored[0].tensor.name
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
@@ -156,6 +162,13 @@ def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) ->
         index, stack.source, is_mtp, layout.hidden, layout.intermediate, encodings.name,
         tuple(experts),
     )  # fmt: skip
+
+
+def _stored(parts: Parts) -> StoredWeight:
+    """The primary tensor of a fused weight; packed weights are refused before their shapes
+    confuse."""
+    encoding = choose_encoding(parts)
+    return StoredWeight(parts[encoding.primary], encoding)
 
 
 def _check_size(name: str, what: str, found: int, setting: Setting | None) -> None:
@@ -180,7 +193,7 @@ class _EncodingOfLayer:
 
     def matrix(self, parts: Parts, view: StoredView) -> ExpertMatrix:
         encoding = choose_encoding(parts)
-        weight = parts[WEIGHT]
+        weight = parts[encoding.primary]
         if self._first is None:
             self._first = (encoding, weight)
             if encoding.check is not None:
@@ -191,14 +204,15 @@ class _EncodingOfLayer:
                 f"is {self._first[0].name}",
                 "All experts of a layer must have one encoding.",
             )
-        if weight.shape != view.shape:
-            raise self._wrong_shape(weight, view)
-        scale: BlockScale | None = None
-        if encoding.make_scale is not None:
-            scale = encoding.make_scale(parts, view, self._config)
-        return view.matrix(weight, scale)
+        expected = view.shape(encoding.element)
+        if weight.shape != expected:
+            raise self._wrong_shape(weight, expected)
+        quantization: Quantization | None = None
+        if encoding.quantization is not None:
+            quantization = encoding.quantization(parts, view, self._config)
+        return view.matrix(weight, encoding.element, quantization)
 
-    def _wrong_shape(self, weight: TensorRef, view: StoredView) -> CheckpointError:
+    def _wrong_shape(self, weight: TensorRef, expected: tuple[int, ...]) -> CheckpointError:
         known = [
             f"{setting.key} {setting.value}"
             for setting in (self._config.hidden_size, self._config.intermediate_size)
@@ -206,6 +220,6 @@ class _EncodingOfLayer:
         ]
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
         return CheckpointError(
-            f"{weight.name} has shape {list(weight.shape)}, expected {list(view.shape)}: {reason}",
+            f"{weight.name} has shape {list(weight.shape)}, expected {list(expected)}: {reason}",
             _CONTRADICTION,
         )

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import gpt_oss_refusal
+from ktconv.checkpoint.encodings import Encoding, gpt_oss_refusal
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import Projection, TensorRef
 from ktconv.checkpoint.views import StoredView
@@ -119,18 +119,32 @@ def refuse_biases(parts: Mapping[str, TensorRef]) -> None:
         raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
 
 
-def fused_layout(gate_up: TensorRef, down: TensorRef, config: ModelConfig) -> FusedLayout:
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """The primary tensor of a fused weight, and how it is stored."""
+
+    tensor: TensorRef
+    encoding: Encoding
+
+    @property
+    def text(self) -> str:
+        return f"{self.tensor.name} {list(self.tensor.shape)}"
+
+
+def fused_layout(gate_up: StoredWeight, down: StoredWeight, config: ModelConfig) -> FusedLayout:
     """Decide the layout from both shapes; raises CheckpointError if they fit none."""
-    if len(gate_up.shape) == 3 and len(down.shape) == 3 and gate_up.shape[0] == down.shape[0]:
-        experts, a, b = gate_up.shape
-        _, c, d = down.shape
-        if min(experts, a, b, c, d) > 0:
-            if b == c and a == 2 * d:
-                return FusedLayout(experts, hidden=b, intermediate=d, transposed=False)
-            if a == d and b == 2 * c:
-                return FusedLayout(experts, hidden=a, intermediate=c, transposed=True)
+    shapes = [gate_up.tensor.shape, down.tensor.shape]
+    if all(len(shape) == 3 and min(shape) > 0 for shape in shapes) and shapes[0][0] == shapes[1][0]:
+        for transposed in (False, True):
+            experts, *wide = gate_up.encoding.sizes(gate_up.tensor, transposed)
+            _, *narrow = down.encoding.sizes(down.tensor, transposed)
+            if transposed:
+                wide, narrow = wide[::-1], narrow[::-1]
+            hidden, intermediate = narrow
+            if wide == [2 * intermediate, hidden]:
+                return FusedLayout(experts, hidden, intermediate, transposed)
     raise CheckpointError(
-        f"{gate_up.name} {list(gate_up.shape)} and {down.name} {list(down.shape)} fit neither "
+        f"{gate_up.text} and {down.text} fit neither "
         f"{_expected(config, transposed=False)} nor {_expected(config, transposed=True)}",
         "Check that the tensors and config.json belong to one checkpoint.",
     )

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.elements import Element
 from ktconv.families.family import PROJECTIONS, Projection
 
 __all__ = [
-    "PROJECTIONS", "BlockScale", "Checkpoint", "ExpertMatrix", "MoELayer", "Projection",
-    "SourceFile", "TensorRef",
+    "PROJECTIONS", "BlockGrid", "Checkpoint", "ExpertMatrix", "GroupIndex", "MoELayer",
+    "OuterScale", "Projection", "Quantization", "SourceFile", "TensorRef",
 ]  # fmt: skip
 
 
@@ -31,16 +32,29 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScale:
-    """Scales of a block-quantized matrix: one per `block_rows` x `block_cols`.
+class OuterScale:
+    """The second level of scales: one float32 for all of a matrix's block scales, which are
+    multiplied with it, or divided by it."""
 
-    Element (n, k) of the matrix is multiplied by grid entry
-    ((row_origin + n) // block_rows, (col_origin + k) // block_cols), which lies
-    `start + row * row_stride + col * col_stride` elements into `tensor`.
+    tensor: TensorRef
+    index: int = 0  # its place in `tensor`
+    divides: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """Numbers beside a matrix, scales or zero points: one per `block_rows` x `block_cols`.
+
+    Any granularity: a block is as large as the tensor, a row, a group of a row's columns.
+    Element (n, k) of the matrix has grid entry
+    ((row_origin + n) // block_rows, (col_origin + k) // block_cols). The unit with entry
+    (row, col) lies `start + row // unit_rows * row_stride + col // unit_cols * col_stride`
+    units into `tensor`; what a unit is says `number`, a name of encodings.grids.NUMBERS.
     The origins are not zero where a matrix is a slice of a fused tensor.
     """
 
     tensor: TensorRef
+    number: str
     start: int
     row_stride: int
     col_stride: int
@@ -48,15 +62,34 @@ class BlockScale:
     block_cols: int
     row_origin: int
     col_origin: int
+    outer: OuterScale | None = None  # of scales
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIndex:
+    """The group of each input, I32, from element `start` of `tensor` on (g_idx)."""
+
+    tensor: TensorRef
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What turns stored numbers into weights: (number - zero point) * scale, each the one of the
+    element's block, or of its row's block and its column's group."""
+
+    scale: BlockGrid
+    zero_point: BlockGrid | None = None  # blocks as `scale`
+    groups: GroupIndex | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
     """One projection of one expert as a strided [rows, cols] view (PyTorch [out, in]).
 
-    Element (n, k) lies `start + n * row_stride + k * col_stride` elements into
-    `tensor`. One of the strides is 1: `col_stride` for weights stored [out, in],
-    `row_stride` for fused weights stored [in, out].
+    The unit with element (n, k) lies `start + n // unit_rows * row_stride + k // unit_cols *
+    col_stride` units into `tensor`; for most encodings a unit is one element. One of the strides
+    is 1: `col_stride` for weights stored [out, in], `row_stride` for those stored [in, out].
     """
 
     tensor: TensorRef
@@ -65,7 +98,25 @@ class ExpertMatrix:
     start: int
     row_stride: int
     col_stride: int
-    scale: BlockScale | None
+    element: Element
+    quantization: Quantization | None = None
+
+    @property
+    def scale(self) -> BlockGrid | None:
+        return None if self.quantization is None else self.quantization.scale
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of so many rows, without what stands beside them."""
+        return self.element.nbytes(rows, self.cols)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte in the file, and bytes from there to the last of the matrix."""
+        size = self.element.unit_bytes
+        last_row = self.rows // self.element.unit_rows - 1
+        last_col = self.cols // self.element.unit_cols - 1
+        last = last_row * self.row_stride + last_col * self.col_stride
+        return self.tensor.offset + self.start * size, (last + 1) * size
 
 
 @dataclass(frozen=True, slots=True)

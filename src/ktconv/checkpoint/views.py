@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktconv.checkpoint.types import BlockScale, ExpertMatrix, TensorRef
+from ktconv.checkpoint.elements import Element
+from ktconv.checkpoint.types import ExpertMatrix, Quantization, TensorRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,29 @@ class StoredView:
     col: int = 0
     transposed: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the stored tensor must have."""
-        matrix = (self.stored_rows, self.stored_cols)
+    def shape(self, element: Element) -> tuple[int, ...]:
+        """The shape that the stored tensor must have, in units."""
+        rows, cols = self._unit(element)
+        matrix = (self.stored_rows // rows, self.stored_cols // cols)
         return matrix if self.experts is None else (self.experts, *matrix)
 
-    def matrix(self, tensor: TensorRef, scale: BlockScale | None) -> ExpertMatrix:
+    def matrix(
+        self, tensor: TensorRef, element: Element, quantization: Quantization | None
+    ) -> ExpertMatrix:
         """This view of `tensor`."""
-        start = (self.expert * self.stored_rows + self.row) * self.stored_cols + self.col
-        row_stride, col_stride = self.stored_cols, 1
+        unit_rows, unit_cols = self._unit(element)
+        stored_rows, stored_cols = self.stored_rows // unit_rows, self.stored_cols // unit_cols
+        start = (self.expert * stored_rows + self.row // unit_rows) * stored_cols
+        start += self.col // unit_cols
+        row_stride, col_stride = stored_cols, 1
         if self.transposed:
             row_stride, col_stride = col_stride, row_stride
-        return ExpertMatrix(tensor, self.rows, self.cols, start, row_stride, col_stride, scale)
+        return ExpertMatrix(
+            tensor, self.rows, self.cols, start, row_stride, col_stride, element, quantization
+        )
+
+    def _unit(self, element: Element) -> tuple[int, int]:
+        """Stored rows and columns of a unit."""
+        if self.transposed:
+            return element.unit_cols, element.unit_rows
+        return element.unit_rows, element.unit_cols

@@ -16,6 +16,7 @@ from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, Ten
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.families.names import mtp_prefix
+from ktconv.reading.matrices import source_bytes
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
@@ -184,21 +185,7 @@ def lay_out(content: Content, target: T) -> Plan[T]:
 
 def matrix_source_bytes(layer: MoELayer, expert: int, proj: Projection) -> int:
     """Bytes that one projection of one expert takes in the source, scales included."""
-    matrix = layer.experts[expert][proj]
-    size = matrix.tensor.nbytes // max(1, _elements(matrix.tensor.shape))
-    total = matrix.rows * matrix.cols * size
-    if matrix.scale is not None:
-        scale = matrix.scale
-        grid = -(-matrix.rows // scale.block_rows) * -(-matrix.cols // scale.block_cols)
-        total += grid * (scale.tensor.nbytes // max(1, _elements(scale.tensor.shape)))
-    return total
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
+    return source_bytes(layer.experts[expert][proj])
 
 
 # ---- what is converted and copied ------------------------------------------------------

@@ -16,7 +16,7 @@ from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import ITEM_SIZE, Chunk, Grid, MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import Chunk, MatrixReader, Scales, chunk_rows, chunks
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -33,7 +33,7 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
         seen.add(key)
         for matrix in layer.experts[0].values():
             rows = min(chunk_rows(matrix), matrix.rows)
-            source = max(source, rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
+            source = max(source, matrix.nbytes(rows))
             packed = max(packed, fmt.weight_nbytes(rows, matrix.cols))
             cols = max(cols, matrix.cols)
     return BufferSizes(source, packed, cols)
@@ -61,12 +61,12 @@ class QuantizeTask(ExpertTask):
         remaining = self.source_bytes
         source = MatrixReader(self.reader, self.matrix, self.options.compat)
         with source.open() as fd:
-            grid = source.load_scales()
+            scales = source.load_scales()
             for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
                 count = source.read(fd, chunk, buffers.source, buffers.bounce)
                 for part in parts:
                     if part.owned.row_start <= chunk.start < part.owned.row_stop:
-                        self._convert(source, chunk, grid, part, staging, buffers)
+                        self._convert(source, chunk, scales, part, staging, buffers)
                 remaining -= count
                 advance(count)
         advance(remaining)  # block scales
@@ -86,14 +86,14 @@ class QuantizeTask(ExpertTask):
         self,
         source: MatrixReader,
         chunk: Chunk,
-        grid: Grid | None,
+        scales: Scales | None,
         part: Part,
         staging: Staging,
         buffers: Buffers,
     ) -> None:
         """Quantize and pack the columns of a chunk that a part owns."""
         first_col, cols = part.owned.col_start, part.owned.shape[1]
-        view = source.view(chunk, grid, buffers.source, first_col, cols)
+        view = source.view(chunk, scales, buffers.source, first_col, cols)
         packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
         scale = part.scale[part.rows_done : part.rows_done + view.rows]
         try:

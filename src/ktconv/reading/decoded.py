@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, chunk_rows, chunks
 from ktconv.reading.reader import SourceReader
 
 U16 = NDArray[np.uint16]
@@ -19,7 +19,7 @@ U16 = NDArray[np.uint16]
 def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
     """What reading a matrix needs."""
     rows = min(chunk_rows(matrix), matrix.rows)
-    return BufferSizes(rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype])
+    return BufferSizes(matrix.nbytes(rows))
 
 
 def decoded_rows(

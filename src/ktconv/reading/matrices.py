@@ -10,17 +10,36 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv import native
-from ktconv.checkpoint import BlockScale, ExpertMatrix, load_block_scale, scale_span
+from ktconv.checkpoint import (
+    BlockGrid,
+    ExpertMatrix,
+    TensorRef,
+    grid_nbytes,
+    load_block_scale,
+    load_grid,
+    load_groups,
+    load_outer_scale,
+    scale_span,
+)
+from ktconv.checkpoint.elements import F8_E4M3
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import Runs, SourceReader, Span
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
 ROWS_STEP = 128  # chunks are whole row blocks of every format
-ITEM_SIZE = {dtype: native.stored_unit(dtype)[0] for dtype in ("BF16", "F16", "F32", "F8_E4M3")}
 
-Grid = npt.NDArray[np.float32]
+F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What `ExpertMatrix.quantization` names, as arrays; grids start at element (0, 0)'s block."""
+
+    scale: F32  # both levels
+    zero_point: F32 | None = None
+    group_of_col: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +61,23 @@ def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[Chunk]:
 def chunk_rows(matrix: ExpertMatrix) -> int:
     """Rows per chunk: as many whole row blocks as the target holds, at least one."""
     target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
-    row_bytes = matrix.cols * ITEM_SIZE[matrix.tensor.dtype]
-    return max(1, target // (row_bytes * ROWS_STEP)) * ROWS_STEP
+    return max(1, target // matrix.nbytes(ROWS_STEP)) * ROWS_STEP
+
+
+def source_bytes(matrix: ExpertMatrix) -> int:
+    """Bytes that a matrix takes in the source, with what stands beside it."""
+    total, found = matrix.nbytes(matrix.rows), matrix.quantization
+    if found is None:
+        return total
+    for grid in (found.scale, found.zero_point):
+        total += grid_nbytes(grid, matrix.rows, matrix.cols) if grid is not None else 0
+    total += 4 * matrix.cols if found.groups is not None else 0
+    return total + (4 if found.scale.outer is not None else 0)
 
 
 def span_of(matrix: ExpertMatrix) -> Span:
     """The bytes of a file that a matrix lies in."""
-    size = ITEM_SIZE[matrix.tensor.dtype]
-    last = (matrix.rows - 1) * matrix.row_stride + (matrix.cols - 1) * matrix.col_stride
-    start = matrix.tensor.offset + matrix.start * size
-    return Span(matrix.tensor.file, start, (last + 1) * size)
+    return Span(matrix.tensor.file, *matrix.extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +92,46 @@ class MatrixReader:
         """A descriptor of the file that the matrix lies in."""
         return self.reader.open(self.matrix.tensor.file)
 
-    def load_scales(self) -> Grid | None:
-        """Its block scales, if it has some."""
-        scale = self.matrix.scale
-        if scale is None:
+    def load_scales(self) -> Scales | None:
+        """Its scales and what belongs to them, if it has some."""
+        found, (rows, cols) = self.matrix.quantization, (self.matrix.rows, self.matrix.cols)
+        if found is None:
             return None
-        rows, cols = self.matrix.rows, self.matrix.cols
-        offset, nbytes = scale_span(scale, rows, cols)
+        scale = load_block_scale(found.scale, rows, cols, self._grid(found.scale))
+        zero_point = groups = None
+        if found.zero_point is not None:
+            zero_point = load_grid(found.zero_point, rows, cols, self._grid(found.zero_point))
+        if found.groups is not None:
+            index = self._bytes(found.groups.tensor, 4 * found.groups.start, 4 * cols)
+            groups = load_groups(found.groups, scale.shape[1], index)
+        outer = found.scale.outer
+        if outer is not None:
+            scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
+        return Scales(scale, zero_point, groups)
+
+    def _grid(self, grid: BlockGrid) -> bytearray:
+        return self._bytes(grid.tensor, *scale_span(grid, self.matrix.rows, self.matrix.cols))
+
+    def _bytes(self, tensor: TensorRef, offset: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
-        with self.reader.open(scale.tensor.file) as fd:
-            self.reader.read(fd, scale.tensor, memoryview(data), offset)
-        return load_block_scale(scale, rows, cols, data)
+        with self.reader.open(tensor.file) as fd:
+            self.reader.read(fd, tensor, memoryview(data), offset)
+        return data
 
     def not_finite(self, row: int, col: int) -> CheckpointError:
         """Why the value at (row, col) is a NaN or an infinity."""
         tensor, matrix = self.matrix.tensor, self.matrix
-        flat = matrix.start + row * matrix.row_stride + col * matrix.col_stride
+        unit = matrix.element
+        flat = matrix.start + row // unit.unit_rows * matrix.row_stride
+        flat += col // unit.unit_cols * matrix.col_stride
         position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
-        grid, scale = self.load_scales(), matrix.scale
-        if grid is not None and scale is not None and not self._is_nan(flat):
-            factor = grid[
-                (scale.row_origin % scale.block_rows + row) // scale.block_rows,
-                (scale.col_origin % scale.block_cols + col) // scale.block_cols,
-            ]
+        scales, scale = self.load_scales(), matrix.scale
+        if scales is not None and scale is not None and not self._is_nan(flat):
+            block_row, block_col = _origin(scale, row, col)
+            group = block_col // scale.block_cols
+            if scales.group_of_col is not None:
+                group = int(scales.group_of_col[col])
+            factor = scales.scale[block_row // scale.block_rows, group]
             return CheckpointError(
                 f"tensor {tensor.name} in {tensor.file}: the value at [{position}] times its "
                 f"scale {factor:.4g} in {scale.tensor.name} is beyond float32",
@@ -100,7 +143,10 @@ class MatrixReader:
         )
 
     def _is_nan(self, flat: int) -> bool:
-        """Whether FP8 element `flat` of the tensor is one; E4M3 has no infinities."""
+        """Whether element `flat` of the tensor is one: in FP8, without infinities; scaled integers
+        and FP4 have none."""
+        if self.matrix.element is not F8_E4M3:
+            return False
         code = bytearray(1)
         with self.open() as fd:
             self.reader.read(fd, self.matrix.tensor, memoryview(code), flat)
@@ -108,45 +154,49 @@ class MatrixReader:
 
     def read(self, fd: int, chunk: Chunk, target: U8, bounce: U8) -> int:
         """The chunk's elements, densely packed in their own orientation; bytes read."""
-        matrix, size = self.matrix, ITEM_SIZE[self.matrix.tensor.dtype]
-        rows = chunk.stop - chunk.start
-        data = target.data[: rows * matrix.cols * size]
+        matrix, unit = self.matrix, self.matrix.element
+        data = target.data[: matrix.nbytes(chunk.stop - chunk.start)]
+        rows, cols = (chunk.stop - chunk.start) // unit.unit_rows, matrix.cols // unit.unit_cols
         if matrix.col_stride == 1:
-            runs, run_length, stride = rows, matrix.cols, matrix.row_stride
+            runs, run_length, stride = rows, cols, matrix.row_stride
         else:
-            runs, run_length, stride = matrix.cols, rows, matrix.col_stride
-        start = (matrix.start + chunk.start * matrix.row_stride) * size
-        where = Runs(start, run_length * size, stride * size, runs)
+            runs, run_length, stride = cols, rows, matrix.col_stride
+        start = matrix.start + chunk.start // unit.unit_rows * matrix.row_stride
+        size = unit.unit_bytes
+        where = Runs(start * size, run_length * size, stride * size, runs)
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
         return len(data)
 
     def view(
-        self, chunk: Chunk, grid: Grid | None, data: U8, first_col: int, cols: int
+        self, chunk: Chunk, scales: Scales | None, data: U8, first_col: int, cols: int
     ) -> native.Matrix:
         """Columns from `first_col` on of the chunk that `read` left in `data`."""
-        matrix, rows = self.matrix, chunk.stop - chunk.start
-        dense = matrix.col_stride == 1
-        row_stride, col_stride = (matrix.cols, 1) if dense else (1, rows)
-        scale = matrix.scale
+        matrix, unit, rows = self.matrix, self.matrix.element, chunk.stop - chunk.start
+        row_stride, col_stride = matrix.cols // unit.unit_cols, 1
+        if matrix.col_stride != 1:
+            row_stride, col_stride = 1, rows // unit.unit_rows
+        scale, groups = matrix.scale, scales.group_of_col if scales else None
         return native.Matrix(
             data,
-            matrix.tensor.dtype,
+            unit.name,
             rows,
             cols,
-            start=first_col * col_stride,
+            start=first_col // unit.unit_cols * col_stride,
             row_stride=row_stride,
             col_stride=col_stride,
-            block_scale=grid,
+            block_scale=scales.scale if scales else None,
             block=(scale.block_rows, scale.block_cols) if scale else (1, 1),
             origin=_origin(scale, chunk.start, first_col),
+            zero_point=scales.zero_point if scales else None,
+            group_of_col=None if groups is None else groups[first_col : first_col + cols],
             round_to_bf16=self.round_to_bf16,
         )
 
 
-def _origin(scale: BlockScale | None, row: int, col: int) -> tuple[int, int]:
+def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:
     """Where element (row, col) of a matrix lies in its grid of block scales, in elements.
 
-    `load_block_scale` starts the grid at the block of element (0, 0).
+    `load_grid` starts the grid at the block of element (0, 0).
     """
     if scale is None:
         return 0, 0

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint.encodings import ENCODINGS
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
 from ktconv.checkpoint.others import other_matrix
 from ktconv.errors import CheckpointError
 from ktconv.moe.streamed import Piece, Streamed, Streams
-from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, chunk_rows, chunks
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 
 F32 = NDArray[np.float32]
@@ -43,10 +44,11 @@ class SourceTensors:
         Raises CheckpointError for another encoding.
         """
         scale = self._others.get(f"{tensor.name}_scale_inv")
-        if (tensor.dtype == FP8_BLOCK.dtype) != (scale is not None):
+        if (tensor.dtype in FP8_BLOCK.dtypes) != (scale is not None):
             state = "has" if scale else "lacks"
             raise CheckpointError(f"{tensor.name} is {tensor.dtype} and {state} block scales")
-        if tensor.dtype not in ITEM_SIZE or len(tensor.shape) not in (1, 2):
+        known = any(tensor.dtype in encoding.dtypes for encoding in ENCODINGS)
+        if not known or len(tensor.shape) not in (1, 2):
             shape = list(tensor.shape)
             raise CheckpointError(f"{tensor.name} is {tensor.dtype} {shape}, which is not known")
         return self._streamed(other_matrix(self._checkpoint, tensor, scale))
@@ -62,7 +64,7 @@ class SourceTensors:
     def _pieces(self, matrix: ExpertMatrix) -> Iterator[Piece]:
         source = MatrixReader(self._reader, matrix)
         rows = min(chunk_rows(matrix), matrix.rows)
-        buffer = np.empty(rows * matrix.cols * ITEM_SIZE[matrix.tensor.dtype], np.uint8)
+        buffer = np.empty(matrix.nbytes(rows), np.uint8)
         bounce = np.empty(BOUNCE_BYTES, np.uint8)
         with source.open() as fd:
             grid = source.load_scales()

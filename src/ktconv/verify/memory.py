@@ -20,7 +20,7 @@ from ktconv.moe import METHODS
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
-from ktconv.reading.matrices import ITEM_SIZE, chunk_rows
+from ktconv.reading.matrices import chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
@@ -181,7 +181,7 @@ def layers_need(
 def _pieces(matrix: ExpertMatrix) -> int:
     """Of a source or packed matrix: what is read, and two pieces as float32."""
     rows = min(chunk_rows(matrix), matrix.rows)
-    source = rows * matrix.cols * (ITEM_SIZE[matrix.tensor.dtype] + 2 * F32) + BOUNCE_BYTES
+    source = matrix.nbytes(rows) + rows * matrix.cols * 2 * F32 + BOUNCE_BYTES
     packed = min(piece_rows(matrix.cols), matrix.rows) * matrix.cols * (2 + 2 * F32)
     return max(source, packed)
 

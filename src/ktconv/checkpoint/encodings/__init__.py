@@ -5,7 +5,15 @@ from __future__ import annotations
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
 from ktconv.checkpoint.encodings.fp8 import SCALE as FP8_SCALE
-from ktconv.checkpoint.encodings.grids import load_block_scale, scale_grid_shape, scale_span
+from ktconv.checkpoint.encodings.grids import (
+    grid_nbytes,
+    load_block_scale,
+    load_grid,
+    load_groups,
+    load_outer_scale,
+    scale_grid_shape,
+    scale_span,
+)
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
 from ktconv.errors import CheckpointError
 
@@ -15,7 +23,11 @@ __all__ = [
     "Parts",
     "choose_encoding",
     "gpt_oss_refusal",
+    "grid_nbytes",
     "load_block_scale",
+    "load_grid",
+    "load_groups",
+    "load_outer_scale",
     "scale_grid_shape",
     "scale_span",
 ]
@@ -47,9 +59,6 @@ _FOREIGN = {
     "input_global_scale": "static activation scales",
     "scale": "block scales named .scale (DeepSeek V4)",
 }
-_BY_KEY = {
-    (encoding.dtype, frozenset((WEIGHT, *encoding.companions))): encoding for encoding in ENCODINGS
-}
 
 
 def choose_encoding(parts: Parts) -> Encoding:
@@ -57,10 +66,8 @@ def choose_encoding(parts: Parts) -> Encoding:
 
     Raises CheckpointError that names the tensor nobody understands.
     """
-    weight = parts.get(WEIGHT)
-    if weight is not None:
-        encoding = _BY_KEY.get((weight.dtype, frozenset(parts)))
-        if encoding is not None:
+    for encoding in ENCODINGS:
+        if encoding.fits(parts):
             return encoding
     raise _unsupported(parts)
 
@@ -96,12 +103,13 @@ def _unsupported(parts: Parts) -> CheckpointError:
 
 def _unsupported_weight(parts: Parts) -> CheckpointError:
     weight = parts[WEIGHT]
-    if weight.dtype == FP8_BLOCK.dtype:
+    if weight.dtype in FP8_BLOCK.dtypes:
         return CheckpointError(
             f"{weight.name} is {weight.dtype}, but its block scales {FP8_SCALE} are missing",
             "FP8 weights need block scales; a scale per tensor or row is not supported.",
         )
-    if weight.dtype in {encoding.dtype for encoding in ENCODINGS}:
+    known = any(weight.dtype in encoding.dtypes for encoding in ENCODINGS)
+    if known and FP8_SCALE in parts:
         return CheckpointError(
             f"{parts[FP8_SCALE].name} holds block scales, but {weight.name} is {weight.dtype} "
             "and needs none",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.types import BlockScale, TensorRef
+from ktconv.checkpoint.elements import Element
+from ktconv.checkpoint.types import Quantization, TensorRef
 from ktconv.checkpoint.views import StoredView
 
 # The tensors of one stored weight by what follows its name: weight, weight_scale_inv, ...
@@ -18,13 +19,35 @@ WEIGHT = "weight"
 class Encoding:
     """How the numbers of an expert weight are stored.
 
-    A weight has this encoding if its dtype is `dtype` and the tensors beside it are
-    exactly `companions`. `make_scale` finds a view's block scales, and checks them;
-    `check` refuses a config.json that declares another encoding.
+    A weight has this encoding if its tensor `primary` has one of `dtypes` and the tensors beside
+    it are `companions`, and maybe some of `optional`. `quantization` finds scales, zero points and
+    groups of a view, and checks them; `check` refuses a config.json that declares another
+    encoding.
     """
 
     name: str
-    dtype: str
+    dtypes: tuple[str, ...]  # of the primary tensor, as safetensors spells them
+    element: Element  # what it consists of
+    primary: str = WEIGHT
     companions: tuple[str, ...] = ()
-    make_scale: Callable[[Parts, StoredView, ModelConfig], BlockScale] | None = None
+    optional: tuple[str, ...] = ()
+    transposed: bool = False  # experts of their own are stored [in, out]
+    quantization: Callable[[Parts, StoredView, ModelConfig], Quantization] | None = None
     check: Callable[[TensorRef, ModelConfig], None] | None = None
+
+    def fits(self, parts: Parts) -> bool:
+        """Whether these are the tensors of a weight so stored."""
+        primary = parts.get(self.primary)
+        if primary is None or primary.dtype not in self.dtypes:
+            return False
+        known = [name for name in self.optional if name in parts]
+        needed = all(name in parts for name in self.companions)
+        return needed and len(parts) == 1 + len(self.companions) + len(known)
+
+    def sizes(self, tensor: TensorRef, transposed: bool) -> tuple[int, ...]:
+        """The shape of a primary tensor in elements, as they are stored."""
+        unit = (self.element.unit_rows, self.element.unit_cols)
+        *experts, rows, cols = tensor.shape
+        if transposed:
+            unit = unit[1], unit[0]
+        return (*experts, rows * unit[0], cols * unit[1])

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.elements import F8_E4M3
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
-from ktconv.checkpoint.types import BlockScale, TensorRef
+from ktconv.checkpoint.types import BlockGrid, Quantization, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
 SCALE = "weight_scale_inv"
 # U8 holds the same bits as F8_E8M0, from before safetensors had a name for it.
-SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
+SCALE_DTYPES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 
 
-def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> BlockScale:
+def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> Quantization:
     """The block scales of `view`; the grid covers each expert's stored matrix.
 
     The last block of a row or column may be ragged. Raises CheckpointError where the
@@ -32,8 +33,9 @@ def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> BlockSca
     if view.transposed:
         row_stride, col_stride = col_stride, row_stride
         row_origin, col_origin = col_origin, row_origin
-    return BlockScale(
+    grid = BlockGrid(
         tensor,
+        SCALE_DTYPES[tensor.dtype],
         start=view.expert * grid_rows * grid_cols,
         row_stride=row_stride,
         col_stride=col_stride,
@@ -42,6 +44,7 @@ def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> BlockSca
         row_origin=row_origin,
         col_origin=col_origin,
     )
+    return Quantization(grid)
 
 
 def _block_size(tensor: TensorRef, view: StoredView, config: ModelConfig) -> tuple[int, int]:
@@ -95,4 +98,11 @@ def check_declared(weight: TensorRef, config: ModelConfig) -> None:
             )
 
 
-FP8_BLOCK = Encoding("fp8-block", "F8_E4M3", (SCALE,), block_scale, check_declared)
+FP8_BLOCK = Encoding(
+    "fp8-block",
+    ("F8_E4M3",),
+    F8_E4M3,
+    companions=(SCALE,),
+    quantization=block_scale,
+    check=check_declared,
+)

@@ -1,10 +1,12 @@
-"""The numbers of block scales: from a tensor's bytes to the float32 grid of one matrix."""
+"""Scales, zero points and groups: from a tensor's bytes to the arrays of one matrix."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint.types import BlockScale
+from ktconv.checkpoint.types import BlockGrid, GroupIndex, OuterScale
 from ktconv.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -13,66 +15,153 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E8M0": 1, "U8": 1}
 _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; get it again."
 
 
-def scale_grid_shape(scale: BlockScale, rows: int, cols: int) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Number:
+    """How the numbers of a grid are stored: units of `nbytes` with `rows` x `cols` of them.
+
+    `decode`: units as uint32 [rows, cols] to float32, exactly.
+    """
+
+    nbytes: int
+    decode: Callable[[NDArray[np.uint32]], Any]
+    rows: int = 1
+    cols: int = 1
+
+
+def _bf16(bits: NDArray[np.uint32]) -> Any:
+    return (bits << 16).view("f4")
+
+
+def _f16(bits: NDArray[np.uint32]) -> Any:
+    return bits.astype("u2").view("f2").astype("f4")
+
+
+def _e8m0(bits: NDArray[np.uint32]) -> Any:
+    """Code s is 2^(s-127): float32 with exponent field s and no mantissa. Code 0 is a float32
+    subnormal with one mantissa bit, code 255 is NaN."""
+    import numpy as np
+
+    bits = np.where(bits == 0, 1 << 22, np.where(bits == 255, 0x7FC00000, bits << 23))
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def _e4m3(bits: NDArray[np.uint32]) -> Any:
+    """As a half of the same mantissa, whose exponent is 8 smaller; magnitude 127 is NaN."""
+    import numpy as np
+
+    half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).astype(np.uint16).view(np.float16)
+    return np.where(bits & 0x7F == 0x7F, np.nan, half.astype(np.float32) * 256).astype(np.float32)
+
+
+def _u4_rows(bits: NDArray[np.uint32]) -> Any:
+    """Eight rows per word, the first in the lowest bits."""
+    import numpy as np
+
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    nibbles = bits[:, None, :] >> shifts & 15
+    return nibbles.reshape(-1, bits.shape[1]).astype(np.float32)
+
+
+NUMBERS = {
+    "F32": Number(4, lambda bits: bits.view("f4")),
+    "BF16": Number(2, _bf16),
+    "F16": Number(2, _f16),
+    "E4M3": Number(1, _e4m3),
+    "E8M0": Number(1, _e8m0),
+    "I8": Number(1, lambda bits: bits.astype("i1").astype("f4")),
+    "U4_ROWS": Number(4, _u4_rows, rows=8),
+}
+
+
+def scale_grid_shape(grid: BlockGrid, rows: int, cols: int) -> tuple[int, int]:
     """Rows and columns of blocks that a matrix of `rows` x `cols` touches, ragged ones too."""
-    first_row, first_col = _first_block(scale)
-    last_row = (scale.row_origin + rows - 1) // scale.block_rows
-    last_col = (scale.col_origin + cols - 1) // scale.block_cols
+    first_row, first_col = _first_block(grid)
+    last_row = (grid.row_origin + rows - 1) // grid.block_rows
+    last_col = (grid.col_origin + cols - 1) // grid.block_cols
     return last_row - first_row + 1, last_col - first_col + 1
 
 
-def scale_span(scale: BlockScale, rows: int, cols: int) -> tuple[int, int]:
-    """Offset within `scale.tensor` and length, in bytes, of what holds a matrix's scales."""
-    grid_rows, grid_cols = scale_grid_shape(scale, rows, cols)
-    row, col = _first_block(scale)
-    first = scale.start + row * scale.row_stride + col * scale.col_stride
-    count = (grid_rows - 1) * scale.row_stride + (grid_cols - 1) * scale.col_stride + 1
-    item = _ITEM_BYTES[scale.tensor.dtype]
-    return first * item, count * item
+def grid_nbytes(grid: BlockGrid, rows: int, cols: int) -> int:
+    """Bytes of the numbers for a matrix of `rows` x `cols`, ragged blocks and units included."""
+    number = NUMBERS[grid.number]
+    grid_rows, grid_cols = -(-rows // grid.block_rows), -(-cols // grid.block_cols)
+    return -(-grid_rows // number.rows) * -(-grid_cols // number.cols) * number.nbytes
 
 
-def load_block_scale(scale: BlockScale, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
+def scale_span(grid: BlockGrid, rows: int, cols: int) -> tuple[int, int]:
+    """Offset within `grid.tensor` and length, in bytes, of what has a matrix's numbers."""
+    number = NUMBERS[grid.number]
+    (row, unit_rows), (col, unit_cols) = _units(grid, rows, cols)
+    first = grid.start + row * grid.row_stride + col * grid.col_stride
+    count = (unit_rows - 1) * grid.row_stride + (unit_cols - 1) * grid.col_stride + 1
+    return first * number.nbytes, count * number.nbytes
+
+
+def load_grid(grid: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
     """The contiguous float32 grid of a matrix of `rows` x `cols`, [grid_rows, grid_cols].
 
-    `data` holds the bytes of `scale_span`. The grid starts with the block that holds element
+    `data` has the bytes of `scale_span`. The grid starts with the block that has element
     (0, 0): element (n, k) takes entry ((row_origin % block_rows + n) // block_rows,
-    (col_origin % block_cols + k) // block_cols). Every scale is finite and positive, else
-    CheckpointError names the tensor and the block.
+    (col_origin % block_cols + k) // block_cols).
     """
     import numpy as np
 
-    item = _ITEM_BYTES[scale.tensor.dtype]
+    number = NUMBERS[grid.number]
+    (first_row, unit_rows), (first_col, unit_cols) = _units(grid, rows, cols)
     raw: NDArray[np.unsignedinteger] = np.ndarray(
-        scale_grid_shape(scale, rows, cols),
-        dtype=f"<u{item}",
+        (unit_rows, unit_cols),
+        dtype=f"<u{number.nbytes}",
         buffer=data,
-        strides=(scale.row_stride * item, scale.col_stride * item),
+        strides=(grid.row_stride * number.nbytes, grid.col_stride * number.nbytes),
     )
-    grid = _decode(raw, item)
+    numbers = number.decode(np.ascontiguousarray(raw).astype(np.uint32))
+    row, col = _first_block(grid)
+    row, col = row - first_row * number.rows, col - first_col * number.cols
+    height, width = scale_grid_shape(grid, rows, cols)
+    return np.ascontiguousarray(numbers[row : row + height, col : col + width], np.float32)
+
+
+def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
+    """`load_grid` of scales: every one is finite and positive, else CheckpointError names the
+    tensor and the block."""
+    grid = load_grid(scale, rows, cols, data)
     _check_values(scale, grid)
     return grid
 
 
-def _decode(raw: NDArray[np.unsignedinteger], item: int) -> NDArray[np.float32]:
-    """Scales of 4, 2 or 1 bytes (float32, bfloat16, E8M0) as float32, all exactly."""
+def load_outer_scale(
+    outer: OuterScale, grid: NDArray[np.float32], data: Buffer
+) -> NDArray[np.float32]:
+    """Both levels of scales as one grid; `data` has the float32 of `outer`."""
     import numpy as np
 
-    bits = np.ascontiguousarray(raw).astype(np.uint32)
-    if item == 2:
-        bits <<= 16
-    if item == 1:
-        # E8M0 code s is 2^(s-127): float32 with exponent field s and no mantissa. Code 0
-        # is a float32 subnormal with one mantissa bit, code 255 is NaN.
-        bits = np.where(bits == 0, 1 << 22, np.where(bits == 255, 0x7FC00000, bits << 23))
-        bits = bits.astype(np.uint32)
-    return bits.view(np.float32)
+    value = np.frombuffer(data, "<f4")[0]
+    if not (np.isfinite(value) and value > 0):
+        raise CheckpointError(
+            f"{outer.tensor.name} has the scale {value}, not a positive finite number", _HINT
+        )
+    both: NDArray[np.float32] = grid / value if outer.divides else grid * value
+    return both
 
 
-def _check_values(scale: BlockScale, grid: NDArray[np.float32]) -> None:
+def load_groups(groups: GroupIndex, count: int, data: Buffer) -> NDArray[np.int32]:
+    """The group of each column; one that is not 0..count-1 is a CheckpointError."""
+    import numpy as np
+
+    found = np.frombuffer(data, "<i4")
+    if len(found) and (found.min() < 0 or found.max() >= count):
+        raise CheckpointError(
+            f"{groups.tensor.name} has groups {found.min()} to {found.max()}, but there are "
+            f"scales of {count}",
+            _HINT,
+        )
+    return found
+
+
+def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
     import numpy as np
 
     # By bits, because a process that treats denormals as zero would find them not positive.
@@ -90,13 +179,29 @@ def _check_values(scale: BlockScale, grid: NDArray[np.float32]) -> None:
     )
 
 
-def _of_expert(scale: BlockScale) -> str:
-    """Which expert's grid it is, where one tensor holds all of them."""
+def _of_expert(scale: BlockGrid) -> str:
+    """Which expert's grid it is, where one tensor has all of them."""
     if len(scale.tensor.shape) != 3:
         return ""
     return f" of expert {scale.start // (scale.tensor.shape[1] * scale.tensor.shape[2])}"
 
 
-def _first_block(scale: BlockScale) -> tuple[int, int]:
+def _first_block(grid: BlockGrid) -> tuple[int, int]:
     """The block of the matrix's element (0, 0), counted in outputs and inputs."""
-    return scale.row_origin // scale.block_rows, scale.col_origin // scale.block_cols
+    return grid.row_origin // grid.block_rows, grid.col_origin // grid.block_cols
+
+
+def _units(grid: BlockGrid, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First and number of the units with the blocks of a matrix, by rows and by columns."""
+    number = NUMBERS[grid.number]
+    spans = zip(
+        _first_block(grid),
+        scale_grid_shape(grid, rows, cols),
+        (number.rows, number.cols),
+        strict=True,
+    )
+    by_row, by_col = (
+        (first // unit, (first + count - 1) // unit - first // unit + 1)
+        for first, count, unit in spans
+    )
+    return by_row, by_col

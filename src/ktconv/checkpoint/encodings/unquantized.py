@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ktconv.checkpoint import elements
 from ktconv.checkpoint.encodings.base import Encoding
 
-BF16 = Encoding("bf16", "BF16")
-FP16 = Encoding("fp16", "F16")
-FP32 = Encoding("fp32", "F32")
+BF16 = Encoding("bf16", ("BF16",), elements.BF16)
+FP16 = Encoding("fp16", ("F16",), elements.F16)
+FP32 = Encoding("fp32", ("F32",), elements.F32)

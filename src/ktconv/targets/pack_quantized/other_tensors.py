@@ -34,7 +34,7 @@ def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, ExpertMatrix], 
     dropped = set()
     for tensor in checkpoint.other_tensors:
         scale = by_name.get(f"{tensor.name}_scale_inv")
-        if tensor.dtype == FP8_BLOCK.dtype and scale is not None and len(tensor.shape) == 2:
+        if tensor.dtype in FP8_BLOCK.dtypes and scale is not None and len(tensor.shape) == 2:
             decoded[tensor.name] = other_matrix(checkpoint, tensor, scale)
             dropped.add(scale.name)
         elif tensor.dtype not in _PLAIN and not _is_scale(tensor, by_name):

@@ -15,7 +15,7 @@ from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.moe.streamed import Piece, Streamed, piece_rows
 from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import ITEM_SIZE, MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, chunk_rows, chunks
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import OTHER
 from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
@@ -53,7 +53,7 @@ class ModuleCheck:
     def nbytes(self) -> int:
         """Of progress: source bytes if they are read, else packed ones."""
         if self.matrix is not None:
-            return self.matrix.rows * self.matrix.cols * ITEM_SIZE[self.matrix.tensor.dtype]
+            return self.matrix.nbytes(self.matrix.rows)
         return self.module.nbytes
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
@@ -237,7 +237,7 @@ def expert_checks(
 
 def buffer_sizes(output: GpuOutput) -> BufferSizes:
     """What a worker needs to read any matrix of the source."""
-    sizes = (_chunk_elements(one) * ITEM_SIZE[one.tensor.dtype] for one in _matrices(output))
+    sizes = (one.nbytes(min(chunk_rows(one), one.rows)) for one in _matrices(output))
     return BufferSizes(max(sizes, default=0))
 
 

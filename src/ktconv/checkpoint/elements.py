@@ -1,0 +1,30 @@
+"""How the numbers of a weight are stored, by the names of native.DTYPES."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A stored unit: `unit_bytes` bytes hold `unit_rows` x `unit_cols` neighbouring numbers of a
+    matrix [out, in]."""
+
+    name: str  # of the decoder in the C library
+    unit_bytes: int
+    unit_rows: int = 1
+    unit_cols: int = 1
+
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Bytes of a matrix of whole units."""
+        return rows // self.unit_rows * (cols // self.unit_cols) * self.unit_bytes
+
+
+BF16 = Element("BF16", 2)
+F16 = Element("F16", 2)
+F32 = Element("F32", 4)
+F8_E4M3 = Element("F8_E4M3", 1)
+F4_E2M1 = Element("F4_E2M1", 1, unit_cols=2)
+U4 = Element("U4", 4, unit_cols=8)
+U4_AWQ = Element("U4_AWQ", 4, unit_rows=8)
+ELEMENTS = (BF16, F16, F32, F8_E4M3, F4_E2M1, U4, U4_AWQ)
