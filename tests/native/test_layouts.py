@@ -8,6 +8,8 @@ import pytest
 from native.support import STORED, Source, assert_same
 
 from ktconv import native
+from ktconv.formats import FORMATS as OUTPUTS
+from ktconv.formats import Format
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.kernels import fp8, gint4, groups
 from ktconv.native import FORMATS, Layout
@@ -83,6 +85,23 @@ def test_sizes_follow_from_the_traits(layout: Layout) -> None:
     elif layout.format != "fp8" or not layout.group:
         count = int(np.prod(layout.scale_shape(rows, cols)))
         assert layout.scale_size(rows, cols) == count * traits["scale_size"]
+
+
+@pytest.mark.parametrize("row", OUTPUTS.values(), ids=list(OUTPUTS))
+def test_the_table_in_python_says_the_same(row: Format) -> None:
+    layout = Layout(row.key)
+    assert layout.traits() == {
+        "bits": row.bits,
+        "row_multiple": row.n_step,
+        "col_multiple": row.k_tile,
+        "scale_size": row.scale_nbytes(1),
+        "max_level": row.max_level,
+        "scale_units": row.scale_units,
+    }
+    for rows, cols in ((row.n_step, row.k_tile), (5 * row.n_step, 3 * row.k_tile)):
+        assert layout.weight_size(rows, cols) == row.weight_nbytes(rows, cols)
+        assert layout.scale_size(rows, cols) == row.scale_nbytes(rows)
+        assert row.scale_rows(row.scale_nbytes(rows)) == rows
 
 
 def test_packed_scales_lie_where_the_kernels_read_them() -> None:

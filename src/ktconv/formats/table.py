@@ -96,6 +96,10 @@ class Format:
         """Bytes of the scales of a matrix of `rows` rows."""
         return rows * SCALE_NBYTES
 
+    def scale_rows(self, nbytes: int) -> int:
+        """Rows of the matrix whose scales have so many bytes."""
+        return nbytes // SCALE_NBYTES
+
     def check_matrix(self, rows: int, cols: int) -> str | None:
         """Why a lone [rows, cols] matrix cannot be packed, or None if it can."""
         if rows < 1 or rows % self.n_step:

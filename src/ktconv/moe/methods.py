@@ -29,7 +29,7 @@ KERNEL_BOUND = 0.005  # y is bf16: 2^-9 at most; the rest is for sums in another
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix [N, K] as row-major codes and scales (kt_weight_pack's), and what they mean."""
+    """A matrix [N, K] as row-major codes and scales (kt_pack's), and what they mean."""
 
     codes: Array
     scale: Array | None

@@ -231,19 +231,20 @@ def _add_folders(found: PackedWeights) -> None:
 
 
 def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometry:
-    rows = _usual(sizes, "gate", "scale") // 4
-    cols = _usual(sizes, "down", "scale") // 4
+    scales = [_usual(sizes, proj, "scale") for proj in ("gate", "down")]
     weight = _usual(sizes, "gate", "weight")
     forward: Sequence[TensorId] = [key for key in sizes if not is_backward(key.proj)]
     parts = 1 + max((key.part for key in forward), default=0)
-    known = [
-        fmt
-        for fmt in FORMATS.values()
-        if fmt.check(cols, rows * parts, parts) is None and fmt.weight_nbytes(rows, cols) == weight
-    ]
+    for fmt in FORMATS.values():
+        rows, cols = map(fmt.scale_rows, scales)
+        fits = fmt.check(cols, rows * parts, parts) is None
+        if fits and fmt.weight_nbytes(rows, cols) == weight:
+            known: Format | None = fmt
+            break
+    else:
+        known = None
     experts = 1 + max([0, *left_out, *(key.expert for key in forward)])
-    fmt = known[0] if known else None
-    return Geometry(experts, parts, cols, rows * parts, fmt, frozenset(left_out))
+    return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out))
 
 
 def _usual(sizes: Mapping[TensorId, int], proj: Any, kind: Kind) -> int:

@@ -228,8 +228,8 @@ def _judge(
     fmt = _format(root, entries)
     by_tensor = _by_tensor(root, entries)
     parts = 1 + max(tensor.part for tensor in by_tensor)
-    width = _width(root, index, by_tensor)
-    hidden = _usual(by_tensor.values(), "down", 0) // 4
+    width = _width(root, index, fmt, by_tensor)
+    hidden = fmt.scale_rows(_usual(by_tensor.values(), "down", 0))
     if reason := fmt.check(hidden, width * parts, parts):
         raise CheckpointError(
             f"{root / f'_layer_{index}'} has sizes of no {fmt.name} layer: {reason}", _LEFT_OVER
@@ -281,10 +281,10 @@ def _by_tensor(root: Path, entries: Sequence[KtEntry]) -> dict[TensorId, KtEntry
     return found
 
 
-def _width(root: Path, index: int, by_tensor: Mapping[TensorId, KtEntry]) -> int:
+def _width(root: Path, index: int, fmt: Format, by_tensor: Mapping[TensorId, KtEntry]) -> int:
     """Rows of one part's gate. Every part has as many, or the folder is a ghost."""
     parts = 1 + max(tensor.part for tensor in by_tensor)
-    widths = [_usual(by_tensor.values(), "gate", part) // 4 for part in range(parts)]
+    widths = [fmt.scale_rows(_usual(by_tensor.values(), "gate", part)) for part in range(parts)]
     for part, width in enumerate(widths):
         folder = root / f"_layer_{index}" / f"_numa_{part}"
         if not width:

@@ -45,7 +45,7 @@ def make(products: Products, kernel: str, rows: int, cols: int) -> tuple[Weight,
 
 
 def truth(kernel: str, codes: Array, scale: Array, x: Array) -> Array:
-    """From the definition in kt_gemm.h: exact integers, then three roundings to float32."""
+    """From the definition in int_gemm.h: exact integers, then three roundings to float32."""
     cols = codes.shape[1]
     x_codes = x[:, :cols].view(np.int8).astype(np.float64)
     x_scale = x[:, cols : cols + 4].copy().view(np.float32)
