@@ -503,6 +503,58 @@ static void check_ragged_decode(void) {
                        ++seed);
 }
 
+/* Units of several numbers, at the edges of readable memory: every level as scalar. */
+static void check_packed_decode(int dtype, int transposed, placement where) {
+  enum { ROWS = 16, COLS = 64 };
+  kt_stored_unit unit;
+  expect_status("unit", kt_dtype_unit(dtype, &unit), KT_OK);
+  const int64_t rows = ROWS / unit.rows, cols = COLS / unit.cols;
+  snprintf(current, sizeof current, "packed dtype %d transposed %d place %d", dtype, transposed,
+           (int)where);
+  guarded data = guarded_new((size_t)(rows * cols * unit.bytes), where, 1);
+  for (size_t i = 0; i < data.size; i++) data.data[i] = (uint8_t)random64();
+  guarded grid = guarded_new(2 * 2 * 4, where, 4), groups = guarded_new(COLS * 4, where, 4);
+  const float numbers[4] = {0.5f, 3, 1, 7};
+  memcpy(grid.data, numbers, sizeof numbers);
+  for (int32_t k = 0, group; k < COLS; k++) {
+    group = k % 3 / 2;
+    memcpy(groups.data + 4 * k, &group, 4);
+  }
+  const kt_matrix m = {.data = data.data,
+                       .rows = ROWS,
+                       .cols = COLS,
+                       .row_stride = transposed ? 1 : cols,
+                       .col_stride = transposed ? rows : 1,
+                       .dtype = dtype,
+                       .block_scale = (const float *)grid.data,
+                       .scale_stride = 2,
+                       .block_rows = ROWS / 2,
+                       .block_cols = COLS / 2,
+                       .zero_point = (const float *)grid.data,
+                       .group_of_col = (const int32_t *)groups.data};
+  float first[ROWS * COLS];
+  for (int i = 0; kt_isa_at(i) >= 0; i++) {
+    if (!kt_isa_has(kt_isa_at(i)) || !use_level(kt_isa_at(i))) continue;
+    guarded out = guarded_new(sizeof first, where, 4);
+    expect_status("decode", kt_decode(&m, (float *)out.data), KT_OK);
+    if (i == 0) memcpy(first, out.data, sizeof first);
+    expect_bytes("decoded", out.data, first, sizeof first);
+    guarded_end(&out, "decoded");
+  }
+  guarded_end(&data, "data");
+  guarded_end(&grid, "grid");
+  guarded_end(&groups, "groups");
+  cases++;
+}
+
+static void check_packed_dtypes(void) {
+  random_state = 9000;
+  for (int dtype = KT_F4_E2M1; dtype < KT_DTYPE_COUNT; dtype++)
+    for (int transposed = 0; transposed < 2; transposed++)
+      for (int where = 0; where < PLACEMENTS; where++)
+        check_packed_decode(dtype, transposed, (placement)where);
+}
+
 /* The functions without a matrix, and refusals that must not touch memory. */
 static void check_rest(void) {
   kt_cpu cpu;
@@ -548,6 +600,7 @@ int main(void) {
   check_format(KT_FORMAT_INT8);
   check_format(KT_FORMAT_INT4);
   check_ragged_decode();
+  check_packed_dtypes();
   snprintf(current, sizeof current, "all cases");
   level_name = kt_isa_name(KT_ISA_SCALAR);
   if (hash != EXPECTED_HASH) fail("hash is %016" PRIx64 ", not %016" PRIx64, hash, EXPECTED_HASH);
