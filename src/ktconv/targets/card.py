@@ -1,4 +1,4 @@
-"""The model card: a short README.md for people who find the output."""
+"""The model card: a short README.md that describes the output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:
-    """What people call a checkpoint, as one printable line: its directory, or org/name in the
-    hub's cache."""
+    """The name of a checkpoint as one printable line: its directory, or org/name in the hub's
+    cache."""
     for part in reversed(path.parts):
         if match := re.fullmatch(r"models--(.+?)--(.+)", part):
             return _one_line(f"{match[1]}/{match[2]}")
@@ -27,7 +27,7 @@ def _one_line(name: str) -> str:
 
 
 def command_line(name: str, options: Options) -> str:
-    """The command that gives the same bytes again."""
+    """The command that reproduces the output."""
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
     if options.layout == "safetensors":
@@ -49,22 +49,22 @@ def command_line(name: str, options: Options) -> str:
 
 
 def yaml_name(name: str) -> str:
-    """A name as a YAML scalar: plain where it is, else in double quotes, as JSON has them."""
+    """A name as a YAML scalar: plain if possible, otherwise in double quotes, as in JSON."""
     plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
 def _use(plan: Plan) -> str:
-    """The paragraph about what loads the output."""
+    """The paragraph about what can load the output."""
     if plan.target.options.exclude_experts:
         return (
-            f"ktconv computes with it. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
-            f"For KTransformers convert without `--exclude-experts`."
+            f"It runs in ktconv only. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
+            f"For KTransformers, convert without `--exclude-experts`."
         )
     return (
-        "KTransformers loads it. Serve with these flags of sglang-kt: another number of thread "
-        f"pools than\nthe {plan.target.options.numa} NUMA part(s) of the files crashes or computes "
-        f"garbage.\n\n    {plan.target.serving()} OUTPUT"
+        "KTransformers loads it. Serve it with these flags of sglang-kt. The number of thread\n"
+        f"pools must be that of the files, {plan.target.options.numa}; otherwise it crashes or "
+        f"computes wrong results.\n\n    {plan.target.serving()} OUTPUT"
     )
 
 
@@ -105,7 +105,7 @@ The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktc
 - MoE layers: {format_ranges([layer.index for layer in layers])}
 - Experts per layer: {expert_counts(plan)}
 - Tensors: {where}
-- `ktconv.json` holds a checksum and the quantization error of every tensor.
+- `ktconv.json` has a checksum of every tensor and the quantization error of every matrix.
 
 {_use(plan)}
 
