@@ -24,7 +24,7 @@ RECORD = Path(__file__).parent / "data/same_bytes.json"
 EXAMPLE, SHARED = "tiny-moe", ("tiny-deepseekv3", "tiny-qwen3moe", "wide-qwen3moe")
 MODELS = {name: ROOT.parent / "shared/models" / name for name in SHARED}
 MODELS[EXAMPLE] = ROOT / "docs/example" / EXAMPLE
-OF_THE_MACHINE = ("caches", "environment")  # keys differ between machines
+OF_THE_MACHINE = ("caches", "environment", "kernel_error")  # keys differ between machines
 TIMES = ("mtime_ns", "listing_sha256")
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # Command lines, M for the model. A name without a slash is an output of the first that names it.
