@@ -17,8 +17,8 @@ static float int8_rule(float amax) {
 
 static float int4_rule(float amax) { return flushed((float)((double)amax / 112.0)); }
 
-static const kt_audit_format int8 = {1, 64, 127, 1.0f, int8_rule};
-static const kt_audit_format int4 = {2, 128, 7, 16.0f, int4_rule};
+static const kt_audit_format int8 = {1, 64, 1.0f, int8_rule};
+static const kt_audit_format int4 = {2, 128, 16.0f, int4_rule};
 
 /* *found: what a layout is audited by. */
 static kt_status check_packed(const kt_layout *layout, int64_t rows, int64_t cols,

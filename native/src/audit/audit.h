@@ -20,8 +20,7 @@ enum {
 typedef struct kt_audit_format {
   int32_t planes;
   int64_t row_block;
-  int8_t level; /* the largest valid code */
-  float units;  /* a step between codes is so many scales */
+  float units; /* a step between codes is so many scales */
   float (*rule)(float amax);
 } kt_audit_format;
 
