@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import ktconv
 from ktconv.bench.measure import Batch, Effort
 from ktconv.bench.peers import PEERS, PeerError, Request, Result, available, launch, measure
 from ktconv.bench.peers import table as peer_table
@@ -89,7 +90,7 @@ def test_torch_skips_experts_that_live_elsewhere() -> None:
 
 def test_reference_is_the_plain_sum() -> None:
     rng = np.random.default_rng(3)
-    gate, up, down = (rng.standard_normal(size) for size in ((3, 4), (3, 4), (4, 3)))
+    gate, up, down = (rng.standard_normal(size, np.float32) for size in ((3, 4), (3, 4), (4, 3)))
     batch = Batch(
         f32_to_bf16(rng.standard_normal((1, 4), np.float32)),
         np.array([[0.25, 0.5]], np.float32),
@@ -161,7 +162,8 @@ def test_modules_of_the_working_directory_stay_out(
     results = list(measure(request("torch bf16")))
     assert len(results) == len(request("torch bf16").tokens)
     command = [sys.executable, "-m", "ktconv", "--version"]
-    paths = str(Path(launch.ktconv.__file__).parents[1])
+    assert ktconv.__file__ is not None
+    paths = str(Path(ktconv.__file__).parents[1])
     (tmp_path / "ktconv.py").unlink()  # by its own name Python itself would find that
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
     assert done.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bench.reports import EXPERT_BYTES, LIMITS, SCHEMA, SHAPE, case, problems, report, row
@@ -78,7 +79,7 @@ def test_an_iteration_without_tokens_divides_by_nothing() -> None:
 
 def test_rows_with_the_same_key_measure_the_same() -> None:
     assert row(1e-3).key == row(2e-3).key
-    changes = {
+    changes: dict[str, Any] = {
         "engine": "ggml",
         "method": "int8",
         "shape": replace(SHAPE, experts=15),

@@ -132,7 +132,7 @@ def test_a_trace_with_experts_that_live_elsewhere(tmp_path: Path) -> None:
 
 def test_layers_do_not_pile_up_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    packed = run.pack_experts
+    packed = pack_experts
 
     def watched(*arguments: Any, **named: Any) -> Any:
         gc.collect()

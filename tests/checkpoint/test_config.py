@@ -141,7 +141,7 @@ def test_a_value_that_a_model_can_have(config: dict[str, Any], tmp_path: Path) -
 
 
 # What files on the hub say, in excerpts: nothing of it is a contradiction.
-REAL = {
+REAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {
         "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32,
         "num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32,

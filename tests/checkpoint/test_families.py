@@ -116,7 +116,7 @@ def test_trained_model(name: str, layers: list[int], mtp: int) -> None:
 # ---- layouts that transformers reads but does not write any more ------------------------
 
 W1 = ("w1", "w3", "w2")
-HUB_LAYOUTS = {
+HUB_LAYOUTS: dict[str, tuple[str, bool | tuple[str, str, str]]] = {
     # model_type: (source of layer 0, transposed or names of numbered experts)
     "qwen3_vl_moe": ("model.language_model.layers.0.mlp.experts", True),
     "qwen3_5_moe": ("model.language_model.layers.0.mlp.experts", False),

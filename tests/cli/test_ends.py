@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def dead_pipe() -> int:
     return write
 
 
-def in_process(words: list[object], **streams: Any) -> subprocess.CompletedProcess[bytes]:
+def in_process(words: Sequence[object], **streams: Any) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "ktconv", *map(str, words)]
     return subprocess.run(command, check=False, **streams)
 
@@ -435,7 +435,8 @@ def test_a_system_that_allows_no_more_threads(
     allowed: int, model: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever thread it refuses, those before it end, and nothing is left behind."""
-    before, start, started = threading.active_count(), threading.Thread.start, []
+    before, start = threading.active_count(), threading.Thread.start
+    started: list[threading.Thread] = []
 
     def limited(thread: threading.Thread) -> None:
         if len(started) >= allowed:
@@ -494,8 +495,12 @@ def test_a_hint_of_the_command_precedes_that_of_the_error(
     class OneError(KtconvError):
         pass
 
-    for hints, shown in (({OneError: "way out"}, "way out"), ({OSError: "x"}, "library's")):
-        with pytest.raises(typer.Exit), exits.errors_shown(False, hints):
+    cases: list[tuple[type[BaseException], str, str]] = [
+        (OneError, "way out", "way out"),
+        (OSError, "x", "library's"),
+    ]
+    for error, hint, shown in cases:
+        with pytest.raises(typer.Exit), exits.errors_shown(False, {error: hint}):
             raise OneError("wrong", "library's")
         assert capsys.readouterr().err == f"Error: wrong.\nHint: {shown}.\n"
 

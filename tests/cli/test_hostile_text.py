@@ -211,11 +211,13 @@ def test_no_string_of_a_checkpoint_reaches_the_terminal_raw(
         shown += result.output
     assert "1b[31m" in shown
     if (tmp_path / "out").exists():
-        for words in (
+        commands: list[tuple[object, ...]] = [
             ("verify", tmp_path / "out", "--source", model),
             ("inspect", tmp_path / "out"),
-        ):
-            assert_safe(run(*words, *(["--level", "weights"] if words[0] == "verify" else [])))
+        ]
+        for command in commands:
+            more = ["--level", "weights"] if command[0] == "verify" else []
+            assert_safe(run(*command, *more))
 
 
 @settings(max_examples=15, deadline=None)

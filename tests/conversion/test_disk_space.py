@@ -27,9 +27,10 @@ from helpers.cli import (
     write_model,
 )
 
+from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.errors import ResourceError
-from ktconv.quantize_cpu.run import Observer, Request, quantize_cpu
+from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 
 

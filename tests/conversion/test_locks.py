@@ -26,8 +26,10 @@ from helpers.cli import (
     write_model,
 )
 
+from ktconv.conversion.pipeline import Observer
+from ktconv.conversion.run import Report
 from ktconv.errors import OutputError
-from ktconv.quantize_cpu.run import Observer, Report, Request, quantize_cpu
+from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import Journal, OutputLock
 
@@ -191,7 +193,8 @@ def test_disjoint_layers_in_threads_many_times(tmp_path: Path) -> None:
     done(model, tmp_path / "clean")
     clean = contents(tmp_path / "clean")
     for number in range(25):
-        output, failures = tmp_path / str(number), []
+        output = tmp_path / str(number)
+        failures: list[object] = []
 
         def convert(layer: int, output: Path = output, failures: list[object] = failures) -> None:
             request = Request(str(model), output, Options(numa=1), [layer], threads=1)

@@ -19,7 +19,7 @@ CHANGES = {
     "--experts-only": "options.experts_only: False there, True now",
     "--max-shard-size=60kB": "options.max_shard_size: 5000000000 there, 60000 now",
 }
-STAGES = {"finished": (), "unfinished": ("--layers=0",)}
+STAGES: dict[str, tuple[str, ...]] = {"finished": (), "unfinished": ("--layers=0",)}
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def own_model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", layers=2, inner=256)
 
 
-@pytest.fixture(params=STAGES.values(), ids=STAGES)
+@pytest.fixture(params=list(STAGES.values()), ids=list(STAGES))
 def stage(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 # ---- changed settings ------------------------------------------------------------------
@@ -197,6 +197,11 @@ def overwrite_at(position: int, data: bytes) -> Callable[[Path], None]:
     return damage
 
 
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
     "truncated": truncate,
@@ -204,7 +209,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "header length of 2^64": overwrite_at(0, b"\xff" * 8),
     "header length of 0": overwrite_at(0, bytes(8)),
     "header": overwrite_at(100, b"\0"),
-    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a directory": replace_by_directory,
 }
 
 

@@ -21,9 +21,11 @@ from safetensors import deserialize
 
 from helpers.families import Raw, Weights, read_matrix
 from ktconv.checkpoint import PROJECTIONS, Projection, open_checkpoint
+from ktconv.conversion.run import Report
 from ktconv.formats import FORMATS, kt_path, parse_tensor_name, reference, split, tensor_name
 from ktconv.formats.decode import round_to_bf16
-from ktconv.quantize_cpu.run import Report, Request, quantize_cpu
+from ktconv.formats.kt_layout import pack_codes
+from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 
 # (layer, expert, projection) -> the whole forward matrix [out, in]
@@ -142,7 +144,7 @@ def truths(
             piece = np.ascontiguousarray(values[split(proj, hidden, inner, part, numa).index])
             piece = round_to_bf16(piece) if compat else piece
             codes, scale = reference.quantize(fmt, piece)
-            payload = reference.pack_codes(fmt, codes).tobytes()
+            payload = pack_codes(fmt, codes).tobytes()
             found[layer, expert, proj, part] = Truth(piece, codes, scale, payload)
     return found
 
@@ -190,7 +192,8 @@ def assert_shards(directory: Path, method: str, numa: int, max_shard_size: int =
     assert [shard.name for shard in shards] == [
         f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
     ]
-    weight_map, size = {}, 0
+    weight_map: dict[str, str] = {}
+    size = 0
     for shard in shards:
         start, header = read_header(shard)
         assert start % 64 == 0

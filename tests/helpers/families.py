@@ -30,7 +30,7 @@ class Raw(NamedTuple):
     data: bytes
 
 
-Tensor = Raw | np.ndarray  # type: ignore[type-arg]
+Tensor = Raw | np.ndarray
 _NUMPY_DTYPES = {
     "float16": "F16", "float32": "F32", "float64": "F64", "uint8": "U8", "int8": "I8",
     "int32": "I32", "int64": "I64", "bool": "BOOL",

@@ -17,7 +17,8 @@ REQUEST_OPTIONS = {"layers", "threads", "max_memory", "verify", "overwrite", "ex
 
 def quantize(model: Path, output: Path, **options: Any) -> Any:
     """`quantize_gpu` with fields of Request and Options by name, on one thread."""
-    from ktconv.quantize_gpu.run import Request, quantize_gpu
+    from ktconv.quantize_gpu.common import Request
+    from ktconv.quantize_gpu.run import quantize_gpu
     from ktconv.targets.pack_quantized.target import Options
 
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
@@ -41,7 +42,7 @@ def dequantize(tensors: Mapping[str, Raw], module: str) -> NDArray[np.float32]:
     packed = tensors[f"{module}.weight_packed"]
     words = np.frombuffer(packed.data, "<u4").reshape(packed.shape)
     scale = floats(tensors[f"{module}.weight_scale"])
-    bits = 32 * words.shape[1] // cols
+    bits = int(32 * packed.shape[1] // cols)
     per_word = 32 // bits
     values = np.empty((rows, cols), np.float32)
     for col in range(cols):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def swap(output: Path, one: str, two: str) -> None:
     """Exchange two modules of equal shape."""
     for part in ("weight_packed", "weight_scale"):
         first, second = read(output, f"{one}.{part}"), read(output, f"{two}.{part}")
-        change(output, f"{one}.{part}", lambda data, new=second: np.copyto(data, new))
-        change(output, f"{two}.{part}", lambda data, new=first: np.copyto(data, new))
+        change(output, f"{one}.{part}", partial(np.copyto, src=second))
+        change(output, f"{two}.{part}", partial(np.copyto, src=first))
 
 
 def rename(output: Path, old: str, new: str) -> None:

@@ -203,7 +203,7 @@ def test_captured_inputs_are_routed_as_numpy_says(loaded: Any, int8: Path) -> No
     assert sorted(found) == [0, 1]
     for layer, (hidden, ids, weights) in found.items():
         assert (hidden.shape, ids.shape, weights.shape) == ((40, 128), (40, 2), (40, 2))
-        assert (hidden.dtype, ids.dtype, weights.dtype) == (np.float32, np.int64, np.float32)
+        assert [a.dtype for a in (hidden, ids, weights)] == [np.float32, np.int64, np.float32]
         names = router_tensors(f"model.layers.{layer}.mlp.experts").weight
         (name,) = (name for name in names if name in tensors)
         raw = tensors[name]

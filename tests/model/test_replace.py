@@ -216,7 +216,7 @@ def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
 
 
 def test_experts_that_matrices_do_not_describe(model: Any, int8: Path) -> None:
-    module = find_experts(model)[1].module
+    module: Any = find_experts(model)[1].module
     module.has_bias = True  # as gpt-oss has
     with pytest.raises(CheckpointError, match="a bias or a norm of their own"):
         replace_experts(model, int8, threads=1)

@@ -158,7 +158,8 @@ def test_the_reference_is_the_plain_sum() -> None:
     gate, up, down = matrices(128, 128)
     experts = pack_experts(METHODS["bf16"], lambda _: (gate, up, down), [0, 0], 128, 128)
     x = f32_to_bf16(gaussian(3, 128))
-    ids, weights = np.array([[0, 1], [1, -1], [0, 0]]), np.float32([[0.3, 0.7], [1, 5], [0.5, 0.5]])
+    ids = np.array([[0, 1], [1, -1], [0, 0]])
+    weights = np.array([[0.3, 0.7], [1, 5], [0.5, 0.5]], np.float32)
     totals = np.array([1.0, 1.0, 1.0])  # of the weights that count: all experts are the same
     g, u = (bf16_to_f32(x).astype(np.float64) @ m.T.astype(np.float64) for m in (gate, up))
     expected = totals[:, None] * ((g / (1 + np.exp(-g)) * u) @ down.T.astype(np.float64))
@@ -209,7 +210,7 @@ def test_experts_of_a_part_lie_in_one_block_that_can_be_bound() -> None:
     ],
 )
 def test_activations(activation: Activation, expected: Any) -> None:
-    points = np.float32([-100, -8, -1, 0, 0.5, 3, 8])
+    points = np.array([-100, -8, -1, 0, 0.5, 3, 8], np.float32)
     g, u = (array.ravel() for array in np.meshgrid(points, points))
     with np.errstate(over="ignore"):
         wanted = [expected(*pair) for pair in zip(g.astype(float), u.astype(float), strict=True)]
@@ -244,7 +245,7 @@ def copy_of(converted: Path, target: Path) -> Path:
 def test_an_opened_layer_computes_the_source_layer(method: str, numa: int, tmp_path: Path) -> None:
     convert(EXAMPLE, tmp_path / "out", method=method, numa=numa, max_shard_size=300_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    source = {}
+    source: dict[str, F32] = {}
     for shard in EXAMPLE.glob("*.safetensors"):
         source |= _load(shard)
     for layer in moe_layers(tmp_path / "out"):
@@ -288,7 +289,9 @@ def _source(tensors: dict[str, F32], layer: int) -> Any:
 
 def test_weights_are_mapped_and_not_copied(converted: Path) -> None:
     experts = open_experts(converted)
-    codes = experts.layer._keep[0][0][0].codes
+    projections = experts.layer._keep[0][0]
+    assert projections is not None
+    codes = projections[0].codes
     assert not codes.flags.writeable and not codes.flags.owndata
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.paths import NATIVE
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -43,14 +44,15 @@ def library(pytestconfig: pytest.Config) -> Path:
     if "amx" not in native.isa_available() or amx.compiler() is None:
         pytest.skip("this machine lacks amx, or a C compiler")
     cache = amx.kept_directory(pytestconfig, "ktconv-amx")
-    return amx.build_library(amx.NATIVE / "test/amx_instructions.c", cache, "-O1")
+    return amx.build_library(NATIVE / "test/amx_instructions.c", cache, "-O1")
 
 
 @pytest.fixture
 def one(library: Path, tiles: amx.Emulator | None) -> Iterator[ctypes.CDLL]:
     """The instructions, one by one."""
     loaded = ctypes.CDLL(str(library))
-    loaded.kt_test_product.argtypes = [ctypes.c_int] + 3 * [ctypes.c_void_p, ctypes.c_ssize_t]
+    matrix = (ctypes.c_void_p, ctypes.c_ssize_t)
+    loaded.kt_test_product.argtypes = [ctypes.c_int, *matrix, *matrix, *matrix]
     for name in ("load", "stream_load", "store"):
         getattr(loaded, f"kt_test_{name}").argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
     yield loaded

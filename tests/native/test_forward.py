@@ -82,7 +82,9 @@ def make(
     return pack_experts(METHODS[method], source, ids, hidden, intermediate, parts=parts)
 
 
-def inputs(tokens: int, hidden: int, experts: int, top_k: int, seed: int = 0) -> tuple[Array, ...]:
+def inputs(
+    tokens: int, hidden: int, experts: int, top_k: int, seed: int = 0
+) -> tuple[Array, Array, Array]:
     """x bf16 bits, ids, routing weights."""
     rng = np.random.default_rng([seed, tokens])
     x = f32_to_bf16(rng.standard_normal((tokens, hidden), np.float32))
@@ -340,8 +342,8 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
             biases = (gate[e, cut].copy(), up[e, cut].copy(), None if part else down[e])
             rows[-1].append(
                 tuple(
-                    Projection(matrix.codes, matrix.scale, bias)
-                    for matrix, bias in zip(matrices, biases, strict=True)
+                    Projection(packed.codes, packed.scale, bias)
+                    for packed, bias in zip(matrices, biases, strict=True)
                 )
             )
     biased = Layer(layer.layer.layout, Activation(), hidden, intermediate, rows)
@@ -350,12 +352,12 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
     biased.call(pools["two"], x, ids, weights, y, scratch)()
     wide, expected = bf16_to_f32(x), np.zeros((9, hidden), np.float32)
     for e in range(2):
-        matrices = layer.values(e)
+        w_gate, w_up, w_down = layer.values(e)
         token, slot = np.nonzero(ids == e)
-        g = wide[token] @ matrices[0].T + gate[e]
-        u = wide[token] @ matrices[1].T + up[e]
+        g = wide[token] @ w_gate.T + gate[e]
+        u = wide[token] @ w_up.T + up[e]
         middle = layer.method.activations(g / (1 + np.exp(-g)) * u)
-        product = middle @ matrices[2].T + down[e]
+        product = middle @ w_down.T + down[e]
         np.add.at(expected, token, weights[token, slot, None] * product)
     assert relative(y, expected) < KERNEL_BOUND
 
@@ -413,10 +415,14 @@ def test_several_threads_may_use_a_pool(pools: dict[str, Pool]) -> None:
     """And a layer, each with scratch of its own."""
     layer = make("int8", 384, 512, 5, 2)
     cases = [inputs(tokens, 384, 5, 3) for tokens in (1, 2100, 40, 3)]
-    expected = [layer.forward(*case, pools["five"]) for case in cases]
+
+    def forward(case: tuple[Array, Array, Array]) -> Array:
+        return layer.forward(*case, pools["five"])
+
+    expected = list(map(forward, cases))
     with ThreadPoolExecutor(len(cases)) as callers:
         for _ in range(5):
-            found = callers.map(lambda case: layer.forward(*case, pools["five"]), cases)
+            found = callers.map(forward, cases)
             assert all(map(np.array_equal, found, expected))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.paths import ROOT
-from native.support import STORED, U8, Source, assert_same, quantize_pack
+from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
 from ktconv.formats import FORMATS, reference
@@ -103,7 +103,7 @@ def test_threads(isa: str) -> None:
     expected = [quantize_pack(source, source.matrix()) for source in sources]
     gate = threading.Barrier(len(sources))
 
-    def work(source: Source) -> list[tuple[U8, U8]]:
+    def work(source: Source) -> list[tuple[U8, F32]]:
         matrix = source.matrix()
         gate.wait()
         return [quantize_pack(source, matrix) for _ in range(20)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,7 +159,7 @@ def test_packed_size() -> None:
         {"start": -1},
     ],
 )
-def test_views_beyond_the_buffer(view: dict[str, int]) -> None:
+def test_views_beyond_the_buffer(view: dict[str, Any]) -> None:
     buffer = np.zeros(32 * 64 * 2, np.uint8)
     native.Matrix(buffer, "BF16", 32, 64)
     with pytest.raises(ValueError, match=r"buffer|start"):

@@ -20,7 +20,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 rows a word's nibbles hold, l
 
 def pairs(nibbles: U8) -> U8:
     """Even columns in the low nibbles of bytes."""
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
 
 
 def words(nibbles: U8) -> NDArray[np.uint32]:

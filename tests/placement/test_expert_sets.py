@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,7 @@ def test_order_and_spaces_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_records_of_manifests() -> None:
+    wrong: Any
     found = expert_set({3: [5, 0, 6, 7], 4: [1], 5: []})
     record = found.as_record()
     assert record == {"sha256": found.sha256, "layers": {"3": "0,5-7", "4": "1"}}

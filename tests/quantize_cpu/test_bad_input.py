@@ -116,6 +116,11 @@ def only_pickles(model: Path) -> None:
     (model / "pytorch_model.bin").write_bytes(pickle.dumps({}))
 
 
+def remove_all_files(model: Path) -> None:
+    for path in model.iterdir():
+        path.unlink()
+
+
 def truncate_shard(model: Path) -> None:
     os.truncate(model / SHARDS[1], 5000)
 
@@ -149,7 +154,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported dtype": (having(**{GATE: np.zeros((128, 128), np.int32)}), "I32"),
     "FP8 without scales": (having(**{GATE: fp8(np.zeros((128, 128), np.uint8))}), "scale"),
     "pickles only": (only_pickles, "pickle"),
-    "no file at all": (lambda m: [path.unlink() for path in m.iterdir()], "holds no files"),
+    "no file at all": (remove_all_files, "holds no files"),
     "no directory": (shutil.rmtree, "does not exist"),
     "gpt-oss": (change_config(model_type="gpt_oss"), "gpt"),
 }
@@ -190,18 +195,18 @@ def test_dimensions_that_the_format_cannot_hold(tmp_path: Path, output: Path) ->
 FP8_NAN, FP8_ONE = 0x7F, 0x38
 
 
-def bf16_with(value: float) -> Callable[[np.ndarray], Raw]:  # type: ignore[type-arg]
-    def encode(matrix: np.ndarray) -> Raw:  # type: ignore[type-arg]
+def bf16_with(value: float) -> Callable[[np.ndarray], Raw]:
+    def encode(matrix: np.ndarray) -> Raw:
         return bf16(np.where(matrix == 777, np.float32(value), matrix))
 
     return encode
 
 
-def numpy_with(dtype: str, value: float) -> Callable[[np.ndarray], Any]:  # type: ignore[type-arg]
+def numpy_with(dtype: str, value: float) -> Callable[[np.ndarray], Any]:
     return lambda matrix: np.where(matrix == 777, value, matrix).astype(dtype)
 
 
-def fp8_with_nan(matrix: np.ndarray) -> Raw:  # type: ignore[type-arg]
+def fp8_with_nan(matrix: np.ndarray) -> Raw:
     return fp8(np.where(matrix == 777, FP8_NAN, FP8_ONE).astype(np.uint8))
 
 
@@ -265,7 +270,7 @@ def test_nonfinite_block_scale(tmp_path: Path, output: Path, value: float) -> No
 
 # ---- options ---------------------------------------------------------------------------
 
-OPTIONS = {
+OPTIONS: dict[tuple[str, ...], str] = {
     ("--layers=2",): "--layers names layer 2, but the last MoE layer is 1",
     ("--layers=0-5",): "--layers names layer 2, but the last MoE layer is 1",
     ("--layers=x",): "--layers 'x' is not a list",

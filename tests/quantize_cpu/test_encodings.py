@@ -187,7 +187,8 @@ def test_quantized_from_fp32(encoding: str, method: str, tmp_path: Path) -> None
     """Values between two bf16 ones keep their place; only --compat moves them."""
     rng = np.random.default_rng(5)
     weights = Weights(
-        *(rng.standard_normal((2, *shape), np.float32) for shape in ((256, 128),) * 2),
+        rng.standard_normal((2, 256, 128), np.float32),
+        rng.standard_normal((2, 256, 128), np.float32),
         rng.standard_normal((2, 128, 256), np.float32),
     )
     encode = ENCODERS[encoding]

@@ -23,6 +23,7 @@ from helpers.convert import (
     truths,
 )
 from helpers.families import (
+    Tensor,
     Weights,
     bf16,
     numbered,
@@ -66,7 +67,10 @@ def weights() -> dict[int, Weights]:
 @pytest.fixture(scope="module")
 def model(weights: dict[int, Weights], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("manifest") / "model"
-    tensors = {"model.norm.weight": bf16(np.ones(128)), "lm_head.weight": bf16(np.ones((9, 128)))}
+    tensors: dict[str, Tensor] = {
+        "model.norm.weight": bf16(np.ones(128)),
+        "lm_head.weight": bf16(np.ones((9, 128))),
+    }
     for index, layer in weights.items():
         tensors |= numbered(SOURCE.format(index), layer)
     config = simple_config(num_experts=2, moe_intermediate_size=256, num_hidden_layers=2)

@@ -49,6 +49,7 @@ from helpers.families import (
 from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
 from ktconv.formats import FORMATS, reference
 from ktconv.formats.decode import round_to_bf16
+from ktconv.system.files import write_all
 from ktconv.writer import staging
 
 SOURCE = "model.layers.{}.mlp.experts"
@@ -109,20 +110,20 @@ def test_a1_full_disk_is_an_error(
 ) -> None:
     """A1: the writer returns normally on a full disk. Ours ends with exit code 3, and no
     partial file has a final name."""
-    real, calls = staging.write_all, []
+    calls: list[int] = []
 
     def full(fd: int, data: memoryview, offset: int) -> None:
         calls.append(offset)
         if len(calls) > 10:
             raise OSError(28, "No space left on device")
-        real(fd, data, offset)
+        write_all(fd, data, offset)
 
     monkeypatch.setattr(staging, "write_all", full)
     with pytest.raises(ResourceError, match="the disk is full") as caught:
         convert(model, tmp_path / "out")
     assert caught.value.exit_code == 3
     assert not list(tmp_path.glob("out/*"))
-    monkeypatch.setattr(staging, "write_all", real)
+    monkeypatch.setattr(staging, "write_all", write_all)
     convert(model, tmp_path / "out")
     assert_right(tmp_path / "out")
 
@@ -584,8 +585,8 @@ def test_c_index_and_metadata(model: Path, tmp_path: Path) -> None:
 def test_c_side_files(tmp_path: Path) -> None:
     """C: only four files are copied; chat templates, vocabularies and code are not."""
     model = write_checkpoint(tmp_path / "model", sources(), config())
-    names = ("generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")
-    names += ("chat_template.jinja", "preprocessor_config.json", "modeling_x.py")
+    names = ["generation_config.json", "vocab.json", "merges.txt", "tokenizer.model"]
+    names += ["chat_template.jinja", "preprocessor_config.json", "modeling_x.py"]
     for name in names:
         (model / name).write_bytes(os.urandom(100))
     convert(model, tmp_path / "out")

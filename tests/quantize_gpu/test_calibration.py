@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.quantize_gpu.gptq.calibration import Calibration, load_tokenizer, read_samples
+from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
+from ktconv.targets.pack_quantized.target import Calibration
 
 
 class Letters:

@@ -19,11 +19,13 @@ import pytest
 from helpers.convert import read_shards
 from helpers.paths import MODELS
 
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
-from ktconv.quantize_gpu.gptq.calibration import Calibration, load_tokenizer, read_samples
+from ktconv.quantize_gpu.common import Request
+from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
 from ktconv.quantize_gpu.gptq.memory import estimate, place
-from ktconv.quantize_gpu.run import Request, prepare, quantize_gpu
-from ktconv.targets.pack_quantized.target import Options
+from ktconv.quantize_gpu.run import prepare, quantize_gpu
+from ktconv.targets.pack_quantized.target import Calibration, Options
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
@@ -60,7 +62,7 @@ def request(model: Path, output: Path, text: object, **changes: Any) -> Request:
     of_request = {name: changes.pop(name) for name in fields}
     settings = Calibration(str(text), samples=changes.pop("samples", 16), max_seq_len=128)
     options: dict[str, Any] = {"method": "gptq", "calibration": settings, "dampening": 0.1}
-    wanted = {"threads": 1, "self_test": False, "device": "cpu"} | of_request
+    wanted: dict[str, Any] = {"threads": 1, "self_test": False, "device": "cpu"} | of_request
     return Request(str(model), output, Options(**(options | changes)), **wanted)
 
 
@@ -277,14 +279,13 @@ def test_what_is_added_to_the_library_does_not_change_its_result(
     samples = read_samples(
         Calibration(str(text), samples=4, max_seq_len=128), load_tokenizer(small)
     )
+    rows: Any = [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids]
     with quiet(), causal_attention():
         oneshot(
             model=model,
             processor=object(),
             recipe=GPTQModifier(config_groups={"g": scheme}, dampening_frac=0.1),
-            dataset=DataLoader(
-                [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids], batch_size=None
-            ),
+            dataset=DataLoader(rows, batch_size=None),
             pipeline="sequential",
         )
     same = total = 0
@@ -322,9 +323,8 @@ def test_weights_on_disk_give_the_same(
     from ktconv.quantize_gpu.gptq import run as calibrated
     from ktconv.quantize_gpu.gptq.memory import Placement
 
-    place_all = calibrated.place
     monkeypatch.setattr(
-        calibrated, "place", lambda *args: Placement(place_all(*args).need, 4_000_000, 1)
+        calibrated, "place", lambda *args: Placement(place(*args).need, 4_000_000, 1)
     )
     loaded: list[int] = []
     scratch = tmp_path / "output/.ktconv/offload"
@@ -379,7 +379,7 @@ def test_the_self_test_runs_before_the_first_layer(
     assert not (tmp_path / "output/.ktconv").exists()
 
 
-class Silent:
+class Silent(Observer):
     """Adds up what it is told."""
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ def test_bits_are_those_of_model_free_ptq(
 
         pattern, linear = ours["config_groups"]["experts"]["targets"]
         assert linear == "Linear"  # which here would be embeddings too
-        group = {**ours["config_groups"]["experts"], "targets": [pattern]}
-        config = QuantizationConfig(config_groups={"experts": group}, ignore=ours["ignore"])
+        experts = {**ours["config_groups"]["experts"], "targets": [pattern]}
+        config = QuantizationConfig(config_groups={"experts": experts}, ignore=ours["ignore"])
         model_free_ptq(str(EXAMPLE), str(tmp_path / "theirs"), config=config, device="cpu")
     theirs = read_json(tmp_path / "theirs/config.json")["quantization_config"]
     assert read_model(output) == read_model(tmp_path / "theirs")
@@ -239,7 +239,8 @@ def _stored(written: dict[str, np.ndarray[Any, Any]], key: str, expert: int) -> 
 
 def test_what_transformers_cannot_load_is_told(torch: Any, tmp_path: Path) -> None:
     """It would make the experts up at random."""
-    from ktconv.quantize_gpu.run import Request, prepare
+    from ktconv.quantize_gpu.common import Request
+    from ktconv.quantize_gpu.run import prepare
 
     for name, told in {"qwen3_vl_moe": True, "qwen3_5_moe": False}.items():
         write_family(name, tmp_path / name)

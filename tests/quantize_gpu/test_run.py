@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +247,8 @@ def test_without_llm_compressor(
 ) -> None:
     from ktconv.quantize_gpu import run as module
 
-    find = module.find_spec
     monkeypatch.setattr(
-        module, "find_spec", lambda name: None if name == "llmcompressor" else find(name)
+        module, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name)
     )
     result = run(model, tmp_path / "out")
     refused(result, 2, "quantize-gpu needs llmcompressor, which is not installed")
@@ -306,7 +306,8 @@ def test_an_llm_compressor_that_packs_otherwise_is_found(
 
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
-    from ktconv.quantize_gpu.run import Request, quantize_gpu
+    from ktconv.quantize_gpu.common import Request
+    from ktconv.quantize_gpu.run import quantize_gpu
     from ktconv.targets.pack_quantized.target import Calibration, Options
 
     model = tmp_path / "model"

@@ -15,14 +15,14 @@ import pytest
 from helpers import golden
 from helpers.cli import STATE, check_reader, contents, edit_json, staged, stamps, tmpfs, write_model
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
-from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.cli.options import preflight_facts, report_facts
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, OutputError, ResourceError, UsageError, VerificationError
 from ktconv.merge import Request, merge, prepare
-from ktconv.quantize_cpu.run import Observer
 
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
@@ -86,7 +86,7 @@ def test_max_shard_size_and_experts_only(model: Path, kept_folders: Made, tmp_pa
 
 
 def test_no_mtp(tmp_path: Path) -> None:
-    tensors = {"model.layers.2.eh_proj.weight": bf16(random_weights().gate[0])}
+    tensors: dict[str, Tensor] = {"model.layers.2.eh_proj.weight": bf16(random_weights().gate[0])}
     for index in range(3):
         tensors |= numbered(f"model.layers.{index}.mlp.experts", random_weights(seed=index))
     config = simple_config(num_hidden_layers=2, num_nextn_predict_layers=1)
@@ -204,7 +204,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ktconv.merge import Request, merge
-from ktconv.quantize_cpu.run import Observer
 
 class Killer(Observer):
     left = int(sys.argv[4])

@@ -21,6 +21,7 @@ from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError,
 from ktconv.formats import FORMATS, reference
 from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
 from ktconv.repack.reshard import Request, prepare, reshard
+from ktconv.targets.ktransformers import Options
 
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
@@ -181,7 +182,8 @@ def test_from_the_source_it_is_a_fresh_conversion(
     model: Path, shards: Made, tmp_path: Path
 ) -> None:
     request = Request(shards("int8", 2), tmp_path / "out", 1, source=str(model))
-    assert prepare(request).request.options.numa == 1
+    options = prepare(request).request.options
+    assert isinstance(options, Options) and options.numa == 1
     assert not (tmp_path / "out").exists()
     assert reshard(request).complete
     assert contents(tmp_path / "out") == contents(shards("int8", 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_versions_that_others_do_not_work_with(monkeypatch: pytest.MonkeyPatch) 
 
     def of(name: str) -> str:
         if name not in versions:
-            raise doctor.PackageNotFoundError(name)
+            raise PackageNotFoundError(name)
         return versions[name]
 
     monkeypatch.setattr(doctor, "version", of)

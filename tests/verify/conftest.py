@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.convert import convert
-from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 
 HIDDEN, INNER, EXPERTS, LAYERS = 256, 256, 3, 2
 
@@ -18,7 +18,9 @@ HIDDEN, INNER, EXPERTS, LAYERS = 256, 256, 3, 2
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two MoE layers, an embedding and two norms."""
     rng = np.random.default_rng(5)
-    tensors = {"model.embed_tokens.weight": bf16(rng.standard_normal((64, HIDDEN)))}
+    tensors: dict[str, Tensor] = {
+        "model.embed_tokens.weight": bf16(rng.standard_normal((64, HIDDEN)))
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
         weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)

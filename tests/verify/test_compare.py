@@ -54,7 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Conversions of the model by their options, each made once; not to be changed."""
-    root, known = tmp_path_factory.mktemp("made"), {}
+    root = tmp_path_factory.mktemp("made")
+    known: dict[str, Path] = {}
 
     def make(**options: Any) -> Path:
         key = json.dumps(options, sort_keys=True)
@@ -94,7 +95,7 @@ def said(found: Comparison, *phrases: str) -> None:
 
 def different(found: Comparison) -> dict[str, int]:
     """Matrices that differ, by projection."""
-    counts = dict.fromkeys(PROJECTIONS, 0)
+    counts: dict[str, int] = dict.fromkeys(PROJECTIONS, 0)
     for layer in found.layers:
         for proj, count in layer["different"].items():
             counts[proj] += count

@@ -141,8 +141,8 @@ def test_the_command_fails_and_shows_every_level(tmp_path: Path) -> None:
     model = write(tmp_path / "model", {name: None})
     convert(model, tmp_path / "out", method="int8")
     words = ("verify", tmp_path / "out", "--source", model, "--tokens", 2, "--threads", 1)
-    words += ("--max-memory", "250MB")  # so that transformers is not asked for hidden states
-    done = ktconv(*words)
+    # So that transformers is not asked for hidden states.
+    done = ktconv(*words, "--max-memory", "250MB")
     assert done.returncode == 1 and "layers, router: the router" in done.stdout
     assert "weights    ok" in done.stdout and "layers     FAILED: 2 layers" in done.stdout
     facts = json.loads(ktconv(*words, "--json").stdout)

@@ -25,6 +25,7 @@ from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.moe import Experts
 from ktconv.packed.weights import open_packed
 from ktconv.verify import (
     LEVELS,
@@ -35,7 +36,6 @@ from ktconv.verify import (
     verify,
 )
 from ktconv.verify import model as model_level
-from ktconv.verify.cpu import layers
 from ktconv.verify.cpu.model import CpuModelCheck
 from ktconv.verify.cpu.output import open_cpu_output
 from ktconv.verify.findings import Findings
@@ -120,14 +120,14 @@ def test_layers_of_families(name: str, tmp_path: Path, no_transformers: None) ->
 def test_a_wrong_kernel_fails(
     example: Callable[[str], Path], no_transformers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = layers.Experts.forward
+    right = Experts.forward
 
-    def wrong(self: layers.Experts, *inputs: Any) -> Any:
+    def wrong(self: Experts, *inputs: Any) -> Any:
         y = right(self, *inputs)
         y[:, 5] ^= np.uint16(0x8000)
         return y
 
-    monkeypatch.setattr(layers.Experts, "forward", wrong)
+    monkeypatch.setattr(Experts, "forward", wrong)
     result = verify(Request(example("int8"), str(EXAMPLE), "layers"))
     assert not result.passed
     assert {(failure.level, failure.check) for failure in result.failures} == {("layers", "kernel")}
@@ -191,14 +191,14 @@ def test_level_model_runs_our_kernels(
     example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels that lose every eighth channel, the model speaks otherwise."""
-    right = layers.Experts.forward
+    right = Experts.forward
 
-    def wrong(self: layers.Experts, *inputs: Any) -> Any:
+    def wrong(self: Experts, *inputs: Any) -> Any:
         y = right(self, *inputs)
         y[:, ::8] = 0
         return y
 
-    monkeypatch.setattr(layers.Experts, "forward", wrong)
+    monkeypatch.setattr(Experts, "forward", wrong)
     request, findings = Request(example("int8"), str(EXAMPLE), "model", windows=1), Findings()
     output = open_cpu_output(request.output, request.source)
     about = CpuModelCheck(output, request, findings, print).run()

@@ -291,7 +291,7 @@ def test_a_product_holds_two_pieces_at_most() -> None:
     """The one it uses, and the next while that is made."""
     alive, most = 0, 0
 
-    class Counted(np.ndarray):  # type: ignore[type-arg]
+    class Counted(np.ndarray):
         def __del__(self) -> None:
             nonlocal alive
             alive -= 1
@@ -313,6 +313,7 @@ def test_no_more_experts_at_once_than_threads() -> None:
     """And no more results than one beside them, and the one that is added up."""
     lock, running, most = threading.Lock(), 0, 0
     started: list[int] = []
+    total: LayerReference
 
     def compute(expert: int, x: NDArray[np.float32]) -> Outputs:
         nonlocal running, most
@@ -320,7 +321,7 @@ def test_no_more_experts_at_once_than_threads() -> None:
             running += 1
             most = max(most, running)
             started.append(expert)
-            assert len(started) - len(reference.errors) <= 3 + 2, "results that nobody took"
+            assert len(started) - len(total.errors) <= 3 + 2, "results that nobody took"
         y = x * np.float32(expert)
         with lock:
             running -= 1
@@ -328,8 +329,8 @@ def test_no_more_experts_at_once_than_threads() -> None:
 
     ids = np.arange(40).reshape(20, 2)
     inputs = Inputs(np.zeros((20, 8), np.uint16), ids, np.ones(ids.shape, np.float32), "random")
-    reference = LayerReference(np.ones((20, 8), np.float32), compute, threads=3)
-    together = reference.add(inputs)
+    total = LayerReference(np.ones((20, 8), np.float32), compute, threads=3)
+    together = total.add(inputs)
     assert most <= 3 and sorted(started) == list(range(40))
     assert (together == ids.sum(axis=1)[:, None]).all()
 
@@ -443,7 +444,8 @@ def test_blas_has_one_thread_while_ours_share_the_work(
 ) -> None:
     """Its own threads spin while they wait for one another."""
     model, output = large
-    before, during, compute = blas_threads(), [], reference.in_blocks
+    before, compute = blas_threads(), moe_experts.in_blocks
+    during: list[set[int]] = []
 
     def noticed(*arguments: Any) -> Any:
         during.append(blas_threads())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.convert import convert, read_header, read_json
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite
-from helpers.families import Raw, numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import Raw, Tensor, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError
@@ -254,7 +254,7 @@ def test_the_rounding_of_an_unfinished_output(model: Path, tmp_path: Path) -> No
     """Its options are those of the run: without --compat nothing is rounded to bf16 first."""
     source = tmp_path / "model"
     weights = random_weights(256, 256, 2, seed=8)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for layer in (0, 1):
         tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights, encode=_f32)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 2}

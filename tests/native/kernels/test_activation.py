@@ -82,6 +82,6 @@ def test_a_nan_stays_one(products: Products, level: str, kind: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_infinities_meet_the_limit(products: Products, level: str) -> None:
     gate, up = np.full(32, inf, np.float32), np.full(32, -inf, np.float32)
-    limited, _ = exact(KINDS["gpt-oss"], np.float32([7]), np.float32([-7]))
+    limited, _ = exact(KINDS["gpt-oss"], np.full(1, 7, np.float32), np.full(1, -7, np.float32))
     found = products.activate(level, KINDS["gpt-oss"], gate, up)
     assert np.allclose(found, limited, rtol=1e-6)

@@ -49,8 +49,8 @@ def moe_layers() -> list[int]:
 
 
 def run(output: Path, level: str, **options: Any) -> Result:
-    options = {"thresholds": LIMITS, "threads": 1, "windows": 2, "tokens": 8} | options
-    return verify(Request(output, str(EXAMPLE), level, **options))
+    given: dict[str, Any] = {"thresholds": LIMITS, "threads": 1, "windows": 2, "tokens": 8}
+    return verify(Request(output, str(EXAMPLE), level, **(given | options)))
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
