@@ -81,7 +81,7 @@ def test_the_command_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> N
     assert machine["command"] == ["ktconv", "bench", "--seed", "3"]
 
 
-def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_fails_on_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Experts.forward
     monkeypatch.setattr(Experts, "forward", lambda *given: right(*given) ^ 0x8000)
     result = bench(*SMALL, "--method", "int4")
@@ -230,7 +230,7 @@ def test_the_variable_is_what_lowers() -> None:
 PACK = ("--stage", "pack", "--shape", "128,128,3,2", "--isa", "scalar", "--iters", "1")
 
 
-def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_stage_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_packing(monkeypatch)
     sources = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
     for words in (PACK, (*PACK, "--method", "all")):

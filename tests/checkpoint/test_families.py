@@ -50,7 +50,7 @@ def weights_of_model(state: dict[str, Any], index: int) -> Weights:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family(name: str, tmp_path: Path, torch: Any) -> None:
+def test_layers_of_every_family_are_found(name: str, tmp_path: Path, torch: Any) -> None:
     write_family(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     expected = family(name)

@@ -167,7 +167,7 @@ def test_codes(isa: str, fmt: str, shape: tuple[int, int]) -> None:
     assert_same("codes", native.audit_codes(fmt, packed, *shape), expected)
 
 
-def test_refusals() -> None:
+def test_what_audit_refuses() -> None:
     source = Source("int8", 64, 64, kinds=("ordinary",))
     packed, scale = quantize_pack(source, source.matrix())
     for first, rows in ((16, 64), (-32, 64), (32, 64), (0, 32)):

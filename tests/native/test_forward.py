@@ -118,7 +118,7 @@ def assert_true(layer: Experts, y: Array, x: Array, ids: Array, weights: Array) 
 @pytest.mark.parametrize("method", [*EXACT, *OTHERS])
 @pytest.mark.parametrize(("hidden", "intermediate", "experts", "top_k", "parts"), LAYERS)
 @pytest.mark.parametrize("tokens", [1, 3, 17, 40])
-def test_truth(
+def test_forward_is_near_the_reference(
     isa: str,
     pools: dict[str, Pool],
     method: str,
@@ -304,7 +304,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_activations(isa: str, pools: dict[str, Pool], name: str) -> None:
+def test_forward_with_every_activation(isa: str, pools: dict[str, Pool], name: str) -> None:
     layer = make("bf16", 256, 256, 3, 1, activation=ACTIVATIONS[name])
     x, ids, weights = inputs(20, 256, 3, 2)
     x = f32_to_bf16(bf16_to_f32(x) * np.float32(5))  # far into saturation and limits

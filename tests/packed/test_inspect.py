@@ -53,7 +53,7 @@ def output(finished: Callable[[str], Path], tmp_path: Path) -> Callable[[str], P
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_5_moe", "deepseek_v3"])
-def test_family(name: str, tmp_path: Path) -> None:
+def test_inspect_shows_the_geometry_of_a_family(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_family(name, tmp_path)
     facts = inspect_path(str(tmp_path))
@@ -389,7 +389,7 @@ def test_strings_of_records_can_be_file_names(text: str, sound: bool) -> None:
     assert (parse_record(text.encode()) is not None) == sound
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_inspect_where_no_model_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         inspect_path(str(tmp_path))
     with pytest.raises(CheckpointError):
@@ -403,7 +403,7 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(app, ["inspect", *words])
 
 
-def test_json(finished: Callable[[str], Path]) -> None:
+def test_inspect_json(finished: Callable[[str], Path]) -> None:
     for path in (EXAMPLE, finished("safetensors"), finished("layers")):
         result = run(str(path), "--json")
         assert result.exit_code == 0
@@ -412,7 +412,7 @@ def test_json(finished: Callable[[str], Path]) -> None:
         assert result.stderr == ""
 
 
-def test_text(finished: Callable[[str], Path]) -> None:
+def test_inspect_text(finished: Callable[[str], Path]) -> None:
     lines = run(str(finished("safetensors"))).stdout.splitlines()
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines)
     assert facts["method"] == "INT4"

@@ -86,7 +86,7 @@ def test_others() -> None:
         ('{"schema": 1, "kind": "router statistics", "layers": []}', "holds counts"),
     ],
 )
-def test_refusals(text: str | bytes, said: str, tmp_path: Path) -> None:
+def test_expert_sets_that_are_refused(text: str | bytes, said: str, tmp_path: Path) -> None:
     with pytest.raises(KtconvError) as caught:
         read_expert_set(written(text, tmp_path))
     assert said in str(caught.value)
@@ -95,7 +95,7 @@ def test_refusals(text: str | bytes, said: str, tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_expert_set_without_a_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.json"):
         with pytest.raises(UsageError, match="--exclude-experts: there is no file"):
             read_expert_set(path, "--exclude-experts")

@@ -98,7 +98,9 @@ def convert_and_check(model: Model, output: Path, method: str, numa: int, **opti
 
 @pytest.mark.parametrize("method", list(FORMATS))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family(name: str, method: str, model: Callable[[str], Model], tmp_path: Path) -> None:
+def test_every_family_is_quantized_as_by_the_reference(
+    name: str, method: str, model: Callable[[str], Model], tmp_path: Path
+) -> None:
     """All NUMA counts; experts equal the truth, everything else is copied."""
     source = model(name)
     layers = sorted({layer for layer, _, _ in source.matrices})

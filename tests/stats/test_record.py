@@ -155,7 +155,7 @@ def test_llama4_gives_every_expert_all_tokens(torch: Any) -> None:
     assert _chosen(0, (hidden.reshape(12, 8),), 3).tolist() == [[2], [0], [-1], [2]]
 
 
-def test_command(torch: Any, tmp_path: Path) -> None:
+def test_stats_record_command(torch: Any, tmp_path: Path) -> None:
     """Files and document agree, and the trace gives the same counts."""
     hot, trace = tmp_path / "hot.json", tmp_path / "trace.safetensors"
     words = ["stats", EXAMPLE, "--text", EVAL, "--max-tokens", 100, "--hot", 2]
@@ -191,7 +191,9 @@ def test_table(torch: Any) -> None:
         ({"layers": [5]}, "--layers names layer 5"),
     ],
 )
-def test_refusals(options: dict[str, Any], said: str, torch: Any, tmp_path: Path) -> None:
+def test_what_record_refuses(
+    options: dict[str, Any], said: str, torch: Any, tmp_path: Path
+) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     if "text" in options:

@@ -24,7 +24,7 @@ def facts(**changes: str) -> dict[str, object]:
     return content
 
 
-def test_json() -> None:
+def test_doctor_json() -> None:
     found = facts(KTCONV_ISA="")
     assert found["ktconv"] == package.__version__
     assert found["python"] == platform.python_version()
@@ -63,7 +63,7 @@ def test_bad_level_is_shown_and_not_raised(word: str) -> None:
     assert word in cpu["level_in_use"]
 
 
-def test_text() -> None:
+def test_doctor_text() -> None:
     done = ktconv("doctor")
     assert done.returncode == 0
     lines = [line.strip() for line in done.stdout.splitlines()]

@@ -134,7 +134,9 @@ def test_fewer_nodes(tmp_path: Path) -> None:
         (1, 2, "1 threads are too few"),
     ],
 )
-def test_refusals(tmp_path: Path, threads: int | None, nodes: int | None, words: str) -> None:
+def test_threads_and_nodes_that_are_refused(
+    tmp_path: Path, threads: int | None, nodes: int | None, words: str
+) -> None:
     cpus = machine.topology(two_sockets(tmp_path), range(16))
     with pytest.raises(UsageError, match=words):
         machine.placement(threads, nodes, cpus=cpus)

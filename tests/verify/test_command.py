@@ -32,7 +32,9 @@ def test_defaults_of_the_command(tmp_path: Path) -> None:
         assert ours[name].default == getattr(request.thresholds, name), name
 
 
-def test_sound(model: Path, converted: Convert, tmp_path: Path) -> None:
+def test_a_sound_output_passes_with_a_report(
+    model: Path, converted: Convert, tmp_path: Path
+) -> None:
     report = tmp_path / "report.html"
     done = ktconv(
         "verify", converted(), "--source", model, "--level", "weights", "--report", report
@@ -45,7 +47,7 @@ def test_sound(model: Path, converted: Convert, tmp_path: Path) -> None:
     assert page.lstrip().lower().startswith("<!doctype html") and str(converted()) in page
 
 
-def test_json(model: Path, converted: Convert) -> None:
+def test_verify_json(model: Path, converted: Convert) -> None:
     done = ktconv("verify", converted(), "--source", model, "--level", "weights", "--json")
     facts = json.loads(done.stdout)
     assert facts["schema"] == 1 and facts["passed"] is True and facts["level"] == "weights"
@@ -122,7 +124,7 @@ def test_text_that_is_none(
         command.run(request, unwatched, print)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_verify_where_no_output_is(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         done = ktconv("verify", path)
         assert done.returncode == 2 and "quantize-cpu" in done.stderr

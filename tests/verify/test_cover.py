@@ -170,7 +170,7 @@ def test_an_expert_that_the_manifest_has_but_the_shards_have_not(
     )
 
 
-def test_another_source(cpu: Path, packed: Path, tmp_path: Path) -> None:
+def test_cover_by_another_source(cpu: Path, packed: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(packed, copy)
     manifest = read_json(copy / "ktconv.json")
@@ -194,7 +194,7 @@ def test_an_unfinished_part(cpu: Path, packed: Path, tmp_path: Path) -> None:
 # ---- what cannot be asked --------------------------------------------------------------
 
 
-def test_refusals(cpu: Path, model: Path, tmp_path: Path) -> None:
+def test_verify_with_refuses_what_is_no_output(cpu: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for other, said in ((tmp_path / "absent", "no directory"), (tmp_path / "empty", "no experts")):
         with pytest.raises(UsageError, match=said):
@@ -210,7 +210,7 @@ def run(*words: object) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def test_command(cpu: Path, packed: Path, model: Path, tmp_path: Path) -> None:
+def test_verify_with_command(cpu: Path, packed: Path, model: Path, tmp_path: Path) -> None:
     done = run("verify", cpu, "--with", packed)
     assert done.exit_code == 0, done.stdout
     assert f"coverage   ok: of 6 experts in 2 layers 3 are here, 3 in {packed}" in done.stdout

@@ -34,7 +34,9 @@ METHODS = ["int4", "int8"]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])
-def test_sound(method: str, numa: int, layout: str, model: Path, converted: Convert) -> None:
+def test_a_sound_cpu_output_passes(
+    method: str, numa: int, layout: str, model: Path, converted: Convert
+) -> None:
     result = check(converted(method, numa, layout), model)
     assert result.passed and not result.failures
     facts = result.facts

@@ -117,7 +117,7 @@ def test_layers_of_families(name: str, tmp_path: Path, no_transformers: None) ->
         assert all(row["quantization_error_with_shared"] is not None for row in rows)
 
 
-def test_a_wrong_kernel_fails(
+def test_verify_fails_on_a_wrong_kernel(
     example: Callable[[str], Path], no_transformers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = Experts.forward

@@ -45,7 +45,7 @@ def exact(a: Activation, gate: F32, up: F32) -> tuple[F64, F64]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_truth(products: Products, level: str, kind: str) -> None:
+def test_activations_are_near_exact_ones(products: Products, level: str, kind: str) -> None:
     gate, up = numbers(4096, 1)
     expected, size = exact(KINDS[kind], gate, up)
     error = np.abs(products.activate(level, KINDS[kind], gate, up) - expected)

@@ -40,14 +40,14 @@ def bound_of(w: F64, x: F64) -> F64:
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-def test_packing(products: Products, rows: int, cols: int) -> None:
+def test_bf16_packing_is_the_reference(products: Products, rows: int, cols: int) -> None:
     codes = weights(rows, cols, 1)
     packed = products.pack(LAYOUT, rows, cols, codes)
     assert np.array_equal(np.array(packed.codes).view(np.uint16), bf16.pack(codes))
     assert packed.scale is None
 
 
-def test_an_element(products: Products) -> None:
+def test_where_a_bf16_element_lies(products: Products) -> None:
     """docs/formats.md 8.1."""
     codes = np.zeros((64, 96), np.uint16)
     codes[37, 70] = 0x3F80
@@ -56,12 +56,14 @@ def test_an_element(products: Products) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 32), (16, 32), (32, 0), (32, 16), (33, 32)])
-def test_shapes_that_do_not_fit(products: Products, rows: int, cols: int) -> None:
+def test_bf16_shapes_that_do_not_fit(products: Products, rows: int, cols: int) -> None:
     assert products.sizes(LAYOUT, rows, cols) == (0, 0)
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-def test_truth(products: Products, level: str, rows: int, cols: int) -> None:
+def test_bf16_products_are_near_exact_ones(
+    products: Products, level: str, rows: int, cols: int
+) -> None:
     products.use(LAYOUT, level)
     codes = weights(rows, cols, 2)
     w = products.pack(LAYOUT, rows, cols, codes)
@@ -73,7 +75,9 @@ def test_truth(products: Products, level: str, rows: int, cols: int) -> None:
 
 @pytest.mark.parametrize("cols", [64, 1056])
 @pytest.mark.parametrize("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
-def test_every_number_of_tokens(products: Products, level: str, tokens: int, cols: int) -> None:
+def test_bf16_every_number_of_tokens(
+    products: Products, level: str, tokens: int, cols: int
+) -> None:
     products.use(LAYOUT, level)
     codes = weights(64, cols, tokens)
     w = products.pack(LAYOUT, 64, cols, codes)
@@ -84,7 +88,7 @@ def test_every_number_of_tokens(products: Products, level: str, tokens: int, col
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(160, 544), (64, 2080), (32, 7200)])
-def test_batch_independence(products: Products, level: str, rows: int, cols: int) -> None:
+def test_bf16_batch_independence(products: Products, level: str, rows: int, cols: int) -> None:
     products.use(LAYOUT, level)
     w = products.pack(LAYOUT, rows, cols, weights(rows, cols, 4))
     x = products.rows(LAYOUT, activations(96, cols, 5))
@@ -93,7 +97,7 @@ def test_batch_independence(products: Products, level: str, rows: int, cols: int
 
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
-def test_unaligned_codes(products: Products, level: str, tokens: int, before: int) -> None:
+def test_bf16_unaligned_codes(products: Products, level: str, tokens: int, before: int) -> None:
     products.use(LAYOUT, level)
     w = products.pack(LAYOUT, 96, 1056, weights(96, 1056, 6))
     x = products.rows(LAYOUT, activations(tokens, 1056, 7))
@@ -136,7 +140,7 @@ def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", TILE_TOKENS)
-def test_amx_loads_a_tile_per_product(
+def test_bf16_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, tokens: int
 ) -> None:
     """And configures once in a call."""
@@ -168,7 +172,7 @@ def test_sizes_beyond_the_address_space(products: Products, rows: int, cols: int
     assert products.sizes(LAYOUT, 2**40, cols) == (2**41 * cols, 0)
 
 
-def test_the_widest_matrix(products: Products, level: str) -> None:
+def test_the_widest_bf16_matrix(products: Products, level: str) -> None:
     products.use(LAYOUT, level)
     codes = weights(32, 32768, 12)
     w = products.pack(LAYOUT, 32, 32768, codes)

@@ -74,7 +74,9 @@ class Case:
 
 
 @pytest.mark.parametrize(("scales", "rows", "cols"), CASES)
-def test_packing(products: Products, scales: str, rows: int, cols: int) -> None:
+def test_fp8_packing_is_the_reference(
+    products: Products, scales: str, rows: int, cols: int
+) -> None:
     case = Case(products, scales, rows, cols, 1)
     assert np.array_equal(case.packed.codes, fp8.pack(case.codes))
     assert case.packed.scale is not None
@@ -82,7 +84,7 @@ def test_packing(products: Products, scales: str, rows: int, cols: int) -> None:
     assert np.array_equal(np.array(case.packed.scale).view(np.float32), expected)
 
 
-def test_an_element(products: Products) -> None:
+def test_where_an_fp8_element_lies(products: Products) -> None:
     """docs/formats.md 8.2."""
     codes = np.zeros((64, 128), np.uint8)
     codes[37, 70] = 0x38
@@ -145,7 +147,9 @@ def test_every_code(products: Products, level: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("scales", "rows", "cols"), CASES)
-def test_truth(products: Products, level: str, scales: str, rows: int, cols: int) -> None:
+def test_fp8_products_are_near_exact_ones(
+    products: Products, level: str, scales: str, rows: int, cols: int
+) -> None:
     products.use(layout_of(scales), level)
     case = Case(products, scales, rows, cols, 4)
     x = activations(13, cols, 5)
@@ -154,7 +158,9 @@ def test_truth(products: Products, level: str, scales: str, rows: int, cols: int
 
 @pytest.mark.parametrize("scales", GROUPS)
 @pytest.mark.parametrize("tokens", [*range(1, 34), 96])
-def test_every_number_of_tokens(products: Products, level: str, scales: str, tokens: int) -> None:
+def test_fp8_every_number_of_tokens(
+    products: Products, level: str, scales: str, tokens: int
+) -> None:
     products.use(layout_of(scales), level)
     case = Case(products, scales, 64, 1152, tokens)
     x = activations(tokens, 1152, tokens)
@@ -165,7 +171,7 @@ def test_every_number_of_tokens(products: Products, level: str, scales: str, tok
     ("scales", "rows", "cols"),
     [("block", 160, 640), ("block", 32, 7296), ("row", 160, 704), ("row", 32, 7232)],
 )
-def test_batch_independence(
+def test_fp8_batch_independence(
     products: Products, level: str, scales: str, rows: int, cols: int
 ) -> None:
     products.use(layout_of(scales), level)
@@ -176,7 +182,7 @@ def test_batch_independence(
 
 @pytest.mark.parametrize("scales", GROUPS)
 @pytest.mark.parametrize("tokens", TILE_TOKENS)
-def test_amx_loads_a_tile_per_product(
+def test_fp8_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, scales: str, tokens: int
 ) -> None:
     emulator.install()
@@ -194,7 +200,7 @@ def test_amx_loads_a_tile_per_product(
 @pytest.mark.parametrize("scales", GROUPS)
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
-def test_unaligned_codes(
+def test_fp8_unaligned_codes(
     products: Products, level: str, tokens: int, before: int, scales: str
 ) -> None:
     products.use(layout_of(scales), level)
@@ -219,7 +225,7 @@ def test_nonfinite_activations_stay_in_their_token(
 
 
 @pytest.mark.parametrize("scales", GROUPS)
-def test_the_widest_matrix(products: Products, level: str, scales: str) -> None:
+def test_the_widest_fp8_matrix(products: Products, level: str, scales: str) -> None:
     """Four strips at once: their scales fill the thread's scratch to its last byte."""
     products.use(layout_of(scales), level)
     case = Case(products, scales, 128, 32768, 14)

@@ -106,7 +106,9 @@ class Case:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-def test_packing(products: Products, kind: str, rows: int, cols: int) -> None:
+def test_group_packing_is_the_reference(
+    products: Products, kind: str, rows: int, cols: int
+) -> None:
     case = Case(products, kind, rows, cols, 1)
     expected = (mxfp4 if case.kernel == "mxfp4" else gint4).pack(case.codes)
     assert np.array_equal(case.packed.codes, expected)
@@ -114,7 +116,7 @@ def test_packing(products: Products, kind: str, rows: int, cols: int) -> None:
     assert np.array_equal(case.packed.scale, groups.pack_scale(case.stored).view(np.uint8))
 
 
-def test_elements(products: Products) -> None:
+def test_where_mxfp4_and_gint4_elements_lie(products: Products) -> None:
     """docs/formats.md 8.3 and 8.4."""
     elements = (
         ("mxfp4-ue8m0", 37, 2645, 0),
@@ -133,7 +135,9 @@ def test_elements(products: Products) -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-def test_truth(products: Products, level: str, kind: str, rows: int, cols: int) -> None:
+def test_group_products_are_near_exact_ones(
+    products: Products, level: str, kind: str, rows: int, cols: int
+) -> None:
     products.use(Layout.of(*KINDS[kind]), level)
     case = Case(products, kind, rows, cols, 2)
     x = activations(13, cols, 3)
@@ -142,7 +146,9 @@ def test_truth(products: Products, level: str, kind: str, rows: int, cols: int) 
 
 @pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32"])
 @pytest.mark.parametrize("tokens", [*range(1, 34), 96])
-def test_every_number_of_tokens(products: Products, level: str, kind: str, tokens: int) -> None:
+def test_group_every_number_of_tokens(
+    products: Products, level: str, kind: str, tokens: int
+) -> None:
     products.use(Layout.of(*KINDS[kind]), level)
     case = Case(products, kind, 64, 256, tokens)
     x = activations(tokens, 256, tokens)
@@ -151,7 +157,7 @@ def test_every_number_of_tokens(products: Products, level: str, kind: str, token
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("rows", "cols"), [(160, 640), (64, 2176), (32, 7296)])
-def test_batch_independence(
+def test_group_batch_independence(
     products: Products, level: str, kind: str, rows: int, cols: int
 ) -> None:
     products.use(Layout.of(*KINDS[kind]), level)
@@ -173,7 +179,7 @@ def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: 
 
 @pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp4-bf16"])
 @pytest.mark.parametrize("tokens", TILE_TOKENS)
-def test_amx_loads_a_tile_per_product(
+def test_group_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, kind: str, tokens: int
 ) -> None:
     """Whether scales are taken into the tiles or multiplied after the sums."""
@@ -213,7 +219,7 @@ def test_amx_loads_a_tile_per_product_of_int8(
 @pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32"])
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
-def test_unaligned_codes(
+def test_group_unaligned_codes(
     products: Products, level: str, kind: str, tokens: int, before: int
 ) -> None:
     products.use(Layout.of(*KINDS[kind]), level)
@@ -250,7 +256,7 @@ def test_extreme_scales(products: Products, level: str, tokens: int) -> None:
         ("gint4-64-f32", -np.inf),
     ],
 )
-def test_scales_must_be_finite(products: Products, kind: str, bad: float) -> None:
+def test_group_scales_must_be_finite(products: Products, kind: str, bad: float) -> None:
     _, group, dtype = KINDS[kind]
     kinds = {"ue8m0": np.uint8, "bf16": np.uint16, "f32": np.float32}
     scale = np.zeros((32, 128 // group), kinds[dtype])
@@ -260,7 +266,7 @@ def test_scales_must_be_finite(products: Products, kind: str, bad: float) -> Non
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_shapes_that_do_not_fit(products: Products, kind: str) -> None:
+def test_group_shapes_that_do_not_fit(products: Products, kind: str) -> None:
     group = KINDS[kind][1]
     for rows, cols in ((16, 128), (32, group // 2), (33, 128), (32, 128 + group - 16), (0, 128)):
         assert products.sizes(Layout.of(*KINDS[kind]), rows, cols) == (0, 0)

@@ -69,7 +69,7 @@ def test_packing_is_that_of_the_files(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 4, 13, 37])
-def test_truth(
+def test_integer_products_are_the_reference(
     products: Products, level: str, kernel: str, rows: int, cols: int, tokens: int
 ) -> None:
     products.use(layout_of(kernel), level)
@@ -81,7 +81,9 @@ def test_truth(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
-def test_every_number_of_tokens(products: Products, level: str, kernel: str, tokens: int) -> None:
+def test_integer_every_number_of_tokens(
+    products: Products, level: str, kernel: str, tokens: int
+) -> None:
     products.use(layout_of(kernel), level)
     weight, codes, scale = make(products, kernel, 64, 256)
     x = products.rows(layout_of(kernel), activations(tokens, 256, tokens))
@@ -89,7 +91,7 @@ def test_every_number_of_tokens(products: Products, level: str, kernel: str, tok
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_batch_independence(products: Products, level: str, kernel: str) -> None:
+def test_integer_batch_independence(products: Products, level: str, kernel: str) -> None:
     products.use(layout_of(kernel), level)
     weight, _, _ = make(products, kernel, 96, 3712)
     x = products.rows(layout_of(kernel), activations(96, 3712, 5))
@@ -99,7 +101,7 @@ def test_batch_independence(products: Products, level: str, kernel: str) -> None
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
-def test_unaligned_codes(
+def test_integer_unaligned_codes(
     products: Products, level: str, kernel: str, tokens: int, before: int
 ) -> None:
     products.use(layout_of(kernel), level)
@@ -160,7 +162,7 @@ def test_nonfinite_activations_reach_their_token_only(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_scales_must_be_finite(products: Products, kernel: str, value: float) -> None:
+def test_integer_scales_must_be_finite(products: Products, kernel: str, value: float) -> None:
     scale = np.ones(32, np.float32)
     scale[5] = value
     with pytest.raises(Refused):
@@ -169,13 +171,15 @@ def test_scales_must_be_finite(products: Products, kernel: str, value: float) ->
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("rows", "cols"), [(16, 128), (32, 32), (32, 0), (32, 32768 + 128)])
-def test_shapes_that_do_not_fit(products: Products, kernel: str, rows: int, cols: int) -> None:
+def test_integer_shapes_that_do_not_fit(
+    products: Products, kernel: str, rows: int, cols: int
+) -> None:
     assert products.sizes(layout_of(kernel), rows, cols) == (0, 0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", TILE_TOKENS)
-def test_amx_loads_a_tile_per_product(
+def test_integer_amx_loads_a_tile_per_product(
     products: Products, kernel: str, emulator: amx.Emulator, tokens: int
 ) -> None:
     """And configures once for whole blocks of 32 tokens, once for the rest."""

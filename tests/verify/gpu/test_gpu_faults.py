@@ -46,7 +46,9 @@ def of(failures: list[dict[str, Any]], **wanted: Any) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_sound(scheme: str, model: Path, for_gpu: Callable[[str], Path]) -> None:
+def test_a_sound_gpu_output_passes(
+    scheme: str, model: Path, for_gpu: Callable[[str], Path]
+) -> None:
     result = check(for_gpu(scheme), model)
     assert result.passed and not result.failures
     facts = result.facts
