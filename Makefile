@@ -28,7 +28,7 @@ demo: $(VENV)/.core
 	$(BIN)/ktconv verify build/demo --source docs/example/tiny-moe
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=30
 
 # Every room has some; none needs torch or waits for processes that are killed.
 FAST := tests/checkpoint tests/formats tests/placement tests/system tests/targets tests/writer \
