@@ -58,3 +58,14 @@ def test_data_files_are_packaged() -> None:
         path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
     assert data - named == {path for path in data if path.suffix in (".py", ".so")}
+
+
+def test_a_source_distribution_has_what_its_tests_read(tmp_path: Path) -> None:
+    """test_docs holds these pages and hooks to the code."""
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = set((tmp_path / "ktconv.egg-info/SOURCES.txt").read_text("utf-8").splitlines())
+    pages = {"README.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "docs/architecture.md"}
+    assert listed >= {*pages, ".pre-commit-config.yaml", ".github/workflows/ci.yml", ".ci/run"}
