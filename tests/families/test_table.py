@@ -101,6 +101,8 @@ def test_a_top_k_for_each_layer(tmp_path: Path) -> None:
         assert experts_per_token(tmp_path, layer) == expected
         assert router_of(config, layer).top_k == expected
     assert experts_per_token(tmp_path, 2) == 8  # config.json does not say
+    assert top_k_of(config | {"moe_k": 5}, 2) is None
+    assert top_k_of({"text_config": config, "num_experts_per_tok": 5}, 2) is None
 
 
 def test_a_top_k_beside_the_text_section(tmp_path: Path) -> None:

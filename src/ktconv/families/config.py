@@ -52,7 +52,9 @@ def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
     for section, key in ((section, key) for section in sections_of(config) for key in names):
         value = section.get(key)
         if isinstance(value, list) and layer is not None:
-            value = value[layer] if layer < len(value) else None
+            if layer >= len(value):
+                return None  # what other names say is not meant for this layer either
+            value = value[layer]
         if value is None:
             continue
         if not is_whole(value, 1):
