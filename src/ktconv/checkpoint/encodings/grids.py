@@ -143,7 +143,16 @@ def load_outer_scale(
         raise CheckpointError(
             f"{outer.tensor.name} has the scale {value}, not a positive finite number", _HINT
         )
-    both: NDArray[np.float32] = grid / value if outer.divides else grid * value
+    with np.errstate(all="ignore"):
+        both: NDArray[np.float32] = grid / value if outer.divides else grid * value
+    wrong = _not_positive(both)
+    if wrong.any():
+        at = tuple(np.argwhere(wrong)[0])
+        raise CheckpointError(
+            f"{outer.tensor.name} has the scale {value}, which makes a block's scale {grid[at]} "
+            f"{both[at]}, not a positive finite number",
+            _HINT,
+        )
     return both
 
 
@@ -164,9 +173,7 @@ def load_groups(groups: GroupIndex, count: int, data: Buffer) -> NDArray[np.int3
 def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
     import numpy as np
 
-    # By bits, because a process that treats denormals as zero would find them not positive.
-    bits = grid.view(np.uint32)
-    wrong = (bits == 0) | (bits >= 0x7F800000)
+    wrong = _not_positive(grid)
     if not wrong.any():
         return
     row, col = (int(index) for index in np.argwhere(wrong)[0])
@@ -177,6 +184,16 @@ def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
         f"{grid[row, col]}, not a positive finite number",
         _HINT,
     )
+
+
+def _not_positive(grid: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which numbers are zero, negative or not finite. By bits, because a process that treats
+    denormals as zero would find them not positive."""
+    import numpy as np
+
+    bits = grid.view(np.uint32)
+    wrong: NDArray[np.bool_] = (bits == 0) | (bits >= 0x7F800000)
+    return wrong
 
 
 def _of_expert(scale: BlockGrid) -> str:
