@@ -2,15 +2,14 @@
 
 One family, `KtconvError`: the message is one sentence that names the file or
 tensor, the hint says what to do next, and the class decides the exit code.
-Where a command has another way out than the library can know, it is found by
-the class, too: see `cli.exits`.
+A command can replace the hint by class: see `cli.exits`.
 """
 
 from __future__ import annotations
 
 
 class KtconvError(Exception):
-    """Base class. `str(error)` is one sentence; `error.hint` the way out."""
+    """Base class. `str(error)` is one sentence; `error.hint` says what to do."""
 
     exit_code = 2
 
@@ -32,11 +31,11 @@ class SourceChangedError(CheckpointError):
 
 
 class OutputError(KtconvError):
-    """The output directory holds something that this run must not touch."""
+    """The output directory contains something that this run must not change."""
 
 
 class InUseError(OutputError):
-    """Another run writes what this one would write."""
+    """Another run is writing the same layers or files."""
 
 
 class ResourceError(KtconvError):
@@ -66,6 +65,6 @@ class FileSizeError(ResourceError):
 
 
 class VerificationError(KtconvError):
-    """Bytes that were written do not hold what they should."""
+    """Written data do not match their source."""
 
     exit_code = 1

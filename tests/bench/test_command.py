@@ -362,10 +362,10 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
         (("--layer", "0"), "--layer and --top-k belong to --model"),
-        (("--model", "nowhere"), "there is no directory nowhere"),
+        (("--model", "nowhere"), "--model nowhere is not a directory"),
         (("--model", ""), "--model is empty"),
         (("--plot", "."), "is not a picture file"),
-        (("--model", ".", "--method", "int4"), "--model brings its own weights"),
+        (("--model", ".", "--method", "int4"), "--model uses the converted model's own weights"),
         (("--stage", "pack", "--method", "bf16"), "--stage pack cannot measure bf16"),
         (
             ("--shape", "32,32,4096,4096", "--tokens", "1048576"),

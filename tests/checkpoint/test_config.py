@@ -90,16 +90,19 @@ def test_a_value_that_no_model_can_have(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but a layer has 4 experts"),
-        ({"num_experts_per_tok": [2, 5]}, "num_experts_per_tok is 5, but a layer has 4 experts"),
-        ({"moe_topk": 6, "zero_expert_num": 1}, "moe_topk is 6, but a layer has 4 experts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but a layer has only 4 experts"),
+        (
+            {"num_experts_per_tok": [2, 5]},
+            "num_experts_per_tok is 5, but a layer has only 4 experts",
+        ),
+        ({"moe_topk": 6, "zero_expert_num": 1}, "moe_topk is 6, but a layer has only 4 experts"),
         ({"num_experts": 0}, "but config.json has num_experts 0"),
         ({"num_experts": [8, 8]}, "has experts 4, but config.json has num_experts [8, 8]"),
         ({"num_experts": [4, 8, 4]}, "has experts 4, but config.json has num_experts [4, 8, 4]"),
         ({"num_experts": [4]}, "num_experts is [4], not a number or a list of one for each"),
         ({"moe_intermediate_size": [64, 128, 128]}, "has intermediate size 128, but config.json"),
         ({"hidden_size": 0}, "hidden_size 0"),
-        ({"num_hidden_layers": 0}, "but config.json has num_hidden_layers 0 and nothing says"),
+        ({"num_hidden_layers": 0}, "but config.json has num_hidden_layers 0 and does not declare"),
         ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layers but num_hidden_layers"),
         ({"moe_layer_freq": [1]}, "moe_layer_freq lists 1 layers but num_hidden_layers is 2"),
     ],
@@ -362,7 +365,7 @@ def test_a_nul_in_a_name_is_refused_at_once(name: str, tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, list(map(str, words)))
         assert (result.exit_code, result.stdout) == (2, ""), (words, result.output)
-        assert f"the name of tensor {name!r} holds a NUL" in result.stderr
+        assert f"the name of tensor {name!r} contains a NUL byte" in result.stderr
     assert not (tmp_path / "new").exists()
 
 

@@ -38,8 +38,8 @@ def test_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("model.safetensors", "a checkpoint is a directory"),
-        ("model.safetensors.index.json", "a checkpoint is a directory"),
+        ("model.safetensors", "is a file, not a checkpoint directory"),
+        ("model.safetensors.index.json", "is a file, not a checkpoint directory"),
         ("model.gguf", "not supported as an input yet"),
         ("model.txt", "not a directory"),
     ],
@@ -49,7 +49,7 @@ def test_a_file(tmp_path: Path, name: str, reason: str) -> None:
     error = refusal(str(tmp_path / name))
     assert reason in str(error)
     assert name in str(error)
-    if "directory (" in str(error):
+    if "not a checkpoint directory" in str(error):
         assert str(tmp_path) in str(error.hint)
 
 

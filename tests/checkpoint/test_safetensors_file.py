@@ -130,7 +130,7 @@ def test_bad_entry(tmp_path: Path, wrong: Any, reason: str) -> None:
         ([0, 8], 8, "overlaps tensor 'a' by 8 bytes"),
         ([12, 20], 20, "4 bytes between tensor 'a' and tensor 'b' belong to no tensor"),
         ([8, 16], 11, "truncated: 5 of its"),
-        ([8, 16], 18, "2 bytes behind its last tensor"),
+        ([8, 16], 18, "2 bytes after its last tensor"),
         ([2**62, 2**62 + 8], 16, "between tensor 'a' and tensor 'b'"),
     ],
 )

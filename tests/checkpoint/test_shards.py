@@ -143,7 +143,7 @@ def test_truncated_shard_is_named(checkpoint_dir: Path) -> None:
 
 def test_index_names_a_key_that_no_shard_holds(checkpoint_dir: Path) -> None:
     change_index(checkpoint_dir, ghost=FIRST)
-    assert f"{FIRST} holds 'ghost', but it does not" in refusal(checkpoint_dir)
+    assert f"{FIRST} contains 'ghost', but it does not" in refusal(checkpoint_dir)
 
 
 def test_shard_holds_a_key_that_the_index_lacks(
@@ -151,7 +151,7 @@ def test_shard_holds_a_key_that_the_index_lacks(
 ) -> None:
     name = next(iter(tensors))
     change_index(checkpoint_dir, **{name: SECOND})
-    assert f"{FIRST} holds {name!r}, but" in refusal(checkpoint_dir)
+    assert f"{FIRST} contains {name!r}, but" in refusal(checkpoint_dir)
     index = json.loads((checkpoint_dir / INDEX).read_text())
     del index["weight_map"][name]
     (checkpoint_dir / INDEX).write_text(json.dumps(index))
@@ -169,7 +169,7 @@ def test_file_that_the_index_does_not_name(checkpoint_dir: Path) -> None:
     write_safetensors(checkpoint_dir / "consolidated.safetensors", {})
     assert "consolidated.safetensors" in open_checkpoint(checkpoint_dir).notes[0]
     write_safetensors(checkpoint_dir / "model.safetensors", {})
-    assert "holds both model.safetensors and" in refusal(checkpoint_dir)
+    assert "contains both model.safetensors and" in refusal(checkpoint_dir)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_file_that_the_index_does_not_name(checkpoint_dir: Path) -> None:
         ("model.pt", "unpickling can execute code"),
         ("consolidated.00.pth", "unpickling can execute code"),
         ("model-q4.gguf", "not supported as an input yet"),
-        ("notes.txt", "holds no safetensors file"),
-        (None, "holds no files"),
+        ("notes.txt", "contains no safetensors file"),
+        (None, "is empty"),
     ],
 )
 def test_no_safetensors(tmp_path: Path, file: str | None, reason: str) -> None:

@@ -186,18 +186,18 @@ def test_bar_without_colours(tmp_path: Path) -> None:
 def test_a_part_says_what_is_missing(tmp_path: Path) -> None:
     result = quantize(tmp_path / "out", "--numa", 1, "--layers", "1")
     assert result.exit_code == 0
-    assert "still lacks layer(s) 0" in result.stdout
+    assert "is incomplete: missing layer(s) 0" in result.stdout
     result = quantize(tmp_path / "out", "--numa", 1, "--finalize")
     assert result.exit_code == 2
-    assert "layer(s) 0 not converted yet" in result.stderr
+    assert "layer(s) 0 missing" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
         ("blk.1.ffn_up_exps.3.numa.0.weight", ": layer 1, expert 3, up ["),
-        ("blk.1.ffn_up_exps.3.numa.0.scale", " was read back with other bytes"),
-        ("embed_tokens.weight", " was read back with other bytes"),
+        ("blk.1.ffn_up_exps.3.numa.0.scale", " read back differs from what was written"),
+        ("embed_tokens.weight", " read back differs from what was written"),
     ],
 )
 def test_exit_code_1_when_a_check_fails(
@@ -407,7 +407,7 @@ def test_dry_run_tells_what_a_run_would_refuse(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_text("x")
-    for output, said in ((tmp_path / "file", "is a file"), (foreign, "holds model.safetensors")):
+    for output, said in ((tmp_path / "file", "is a file"), (foreign, "contains model.safetensors")):
         result = quantize(output, "--dry-run", "--numa", "1")
         assert result.exit_code == 2
         assert said in result.stderr

@@ -116,7 +116,9 @@ def test_with_a_full_disk_under_stdout(
     with Path("/dev/full").open("w") as full:
         ended = in_process(words, stdout=full, stderr=subprocess.PIPE)
     assert ended.returncode == 3
-    assert b"Error: the system refused: No space left on device." in ended.stderr
+    assert (
+        b"Error: the operating system reported an error: No space left on device." in ended.stderr
+    )
     assert b"Traceback" not in ended.stderr and b"ignored" not in ended.stderr
 
 
@@ -453,7 +455,7 @@ def test_a_system_that_allows_no_more_threads(
         started.clear()
         shutil.rmtree(new, ignore_errors=True)
         result = invoke(*words)
-        assert "allows this process no more threads" in result.stderr
+        assert "cannot start another thread" in result.stderr
         assert "ulimit -u" in hint_of(result, 3)
         assert threading.active_count() == before
         assert not list(new.rglob("*.part"))

@@ -72,7 +72,7 @@ def test_others() -> None:
         ('{"schema": 1, "experts": [[0]]}', "has no object of experts by layer"),
         ('{"schema": 1, "experts": {}}', "names no expert"),
         ('{"schema": 1, "experts": {"3": [0]}, "note": ""}', "has 'note'"),
-        ('{"schema": 1, "experts": {"3": [0], "3": [1]}}', "has the key '3' twice"),
+        ('{"schema": 1, "experts": {"3": [0], "3": [1]}}', "contains the key '3' twice"),
         ('{"schema": 1, "experts": {"three": [0]}}', "names the layer 'three'"),
         ('{"schema": 1, "experts": {"03": [0]}}', "names the layer '03'"),
         ('{"schema": 1, "experts": {"-1": [0]}}', "names the layer '-1'"),

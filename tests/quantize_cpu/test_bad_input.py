@@ -154,7 +154,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported dtype": (having(**{GATE: np.zeros((128, 128), np.int32)}), "I32"),
     "FP8 without scales": (having(**{GATE: fp8(np.zeros((128, 128), np.uint8))}), "scale"),
     "pickles only": (only_pickles, "pickle"),
-    "no file at all": (remove_all_files, "holds no files"),
+    "no file at all": (remove_all_files, "is empty"),
     "no directory": (shutil.rmtree, "does not exist"),
     "gpt-oss": (change_config(model_type="gpt_oss"), "gpt"),
 }
@@ -371,7 +371,7 @@ def test_output_in_the_model_through_a_link(model: Path, tmp_path: Path) -> None
 
 def test_model_in_the_output(model: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
-    refused(run(model, tmp_path), 2, "holds model, which this conversion did not write")
+    refused(run(model, tmp_path), 2, "contains model, which this conversion did not write")
     assert contents(tmp_path) == before
 
 
@@ -399,7 +399,9 @@ def test_output_that_holds_something_else(
     (output / name if name.startswith("_") else output).mkdir(parents=True)
     path = output / name / "x.kt" if name.startswith("_") else output / name
     path.write_text("precious")
-    refused(run(model, output, *options), 2, f"holds {name}, which this conversion did not write")
+    refused(
+        run(model, output, *options), 2, f"contains {name}, which this conversion did not write"
+    )
     assert list(contents(output).values()) and path.read_text() == "precious"
     assert not (output / ".ktconv").exists()
 
@@ -412,7 +414,7 @@ def test_foreign_file_in_an_output_of_ours(
     write_safetensors(output / "other.safetensors", {"x": np.zeros(3)})
     before = contents(output)
     for options in ((), ("--overwrite",), ("--overwrite", "--method=int8")):
-        refused(run(model, output, *options), 2, "holds other.safetensors, which")
+        refused(run(model, output, *options), 2, "contains other.safetensors, which")
     assert contents(output) == before
 
 

@@ -169,7 +169,9 @@ def test_kill_9_loses_nothing_that_was_finished(model: Path, tmp_path: Path) -> 
 
 def test_layers_in_several_runs(model: Path, tmp_path: Path) -> None:
     done(model, tmp_path / "clean")
-    assert "still lacks" in done(model, tmp_path / "out", f"--layers=5-{LAYERS - 1}").stdout
+    assert (
+        "is incomplete: missing" in done(model, tmp_path / "out", f"--layers=5-{LAYERS - 1}").stdout
+    )
     assert not (tmp_path / "out/config.json").exists()
     done(model, tmp_path / "out", "--layers=0-4")
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
@@ -187,7 +189,7 @@ def test_another_llm_compressor_is_refused(
 ) -> None:
     done(model, tmp_path / "out", "--layers=1")
     monkeypatch.setattr("ktconv.quantize_gpu.rtn.version", lambda name: "99")
-    refused(run(model, tmp_path / "out"), 2, "other files or tools", "quantizer.", "99 now")
+    refused(run(model, tmp_path / "out"), 2, "other input files or tools", "quantizer.", "99 now")
 
 
 def test_an_output_of_quantize_cpu_is_refused(model: Path, tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_changed_folders_are_refused_on_resume(folders: Made, tmp_path: Path) ->
         merge(request, Stop())
     file = next((root / "_layer_2").rglob("*scale_.kt"))
     os.utime(file, ns=(1, 1))
-    with pytest.raises(OutputError, match=r"begun from other files.*layers\.2") as caught:
+    with pytest.raises(OutputError, match=r"begun from other input files.*layers\.2") as caught:
         merge(request)
     assert "--overwrite" in str(caught.value.hint)
     assert merge(Request(root, tmp_path / "out", overwrite=True)).complete
@@ -290,7 +290,7 @@ def test_changed_options_are_refused_on_resume(kept_folders: Made, tmp_path: Pat
 def test_output_of_quantize_cpu_is_refused(model: Path, kept_folders: Made, tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int4", numa=1)
     before = stamps(tmp_path / "out")
-    with pytest.raises(OutputError, match="begun from other files"):
+    with pytest.raises(OutputError, match="begun from other input files"):
         merge(Request(kept_folders("int4", 1), tmp_path / "out", str(model)))
     assert stamps(tmp_path / "out") == before
 
@@ -332,7 +332,7 @@ def test_verify_reads_back(
         target[:] = bytes(len(target))
 
     monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", damaged)
-    with pytest.raises(VerificationError, match="read back with other bytes"):
+    with pytest.raises(VerificationError, match="read back differs from what was written"):
         merge(Request(kept_folders("int4", 1), tmp_path / "out"))
     assert merge(Request(kept_folders("int4", 1), tmp_path / "out", verify=False)).complete
 

@@ -312,5 +312,5 @@ def test_killed_and_resumed(shards: Made, tmp_path: Path) -> None:
 
 def test_output_of_another_conversion(shards: Made, tmp_path: Path) -> None:
     shutil.copytree(shards("int4", 2), tmp_path / "out")
-    with pytest.raises(OutputError, match="begun from other files"):
+    with pytest.raises(OutputError, match="begun from other input files"):
         reshard(Request(shards("int4", 1), tmp_path / "out", 2))

@@ -76,15 +76,15 @@ def test_choosing_again_without_the_model(tmp_path: Path) -> None:
     [
         ({"hot": 6}, "--hot 6 is more than the 5 experts of layer 3"),
         ({"hot": 1, "hot_share": 0.5}, "--hot and --hot-share"),
-        ({"hot_share": 0.0}, "--hot-share 0 is no share"),
-        ({"hot_share": float("nan")}, "--hot-share nan is no share"),
+        ({"hot_share": 0.0}, "--hot-share must be in (0, 1], got 0"),
+        ({"hot_share": float("nan")}, "--hot-share must be in (0, 1], got nan"),
         ({"layers": [4]}, "--layers names layer 4"),
-        ({"write": Path("hot.json")}, "--write needs to know how many"),
+        ({"write": Path("hot.json")}, "--write needs a number of experts"),
         ({"hot": 1, "write": Path("absent/hot.json")}, "--write absent/hot.json cannot be written"),
-        ({"trace": Path("trace.npz")}, "end it with .safetensors"),
-        ({"trace": Path("trace.safetensors")}, "--trace has no meaning"),
-        ({"text": Path("text.txt")}, "--text has no meaning"),
-        ({"max_tokens": 7}, "--max-tokens has no meaning"),
+        ({"trace": Path("trace.npz")}, "--trace trace.npz does not end in .safetensors"),
+        ({"trace": Path("trace.safetensors")}, "--trace does not apply"),
+        ({"text": Path("text.txt")}, "--text does not apply"),
+        ({"max_tokens": 7}, "--max-tokens does not apply"),
     ],
 )
 def test_refused_options(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_refused_options(options: dict[str, Any], said: str, tmp_path: Path) -> 
 )
 def test_damaged_reports(changes: dict[str, Any], tmp_path: Path) -> None:
     path = report(tmp_path / "stats.json", **changes)
-    with pytest.raises(KtconvError, match=r"stats\.json is no complete report of ktconv stats"):
+    with pytest.raises(KtconvError, match=r"stats\.json is not a complete report of ktconv stats"):
         run(StatsRequest(str(path)), silent)
 
 
@@ -145,7 +145,7 @@ def test_bench_replays_a_trace(tmp_path: Path) -> None:
 def test_layers_that_route_differently_fit_into_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.safetensors"
     for other, experts in ((IDS[:, :1], 4), (IDS, 5)):
-        with pytest.raises(UsageError, match="do not have equally many experts"):
+        with pytest.raises(UsageError, match="differ in their number of experts"):
             write_trace(path, {1: IDS, 2: other}, {1: 4, 2: experts})
     assert not path.exists()
 
@@ -168,10 +168,10 @@ def test_layers_that_route_differently_fit_into_no_trace(tmp_path: Path) -> None
 def test_other_traces_are_refused(ids: Any, metadata: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.safetensors"
     save_file({"ids": np.ascontiguousarray(ids)}, path, metadata)
-    with pytest.raises(UsageError, match="is no trace of ktconv stats"):
+    with pytest.raises(UsageError, match="is not a trace of ktconv stats"):
         run(StatsRequest(str(path)), silent)
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(UsageError, match="is no trace of ktconv stats"):
+    with pytest.raises(UsageError, match="is not a trace of ktconv stats"):
         run(StatsRequest(str(path)), silent)
 
 
@@ -228,9 +228,9 @@ def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
             run(StatsRequest(str(tmp_path / "stats.json"), **options), silent)
         assert not (tmp_path / "counts.pt").exists()
 
-    refused("has another ending", placement=tmp_path / "counts.bin")
-    refused("--placement takes all layers", layers=[1])
-    refused("--hot and --hot-total choose in different ways", hot=1, hot_total=2)
+    refused("does not end in .pt", placement=tmp_path / "counts.bin")
+    refused("--placement needs all layers", layers=[1])
+    refused("--hot and --hot-total cannot be combined", hot=1, hot_total=2)
     for layers in (None, 3, True, 10**12, 10**30):
         content = PLACED.facts(None, None) | {"num_hidden_layers": layers}
         (tmp_path / "old.json").write_text(json.dumps(content))

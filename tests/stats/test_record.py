@@ -177,7 +177,7 @@ def test_table(torch: Any) -> None:
     facts, lines = run(StatsRequest(str(EXAMPLE), max_tokens=64), silent)
     assert lines[0].split("  ")[0] == "layer"
     assert len(lines) == len(facts["layers"]) + 2
-    assert facts["text"] == "the sample of ktconv"
+    assert facts["text"] == "the built-in sample"
     assert "the hottest quarter of each layer: 4 of 16 experts take" in lines[-1]
 
 
@@ -185,8 +185,8 @@ def test_table(torch: Any) -> None:
     ("options", "said"),
     [
         ({"text": "absent.txt"}, "absent.txt cannot be read: No such file or directory$"),
-        ({"text": "empty.txt"}, "empty.txt holds no text"),
-        ({"text": "binary.txt"}, "binary.txt cannot be read: it is no UTF-8 text"),
+        ({"text": "empty.txt"}, "empty.txt is empty"),
+        ({"text": "binary.txt"}, "binary.txt cannot be read: it is not UTF-8 text"),
         ({"hot": 9}, "--hot 9 is more than the 8 experts of layer 0"),
         ({"layers": [5]}, "--layers names layer 5"),
     ],

@@ -70,7 +70,7 @@ __all__ = [
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """Open the checkpoint in directory `model`, or the cached hub model `org/name`.
 
-    Everything that headers can tell is validated. Raises CheckpointError (or
+    Everything that headers contain is validated. Raises CheckpointError (or
     ResourceError where the system refuses) with the file or tensor in its message.
     """
     return _open_directory(locate_model(model))
@@ -103,7 +103,7 @@ def _open_directory(directory: Path) -> Checkpoint:
 
 
 def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """What tells this state of the checkpoint from another, as JSON-ready objects.
+    """What identifies this state of the checkpoint, as JSON-ready objects.
 
     One per file: config.json with name, bytes and sha256; each shard with name, bytes,
     mtime_ns and header_sha256, all as they were when the checkpoint was opened.

@@ -26,7 +26,7 @@ from ktconv.families.names import known_spellings
 
 _NUMBER = re.compile("[0-9]{1,6}")
 _SHOWN = 8  # experts that an error lists
-_INCOMPLETE = "Download the checkpoint again; nothing is converted from part of a layer."
+_INCOMPLETE = "Download the checkpoint again; incomplete layers are not converted."
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 # Expert id -> projection -> part name -> tensor.
@@ -34,7 +34,7 @@ _Found = dict[int, dict[Projection, dict[str, TensorRef]]]
 
 
 def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
-    """The MoE layer that `stack` holds.
+    """The MoE layer in `stack`.
 
     Raises CheckpointError naming the tensor for anything missing, left over, of an
     unsupported encoding, or of a shape that the config or the other experts contradict.
@@ -78,7 +78,7 @@ def _group_by_expert(stack: Stack) -> _Found:
         parts = found.setdefault(int(number), {}).setdefault(projection, {})
         if part in parts:
             raise CheckpointError(
-                f"{parts[part].name} and {tensor.name} are the same weight twice",
+                f"{parts[part].name} and {tensor.name} are the same weight under two names",
                 "Remove one of them from the checkpoint.",
             )
         parts[part] = tensor
@@ -165,8 +165,8 @@ def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) ->
 
 
 def _stored(parts: Parts) -> StoredWeight:
-    """The primary tensor of a fused weight; packed weights are refused before their shapes
-    confuse."""
+    """The primary tensor of a fused weight; packed weights are rejected first, because their
+    shapes mislead."""
     encoding = choose_encoding(parts)
     return StoredWeight(parts[encoding.primary], encoding)
 
@@ -180,7 +180,7 @@ def _check_size(name: str, what: str, found: int, setting: Setting | None) -> No
 
 
 class _EncodingOfLayer:
-    """Makes the matrices of one layer and holds them to one encoding."""
+    """Makes the matrices of one layer and checks that all have one encoding."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

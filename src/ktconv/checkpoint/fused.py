@@ -83,7 +83,7 @@ def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef
         owner = found.setdefault(match[1], {})
         if part in owner:
             raise CheckpointError(
-                f"{owner[part].name} and {tensor.name} are the same weight twice",
+                f"{owner[part].name} and {tensor.name} are the same weight under two names",
                 "Remove one of them from the checkpoint.",
             )
         owner[part] = tensor

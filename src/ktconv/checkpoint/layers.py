@@ -1,4 +1,4 @@
-"""Which layers have experts: stacks get their index, and config.json is held against them."""
+"""Which layers have experts: stacks get their index, and are compared with config.json."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CONTRADICTION = "Check that config.json and the weights belong to one checkpoin
 
 @dataclass(frozen=True, slots=True)
 class MoELayers:
-    """All MoE layers, ascending, and what a user should know about them."""
+    """All MoE layers, ascending, and notes about them for the user."""
 
     layers: Sequence[MoELayer]
     notes: Sequence[str]
 
 
 def build_layers(split: Split, config: ModelConfig) -> MoELayers:
-    """Number the stacks, build their layers and hold the result against config.json.
+    """Number the stacks, build their layers and compare the result with config.json.
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
@@ -56,7 +56,7 @@ def _no_experts(split: Split) -> CheckpointError:
     tail = f"; the nearest keys are {', '.join(near)}" if near else ""
     return CheckpointError(
         f"no MoE layer was found: looked for {looked_for()}{tail}",
-        "ktconv converts Mixture-of-Experts checkpoints; a dense model has nothing to convert.",
+        "ktconv converts Mixture-of-Experts checkpoints; dense models have no experts to convert.",
     )
 
 
@@ -69,7 +69,7 @@ def _number(split: Split, config: ModelConfig) -> dict[int, Stack]:
         if other is not stack:
             raise CheckpointError(
                 f"{other.source} and {stack.source} both claim to be layer {index}",
-                "A checkpoint with two decoders, or with stray tensors, is not supported.",
+                "Checkpoints with two decoders or with stray tensors are not supported.",
             )
     for index, stack in stacks.items():
         _check_within_config(split, index, stack, config)
@@ -101,21 +101,23 @@ def _check_within_config(split: Split, index: int, stack: Stack, config: ModelCo
     marks = tuple(f"{stack.path.layer}.{mark}" for mark in MTP_MARKS)
     if not any(tensor.name.startswith(marks) for tensor in split.others):
         raise CheckpointError(
-            f"{stack.source} is layer {index}, but config.json has {config.num_layers.key} "
-            f"{config.num_layers.value} and nothing says that it is an MTP layer",
+            f"{stack.source} is layer {index}, but config.json has "
+            f"{config.num_layers.key} {config.num_layers.value} and does not declare "
+            "it as an MTP layer",
             _CONTRADICTION,
         )
 
 
 def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: ModelConfig) -> None:
-    """No decoder layer may lack experts, unless it is known or seen to be dense."""
+    """CheckpointError if a decoder layer has no experts, unless it is dense by config.json or its
+    tensors."""
     decoder = [index for index, stack in stacks.items() if not _is_mtp(index, stack, config)]
     count = config.num_layers.value if config.num_layers else max(decoder, default=-1) + 1
     absent = [index for index in range(count) if index not in stacks]
     pattern = next(iter(stacks[index].source for index in decoder), looked_for())
     if config.dense_layers is not None:
         absent = [index for index in absent if config.dense_layers.key_of(index) is None]
-        reason = "although config.json makes it an MoE layer"
+        reason = "but config.json declares it as an MoE layer"
     else:
         dense = _seen_dense(split, stacks)
         absent = [index for index in absent if index not in dense]
@@ -131,15 +133,15 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
 
 
 def _check_not_dense(stacks: Mapping[int, Stack], config: ModelConfig) -> None:
-    """No decoder layer may have experts that config.json makes dense."""
+    """CheckpointError if a layer has experts that config.json declares as dense."""
     if config.dense_layers is None:
         return
     for index, stack in sorted(stacks.items()):
         key = config.dense_layers.key_of(index)
         if key is not None and not _is_mtp(index, stack, config):
             raise CheckpointError(
-                f"layer {index} has experts ({stack.source}), but {key} in config.json makes it "
-                "a dense layer",
+                f"layer {index} has experts ({stack.source}), but {key} in config.json "
+                "declares it as a dense layer",
                 f"{_CONTRADICTION} If the weights are right, correct {key}.",
             )
 
@@ -188,14 +190,15 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         notes.append(f"layer {layer.index} is an MTP layer ({layer.source})")
     if config.num_mtp_layers > len(mtp):
         notes.append(
-            f"config.json declares {config.num_mtp_layers} MTP layer(s), but the checkpoint "
-            f"holds experts of {len(mtp)}"
+            f"config.json declares {config.num_mtp_layers} MTP layer(s), but the "
+            f"checkpoint has experts of {len(mtp)} MTP layer(s)"
         )
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
     if split.unrecognised:
         notes.append(
-            f"{len(split.unrecognised)} tensors look like experts in an unknown place and count "
-            f"as other tensors: {split.unrecognised[0]} ..."
+            f"{len(split.unrecognised)} tensors have names like experts but an "
+            "unknown location; they are treated as other tensors: "
+            f"{split.unrecognised[0]} ..."
         )
     return notes

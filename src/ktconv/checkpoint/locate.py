@@ -15,7 +15,7 @@ def locate_model(model: str | Path) -> Path:
     """The directory that `model` means; never touches the network.
 
     `model` is a directory or a hub id `org/name` of the local Hugging Face cache.
-    Raises CheckpointError that says what to type instead.
+    Raises CheckpointError with a hint what to give instead.
     """
     path = Path(model)
     if path.is_dir():
@@ -26,14 +26,14 @@ def locate_model(model: str | Path) -> Path:
         return _locate_in_cache(model)
     raise CheckpointError(
         f"{model} does not exist",
-        "Name a checkpoint's directory, or a hub id org/name that is in the local cache.",
+        "Give a checkpoint directory, or a hub id org/name from the local cache.",
     )
 
 
 def _is_a_file(path: Path) -> CheckpointError:
     if path.name.endswith((".safetensors", INDEX_SUFFIX)):
         return CheckpointError(
-            f"{path} is a file, but a checkpoint is a directory (config.json belongs to it)",
+            f"{path} is a file, not a checkpoint directory",
             f"Use its directory: {path.parent}",
         )
     if path.name.endswith(".gguf"):
@@ -41,7 +41,7 @@ def _is_a_file(path: Path) -> CheckpointError:
             f"{path} is a GGUF file, which is not supported as an input yet",
             "Use the safetensors checkpoint that it was made from.",
         )
-    return CheckpointError(f"{path} is not a directory", "Name a checkpoint's directory.")
+    return CheckpointError(f"{path} is not a directory", "Give a checkpoint directory.")
 
 
 def _locate_in_cache(model: str) -> Path:

@@ -39,7 +39,7 @@ _DAMAGED = "The file is damaged or not a safetensors file; download or copy it a
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one safetensors file says about itself, and what identifies its state."""
+    """The header of one safetensors file, and what identifies the file's state."""
 
     file: Path
     tensors: Sequence[TensorRef]  # ascending offset
@@ -93,8 +93,8 @@ def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes
     length = int.from_bytes(_pread_exactly(path, descriptor, 8, 0), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} claims a header of {length} bytes, more than the format's limit of "
-            f"{MAX_HEADER_BYTES}",
+            f"{path} declares a header of {length} bytes, more than the format's "
+            f"limit of {MAX_HEADER_BYTES}",
             _DAMAGED,
         )
     if length > file_bytes - 8:
@@ -126,7 +126,9 @@ def _refuse_nul(path: Path, names: Iterable[str]) -> None:
     """No record of a conversion holds such a name, and C programs would read half of it."""
     for name in names:
         if "\0" in name:
-            raise CheckpointError(f"{path}: the name of tensor {name!r} holds a NUL", _DAMAGED)
+            raise CheckpointError(
+                f"{path}: the name of tensor {name!r} contains a NUL byte", _DAMAGED
+            )
 
 
 def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:
@@ -209,6 +211,6 @@ def _check_coverage(
         )
     if end < file_bytes:
         raise CheckpointError(
-            f"{path} has {file_bytes - end} bytes behind its last tensor that belong to none",
+            f"{path} has {file_bytes - end} bytes after its last tensor that belong to no tensor",
             _DAMAGED,
         )

@@ -1,4 +1,4 @@
-"""Which safetensors files make up a checkpoint, and whether they hold what they should."""
+"""Which safetensors files make up a checkpoint, and whether they match its index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGLE_FILE = "model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
 _INDEX_HINT = "Download the checkpoint again, or repair the index by hand."
-_SHARD_HINT = "Download the missing files; nothing is converted from part of a checkpoint."
+_SHARD_HINT = "Download the missing files; incomplete checkpoints are not converted."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _file_names(directory: Path) -> list[str]:
     except FileNotFoundError:
         raise CheckpointError(f"{directory} does not exist", "Check the path.") from None
     except NotADirectoryError:
-        raise CheckpointError(f"{directory} is not a directory", "Name the directory.") from None
+        raise CheckpointError(f"{directory} is not a directory", "Give the directory.") from None
     except OSError as error:
         raise ResourceError(
             f"{directory} cannot be listed: {error.strerror}", "Check its permissions."
@@ -80,24 +80,24 @@ def _file_names(directory: Path) -> list[str]:
 
 def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:
     if not names:
-        return CheckpointError(f"{directory} holds no files", "Name a checkpoint's directory.")
+        return CheckpointError(f"{directory} is empty", "Give a checkpoint directory.")
     pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
         return CheckpointError(
-            f"{directory} holds only pickle weights ({_listed(pickles)}), which are not read "
-            "because unpickling can execute code",
-            "Get the checkpoint's safetensors version, or convert it where you trust it: "
+            f"{directory} contains only pickle weights ({_listed(pickles)}), which "
+            "are not read because unpickling can execute code",
+            "Use a safetensors version of the checkpoint; if you trust this one, "
             "load it with transformers and call save_pretrained.",
         )
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs:
         return CheckpointError(
-            f"{directory} holds only GGUF weights ({_listed(ggufs)}), which are not supported "
-            "as an input yet",
+            f"{directory} contains only GGUF weights ({_listed(ggufs)}), which are "
+            "not supported as an input yet",
             "Use the safetensors checkpoint that the GGUF file was made from.",
         )
     return CheckpointError(
-        f"{directory} holds no safetensors file",
+        f"{directory} contains no safetensors file",
         f"A checkpoint has {DEFAULT_INDEX} with its shards, {SINGLE_FILE}, or *.safetensors.",
     )
 
@@ -108,9 +108,9 @@ def _select_index(directory: Path, names: Sequence[str]) -> Path | None:
         return None
     if DEFAULT_INDEX not in candidates and len(candidates) > 1:
         raise CheckpointError(
-            f"{directory} holds several indexes and none is {DEFAULT_INDEX}: "
+            f"{directory} contains several indexes and none is {DEFAULT_INDEX}: "
             f"{_listed(candidates, limit=10)}",
-            "Leave one of them in the directory.",
+            "Keep only one of them in the directory.",
         )
     return directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])
 
@@ -131,8 +131,8 @@ def _select_by_index(directory: Path, index: Path, names: Sequence[str]) -> Shar
     if SINGLE_FILE in unused:
         # Loaders disagree on which of the two counts.
         raise CheckpointError(
-            f"{directory} holds both {SINGLE_FILE} and {index.name}, which does not name it",
-            "Remove the one that is not the checkpoint.",
+            f"{directory} contains both {SINGLE_FILE} and {index.name}, which does not name it",
+            "Remove the one that does not belong to the checkpoint.",
         )
     notes = _ignored_note(unused, f"{index.name} does not name them")
     return ShardSelection([directory / name for name in chosen], index, weight_map, notes)
@@ -158,7 +158,8 @@ def _check_plain_name(index: Path, name: str) -> None:
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(
             f"{index} names the file {name!r}, which is not a plain name in its own directory",
-            "Refused for safety: shards must lie beside the index (symlinks are followed).",
+            "For safety, shards must be in the same directory as the index (symlinks "
+            "are followed).",
         )
     if not name.endswith(".safetensors"):
         raise CheckpointError(f"{index} names {name!r}, not a safetensors file", _INDEX_HINT)
@@ -195,7 +196,7 @@ def _check_unique(headers: Sequence[Header]) -> None:
             if tensor.name in owner:
                 raise CheckpointError(
                     f"tensor {tensor.name!r} is in both {owner[tensor.name]} and {header.file}",
-                    "Leave only the files of one checkpoint in the directory.",
+                    "Keep only the files of one checkpoint in the directory.",
                 )
             owner[tensor.name] = header.file
 
@@ -215,7 +216,8 @@ def _check_against_index(
     present = {tensor.name for header in headers for tensor in header.tensors}
     missing = [name for name in weight_map if name not in present]
     raise CheckpointError(
-        f"{index} says that {weight_map[missing[0]]} holds {missing[0]!r}, but it does not"
+        f"{index} says that {weight_map[missing[0]]} contains {missing[0]!r}, but "
+        "it does not"
         + (f" ({len(missing)} tensors are missing in all)" if len(missing) > 1 else ""),
         _INDEX_HINT,
     )
@@ -226,7 +228,7 @@ def _unlisted(
 ) -> CheckpointError:
     listed = weight_map.get(tensor)
     where = f"says it is in {listed}" if listed else "does not list it"
-    return CheckpointError(f"{shard} holds {tensor!r}, but {index} {where}", _INDEX_HINT)
+    return CheckpointError(f"{shard} contains {tensor!r}, but {index} {where}", _INDEX_HINT)
 
 
 def _ignored_note(names: Iterable[str], reason: str) -> list[str]:

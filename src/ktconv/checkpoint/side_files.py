@@ -128,7 +128,7 @@ def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
             yield Flaw("damaged file", name, str(error))
         else:
             if found != {key: record[key] for key in found}:
-                yield Flaw("changed file", name, f"{name} is not the file that was written")
+                yield Flaw("changed file", name, f"{name} differs from the file that was written")
     for path in list_side_files(directory):
         if path_text(path) not in records and not is_legal(path):
             yield Flaw(
@@ -160,12 +160,12 @@ def _check_name(directory: Path, name: Path) -> None:
         os.fsencode(name).decode()  # its bytes, whatever the locale makes of them
     except UnicodeDecodeError:
         raise CheckpointError(
-            f"{directory} holds {str(name)!r}, a name that is not UTF-8", "Rename or remove it."
+            f"{directory} contains {str(name)!r}, a name that is not UTF-8", "Rename or remove it."
         ) from None
 
 
 def _is_side_file(directory: Path, name: str) -> bool:
-    """A directory is none if it may be called so: LICENSES."""
+    """Directories do not count, even with such a name: LICENSES."""
     legal = _fits(name, _LEGAL_PATTERNS) and not (directory / name).is_dir()
     return legal or _fits(name, _PATTERNS)
 

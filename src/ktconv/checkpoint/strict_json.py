@@ -33,7 +33,7 @@ def parse_object(
     except RecursionError:
         raise CheckpointError(f"{source} is nested too deeply to be read", hint) from None
     except UnicodeEncodeError:  # no file name and no terminal takes such a string
-        raise CheckpointError(f"{source} holds text that is not valid Unicode", hint) from None
+        raise CheckpointError(f"{source} contains text that is not valid Unicode", hint) from None
     except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON: {error}", hint) from None
     if not isinstance(value, dict):
@@ -49,7 +49,7 @@ def _unique_keys(
         if len(result) != len(pairs):
             key = _repeated_key(pairs, allow_same_twice)
             if key is not None:
-                raise CheckpointError(f"{source} has the key {key!r} twice", hint)
+                raise CheckpointError(f"{source} contains the key {key!r} twice", hint)
         return result
 
     return build

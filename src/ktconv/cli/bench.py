@@ -166,7 +166,8 @@ def _check_model(model: str | None, weights: bool, choice: bool) -> None:
             raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")
     elif weights:
         raise UsageError(
-            "--model brings its own weights", "leave --method, --shape, --experts and --numa out"
+            "--model uses the converted model's own weights",
+            "omit --method, --shape, --experts and --numa",
         )
     elif not model or not Path(model).is_dir():
-        raise UsageError(f"there is no directory {model or '(an empty name)'}")
+        raise UsageError(f"--model {model or '(an empty name)'} is not a directory")

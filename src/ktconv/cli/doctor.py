@@ -9,7 +9,7 @@ from ktconv.cli.output import JsonOption, document_lines, print_result
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Tell what this machine can do: CPU, AMX, NUMA, memory, disk, optional packages.
+    """Show what this machine supports: CPU, AMX, NUMA, memory, disk, optional packages.
 
     Example: ktconv doctor
     """

@@ -19,5 +19,8 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:  # of --help and --version; commands show their own
-        print(f"Error: the system refused: {error.strerror or error}.", file=sys.stderr)
+        print(
+            f"Error: the operating system reported an error: {error.strerror or error}.",
+            file=sys.stderr,
+        )
         sys.exit(3)

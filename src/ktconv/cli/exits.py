@@ -30,10 +30,10 @@ _NO_THREADS = (
 
 @contextmanager
 def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[None]:
-    """Errors as one sentence and a hint on stderr, with their exit codes.
+    """Print errors as one sentence and a hint on stderr, and exit with their codes.
 
-    What a command can do about an error, the command knows: its `hints` precede that of the
-    error. With `as_json` the same is on stdout as a JSON document.
+    Hints of the command (`hints`) take precedence over the hint of the error. With `as_json` the
+    same is on stdout as a JSON document.
     """
     try:
         yield
@@ -41,14 +41,19 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
         _fail(str(error), _hint(error, hints) or error.hint, error.exit_code, as_json)
     except OSError as error:  # where no file or tensor was known; the library knows most
         where = f" {error.filename}" if error.filename else ""
-        message = f"the system refused{where}: {error.strerror or error}"
+        message = f"the operating system reported an error{where}: {error.strerror or error}"
         _fail(message, _hint(error, hints), 3, as_json)
     except MemoryError as error:
-        _fail("this machine has too little memory for this", _hint(error, hints), 3, as_json)
+        _fail("out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:
         if "start new thread" not in str(error):  # as Python words it, without a class of its own
             raise
-        _fail("the system allows this process no more threads", _NO_THREADS, 3, as_json)
+        _fail(
+            "cannot start another thread: the limit of this process is reached",
+            _NO_THREADS,
+            3,
+            as_json,
+        )
     except KeyboardInterrupt as error:
         way_out = error.way_out if isinstance(error, _Interrupted) else None
         if way_out:
@@ -93,7 +98,7 @@ class _Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the work cleanly, inside of `errors_shown`.
+    """End the work cleanly on Ctrl-C, SIGTERM and SIGHUP; used inside `errors_shown`.
 
     `way_out` is asked then how to go on. Another signal while things are put in order ends
     the process at once.

@@ -16,7 +16,7 @@ def inspect(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a checkpoint or a converted output holds, from headers alone.
+    """Show what a checkpoint or a converted output contains; only headers are read.
 
     Example: ktconv inspect qwen3-int4
     """

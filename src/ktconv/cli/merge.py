@@ -26,20 +26,22 @@ def merge_command(
     layers_dir: Annotated[
         Path,
         typer.Argument(
-            help="Directory of _layer_L/_numa_N/*.kt, ours or another converter's.",
+            help="Directory of _layer_L/_numa_N/*.kt, from ktconv or another converter.",
             metavar="LAYERS_DIR",
         ),
     ],
     output: OutputArgument,
     source: Annotated[
         str | None,
-        typer.Option(help="The model: its other tensors, config and tokenizer.", metavar="MODEL"),
+        typer.Option(
+            help="Original model, for its other tensors, config and tokenizer.", metavar="MODEL"
+        ),
     ] = None,
     experts_only: Annotated[
-        bool, typer.Option("--experts-only", help="Leave non-expert tensors out.")
+        bool, typer.Option("--experts-only", help="Omit non-expert tensors.")
     ] = False,
     mtp: Annotated[
-        bool | None, typer.Option("--mtp/--no-mtp", help="Whether MTP layers belong to it.")
+        bool | None, typer.Option("--mtp/--no-mtp", help="Include or omit MTP layers.")
     ] = None,
     max_shard_size: ShardSizeOption = "5GB",
     threads: CopyThreadsOption = 0,
@@ -50,7 +52,7 @@ def merge_command(
 ) -> None:
     """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
 
-    The same command again continues a run that was interrupted.
+    Run the same command again to continue an interrupted run.
 
     Example: ktconv merge qwen3-layers qwen3-int4 --source Qwen/Qwen3-30B-A3B
     """

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ktconv.conversion.plan import Unit
     from ktconv.conversion.run import Preflight, Report
 
-# What can be done about an error where packed weights are converted, and where a model is.
+# Hints for commands that convert packed weights, and for those that convert a model.
 PACKED_HINTS: Hints = {
-    DiskFullError: "make room, then run the same command again: finished layers are kept",
+    DiskFullError: "free some space, then run the same command again: finished layers are kept",
     FileSizeError: "raise the limit of the file system or process, or lower --max-shard-size",
     SourceChangedError: "make sure nothing writes there, then start again with --overwrite",
     MemoryError: "use fewer --threads",
 }
 MODEL_HINTS: Hints = {
     **PACKED_HINTS,
-    DiskSpaceError: "make room, choose another disk, or convert a part with --layers",
+    DiskSpaceError: "free some space, use another disk, or convert fewer layers with --layers",
     InUseError: "wait for it to end, or give each run its own --layers",
 }
 
@@ -46,7 +46,7 @@ ModelArgument = Annotated[
     ),
 ]
 OutputArgument = Annotated[
-    Path, typer.Argument(help="Directory to write; made if it is missing.", metavar="OUTPUT")
+    Path, typer.Argument(help="Output directory; created if missing.", metavar="OUTPUT")
 ]
 LayersOption = Annotated[
     str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
@@ -54,7 +54,7 @@ LayersOption = Annotated[
 MtpOption = Annotated[
     bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
 ]
-ShardSizeOption = Annotated[str, typer.Option(help="No shard is larger than this.", metavar="SIZE")]
+ShardSizeOption = Annotated[str, typer.Option(help="Maximum size of a shard.", metavar="SIZE")]
 ThreadsOption = Annotated[
     int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
 ]
@@ -62,15 +62,16 @@ CopyThreadsOption = Annotated[
     int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
 ]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Read back everything written.")
+    bool, typer.Option("--verify/--no-verify", help="Read back and compare everything written.")
 ]
 OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Remove what ktconv wrote there and start again.")
+    bool, typer.Option("--overwrite", help="Remove what ktconv wrote to OUTPUT and start again.")
 ]
 FinalizeOption = Annotated[
-    bool, typer.Option("--finalize", help="Only write the index of layers converted before.")
+    bool,
+    typer.Option("--finalize", help="Only write index and manifest of layers already converted."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 
 
 def convert(
@@ -80,7 +81,7 @@ def convert(
     as_json: bool,
     did: str = "Converted",
 ) -> None:
-    """Prints the plan, or does the work and prints what came of it; `did` is what it did."""
+    """Print the plan, or do the work and print its result; `did` is the verb of the result."""
     if dry_run:
         print_result(as_json, preflight_facts(preflight), lambda: preflight_lines(preflight))
         return
@@ -89,7 +90,7 @@ def convert(
 
 
 def done(preflight: Preflight[Any], work: Callable[[Any], Report]) -> Report:
-    """The work, done with notes and progress; who interrupts it is told how to go on."""
+    """Do the work with notes and progress; an interrupt prints how to continue."""
     notify_notes(preflight)
     gc.freeze()  # the plan lives as long as the process: no collection has to walk it
     request = preflight.request
@@ -100,7 +101,7 @@ def done(preflight: Preflight[Any], work: Callable[[Any], Report]) -> Report:
 
 
 def _way_on(output: Path, overwrite: bool) -> str:
-    """What a run that was interrupted left there."""
+    """What an interrupted run left in `output`, and how to continue."""
     from ktconv.writer.journal import STATE_DIRECTORY
     from ktconv.writer.manifest import MANIFEST
 
@@ -114,7 +115,7 @@ def _way_on(output: Path, overwrite: bool) -> str:
 def preflight_facts(
     preflight: Preflight[Any], pending: Sequence[Unit] | None = None
 ) -> dict[str, Any]:
-    """The JSON of a dry run. `pending`: units that are written; None: those not there now."""
+    """The JSON of a dry run. `pending`: units to write; None: those that are missing now."""
     from ktconv.conversion.run import disk_needed
 
     plan = preflight.plan
@@ -173,7 +174,7 @@ def report_facts(report: Report) -> dict[str, Any]:
 
 
 def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
-    """The plan, for people."""
+    """The plan as readable lines."""
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
@@ -202,7 +203,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
 
 
 def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
-    """What a run did, for people."""
+    """The result of a run as readable lines."""
     from ktconv.conversion.records import describe_units
 
     output = report.preflight.request.output
@@ -225,9 +226,15 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         if flags := report.preflight.plan.target.serving():
             yield f"Serve it with sglang-kt: {flags} {output}"
     elif report.missing:
-        yield f"{output} still lacks {describe_units(report.missing)}; the rest comes with them."
+        yield (
+            f"{output} is incomplete: missing {describe_units(report.missing)}. Index "
+            "and manifest are written when these are converted."
+        )
     else:
-        yield f"Another ktconv is at work in {output}; it completes it, else --finalize does."
+        yield (
+            f"Another ktconv is still writing to {output} and will finalize it; if it "
+            "fails, run with --finalize."
+        )
 
 
 def notify_notes(preflight: Preflight[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: results on stdout, words on stderr."""
+"""What all commands share: results on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def given_options(context: typer.Context) -> frozenset[str]:
-    """Options that were written, whatever their value: by their first long names."""
+    """Options given on the command line, whatever their value: by their first long names."""
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(str(name)) for name in names}
     return frozenset(
@@ -44,14 +44,14 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Everything on stdout passes here, and its lines hold no control characters."""
+    """Write to stdout; the only function that does. Control characters are escaped."""
     text = "".join(f"{line}\n" for line in lines)
     sys.stdout.write(_encodable(text, sys.stdout))
     sys.stdout.flush()
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """`text` with escapes for what the stream's encoding lacks, as ASCII lacks most."""
+    """`text` with escapes for characters that the stream's encoding cannot represent."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -88,11 +88,11 @@ def notify(text: str) -> None:
 
 
 def sentence(text: str) -> str:
-    """With one full stop at its end, and names of absurd length cut in the middle."""
+    """The message with one full stop at its end; very long names are cut in the middle."""
     shown = re.sub(r"(\S{140})\S{21,}(\S{140})", r"\1...\2", printable(text))
     return shown.rstrip(".") + "."
 
 
 def document_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """For people, who need not know which version of the JSON document this would be."""
+    """Without the schema number, which only readers of the JSON need."""
     return fact_lines({name: fact for name, fact in facts.items() if name != "schema"})

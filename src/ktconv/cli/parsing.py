@@ -1,4 +1,4 @@
-"""How the words of a command line are read: what typer does, and what it leaves out."""
+"""Command-line parsing on top of typer: enumerations, empty values, escaped messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choice(values: type[Enum], words: str, *names: str) -> Any:
 
 @contextmanager
 def usage_errors_printable() -> Iterator[None]:
-    """Words of the command line in click's own errors are escaped like those in ours."""
+    """Escape arguments in click's own errors as in ktconv's."""
     try:
         yield
     except Exception as error:
@@ -37,7 +37,7 @@ def usage_errors_printable() -> Iterator[None]:
 
 
 class Group(TyperGroup):
-    """The command that has subcommands; usage errors of all of them pass here."""
+    """The top-level command; handles usage errors of all subcommands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         with usage_errors_printable():
@@ -49,7 +49,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses empty values, and reports wrong words as its other errors."""
+    """A command that rejects empty values, and reports usage errors like its other errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:  # a shell asks for completions
@@ -69,18 +69,18 @@ class Command(TyperCommand):
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether stdout will be one JSON document, as far as it can be told before parsing."""
+    """Whether stdout will be one JSON document, as far as is known before parsing."""
     form = ("--format", "json") in pairwise(words)
     return form or "--json" in words or "--format=json" in words
 
 
 def refuse_empty(words: Sequence[str]) -> None:
-    """UsageError for an empty word: mostly a variable of a shell that is not set.
+    """UsageError for an empty argument, usually an unset shell variable.
 
-    As a path it would be the current directory, as a list of numbers all there are.
+    As a path it would mean the current directory, as a list of numbers all of them.
     """
     for before, word in zip(["", *words], words, strict=False):
         option = re.fullmatch("(-[^=]*)=", word)
         name = option[1] if option else before if before.startswith("-") else "an argument"
         if option or not word:
-            raise UsageError(f"{name} is empty", "give a value, or leave it out")
+            raise UsageError(f"{name} is empty", "give a value, or omit it")

@@ -25,7 +25,7 @@ def quit_on_signals() -> None:
 
 
 def quit_at_once(*_: object) -> NoReturn:
-    """Handler of signals while nothing is under way that could be left half done.
+    """Signal handler for times when no work is in progress.
 
     An exception could come up anywhere in an import, and be printed or swallowed there.
     """
@@ -33,7 +33,7 @@ def quit_at_once(*_: object) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Gives the process all three standard streams, and output that survives its reader.
+    """Open all three standard streams; output continues when its reader is gone.
 
     Without a descriptor 1 or 2, files that are opened later would get these numbers, and
     everything that a library prints.

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar on terminals, a line per unit elsewhere.
+"""Progress of a conversion: a bar on terminals, a line per unit elsewhere.
 
 The ETA comes from the bytes of the last half minute, so that it follows the disk.
 """
@@ -45,8 +45,8 @@ class Rate:
 class Progression(Observer):
     """Counts bytes and units; the base of both observers.
 
-    The total is known when the run starts: units that are already done never start, so
-    `begin` is told what remains.
+    The total is known when the run starts: units that are already done never start, so `begin`
+    receives what remains.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""`ktconv quantize-cpu`: options, and what they mean to `quantize_cpu`."""
+"""`ktconv quantize-cpu`: options, turned into a request for `quantize_cpu`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def quantize_cpu_command(
     method: Annotated[Method, choice(Method, "Weight format.")] = Method.int4,
     numa: Annotated[
         int,
-        typer.Option(min=0, help="NUMA parts; 0: as many as this machine has nodes.", metavar="N"),
+        typer.Option(min=0, help="NUMA parts; 0: one per NUMA node of this machine.", metavar="N"),
     ] = 0,
     threads: ThreadsOption = 0,
     layers: LayersOption = "",
@@ -57,14 +57,13 @@ def quantize_cpu_command(
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = Layout.safetensors,
     scale: Annotated[
-        Scale, choice(Scale, "How row scales are chosen; amax: from the largest weight.")
+        Scale,
+        choice(Scale, "How row scales are chosen; amax: from the row's largest absolute weight."),
     ] = Scale.amax,
     max_shard_size: ShardSizeOption = "5GB",
-    max_memory: Annotated[
-        str, typer.Option(help="Use no more memory than this.", metavar="SIZE")
-    ] = "8GiB",
+    max_memory: Annotated[str, typer.Option(help="Memory limit.", metavar="SIZE")] = "8GiB",
     experts_only: Annotated[
-        bool, typer.Option("--experts-only", help="Leave non-expert tensors out.")
+        bool, typer.Option("--experts-only", help="Omit non-expert tensors.")
     ] = False,
     mtp: MtpOption = True,
     compat: Annotated[
@@ -80,7 +79,7 @@ def quantize_cpu_command(
     exclude_experts: Annotated[
         Path | None,
         typer.Option(
-            help="Leave out the experts that this file names; needs --allow-partial.",
+            help="Omit the experts listed in this file; needs --allow-partial.",
             metavar="FILE",
         ),
     ] = None,
@@ -93,7 +92,7 @@ def quantize_cpu_command(
 ) -> None:
     """Convert the routed experts of a checkpoint into quantized CPU weights.
 
-    The same command again continues a run that was interrupted.
+    Run the same command again to continue an interrupted run.
 
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """

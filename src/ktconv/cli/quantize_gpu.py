@@ -1,4 +1,4 @@
-"""`ktconv quantize-gpu`: options of both methods, and what is printed beside `conversions`."""
+"""`ktconv quantize-gpu`: options of both methods, and what it prints in addition."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ def quantize_gpu_command(
     group_size: Annotated[
         int,
         typer.Option(
-            help="Weights of a row that share a scale; -1: all. kt-kernel's RAWINT4 needs 32.",
+            help="Weights of a row per scale; -1: the whole row. kt-kernel's RAWINT4 needs 32.",
             metavar="N",
         ),
     ] = 128,
     experts: Annotated[
-        Path | None, typer.Option(help="Only the experts that this file names.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Quantize only the experts listed in this file.", metavar="FILE"),
     ] = None,
     dataset: Annotated[
         str,
@@ -78,37 +79,47 @@ def quantize_gpu_command(
         ),
     ] = "",
     split: Annotated[
-        str, typer.Option(help="gptq: part of a named dataset.", metavar="NAME")
+        str, typer.Option(help="gptq: split of a named dataset.", metavar="NAME")
     ] = "train",
-    samples: Annotated[int, typer.Option(help="gptq: samples to calibrate on.", metavar="N")] = 512,
+    samples: Annotated[
+        int, typer.Option(help="gptq: number of calibration samples.", metavar="N")
+    ] = 512,
     max_seq_len: Annotated[
-        int, typer.Option("--max-seq-len", help="gptq: most tokens per sample.", metavar="N")
+        int, typer.Option("--max-seq-len", help="gptq: maximum tokens per sample.", metavar="N")
     ] = 2048,
     dampening: Annotated[
-        float, typer.Option(help="gptq: share of the mean diagonal added to it.", metavar="F")
+        float,
+        typer.Option(
+            help="gptq: dampening, as a fraction of the Hessian's mean diagonal.", metavar="F"
+        ),
     ] = 0.1,
     seed: Annotated[
-        int, typer.Option(min=0, help="gptq: of the choice of samples.", metavar="N")
+        int, typer.Option(min=0, help="gptq: random seed for choosing samples.", metavar="N")
     ] = 0,
     self_test: Annotated[
-        bool, typer.Option("--self-test/--no-self-test", help="gptq: try one layer first.")
+        bool,
+        typer.Option(
+            "--self-test/--no-self-test", help="gptq: test the quantization on one layer first."
+        ),
     ] = True,
     device: Annotated[
         str,
-        typer.Option(help="auto, cpu, cuda, cuda:1; auto: a GPU if there is one.", metavar="NAME"),
+        typer.Option(help="auto, cpu, cuda or cuda:1; auto: a GPU if available.", metavar="NAME"),
     ] = "auto",
     layers: LayersOption = "",
     mtp: MtpOption = True,
     max_shard_size: ShardSizeOption = "5GB",
     threads: ThreadsOption = 0,
-    max_memory: Annotated[
-        str, typer.Option(help="rtn: use no more memory than this.", metavar="SIZE")
-    ] = "8GiB",
+    max_memory: Annotated[str, typer.Option(help="rtn: memory limit.", metavar="SIZE")] = "8GiB",
     max_gpu_memory: Annotated[
-        str, typer.Option(help="gptq: use no more memory of the GPU.", metavar="SIZE")
+        str, typer.Option(help="gptq: GPU memory limit.", metavar="SIZE")
     ] = "",
     max_cpu_memory: Annotated[
-        str, typer.Option(help="gptq: weights beyond this go to disk.", metavar="SIZE")
+        str,
+        typer.Option(
+            help="gptq: CPU memory limit for weights; the rest is offloaded to disk.",
+            metavar="SIZE",
+        ),
     ] = "",
     verify: VerifyOption = True,
     overwrite: OverwriteOption = False,
@@ -118,8 +129,7 @@ def quantize_gpu_command(
 ) -> None:
     """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
 
-    Everything but routed experts stays as it is. The same command again continues a run that
-    was interrupted.
+    All other weights stay unquantized. Run the same command again to continue an interrupted run.
 
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
@@ -181,12 +191,12 @@ _OPTIONS_OF = {
 
 
 def _refuse_options_of(other: GpuMethod, given: frozenset[str]) -> None:
-    """Who gives an option of another method means that one."""
+    """UsageError for an option that belongs to the other method."""
     if wrong := sorted(given & _OPTIONS_OF[other]):
-        limit = "; --max-cpu-memory is the limit of gptq" if other is GpuMethod.rtn else ""
+        limit = "; the limit for gptq is --max-cpu-memory" if other is GpuMethod.rtn else ""
         raise UsageError(
             f"{wrong[0]} belongs to --method {other.value}",
-            f"add --method {other.value}, or leave it out{limit}",
+            f"add --method {other.value}, or omit it{limit}",
         )
 
 
@@ -195,7 +205,7 @@ def _limit(text: str, option: str) -> int | None:
 
 
 def gpu_facts(preflight: Preflight) -> dict[str, Any]:
-    """What the JSON of quantize-gpu says beside that of any conversion."""
+    """What the JSON of quantize-gpu has in addition to that of any conversion."""
     return {"classes": [asdict(count) for count in preflight.classes]}
 
 

@@ -27,14 +27,14 @@ RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 def reshard_command(
     packed: Annotated[
-        Path, typer.Argument(help="A conversion: shards or layer folders.", metavar="PACKED")
+        Path, typer.Argument(help="Converted weights: shards or layer folders.", metavar="PACKED")
     ],
     output: OutputArgument,
-    numa: Annotated[int, typer.Option(min=1, help="NUMA parts to cut into.", metavar="N")],
+    numa: Annotated[int, typer.Option(min=1, help="New number of NUMA parts.", metavar="N")],
     source: Annotated[
         str | None,
         typer.Option(
-            help="Convert again from the model instead, which is always exact.", metavar="MODEL"
+            help="Convert again from this model instead, which is always exact.", metavar="MODEL"
         ),
     ] = None,
     max_shard_size: ShardSizeOption = "5GB",
@@ -44,10 +44,10 @@ def reshard_command(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cut a conversion into another number of NUMA parts, where no weight changes by that.
+    """Change the number of NUMA parts of a conversion without changing any weight.
 
-    Splitting always works: the parts of down inherit the scales of its rows. Joining needs
-    scales that agree, or --source.
+    Splitting always works: the parts of down inherit the row scales. Joining needs equal scales in
+    the joined parts, or --source.
 
     Example: ktconv reshard qwen3-int4 qwen3-int4-numa2 --numa 2
     """

@@ -12,7 +12,7 @@ from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.errors import MemoryShortError
 from ktconv.system.units import parse_ranges, parse_size
 
-_MEMORY = "--max-memory SIZE keeps the weights beyond it on disk, in TMPDIR"
+_MEMORY = "set --max-memory SIZE: weights beyond it are offloaded to TMPDIR"
 _HINTS: Hints = {MemoryShortError: _MEMORY, MemoryError: _MEMORY}
 
 
@@ -20,57 +20,64 @@ def stats(
     model: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint directory or hub id; or what --json or --trace wrote, to choose anew.",
+            help="Checkpoint directory or hub id; or a file written by --json or --trace, "
+            "to change the selection.",
             metavar="MODEL",
         ),
     ],
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to read instead of the one that ships.", metavar="FILE"),
+        typer.Option(help="Text to read instead of the built-in sample.", metavar="FILE"),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of the text; default: 20480.", metavar="N"),
+        typer.Option(min=1, help="Maximum number of tokens to read; default: 20480.", metavar="N"),
     ] = None,
     max_memory: Annotated[
         str,
         typer.Option(
-            help="Keep no more of the weights in memory, the rest in TMPDIR.", metavar="SIZE"
+            help="Memory limit for weights; the rest is offloaded to TMPDIR.", metavar="SIZE"
         ),
     ] = "",
     layers: Annotated[
         str, typer.Option(help="Only these layers, e.g. 0-3,7.", metavar="LIST")
     ] = "",
     hot: Annotated[
-        int | None, typer.Option(min=1, help="Choose the N most used of each layer.", metavar="N")
+        int | None,
+        typer.Option(min=1, help="Select the N most used experts of each layer.", metavar="N"),
     ] = None,
     hot_share: Annotated[
         float | None,
         typer.Option(
-            help="Choose the fewest of each layer that take this share, e.g. 0.9.", metavar="F"
+            help="Select the fewest experts of each layer that receive this share of "
+            "routed tokens, e.g. 0.9.",
+            metavar="F",
         ),
     ] = None,
     hot_total: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Choose the N most used of all layers, as sglang-kt does.", metavar="N"
+            min=1,
+            help="Select the N most used experts of all layers, as sglang-kt does.",
+            metavar="N",
         ),
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the chosen, for --experts and --exclude-experts.", metavar="FILE"),
+        typer.Option(
+            help="Write the selected experts, for --experts and --exclude-experts.", metavar="FILE"
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write all ids, for bench --routing trace:FILE.", metavar="FILE.safetensors"
+            help="Write the ids of all chosen experts, for bench --routing trace:FILE.",
+            metavar="FILE.safetensors",
         ),
     ] = None,
     placement: Annotated[
         Path | None,
-        typer.Option(
-            help="Write counts for sglang-kt's placement by frequency.", metavar="FILE.pt"
-        ),
+        typer.Option(help="Write counts for sglang-kt's frequency placement.", metavar="FILE.pt"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -36,7 +36,7 @@ def verify(
     output: Annotated[
         Path,
         typer.Argument(
-            help="What quantize-cpu, quantize-gpu or another converter wrote.", metavar="OUTPUT"
+            help="Output of quantize-cpu, quantize-gpu or another converter.", metavar="OUTPUT"
         ),
     ],
     other: Annotated[
@@ -45,22 +45,18 @@ def verify(
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option(
-            help="The checkpoint that was converted: a directory or hub id.", metavar="MODEL"
-        ),
+        typer.Option(help="The original checkpoint: a directory or hub id.", metavar="MODEL"),
     ] = None,
     level: Annotated[
         Level | None,
-        choice(Level, "How far to go; default: layers, or structure without --source."),
+        choice(Level, "How much to check; default: layers, or structure without --source."),
     ] = None,
     sample: Annotated[
         float,
-        typer.Option(
-            help="Share of experts and layers to read, more than 0, at most 1.", metavar="F"
-        ),
+        typer.Option(help="Fraction of experts and layers to read, in (0, 1].", metavar="F"),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the sample and of random inputs.", metavar="N")
+        int, typer.Option(min=0, help="Random seed for the sample and random inputs.", metavar="N")
     ] = 0,
     threads: Annotated[
         int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
@@ -68,45 +64,48 @@ def verify(
     max_memory: Annotated[
         str | None,
         typer.Option(
-            help="Use no more memory than this; default: 1.5GiB beyond what headers take.",
+            help="Memory limit; default: headers plus 1.5GiB.",
             metavar="SIZE",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=2048, help="Tokens per layer of level layers.", metavar="N")
+        int, typer.Option(min=1, max=2048, help="Tokens per layer at level layers.", metavar="N")
     ] = 16,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to read instead of the one that ships.", metavar="FILE"),
+        typer.Option(help="Text to read instead of the built-in sample.", metavar="FILE"),
     ] = None,
     windows: Annotated[
-        int, typer.Option(min=1, help="Windows of 512 tokens of level model.", metavar="N")
+        int, typer.Option(min=1, help="Windows of 512 tokens at level model.", metavar="N")
     ] = 40,
     max_ppl_increase: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Accepted growth of perplexity; 0.02 is 2 %.", metavar="F"),
+        typer.Option(min=0.0, help="Maximum increase of perplexity; 0.02 is 2 %.", metavar="F"),
     ] = None,
     max_kl: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Accepted mean KL divergence, in nats.", metavar="F"),
+        typer.Option(min=0.0, help="Maximum mean KL divergence, in nats.", metavar="F"),
     ] = None,
     beside: Annotated[
         Path | None,
         typer.Option(
-            "--with", help="Together with this one, is each expert there once?", metavar="OTHER"
+            "--with",
+            help="Check that both outputs together contain every expert exactly once.",
+            metavar="OTHER",
         ),
     ] = None,
     tp: Annotated[
         str,
         typer.Option(
-            help="Experts for GPUs must split evenly on these numbers of GPUs, e.g. 1,2,4.",
+            help="Tensor-parallel sizes that GPU experts must support, e.g. 1,2,4.",
             metavar="LIST",
         ),
     ] = "",
     ep: Annotated[
         str,
         typer.Option(
-            help="Numbers of GPUs that must hold equally many experts each.", metavar="LIST"
+            help="Expert-parallel sizes that must divide the experts evenly, e.g. 1,2,4.",
+            metavar="LIST",
         ),
     ] = "",
     report: Annotated[
@@ -114,12 +113,12 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that a conversion is complete, uncorrupted and as good as its format allows.
+    """Check that a conversion is complete, uncorrupted and as accurate as its format allows.
 
-    Levels, each with the ones before: structure (every tensor, checksum and copy), weights
-    (every element against the source), layers (the kernels' results), model (perplexity). Experts
-    for GPUs are held against how engines load and split them, too (--tp, --ep). With two
-    conversions: whether they are equal, or where they differ. Exit code 1: something does not hold.
+    Levels, each including the previous ones: structure (every tensor, checksum and copy), weights
+    (every element against the source), layers (the kernels' results), model (perplexity). For GPU
+    experts, also checks how engines load and split them (--tp, --ep). With two outputs: reports
+    whether they are equal, or where they differ. Exit code 1: a check failed.
 
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """

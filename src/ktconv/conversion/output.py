@@ -1,4 +1,4 @@
-"""What an output directory holds, compared with a plan.
+"""The content of an output directory, compared with a plan.
 
 OUTPUT belongs to a conversion from its first run to `--overwrite`: what is in it must be
 what the plan writes, or what an earlier run wrote and `--overwrite` removes.
@@ -40,7 +40,9 @@ class OutputState:
         if not self._output.exists():
             return
         if not self._output.is_dir():
-            raise OutputError(f"{self._output} is a file", "choose a directory for the output")
+            raise OutputError(
+                f"{self._output} is a file", "choose another path, or remove the file"
+            )
         try:
             names = sorted(entry.name for entry in self._output.iterdir())
         except OSError as error:
@@ -54,12 +56,13 @@ class OutputState:
     def _foreign(self, name: str) -> OutputError:
         if (self._output / MANIFEST).exists() and read_manifest(self._output) is None:
             return OutputError(
-                f"{self._output / MANIFEST} is damaged", "restore it, or choose an empty directory"
+                f"{self._output / MANIFEST} is damaged",
+                "restore it from a copy, or choose an empty directory",
             )
         return OutputError(
-            f"{self._output} holds {name}, which this conversion did not write",
-            "choose an empty directory, or the same options to continue a conversion "
-            "(--overwrite starts it again)",
+            f"{self._output} contains {name}, which this conversion did not write",
+            "choose an empty directory; to continue a conversion use the same "
+            "options, to start again add --overwrite",
         )
 
     def _planned_names(self) -> set[str]:
@@ -81,7 +84,8 @@ class OutputState:
         return {path_of(name) for name in names if _is_plain(name)}
 
     def remove_earlier_run(self) -> None:
-        """Remove what `_earlier_names` tells. Killed in between, the next run still knows:
+        """Remove the files that `_earlier_names` lists. Killed in between, the next run still
+        knows:
         the index goes first and the records that name the files last."""
         names = self._earlier_names() - {INDEX, MANIFEST}
         for name in [INDEX, *sorted(names)]:
@@ -99,7 +103,7 @@ class OutputState:
     # ---- what is done ----
 
     def nothing_is_kept(self) -> bool:
-        """Whether nobody needs the state directory: it tells nothing, or of nothing."""
+        """True if the state directory is empty or describes no existing file."""
         if not self._journal.run_file.exists() and not self._journal.unit_keys():
             return True
         return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
@@ -116,7 +120,7 @@ class OutputState:
         ]
 
     def intact_record(self, unit: Unit, record: object) -> Record | None:
-        """`record` if it tells of this unit as planned, and its files are still there."""
+        """`record` if it describes this unit as planned, and its files still exist."""
         if not isinstance(record, dict) or not is_unit_record(record):
             return None
         names, files = self._planned_files(unit)
@@ -134,7 +138,7 @@ class OutputState:
         return names, [shard_record(shard) for shard in shards]
 
     def final_files_present(self) -> bool:
-        """Whether what comes after the units is there. Card and sidecars may be edited."""
+        """Whether index and manifest exist. Model card and side files may be edited."""
         made = [*map(str, self._plan.sidecars), *self._plan.target.made_files, CARD]
         if not all((self._output / name).is_file() for name in made):
             return False

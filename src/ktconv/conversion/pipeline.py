@@ -1,6 +1,6 @@
 """Runs units of commit through worker threads: reading, computing and writing overlap.
 
-Workers take tasks in order. A prefetcher tells the kernel which bytes come next, workers
+Workers take tasks in order. A prefetcher asks the kernel to read ahead, workers
 read, compute and write them, and a committer makes finished units durable while the
 workers are at the next ones. Memory is what the workers hold, whatever the size of the job.
 """
@@ -79,7 +79,7 @@ class Observer:
         pass
 
     def noted(self, text: str) -> None:
-        """A sentence that a user should read, as what the run waits for."""
+        """A sentence for the user, for example what the run waits for."""
 
 
 class Pipeline:

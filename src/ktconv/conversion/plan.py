@@ -147,7 +147,7 @@ class Content:
 def plan_checkpoint(
     checkpoint: Checkpoint, target: T, selection: Selection | None = None
 ) -> Plan[T]:
-    """Plan the conversion of `checkpoint`; refuses what the target cannot hold."""
+    """Plan the conversion of `checkpoint`; rejects what the target cannot represent."""
     layers, skipped_layers = _select_layers(checkpoint, target)
     copies, skipped_tensors = _select_others(checkpoint, target)
     content = Content(
@@ -195,7 +195,7 @@ def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELaye
     mtp = target.options.mtp
     layers = [layer for layer in checkpoint.layers if mtp or not layer.is_mtp]
     if not layers:
-        raise UsageError("--no-mtp leaves no MoE layer to convert", "run without --no-mtp")
+        raise UsageError("--no-mtp leaves no MoE layer to convert", "omit --no-mtp")
     return layers, [
         f"MTP layer {layer.index}: --no-mtp"
         for layer in checkpoint.layers

@@ -1,4 +1,4 @@
-"""What a conversion is, in the words of run.json and manifest."""
+"""What run.json and the manifest record about a conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ktconv.writer.journal import Record, differences
 
 
 def run_record(plan: Plan[Target]) -> Record:
-    """What a conversion is: two runs with the same record write the same bytes."""
+    """The record of a conversion: two runs with the same record write the same bytes."""
     return {
         "schema": 1,
         "ktconv_version": __version__,
@@ -49,7 +49,7 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
 
 
 def _chosen_experts(unit: Unit) -> Record:
-    """Which experts are there, if not all are."""
+    """The experts that are present, if not all are."""
     assert unit.layer is not None
     complete = len(unit.experts) == len(unit.layer.experts)
     return {} if complete else {"expert_ids": format_ranges(list(unit.experts))}
@@ -65,7 +65,7 @@ def describe_units(keys: Sequence[str]) -> str:
 
 
 def refuse_difference(ours: Record, there: Record, output: Path) -> None:
-    """OutputError if an output was begun otherwise."""
+    """OutputError if an output was begun with other settings."""
     found = differences(ours, {key: there.get(key) for key in ours})
     if found:
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")

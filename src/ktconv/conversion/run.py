@@ -2,7 +2,7 @@
 
 The steps are: check output and disk; convert unit by unit; write index and manifest when
 every unit is there. Everything that was finished stays finished, whatever happens.
-Subclasses say which tasks write the experts, and what the files around the shards hold.
+Subclasses define the tasks that write experts, and the files beside the shards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BaseRequest:
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
 class Preflight(Generic[T_co]):
-    """A planned conversion with what it will need here; what `--dry-run` prints."""
+    """A planned conversion with its needs of memory and disk; what `--dry-run` prints."""
 
     request: BaseRequest
     plan: Plan[T_co]
@@ -112,7 +112,8 @@ class Report:
 
 
 def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:
-    """An output inside of what is read would become part of it. Names that a bind mount gives to
+    """Reject an output inside the source, where it would become part of it. Names that a bind
+    mount gives to
     the same directory are noticed, too."""
     inside = Path(os.path.realpath(output))  # resolve() raises for links in a circle
     for directory in (inside, *inside.parents):
@@ -120,21 +121,21 @@ def refuse_nested(source: Path, output: Path, what: str = "the model directory")
             if directory.samefile(source):
                 raise UsageError(
                     f"the output {output} lies inside {what} {source}",
-                    "choose a directory outside of it: loaders read every shard they find",
+                    "choose a directory outside of it, because loaders read every shard they find",
                 )
 
 
 def fit_threads(
     max_memory: int, wanted: int | None, base: int, per_thread: int, what: str = "conversion"
 ) -> int:
-    """How many workers the memory allows; refuses fewer than were asked for."""
+    """Number of workers that the memory allows; raises UsageError if fewer than requested."""
     affordable = (max_memory - base) // per_thread
     if affordable < 1 or (wanted and affordable < wanted):
         threads = wanted or 1
         needed = base + threads * per_thread
         raise MemoryLimitError(
             f"--max-memory {format_size(max_memory)} is too small: this {what} needs "
-            f"{format_size(needed)} with {threads} thread(s)",
+            f"at least {format_size(needed)} with {threads} thread(s)",
             f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
         )
     return min(wanted or machine.usable_cpus(), affordable)
@@ -209,11 +210,11 @@ class Conversion(ABC):
         return {}
 
     def more(self) -> Record:
-        """What the report tells beside what all conversions do; JSON-ready."""
+        """What the report has in addition to that of all conversions; JSON-ready."""
         return {}
 
     def unit_facts(self, unit: Unit) -> Record:
-        """What the journal tells of a unit beside its files and tensors."""
+        """What the journal records of a unit in addition to its files and tensors."""
         return {}
 
     def made_files(self) -> Mapping[str, bytes]:
@@ -321,9 +322,9 @@ class Conversion(ABC):
         found = differences(ours, {key: there.get(key) for key in ours})
         if found:
             raise OutputError(
-                f"{self.output} was begun from other files or tools than these: {found[0]}",
-                "use the same to continue (copies of files must have their modification times: "
-                "cp -p), or --overwrite to start again",
+                f"{self.output} was begun from other input files or tools: {found[0]}",
+                "use the same ones to continue (copied files must keep their "
+                "modification times: cp -p), or start again with --overwrite",
             )
 
     def _intact(self, manifest: Manifest) -> dict[str, Record]:
@@ -358,7 +359,7 @@ class Conversion(ABC):
     def _withdraw(self, existed: bool) -> None:
         """After a failure of a run that found nothing and finished nothing: leave no trace.
 
-        Whoever else has the setup lock needs what is there, so it is not waited for long.
+        A run that has the setup lock needs these files, so the wait for it is short.
         """
         with contextlib.suppress(OSError, KtconvError):
             if self.journal.directory.exists():
@@ -377,7 +378,7 @@ class Conversion(ABC):
         if needed > free:
             raise DiskSpaceError(
                 f"{self.output} has {format_size(free)} free, but {format_size(needed)} are needed",
-                "make room or choose another disk",
+                "free some space or choose another disk",
             )
 
     # ---- converting ----
@@ -415,9 +416,8 @@ class Conversion(ABC):
         if self.request.finalize:
             if missing:
                 raise OutputError(
-                    f"{self.output} cannot be finalized: {describe_units(missing)} "
-                    "not converted yet",
-                    "run the same command without --finalize",
+                    f"{self.output} cannot be finalized: {describe_units(missing)} missing",
+                    "convert them first: run the same command without --finalize",
                 )
             self.lock.acquire(self._all_bytes(), "this model")
         if not missing and self.lock.try_acquire(self._all_bytes()):
@@ -446,7 +446,8 @@ class Conversion(ABC):
         record = self.journal.read_unit(unit.key)
         if record is None:
             raise OutputError(
-                f"the journal of {self.output} lost {unit.key}", "run the same command again"
+                f"the journal of {self.output} has no record of {unit.key} any more",
+                "run the same command again",
             )
         return record
 

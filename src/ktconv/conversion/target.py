@@ -1,4 +1,4 @@
-"""What a conversion makes of experts: the one thing in which its formats differ."""
+"""The interface of a target: what a conversion writes for experts, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BaseOptions:
 
 
 class Target(ABC):
-    """What becomes of the experts of a layer, and of everything around them."""
+    """How the experts of a layer and all other tensors are written."""
 
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
@@ -33,7 +33,7 @@ class Target(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The format as people call it: AMXINT4, W4A16."""
+        """The name of the format: AMXINT4, W4A16."""
 
     @property
     def description(self) -> str:
@@ -51,7 +51,7 @@ class Target(ABC):
 
     @abstractmethod
     def check(self, layers: Sequence[MoELayer]) -> None:
-        """Refuse dimensions that the format cannot hold."""
+        """Raise UsageError for dimensions that the format cannot represent."""
 
     @abstractmethod
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:

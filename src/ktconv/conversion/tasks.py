@@ -55,7 +55,7 @@ class CopyTask:
 
 @dataclass(frozen=True)
 class ExpertTask:
-    """Base of the tasks that make something of one projection of one expert."""
+    """Base of the tasks that convert one projection of one expert."""
 
     reader: SourceReader
     layer: MoELayer
@@ -113,8 +113,8 @@ def check_written(
     staging.read(name, found.data, offset)
     if not np.array_equal(found, data):
         raise VerificationError(
-            f"{name} was read back with other bytes than were written",
-            "suspect the disk of this machine; run the same command again",
+            f"{name} read back differs from what was written",
+            "check this machine's disk, then run the same command again",
         )
 
 

@@ -1,4 +1,4 @@
-"""What `ktconv stats` does: a request in; a document, lines and files out."""
+"""Run `ktconv stats`: from a request to a JSON document, printed lines and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ktconv.system.text import Notify
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Counts, and the ids behind them where a trace was asked for."""
+    """Counts, and the recorded ids if a trace was requested."""
 
     statistics: Statistics
     ids: dict[int, I32] = field(default_factory=dict)
@@ -64,21 +64,25 @@ def _check(request: StatsRequest) -> None:
     ]
     if len(ways) > 1:
         one, other = (f"--{name.replace('_', '-')}" for name in ways[:2])
-        raise UsageError(f"{one} and {other} choose in different ways", "give one of them")
+        raise UsageError(f"{one} and {other} cannot be combined", "use one of them")
     if request.hot_share is not None and not 0 < request.hot_share <= 1:
         raise UsageError(
-            f"--hot-share {request.hot_share:g} is no share", "give more than 0, at most 1"
+            f"--hot-share must be in (0, 1], got {request.hot_share:g}", "for example 0.9"
         )
     if request.write is not None and not ways:
-        raise UsageError("--write needs to know how many experts", "add --hot N or --hot-share F")
+        raise UsageError(
+            "--write needs a number of experts to select", "add --hot N or --hot-share F"
+        )
     if request.trace is not None and request.trace.suffix != ".safetensors":
-        raise UsageError(f"--trace {request.trace} has another ending", "end it with .safetensors")
+        raise UsageError(
+            f"--trace {request.trace} does not end in .safetensors", "name a .safetensors file"
+        )
     if request.placement is not None and request.placement.suffix != ENDING:
         raise UsageError(
-            f"--placement {request.placement} has another ending", f"end it with {ENDING}"
+            f"--placement {request.placement} does not end in {ENDING}", f"name a {ENDING} file"
         )
     if request.placement is not None and request.layers is not None:
-        raise UsageError("--placement takes all layers", "leave --layers out")
+        raise UsageError("--placement needs all layers", "omit --layers")
     for name in ("write", "trace", "placement"):
         path = getattr(request, name)
         if path is not None:
@@ -89,21 +93,21 @@ def _check(request: StatsRequest) -> None:
 
 
 def _earlier(request: StatsRequest) -> Statistics | None:
-    """What an earlier run recorded, if that is what was given."""
+    """Counts of an earlier run, if MODEL is a file of them."""
     path = Path(request.model)
     if path.suffix not in (".json", ".safetensors") or not path.is_file():
         return None
     for name in ("text", "max_tokens", "max_memory", "trace"):
         if getattr(request, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} has no meaning where {path} was recorded before",
-                "leave it out, or give the model itself",
+                f"--{name.replace('_', '-')} does not apply to counts read from {path}",
+                "omit it, or give the model itself",
             )
     if path.suffix == ".safetensors":
         return read_trace(path)
     with translated("read", path):
         data = path.read_bytes()
-    return from_facts(parse_object(data, str(path), "give what ktconv stats --json printed"), path)
+    return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
 
 
 def _record(request: StatsRequest, notify: Notify) -> _Recorded:
@@ -112,7 +116,7 @@ def _record(request: StatsRequest, notify: Notify) -> _Recorded:
     pieces = _text(request.text)
     notify("loading the model")
     limit = request.max_tokens or DEFAULT_TOKENS
-    name = request.text.name if request.text else "the sample of ktconv"
+    name = request.text.name if request.text else "the built-in sample"
     with _way_out(), running(directory), Recorder(directory, request.max_memory) as recorder:
         _check_choice(recorder.experts, request)
         notify(f"reading at most {limit} tokens of {name}")
@@ -123,8 +127,8 @@ def _record(request: StatsRequest, notify: Notify) -> _Recorded:
 def _way_out() -> AbstractContextManager[None]:
     """Hints of errors that end the counting."""
     return way_out(
-        "use a release of transformers that has this architecture itself",
-        "give --max-memory, which leaves a part of the weights on the disk",
+        "use a release of transformers that supports this architecture",
+        "set --max-memory to offload part of the weights to disk",
     )
 
 
@@ -133,7 +137,7 @@ def _text(path: Path | None) -> Iterator[str]:
     pieces = text_pieces(path)
     first = next(pieces, "")
     if not first.strip():
-        raise UsageError(f"--text {path} holds no text", "give a text in UTF-8")
+        raise UsageError(f"--text {path} is empty", "give a UTF-8 text file")
 
     def whole() -> Iterator[str]:
         yield first

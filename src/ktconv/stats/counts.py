@@ -109,7 +109,7 @@ class Statistics:
             if hot is not None and hot > layer.experts:
                 raise UsageError(
                     f"--hot {hot} is more than the {layer.experts} experts of layer {layer.layer}",
-                    f"give at most {layer.experts}",
+                    f"use at most {layer.experts}",
                 )
         return {
             layer.layer: layer.hottest_with_share(share)
@@ -124,7 +124,7 @@ class Statistics:
         if total > len(keys):
             raise UsageError(
                 f"--hot-total {total} is more than the {len(keys)} experts of all layers",
-                f"give at most {len(keys)}",
+                f"use at most {len(keys)}",
             )
         found: dict[int, list[int]] = {one.layer: [] for one in self.layers}
         for _, layer, expert in sorted(keys)[:total]:
@@ -184,7 +184,7 @@ def from_facts(content: Mapping[str, Any], path: Path) -> Statistics:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise UsageError(
-            f"{path} is no complete report of ktconv stats", "record it again with --json"
+            f"{path} is not a complete report of ktconv stats", "record it again with --json"
         ) from None
     return Statistics(layers, about)
 

@@ -29,13 +29,13 @@ def logical_count(statistics: Statistics) -> I64:
     if type(layers) is not int or not max(numbers) < layers <= MAX_SIZE:
         raise UsageError(
             "--placement needs the number of layers of the model, which is not recorded here",
-            "give the model itself, or a report of this version's --json",
+            "give the model itself, or a --json report of this version",
         )
     experts = {layer.experts for layer in statistics.layers}
     if len(experts) > 1:
         raise UsageError(
-            "--placement cannot hold layers with different numbers of experts",
-            f"there are {', '.join(map(str, sorted(experts)))}",
+            "--placement cannot express layers with different numbers of experts",
+            f"the layers have {', '.join(map(str, sorted(experts)))}",
         )
     counts = np.zeros((1, layers, experts.pop()), np.int64)
     for layer in statistics.layers:

@@ -26,7 +26,7 @@ WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
 _PIECE = 1 << 20  # characters of a text that are in memory at a time
 _NOTIFY_SECONDS = 5.0
-_TEXT = "give a text in UTF-8"
+_TEXT = "give a UTF-8 text file"
 
 I32 = NDArray[np.int32]
 
@@ -113,16 +113,14 @@ class Recorder:
                 tokens += sum(map(len, batch))
                 progress.tell(tokens)
         if not tokens:
-            raise UsageError("the text has no tokens", "give a longer text")
+            raise UsageError("the text contains no tokens", "use a longer text")
         return self._statistics(found, tokens), _ids(found) if keep else {}
 
     def _statistics(self, found: Mapping[int, _Layer], tokens: int) -> Statistics:
         layers = []
         for layer, about in found.items():
             if not about.counts.any():
-                raise CheckpointError(
-                    f"the model read a text without using layer {layer}'s experts"
-                )
+                raise CheckpointError(f"the model did not call layer {layer}'s experts")
             layers.append(LayerCounts(layer, about.tokens, about.counts))
         return Statistics(layers, self.about | {"tokens": tokens})
 
@@ -154,7 +152,8 @@ def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
         order = np.argsort(~chosen.numpy(), axis=1, kind="stable")[:, :top_k]
         return np.where(np.take_along_axis(chosen.numpy(), order, 1), order, -1).astype(np.int32)
     raise CheckpointError(
-        f"the experts of layer {layer} are called with {len(arguments)} arguments, not known"
+        f"the experts of layer {layer} are called with {len(arguments)} "
+        "arguments, which is not supported"
     )
 
 
@@ -187,7 +186,7 @@ def text_pieces(path: Path | None) -> Iterator[str]:
     except OSError as error:
         raise UsageError(f"--text {path} cannot be read: {error.strerror}", _TEXT) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path} cannot be read: it is no UTF-8 text", _TEXT) from error
+        raise UsageError(f"--text {path} cannot be read: it is not UTF-8 text", _TEXT) from error
 
 
 def token_windows(

@@ -1,4 +1,4 @@
-"""What `ktconv stats` is asked for."""
+"""The options of `ktconv stats`."""
 
 from __future__ import annotations
 

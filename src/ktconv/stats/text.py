@@ -23,8 +23,8 @@ def lines_of(statistics: Statistics, facts: dict[str, Any], request: StatsReques
     )
     if request.hot_total is not None and (tied := statistics.tied(request.hot_total)):
         yield (
-            f"not chosen, but used as often as the last of these: {tied}. sglang-kt may choose "
-            "them instead; another --hot-total leaves it no choice"
+            f"not chosen, but used as often as the last of these: {tied}. sglang-kt "
+            "may choose them instead; a different --hot-total avoids the tie"
         )
 
 

@@ -22,13 +22,14 @@ I32 = NDArray[np.int32]
 
 
 def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) -> None:
-    """Raises UsageError for layers that do not route alike: their ids fit into no one array."""
+    """Raises UsageError for layers that differ in experts or experts per token: their ids do not
+    fit into one array."""
     from safetensors.numpy import save
 
     if len({found.shape for found in ids.values()}) > 1 or len({experts[n] for n in ids}) > 1:
         raise UsageError(
-            "the layers do not have equally many experts, or experts per token",
-            "choose layers that do with --layers",
+            "the layers differ in their number of experts or of experts per token",
+            "select layers with equal numbers with --layers",
         )
     metadata = {
         "layers": ",".join(map(str, ids)),
@@ -55,7 +56,7 @@ def read_trace(path: Path) -> Statistics:
             raise ValueError
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, UsageError):
         raise UsageError(
-            f"{path} is no trace of ktconv stats: a trace names its layers and their experts",
+            f"{path} is not a trace of ktconv stats: it does not name its layers and their experts",
             "record one with: ktconv stats MODEL --trace FILE.safetensors",
         ) from None
     counts = (np.bincount(part[part >= 0], minlength=experts) for part in ids)

@@ -63,7 +63,8 @@ class Journal:
         return self.directory / "run.json"
 
     def read_run(self) -> Record | None:
-        """What was asked for. OutputError if that is damaged: the units mean nothing then."""
+        """The record in run.json. OutputError if it is damaged: units cannot be interpreted
+        then."""
         record = self.peek_run()
         if is_run_record(record):
             return record
@@ -72,7 +73,7 @@ class Journal:
         raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
 
     def peek_run(self) -> Record | None:
-        """What was asked for, or None if that cannot be told any more."""
+        """The record in run.json, or None if it is missing or damaged."""
         return self._read(self.run_file.name)
 
     def write_run(self, record: Record) -> None:
@@ -206,10 +207,10 @@ class OutputLock:
 
     POSIX record locks, because they work between machines on network file systems. They
     belong to a process and vanish when it closes any descriptor of the file, so each file
-    is opened once per process and the class remembers what the process holds.
+    is opened once per process and the class records the locks of the process.
 
-    Units are locked, and the state directory is removed, only under the `setup_lock`; so nobody
-    holds a unit of a directory that is gone.
+    Units are locked, and the state directory is removed, only under the `setup_lock`; so no lock
+    refers to a directory that was removed.
     """
 
     _guard = threading.Lock()
@@ -238,14 +239,14 @@ class OutputLock:
             waited = time.monotonic() - started
             if waited > patience:
                 raise OutputError(
-                    f"another ktconv{self._who()} is beginning or finishing in "
-                    f"{self._journal.output} and does not come to an end",
-                    "if it is stopped or hangs, end it; then run the same command again",
+                    f"timed out waiting for another ktconv{self._who()} to start or finish in "
+                    f"{self._journal.output}",
+                    "end that process if it hangs, then run the same command again",
                 )
             if waited > SETUP_NOTICE_SECONDS and not noticed:
                 noticed = True
                 notify(
-                    f"waiting for another ktconv{self._who()} that is beginning or finishing in "
+                    f"waiting for another ktconv{self._who()} to start or finish in "
                     f"{self._journal.output}"
                 )
             time.sleep(SETUP_POLL_SECONDS)
@@ -266,15 +267,15 @@ class OutputLock:
         if not self.try_acquire(units):
             raise InUseError(
                 f"another ktconv is converting {what} into {self._journal.output}",
-                "wait for it to end",
+                "wait until it has ended, then run the same command again",
             )
 
     def try_acquire(self, units: Iterable[int]) -> bool:
-        """Lock these bytes, all or none; what this object has is no obstacle."""
+        """Lock these bytes, all or none; locks of this object do not count."""
         return self._try(set(units) - self._mine)
 
     def release(self) -> None:
-        """Give back all that this object holds."""
+        """Release all locks of this object."""
         self._give_back(self._mine)
 
     def _try_setup_lock(self) -> bool:

@@ -1,6 +1,6 @@
 """ktconv.json, the manifest of an output: how it was made, from what, and every tensor of it.
 
-Whoever reads a manifest reads it here: it comes from a disk, and can say anything.
+All reading of manifests is here, because a file on a disk can contain anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Manifest:
 
     @property
     def has_source(self) -> bool:
-        """Whether what it says of the source, if anything, has the form of ours."""
+        """Whether its entry about the source, if any, has the expected form."""
         source = self.record.get("source", {})
         files = source.get("files", {}) if isinstance(source, dict) else None
         return isinstance(files, dict) and all(isinstance(file, dict) for file in files.values())
@@ -104,10 +104,10 @@ class Manifest:
 
 
 def read_manifest(output: Path) -> Manifest | None:
-    """The manifest of an output; None if there is none or it is not ours.
+    """The manifest of an output; None if it is missing or was not written by ktconv.
 
-    A unit whose record is damaged is None: the others still tell what is done.
-    Raises CheckpointError for what is no regular file, ResourceError where it cannot be read.
+    A unit whose record is damaged is None: the others are still valid.
+    Raises CheckpointError for anything but a regular file, ResourceError where it cannot be read.
     """
     try:
         content = parse_record(read_small(output, MANIFEST))

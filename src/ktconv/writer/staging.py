@@ -1,4 +1,4 @@
-"""A unit of commit on its way: written under a temporary name, then made final at once.
+"""Staged files of a unit: written under temporary names, then renamed together.
 
 Staged files live in OUTPUT/.ktconv under names that no loader looks at. `commit` makes
 them durable and final; until then nothing under a final name changes.
@@ -99,7 +99,7 @@ class ShardStaging:
 
 
 def shard_record(shard: Shard) -> dict[str, object]:
-    """What tells a finished shard from any other file of its name."""
+    """What identifies a finished shard."""
     return {
         "name": shard.name,
         "bytes": shard.size,

@@ -35,8 +35,8 @@ __all__ = [
 ENCODINGS = (BF16, FP16, FP32, FP8_BLOCK)
 
 _GPT_OSS_HINT = (
-    "No version of gpt-oss can be converted, whatever its dtype: its experts have biases, which "
-    "packed experts have no place for."
+    "No version of gpt-oss can be converted: its experts have biases, which "
+    "the packed formats do not support."
 )
 _SUPPORTED_HINT = (
     "Supported are expert weights without biases in BF16, FP16, FP32 and FP8-E4M3 with block "
@@ -64,7 +64,7 @@ _FOREIGN = {
 def choose_encoding(parts: Parts) -> Encoding:
     """The encoding of the weight whose tensors are `parts`.
 
-    Raises CheckpointError that names the tensor nobody understands.
+    Raises CheckpointError that names the unsupported tensor.
     """
     for encoding in ENCODINGS:
         if encoding.fits(parts):
@@ -73,14 +73,14 @@ def choose_encoding(parts: Parts) -> Encoding:
 
 
 def gpt_oss_refusal(sign: str) -> CheckpointError:
-    """For whatever shows that the experts are gpt-oss's."""
+    """The error for gpt-oss; `sign` is what identified it."""
     return CheckpointError(f"{sign}: gpt-oss is not supported yet", _GPT_OSS_HINT)
 
 
 def _unsupported(parts: Parts) -> CheckpointError:
     for part, tensor in parts.items():
         if part in ("blocks", "weight_blocks"):
-            return gpt_oss_refusal(f"{tensor.name} holds MXFP4 blocks")
+            return gpt_oss_refusal(f"{tensor.name} contains MXFP4 blocks")
         if part in _FOREIGN:
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} is not supported as an input",
@@ -89,7 +89,7 @@ def _unsupported(parts: Parts) -> CheckpointError:
     for part, tensor in parts.items():
         if part not in (WEIGHT, FP8_SCALE):
             return CheckpointError(
-                f"{tensor.name} ({tensor.dtype}) is unknown beside an expert weight",
+                f"{tensor.name} ({tensor.dtype}) is not a known companion of an expert weight",
                 _SUPPORTED_HINT,
             )
     if WEIGHT not in parts:
@@ -111,9 +111,9 @@ def _unsupported_weight(parts: Parts) -> CheckpointError:
     known = any(weight.dtype in encoding.dtypes for encoding in ENCODINGS)
     if known and FP8_SCALE in parts:
         return CheckpointError(
-            f"{parts[FP8_SCALE].name} holds block scales, but {weight.name} is {weight.dtype} "
-            "and needs none",
-            "The checkpoint contradicts itself; download it again.",
+            f"{parts[FP8_SCALE].name} contains block scales, but {weight.name} is "
+            f"{weight.dtype} and needs none",
+            "The checkpoint is inconsistent; download it again.",
         )
     return CheckpointError(
         f"{weight.name} has dtype {weight.dtype}, which is not supported as an input",

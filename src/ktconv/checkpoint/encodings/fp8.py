@@ -51,7 +51,7 @@ def _block_size(tensor: TensorRef, view: StoredView, config: ModelConfig) -> tup
     size = config.block_size
     if size is None:
         raise CheckpointError(
-            f"{tensor.name} holds block scales, but config.json has no "
+            f"{tensor.name} contains block scales, but config.json has no "
             "quantization_config.weight_block_size",
             "Add the block size to config.json, for example [128, 128].",
         )
@@ -81,7 +81,7 @@ def _check_grid(
         )
     if tensor.dtype not in SCALE_DTYPES:
         raise CheckpointError(
-            f"{tensor.name} has dtype {tensor.dtype}, which block scales cannot have",
+            f"{tensor.name} has dtype {tensor.dtype}, which is not supported for block scales",
             f"Supported are {', '.join(SCALE_DTYPES)}.",
         )
 

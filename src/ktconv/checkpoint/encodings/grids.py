@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_HINT = "The checkpoint is damaged, or was written by a faulty quantizer; get it again."
+_HINT = "The checkpoint is damaged, or was written by a faulty quantizer; download it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +157,14 @@ def load_outer_scale(
 
 
 def load_groups(groups: GroupIndex, count: int, data: Buffer) -> NDArray[np.int32]:
-    """The group of each column; one that is not 0..count-1 is a CheckpointError."""
+    """The group of each column; CheckpointError for one outside of 0..count-1."""
     import numpy as np
 
     found = np.frombuffer(data, "<i4")
     if len(found) and (found.min() < 0 or found.max() >= count):
         raise CheckpointError(
-            f"{groups.tensor.name} has groups {found.min()} to {found.max()}, but there are "
-            f"scales of {count}",
+            f"{groups.tensor.name} has group numbers {found.min()} to {found.max()}, "
+            f"but there are only {count} groups of scales",
             _HINT,
         )
     return found
