@@ -336,7 +336,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--method", "int3"), "there is no method 'int3'"),
+        (("--method", "int3"), "unknown method 'int3'"),
         (("--method", ""), "--method is empty"),
         (("--method=",), "--method is empty"),
         (("--threads", ""), "--threads is empty"),

@@ -181,7 +181,7 @@ def test_top_k_of_a_model(config: dict[str, Any], top_k: list[int], tmp_path: Pa
 
 
 def test_a_model_without_packed_experts(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no packed experts"):
+    with pytest.raises(CheckpointError, match="contains no packed experts"):
         bench(request([], shapes=(), model=tmp_path), quiet)
 
 

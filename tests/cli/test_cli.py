@@ -227,7 +227,7 @@ def test_exit_code_1_when_a_check_fails(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--numa", "3"), "for this model --numa can be 1, 2"),
+        (("--numa", "3"), "possible values of --numa for this model: 1, 2"),
         (("--numa", "-1"), "--numa"),
         (("--method", "int5"), "int5"),
         (("--layers", "5"), "--layers names layer 5"),

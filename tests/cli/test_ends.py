@@ -333,7 +333,7 @@ def test_a_failure_is_one_json_document(
 
 @pytest.mark.parametrize("words", [["--format", "json"], ["--format=json"]])
 def test_a_failure_of_bench_is_one_json_document(words: list[str]) -> None:
-    refused_in_json(invoke("bench", "--method", "int3", *words), 2, "there is no method")
+    refused_in_json(invoke("bench", "--method", "int3", *words), 2, "unknown method")
     for wrong in ("--numa=-1", "--method="):
         document = json.loads(invoke("bench", *words, wrong).stdout)
         assert document["error"]["exit_code"] == 2
@@ -412,7 +412,7 @@ def test_a_disk_that_fills_up(
         assert "finished layers are kept" in hint_of(invoke(*words), 3)
     result = invoke("verify", output, "--report", tmp_path / "report.html")
     assert result.exit_code == 3
-    assert "Hint: make room, then run the same command again." in result.stderr
+    assert "Hint: free some space, then run the same command again." in result.stderr
     assert "layers are kept" not in result.stderr
 
 
@@ -488,7 +488,7 @@ def test_what_cannot_be_read_has_another_way_out_than_what_cannot_be_written() -
     error = PermissionError(errno.EACCES, "Permission denied")
     hints = [io_error(action, "x", error).hint for action in ("read", "read tensor y from")]
     assert hints == ["make it readable for this user"] * 2
-    assert io_error("write", "x", error).hint == "choose a place that can be written"
+    assert io_error("write", "x", error).hint == "choose a directory that can be written"
 
 
 def test_a_hint_of_the_command_precedes_that_of_the_error(

@@ -217,7 +217,7 @@ def test_a_router_wants_its_own_arrays() -> None:
     extra = np.zeros(4, np.float32)
     with pytest.raises(CheckpointError, match="must not have a correction bias"):
         route(RouterSpec("softmax", 2), x, gate, correction=extra)
-    with pytest.raises(CheckpointError, match="lacks its correction bias"):
+    with pytest.raises(CheckpointError, match="has no correction bias"):
         route(RouterSpec("sigmoid", 2, correction=True), x, gate)
     with pytest.raises(UsageError, match=r"must be \[4\]"):
         route(RouterSpec("sigmoid", 2, bias=True), x, gate, bias=extra[:3])
@@ -299,5 +299,5 @@ def test_names_of_shared_experts() -> None:
     assert found[0].up == "model.layers.3.mlp.shared_expert.up_proj.weight"
     assert found[0].gating == "model.layers.3.mlp.shared_expert_gate.weight"
     assert found[1].down == "model.layers.3.mlp.shared_experts.down_proj.weight"
-    with pytest.raises(UsageError, match="no prefix of experts"):
+    with pytest.raises(UsageError, match="not a prefix of expert tensors"):
         shared_expert_tensors("model.layers.3.mlp")

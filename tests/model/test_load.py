@@ -123,7 +123,7 @@ def test_checkpoints_that_need_their_code_are_refused(
     plant: Callable[[Path], None], torch: Any, planted: Path
 ) -> None:
     plant(planted)
-    with pytest.raises(load.NeedsOwnCode, match="planted needs code of its own") as caught:
+    with pytest.raises(load.NeedsOwnCode, match="planted needs its own Python code") as caught:
         load.load_tokenizer(planted)
         load.load_language_model(planted, "auto")
     assert "trust_remote_code" not in str(caught.value)
@@ -259,7 +259,7 @@ def test_memory_that_ends_is_no_fault_of_the_checkpoint(
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(ResourceError, match=r"memory ended while .*planted was loaded"):
+    with pytest.raises(ResourceError, match=r"out of memory while loading .*planted"):
         load.load_language_model(planted, "auto")
 
 
@@ -291,7 +291,7 @@ def test_commands_never_ask(command: str, torch: Any, planted: Path, tmp_path: P
         [sys.executable, "-m", "ktconv", *words], cwd=tmp_path, input="y\n" * 100, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
-    why = "needs code of its own (auto_map in config.json), and ktconv runs no code"
+    why = "needs its own Python code (auto_map in config.json), and ktconv does not run code"
     assert why in done.stderr + done.stdout
     assert "[y/N]" not in done.stderr + done.stdout and "Traceback" not in done.stderr
     if command in WAYS_OUT:

@@ -186,7 +186,7 @@ def small(torch: Any, **changes: Any) -> Any:
         ({"moe_intermediate_size": 64}, "intermediate is 64 in the model and 256"),
         ({"num_experts": 4}, "experts is 4 in the model and 8"),
         ({"hidden_act": "gelu"}, "the same activation"),
-        ({"num_hidden_layers": 3}, r"lacks the experts of layers \[2\]"),
+        ({"num_hidden_layers": 3}, r"does not contain the experts of layers \[2\]"),
         ({"mlp_only_layers": [0]}, r"has experts of layers \[0\]"),
         ({"mlp_only_layers": [0, 1]}, "no experts were found in this Qwen3MoeForCausalLM"),
     ],
@@ -204,21 +204,21 @@ def test_other_models_are_refused_and_left_alone(
 def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no directory"):
         replace_experts(model, tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="holds no packed experts"):
+    with pytest.raises(CheckpointError, match="contains no packed experts"):
         replace_experts(model, EXAMPLE)
-    with pytest.raises(UsageError, match="lacks mmx"):
+    with pytest.raises(UsageError, match="does not support mmx"):
         replace_experts(model, int8, isa="mmx")
     with pytest.raises(UsageError, match="0 threads"):
         replace_experts(model, int8, threads=0)
     replace_experts(model, int8, threads=1)
-    with pytest.raises(UsageError, match="on packed experts already"):
+    with pytest.raises(UsageError, match="already uses packed experts"):
         replace_experts(model, int8)
 
 
 def test_experts_that_matrices_do_not_describe(model: Any, int8: Path) -> None:
     module: Any = find_experts(model)[1].module
     module.has_bias = True  # as gpt-oss has
-    with pytest.raises(CheckpointError, match="a bias or a norm of their own"):
+    with pytest.raises(CheckpointError, match="their own bias or norm"):
         replace_experts(model, int8, threads=1)
     module.has_bias = False
     module.forward = lambda hidden_states, top_k_index: hidden_states

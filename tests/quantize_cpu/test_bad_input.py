@@ -317,7 +317,7 @@ def test_numa_says_which_numbers_work(tmp_path: Path, output: Path) -> None:
     model = write_model(tmp_path / "model", layers=1, inner=512)
     result = run(model, output, "--numa=3")
     refused(result, 2, "--numa 3")
-    assert "Hint: for this model --numa can be 1, 2, 4." in result.stderr
+    assert "Hint: possible values of --numa for this model: 1, 2, 4." in result.stderr
 
 
 def test_memory_and_shard_size_that_are_asked_for_suffice(model: Path, output: Path) -> None:

@@ -117,13 +117,13 @@ def test_names_go_to_datasets(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "abc"}\n', "line 1 has neither text nor messages"),
         ("a.jsonl", b'"abc"\n', "line 1 has neither text nor messages"),
         ("a.jsonl", b'{"text": 5}\n', "line 1 has neither text nor messages"),
-        ("a.jsonl", b'{"text": ""}\n', "holds no text"),
+        ("a.jsonl", b'{"text": ""}\n', "contains no usable text"),
         ("a.jsonl", b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
         ("a.jsonl", b'{"messages": [{"role": "u", "content": "x"}]}\n', "no chat template"),
-        ("a.txt", b"", "holds no text"),
-        ("a.txt", b"x", "holds no text"),
-        ("a.txt", b" \n\n ", "holds no text"),
-        ("a.jsonl", b'{"text": " \\n "}\n', "holds no text"),
+        ("a.txt", b"", "contains no usable text"),
+        ("a.txt", b"x", "contains no usable text"),
+        ("a.txt", b" \n\n ", "contains no usable text"),
+        ("a.jsonl", b'{"text": " \\n "}\n', "contains no usable text"),
         ("a.txt", b"\xff\xfe\x00", "is not UTF-8"),
     ],
 )
@@ -163,7 +163,7 @@ def test_settings_that_cannot_be_are_refused(
 
 def test_a_model_without_tokenizer_is_named(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+    with pytest.raises(CheckpointError, match="contains no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be loaded"):

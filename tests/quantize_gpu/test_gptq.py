@@ -458,7 +458,7 @@ def fails(model: Path, output: Path, text: object, **changes: Any) -> KtconvErro
 def test_a_dataset_without_text(small: Path, tmp_path: Path) -> None:
     dataset = tmp_path / "empty.jsonl"
     dataset.write_text('{"text": ""}\n')
-    assert "holds no text" in str(fails(small, tmp_path / "output", dataset))
+    assert "contains no usable text" in str(fails(small, tmp_path / "output", dataset))
 
 
 def test_messages_without_a_chat_template(small: Path, tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_messages_without_a_chat_template(small: Path, tmp_path: Path) -> None:
 def test_a_model_without_tokenizer(small: Path, text: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(small, model, ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "holds no tokenizer" in str(fails(model, tmp_path / "output", text))
+    assert "contains no tokenizer" in str(fails(model, tmp_path / "output", text))
 
 
 def test_a_tokenizer_of_another_model(small: Path, text: Path, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--group-size=100",), "--group-size 100 is none that engines can compute"),
+        (("--group-size=100",), "--group-size 100 is not supported by inference engines"),
         (("--max-memory=200MB",), "is too small"),
         (("--layers=99",), f"the last MoE layer is {LAYERS - 1}"),
         (("--max-shard-size=1kB",), "too small for tensor"),
@@ -217,7 +217,7 @@ def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any)
         (("--dataset=x.txt",), "--dataset belongs to --method gptq"),
         (("--no-self-test",), "--self-test belongs to --method gptq"),
         (("--method=gptq", "--max-memory=8GB"), "--max-memory belongs to --method rtn"),
-        (("--experts=nowhere.json",), "there is no file nowhere.json"),
+        (("--experts=nowhere.json",), "nowhere.json is not a file"),
     ],
 )
 def test_options_that_cannot_be(
@@ -241,7 +241,7 @@ def test_group_size_that_does_not_divide(tmp_path: Path, torch: Any) -> None:
     model = write_checkpoint(tmp_path / "model", numbered(SOURCE, weights), config)
     result = run(model, tmp_path / "out")
     refused(result, 2, "--group-size 128 does not divide the 96 columns of down in layer 0")
-    assert "--group-size can be 32, -1" in result.stderr
+    assert "--group-size for this model: 32, -1" in result.stderr
 
 
 def test_without_llm_compressor(

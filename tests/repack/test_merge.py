@@ -97,7 +97,7 @@ def test_no_mtp(tmp_path: Path) -> None:
     assert_same(files(tmp_path / "out"), files(tmp_path / "fresh"))
     for name in OWN:
         (tmp_path / "layers" / name).unlink()
-    with pytest.raises(CheckpointError, match="lacks the MTP layer 2") as caught:
+    with pytest.raises(CheckpointError, match="does not contain the MTP layer 2") as caught:
         prepare(Request(tmp_path / "layers", tmp_path / "other", model))
     assert "--no-mtp" in str(caught.value.hint)
     merge(Request(tmp_path / "layers", tmp_path / "other", model, mtp=False))

@@ -39,19 +39,19 @@ def one(root: Path, pattern: str) -> Path:
 def test_layer_missing_in_between(foreign: Made) -> None:
     root = foreign("int4", 1)
     shutil.rmtree(root / "_layer_1")
-    refused(root, r"lacks layer\(s\) 1 between 0 and 2")
+    refused(root, r"does not contain layer\(s\) 1 between 0 and 2")
 
 
 def test_layer_missing_at_the_end_by_the_manifest(folders: Made) -> None:
     root = folders("int4", 1)
     shutil.rmtree(root / "_layer_2")
-    refused(root, r"lacks layer\(s\) 2 of .*ktconv\.json")
+    refused(root, r"does not contain layer\(s\) 2 of .*ktconv\.json")
 
 
 def test_layer_missing_at_the_end_by_the_source(foreign: Made, model: Path) -> None:
     root = foreign("int4", 1)
     shutil.rmtree(root / "_layer_2")
-    refused(root, r"lacks layer\(s\) 2 of .*model", model)
+    refused(root, r"does not contain layer\(s\) 2 of .*model", model)
 
 
 def test_a_layer_too_many_by_the_source(foreign: Made, model: Path) -> None:
@@ -71,7 +71,11 @@ def test_a_gap_that_the_config_explains(foreign: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "changes", "phrase"),
     [
-        ("_layer_2", {"first_k_dense_replace": 0}, r"lacks layer\(s\) 2 of the config\.json"),
+        (
+            "_layer_2",
+            {"first_k_dense_replace": 0},
+            r"does not contain layer\(s\) 2 of the config\.json",
+        ),
         ("_layer_*/_numa_1", {}, "has an intermediate size of .* but config.json says"),
         ("nothing", {"hidden_size": 512}, "has a hidden size of .* but config.json says"),
         ("nothing", {"num_experts": 99}, "has a number of experts of .* num_experts 99"),
@@ -111,7 +115,10 @@ def test_expert_missing(foreign: Made) -> None:
     root = foreign("int4", 2)
     for file in root.glob("_layer_1/*/INT4_*_2_*"):
         file.unlink()
-    refused(root, r"lacks _layer_1/_numa_0/INT4_gate_2_.* and 11 more file\(s\), of expert\(s\) 2")
+    refused(
+        root,
+        r"does not contain _layer_1/_numa_0/INT4_gate_2_.* and 11 more file\(s\), of expert\(s\) 2",
+    )
 
 
 def test_last_expert_missing_in_one_layer(foreign: Made, model: Path) -> None:
@@ -119,13 +126,15 @@ def test_last_expert_missing_in_one_layer(foreign: Made, model: Path) -> None:
     for file in root.glob("_layer_1/*/INT4_*_3_*"):
         file.unlink()
     refused(root, "layers that differ.*_layer_1 3 experts")
-    refused(root, "_layer_1 holds 3 experts.* has 4 experts", model)
+    refused(root, "_layer_1 contains 3 experts.* has 4 experts", model)
 
 
 def test_one_file_missing(foreign: Made) -> None:
     root = foreign("int8", 2)
     one(root, "_layer_0/_numa_1/INT8_up_1_*_scale_.kt").unlink()
-    refused(root, r"lacks _layer_0/_numa_1/INT8_up_1_1024Byte_scale_\.kt, of expert\(s\) 1")
+    refused(
+        root, r"does not contain _layer_0/_numa_1/INT8_up_1_1024Byte_scale_\.kt, of expert\(s\) 1"
+    )
 
 
 def test_part_missing(foreign: Made) -> None:
@@ -139,14 +148,14 @@ def test_backward_in_some_layers_only(foreign: Made, add_backward: Backward) -> 
     add_backward(root, "int4", 1)
     for file in root.glob("_layer_1/*/*_bwd_*"):
         file.unlink()
-    refused(root, "_layer_1 lacks the backward matrices")
+    refused(root, "_layer_1 has no backward matrices")
 
 
 def test_backward_file_missing(foreign: Made, add_backward: Backward) -> None:
     root = foreign("int4", 1)
     add_backward(root, "int4", 1)
     one(root, "_layer_1/_numa_0/INT4_down_bwd_1_*_quant_.kt").unlink()
-    refused(root, "lacks _layer_1/_numa_0/INT4_down_bwd_1_")
+    refused(root, "does not contain _layer_1/_numa_0/INT4_down_bwd_1_")
 
 
 # ---- what another conversion left ------------------------------------------------------
@@ -159,7 +168,7 @@ def test_two_numbers_of_parts_in_one_tree(
     root = foreign("int4", first)
     shutil.copytree(kept_folders("int4", then), root, dirs_exist_ok=True)
     (root / "ktconv.json").unlink()
-    refused(root, "holds one tensor twice: .*Byte_quant_.kt and .*stale")
+    refused(root, "contains one tensor twice: .*Byte_quant_.kt and .*stale")
 
 
 def test_ghost_part_of_another_width(kept_folders: Made, foreign: Made) -> None:
@@ -167,14 +176,16 @@ def test_ghost_part_of_another_width(kept_folders: Made, foreign: Made) -> None:
     for layer in range(3):
         ghost = kept_folders("int4", 2) / f"_layer_{layer}" / "_numa_1"
         shutil.copytree(ghost, root / f"_layer_{layer}" / "_numa_1")
-    refused(root, "_layer_0/_numa_1 is a ghost: its parts have 256 rows, those of _numa_0 have 512")
+    refused(
+        root, "_layer_0/_numa_1 is inconsistent: its parts have 256 rows, those of _numa_0 have 512"
+    )
 
 
 def test_empty_ghost_part(foreign: Made) -> None:
     root = foreign("int4", 1)
     (root / "_layer_1" / "_numa_1").mkdir()
     (root / "_layer_1" / "_numa_1" / ".DS_Store").touch()
-    refused(root, "_layer_1/_numa_1 is a ghost: it holds no")
+    refused(root, "_layer_1/_numa_1 contains no")
 
 
 def test_ghost_part_by_the_manifest(folders: Made) -> None:
@@ -182,7 +193,7 @@ def test_ghost_part_by_the_manifest(folders: Made) -> None:
     for layer in range(3):
         numa = root / f"_layer_{layer}"
         shutil.copytree(numa / "_numa_0", numa / "_numa_1")
-    refused(root, r"holds INT4 in 2 part\(s\), but .* says INT4 in 1")
+    refused(root, r"contains INT4 in 2 part\(s\), but .* says INT4 in 1")
 
 
 def test_ghost_part_by_the_source(foreign: Made, model: Path) -> None:
@@ -228,7 +239,7 @@ def test_file_of_another_size(foreign: Made) -> None:
     file = one(root, "_layer_2/_numa_0/INT4_gate_1_*_quant_.kt")
     file.unlink()
     file.with_name("INT4_gate_1_128Byte_quant_.kt").write_bytes(bytes(128))
-    refused(root, "INT4_gate_1_128Byte_quant_.kt has a size of another model .*32768 bytes")
+    refused(root, "INT4_gate_1_128Byte_quant_.kt has the size of another model .*32768 bytes")
 
 
 def test_sizes_of_no_layer(foreign: Made) -> None:
@@ -243,7 +254,7 @@ def test_sizes_of_no_layer(foreign: Made) -> None:
 def test_wrong_file_size(foreign: Made, size: int) -> None:
     root = foreign("int4", 1)
     one(root, "_layer_2/_numa_0/INT4_gate_1_*_quant_.kt").write_bytes(bytes(size))
-    refused(root, f"INT4_gate_1_.* has {size} bytes, not the 32768 of its name")
+    refused(root, f"INT4_gate_1_.* has {size} bytes, but its name says 32768")
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
@@ -252,7 +263,7 @@ def test_no_file(foreign: Made, kind: str) -> None:
     file = one(root, "_layer_2/_numa_0/INT4_gate_1_*_quant_.kt")
     file.unlink()
     file.mkdir() if kind == "folder" else file.symlink_to("nothing")
-    refused(root, r"INT4_gate_1_32768Byte_quant_\.kt is no file, or a link to nothing")
+    refused(root, r"INT4_gate_1_32768Byte_quant_\.kt is not a regular file, or a broken link")
 
 
 def test_links_are_followed(foreign: Made, tmp_path: Path) -> None:
@@ -266,7 +277,7 @@ def test_private_method(foreign: Made) -> None:
     root = foreign("int4", 1)
     for file in root.rglob("INT4_*.kt"):
         file.rename(file.with_name("MOE_" + file.name))
-    refused(root, "method MOE_INT4, whose bytes are private")
+    refused(root, "method MOE_INT4, whose layout is specific")
 
 
 @pytest.mark.parametrize(
@@ -283,18 +294,18 @@ def test_foreign_names(foreign: Made, name: str) -> None:
     root = foreign("int4", 1)
     (root / name).parent.mkdir(exist_ok=True, parents=True)
     (root / name).touch()
-    refused(root, "is no name of|neither a NUMA folder|is no layer folder")
+    refused(root, "is not named like|neither a NUMA folder|is not a layer folder")
 
 
 # ---- what is no tree at all ------------------------------------------------------------
 
 
 def test_no_folders(shards: Made, tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", "is no directory")
+    refused(tmp_path / "nothing", "is not a directory")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds no _layer_")
+    refused(tmp_path / "empty", "contains no _layer_")
     shutil.copytree(shards("int4", 1), tmp_path / "shards")
-    refused(tmp_path / "shards", "holds no _layer_\\* folder, but shards")
+    refused(tmp_path / "shards", "contains no _layer_\\* folder, but shards")
 
 
 def test_unfinished_folders(folders: Made) -> None:

@@ -234,12 +234,12 @@ def damage(root: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "phrase"),
     [
-        ("shard missing", r"lacks layer\(s\) 1 of"),
+        ("shard missing", r"does not contain layer\(s\) 1 of"),
         ("shard cut", "is truncated"),
-        ("other tensors missing", r"lacks .*embed_tokens\.weight|lacks blk"),
-        ("not as the index says", r"lacks .*embed_tokens\.weight|lacks blk"),
+        ("other tensors missing", r"does not contain .*embed_tokens\.weight|does not contain blk"),
+        ("not as the index says", r"does not contain .*embed_tokens\.weight|does not contain blk"),
         ("shard twice", "twice, in model-00002.* and in other"),
-        ("other options", r"holds INT4 in 1 part\(s\), but"),
+        ("other options", r"contains INT4 in 1 part\(s\), but"),
         ("unfinished", "is not finished"),
     ],
 )
@@ -276,7 +276,7 @@ def test_verify_unpacks_what_was_written(
         target[:] = bytes(len(target))
 
     monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", damaged)
-    with pytest.raises(VerificationError, match=r"not hold what it was made of|read back"):
+    with pytest.raises(VerificationError, match=r"does not match the packed weights|read back"):
         reshard(Request(shards("int4", 1), tmp_path / "out", 2))
 
 

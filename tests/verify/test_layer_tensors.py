@@ -159,9 +159,12 @@ def test_a_sound_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "phimoe"}, "the router of phimoe is not known"),
+        ({"model_type": "phimoe"}, "the router of phimoe is not supported"),
         ({"model_type": "of_tomorrow"}, "config.json does not say how of_tomorrow routes"),
-        ({"model_type": "new", "scoring_func": "sqrt"}, "names the router scores 'sqrt'"),
+        (
+            {"model_type": "new", "scoring_func": "sqrt"},
+            "has the unknown router score function 'sqrt'",
+        ),
     ],
 )
 def test_a_router_that_is_not_known(config: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def parse_source(source: str) -> ExpertsPath | None:
     if len(match["number"]) > _MOST_DIGITS:
         raise CheckpointError(
             f"{source} has a layer number of more than {_MOST_DIGITS} digits",
-            "The checkpoint is damaged, or not what it seems; get it again.",
+            "The checkpoint is damaged; download it again.",
         )
     mtp = table.FAMILIES.mtp_words
     in_mtp = match["list"] in mtp or not mtp.isdisjoint(match["prefix"].split("."))
@@ -193,7 +193,7 @@ def _block(source: str) -> str:
     block = _block_of(source.rstrip("."))
     if block is None:
         raise UsageError(
-            f"{source!r} is no prefix of experts",
+            f"{source!r} is not a prefix of expert tensors",
             f"it must end with .{' or .'.join(table.FAMILIES.containers)}",
         )
     return block

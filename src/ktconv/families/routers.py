@@ -41,28 +41,30 @@ def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
     name = str(value_of(text, "model type") or "").removesuffix("_text")
     routing = row.routing if row is not None else None
     if isinstance(routing, str):
-        raise UnknownRouter(f"the router of {name} is not known: it {routing}", _HINT)
+        raise UnknownRouter(f"the router of {name} is not supported: it {routing}", _HINT)
     router = routing or _inferred(name, text)
     _check_stated(name, text, router)
     spec = _read(router, text, top_k_of(config, layer))
     return _checked(spec, value_of(text, "experts"))
 
 
-_HINT = "load the model with transformers, which has its own router"
+_HINT = "load the model with transformers, which implements its router"
 
 
 def _inferred(name: str, text: Mapping[str, Any]) -> Router:
     """A family that is not in the table, by the keys that such models share."""
     method, scoring = value_of(text, "method"), value_of(text, "scoring")
     if method is None and scoring is None and value_of(text, "renormalise") is None:
-        raise UnknownRouter(f"config.json does not say how {name or 'this model'} routes", _HINT)
+        raise UnknownRouter(
+            f"config.json does not describe the router of {name or 'this model'}", _HINT
+        )
     corrected = method == "noaux_tc"
     if scoring is None:
         scoring = "sigmoid" if corrected else "softmax"
     if scoring not in ("softmax", "sigmoid"):
-        raise UnknownRouter(f"config.json names the router scores {scoring!r}, not known", _HINT)
+        raise UnknownRouter(f"config.json has the unknown router score function {scoring!r}", _HINT)
     if method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
-        raise UnknownRouter(f"config.json names the top-k method {method!r}, not known", _HINT)
+        raise UnknownRouter(f"config.json has the unknown top-k method {method!r}", _HINT)
     if corrected and scoring == "softmax":
         raise CheckpointError("config.json contradicts itself: noaux_tc with softmax", _HINT)
     rule: GroupScore = "max" if method == "group_limited_greedy" else "top2"
@@ -168,7 +170,7 @@ def _check_arrays(
     wanted = (("bias", bias, spec.bias), ("correction bias", correction, spec.correction))
     for what, array, needed in wanted:
         if needed != (array is not None):
-            state = "lacks its" if needed else "must not have a"
+            state = "has no" if needed else "must not have a"
             raise CheckpointError(f"the router {state} {what}")
         if array is not None and array.shape != (len(weight),):
             raise UsageError(f"the {what} {list(array.shape)} must be [{len(weight)}]")

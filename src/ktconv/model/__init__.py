@@ -1,4 +1,4 @@
-"""Models of transformers on packed experts, and how far that moves what they say.
+"""Run transformers models on packed experts, and compare their predictions with the original's.
 
     model, tokenizer = load_model(source)
     with replace_experts(model, output, keep=True) as replaced:

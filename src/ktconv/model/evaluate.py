@@ -70,7 +70,7 @@ def load_model(
     """
     directory = Path(source)
     if not directory.is_dir():
-        raise UsageError(f"there is no directory {directory}")
+        raise UsageError(f"{directory} is not a directory")
     wanted = _dtype(dtype)
     options: dict[str, Any] = {}
     if max_memory is None or offload is None:
@@ -92,7 +92,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"{dtype!r} is no dtype for a model", "choose bfloat16, float32 or auto")
+        raise UsageError(f"{dtype!r} is not a supported dtype", "choose bfloat16, float32 or auto")
     return found
 
 
@@ -100,13 +100,13 @@ def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
     """ResourceError unless the checkpoint's weights fit into free memory as `dtype`."""
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
-        raise CheckpointError(f"{directory} holds no safetensors files")
+        raise CheckpointError(f"{directory} contains no safetensors files")
     needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
     free = machine.available_memory()
     if needed > free:
         raise MemoryShortError(
-            f"loading {directory} needs about {format_size(needed)} of memory, and "
-            f"{format_size(free)} are free"
+            f"loading {directory} needs about {format_size(needed)} of memory, but "
+            f"only {format_size(free)} are free"
         )
 
 
@@ -174,7 +174,7 @@ def perplexity_and_divergence(
     without kept experts.
     """
     if not texts:
-        raise UsageError("there is no text to compare on", "give at least one window")
+        raise UsageError("no text to compare on", "give at least one window")
     found = []
     for ids in texts:
         with replaced.originals():

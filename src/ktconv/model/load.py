@@ -41,8 +41,9 @@ class NeedsOwnCode(CheckpointError):
 
     def __init__(self, name: Path, what: str) -> None:
         super().__init__(
-            f"{name} needs code of its own ({what}), and ktconv runs no code of a checkpoint",
-            "use a release of transformers that has this architecture itself",
+            f"{name} needs its own Python code ({what}), and ktconv does not run code "
+            "from checkpoints",
+            "use a release of transformers that supports this architecture",
         )
 
 
@@ -103,7 +104,7 @@ def running(name: Path) -> Iterator[None]:
         if _is_clear(error):
             raise
         if out_of_memory(error):
-            raise ResourceError(f"memory ended while {name} ran") from error
+            raise ResourceError(f"out of memory while running {name}") from error
         raise CheckpointError(
             f"{name} cannot be run by transformers: {_first_line(error)}"
         ) from error
@@ -142,13 +143,13 @@ def _refuse_what_runs(directory: Path, name: Path) -> None:
     content = read_config(directory).content if there else {}
     if (directory / _ADAPTER).exists():
         raise CheckpointError(
-            f"{name} holds an adapter ({_ADAPTER}), which is not part of what ktconv converts",
-            "give the model that the adapter was merged into, or move the adapter away",
+            f"{name} contains an adapter ({_ADAPTER}), which is not part of what ktconv converts",
+            "give the model with the adapter merged, or move the adapter away",
         )
     if content.get("configuration_files"):
         raise CheckpointError(
             f"config.json of {name} names other configuration files, which ktconv does not read",
-            "put the settings that count into config.json and remove configuration_files",
+            "put their settings into config.json and remove configuration_files",
         )
     for key, value in _named_classes(content):
         if ":" in value or "/" in value:
@@ -251,7 +252,7 @@ class _PrintableRecord(LogRecord):
 
 def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvError:
     if out_of_memory(error):
-        return ResourceError(f"memory ended while {name} was loaded")
+        return ResourceError(f"out of memory while loading {name}")
     refused: BaseException | None = error
     while refused is not None and not isinstance(refused, RefusedError):
         refused = refused.__cause__ or refused.__context__
@@ -293,7 +294,7 @@ def _check_complete(name: Path, report: Mapping[str, Any]) -> None:
         if report.get(kind):
             key = sorted(map(str, report[kind]))[0]
             raise CheckpointError(
-                f"{name} lacks {key}, or has it in another shape ({len(report[kind])} tensors in "
-                "all)",
+                f"{name} does not contain {key}, or in another shape ({len(report[kind])} "
+                "tensors in all)",
                 "check that config.json and the weights belong together",
             )

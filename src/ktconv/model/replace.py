@@ -139,7 +139,7 @@ def replace_experts(
     """
     directory = Path(output)
     if not directory.is_dir():
-        raise UsageError(f"there is no directory {directory}")
+        raise UsageError(f"{directory} is not a directory")
     sites = find_experts(model)
     _check_layers(model, sites, directory)
     experts = _open(directory, sites)
@@ -210,12 +210,12 @@ def _check_layers(model: nn.Module, sites: Mapping[int, Site], directory: Path) 
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(
-            f"{directory} holds no packed experts", "give an OUTPUT of ktconv quantize-cpu"
+            f"{directory} contains no packed experts", "give an OUTPUT of ktconv quantize-cpu"
         )
     lacking = sorted(sites.keys() - set(converted))
     if lacking:
         raise CheckpointError(
-            f"{directory} lacks the experts of layers {lacking}, which the model has",
+            f"{directory} does not contain the experts of layers {lacking} of the model",
             "convert all layers of the checkpoint that the model was loaded from",
         )
     config: Any = getattr(model, "config", None)
@@ -251,12 +251,12 @@ def _check_match(model: nn.Module, site: Site, experts: Experts, directory: Path
 def _check_plain(site: Site) -> None:
     module: Any = site.module
     if isinstance(module, PackedExperts):
-        raise UsageError(f"{site.path} is on packed experts already", "restore() the model first")
+        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
     if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
         raise CheckpointError(
-            f"{site.path}, the experts of {type(module).__name__}, have a bias or a norm of their "
-            "own, which packed experts have not",
-            "the model can be converted, and verified up to --level layers",
+            f"{site.path}, the experts of {type(module).__name__}, have their own "
+            "bias or norm, which packed experts do not support",
+            "the model can be converted and verified up to --level layers",
         )
     if module.down_proj.device.type != "cpu":
         raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
@@ -279,7 +279,7 @@ def _use_isa(name: str | None) -> str | None:
         return None
     if name not in native.isa_available():
         raise UsageError(
-            f"this machine lacks {name}", f"it has: {', '.join(native.isa_available())}"
+            f"this machine does not support {name}", f"it has: {', '.join(native.isa_available())}"
         )
     before = native.isa()
     native.use_isa(name)

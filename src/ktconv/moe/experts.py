@@ -89,7 +89,7 @@ class Experts:
         for origin in np.unique(origins[ids >= 0]):
             token, slot = np.nonzero(origins == origin)
             if origin < 0:
-                raise IndexError("an expert that is not here")
+                raise IndexError("an expert that is not present")
             expert = _whole(matrices(int(origin))) if matrices else self.streams(int(origin))
             result = self.output(expert, inputs[token], rounded)
             np.add.at(y, token, weights[token, slot, None] * result)
@@ -255,7 +255,7 @@ def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> N
         return
     if intermediate % parts:
         raise UsageError(
-            f"intermediate size {intermediate} cannot be cut into {parts} parts",
+            f"intermediate size {intermediate} cannot be split into {parts} parts",
             "choose a number of parts that divides it",
         )
     rows, cols = method.steps()
@@ -265,14 +265,16 @@ def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> N
             raise UsageError(
                 f"{method.name} cannot hold {what} {size}: kernels read at most "
                 f"{native.MAX_COLS} columns",
-                "cut it into more parts" if size == width else "no method can",
+                "split it into more parts" if size == width else "no method supports it",
             )
         step = max(rows, cols)
         if size % step:
             able = methods_that_hold(hidden, intermediate, parts)
             raise UsageError(
                 f"{method.name} cannot hold {what} {size}: it must be a multiple of {step}",
-                f"these methods can: {', '.join(able)}" if able else "all need multiples of 32",
+                f"methods that support it: {', '.join(able)}"
+                if able
+                else "all need multiples of 32",
             )
     raise UsageError(f"{method.name} cannot hold hidden {hidden}, intermediate {width}")
 

@@ -40,8 +40,9 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
     found = expert_activation(config)
     if found.function not in _FUNCTIONS:
         raise CheckpointError(
-            f"config.json names the activation {found.function!r}, which the kernels do not have",
-            f"they have: {', '.join(_FUNCTIONS)}",
+            f"config.json names the activation {found.function!r}, which the kernels "
+            "do not support",
+            f"supported: {', '.join(_FUNCTIONS)}",
         )
     if found.alpha is not None:
         return Activation("swiglu", found.alpha, 1.0, found.limit)
@@ -77,7 +78,7 @@ def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]
         raise CheckpointError(next(iter(packed.damaged.values())), "convert it again")
     if not layers:
         raise CheckpointError(
-            f"{directory} holds no packed experts", "give an OUTPUT of ktconv quantize-cpu"
+            f"{directory} contains no packed experts", "give an OUTPUT of ktconv quantize-cpu"
         )
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
@@ -98,7 +99,7 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     ):
         if not np.isfinite(mapped.get(tensor).view(np.float32)).all():
             raise CheckpointError(
-                f"{name_of(tensor)} of {packed.directory} holds a scale that is not finite",
+                f"{name_of(tensor)} of {packed.directory} contains a scale that is not finite",
                 "convert it again",
             )
 

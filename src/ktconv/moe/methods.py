@@ -189,7 +189,7 @@ def method_named(name: str) -> Method:
     """A row of METHODS, by its name or another that it is known by; else UsageError."""
     known = ALIASES.get(name.lower(), name.lower())
     if known not in METHODS:
-        raise UsageError(f"there is no method {name!r}", f"choose from: {', '.join(METHODS)}")
+        raise UsageError(f"unknown method {name!r}", f"available: {', '.join(METHODS)}")
     return METHODS[known]
 
 

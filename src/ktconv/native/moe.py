@@ -53,7 +53,7 @@ def part_node(part: int, parts: int, pool: Pool) -> int:
     """The first node of `pool`, from 0 on, whose threads compute this part of a layer."""
     node = int(lib.kt_moe_part_node(parts, part, open_pool(pool)))
     if node < 0:
-        raise ValueError(f"there is no part {part} of {parts}")
+        raise ValueError(f"part {part} of {parts} does not exist")
     return node
 
 

@@ -1,4 +1,4 @@
-"""What a path holds: a source checkpoint, or converted weights by whatever tool."""
+"""What a path contains: a source checkpoint, or converted weights of any tool."""
 
 from __future__ import annotations
 

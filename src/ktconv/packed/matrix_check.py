@@ -1,4 +1,4 @@
-"""Check that one part's packed matrix holds its source: element by element, scale by scale.
+"""Check one part's packed matrix against its source: element by element, scale by scale.
 
 Unpacking is the audit's (native/src/audit), which shares no code with the packer. Used while
 a layer is written (quantize-cpu) and on what lies on the disk (verify).
@@ -60,7 +60,7 @@ class ErrorStats:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that does not hold. row and column are those of the whole matrix."""
+    """A failed check. row and column are those of the whole matrix."""
 
     check: str  # element, level, scale or source
     message: str
@@ -202,9 +202,10 @@ class MatrixCheck:
         self._report(
             Violation(
                 "level",
-                f"{self._weight_name} holds level {codes[row, column]} at [{at[0]}, {at[1]}] of "
-                f"its matrix: levels are -{self._fmt.max_level} to {self._fmt.max_level}, and 0 "
-                f"where the scale is 0 ({int(beyond.sum())} codes are beyond).",
+                f"{self._weight_name} contains level {codes[row, column]} at [{at[0]}, "
+                f"{at[1]}] of its matrix: levels are -{self._fmt.max_level} to "
+                f"{self._fmt.max_level}, and 0 where the scale is 0 ({int(beyond.sum())} "
+                "codes are beyond).",
                 self._weight_name,
                 *at,
                 value=float(codes[row, column]),

@@ -111,7 +111,7 @@ class PackedWeights:
             return self.tensors[tensor]
         except KeyError:
             raise CheckpointError(
-                f"{self.directory} lacks {name_of(tensor)}", "convert the model again"
+                f"{self.directory} does not contain {name_of(tensor)}", "convert the model again"
             ) from None
 
     def of_layer(self, layer: int) -> dict[TensorId, TensorRef]:
@@ -122,8 +122,8 @@ class PackedWeights:
         found = self.layers.get(layer)
         if found is None or found.format is None:
             raise CheckpointError(
-                f"layer {layer} of {self.directory} is of no format that ktconv knows",
-                f"it knows {', '.join(FORMATS)}",
+                f"layer {layer} of {self.directory} has no format that ktconv knows",
+                f"known formats: {', '.join(FORMATS)}",
             )
         return found
 
@@ -211,7 +211,7 @@ def _add_folders(found: PackedWeights) -> None:
             name = path.relative_to(found.directory).as_posix()
             file = parse_kt_path(name)
             if file is None:
-                found.damaged[name] = f"{name} is no name of a packed tensor"
+                found.damaged[name] = f"{name} is not named like a packed tensor"
                 continue
             try:
                 status = path.stat()

@@ -83,7 +83,7 @@ def set_of_record(record: object, where: str) -> ExpertSet:
             found = expert_set({})
         if found.as_record() == record:
             return found
-    raise CheckpointError(f"{where} does not say rightly which experts were chosen")
+    raise CheckpointError(f"{where} does not contain a valid set of experts")
 
 
 def _is_ranges(layer: str, text: object) -> bool:
@@ -104,7 +104,7 @@ def others(chosen: ExpertSet, experts: Mapping[int, int]) -> dict[int, tuple[int
 def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
     """Read FILE of `option`. Raises a KtconvError that names what is wrong with it."""
     if not path.is_file():
-        raise UsageError(f"{option}: there is no file {path}", _FORM)
+        raise UsageError(f"{option}: {path} is not a file", _FORM)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -112,33 +112,33 @@ def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
     content = parse_object(data, str(path), _FORM)
     if content.get("kind") == COUNTS:
         raise UsageError(
-            f"{path} holds counts, not a choice of experts",
-            f"choose with: ktconv stats {path} --hot N --write FILE.json",
+            f"{path} contains counts, not a set of experts",
+            f"select experts with: ktconv stats {path} --hot N --write FILE.json",
         )
     if content.get("schema") != SCHEMA or type(content["schema"]) is not int:
         raise UsageError(f"{path} has no schema {SCHEMA}", _FORM)
     if unknown := sorted(content.keys() - {"schema", "experts"}):
-        raise UsageError(f"{path} has {unknown[0]!r}, which has no meaning there", _FORM)
+        raise UsageError(f"{path} has {unknown[0]!r}, which is not a known key", _FORM)
     layers = content.get("experts")
     if not isinstance(layers, dict):
         raise UsageError(f"{path} has no object of experts by layer", _FORM)
     if not layers:
-        raise UsageError(f"{path} names no expert", _FORM)
+        raise UsageError(f"{path} contains no expert", _FORM)
     return expert_set({_layer(path, key): _ids(path, key, ids) for key, ids in layers.items()})
 
 
 def _layer(path: Path, key: str) -> int:
     if not _NUMBER.fullmatch(key):
-        raise UsageError(f"{path} names the layer {key!r}, which is no number", _FORM)
+        raise UsageError(f"{path}: layer {key!r} is not a number", _FORM)
     return int(key)
 
 
 def _ids(path: Path, layer: str, ids: object) -> list[int]:
     if not isinstance(ids, list):
-        raise UsageError(f"{path} gives layer {layer} no list of experts", _FORM)
+        raise UsageError(f"{path}: the experts of layer {layer} are not a list", _FORM)
     if not ids:
         raise UsageError(
-            f"{path} gives layer {layer} an empty list", "leave the layer out: it has none then"
+            f"{path}: the list of layer {layer} is empty", "omit the layer if it has none"
         )
     for number in ids:
         if type(number) is not int or number < 0:
@@ -155,7 +155,7 @@ def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path |
     for layer, ids in chosen.layers.items():
         if layer not in experts:
             raise UsageError(
-                f"{path} names layer {layer}, which is no MoE layer of this model",
+                f"{path} names layer {layer}, which is not an MoE layer of this model",
                 f"MoE layers are {format_ranges(list(experts))}",
             )
         if ids[-1] >= experts[layer]:

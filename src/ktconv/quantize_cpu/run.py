@@ -56,7 +56,11 @@ class Request(BaseRequest):
 def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
     if request.overwrite and request.finalize:
-        raise UsageError("--overwrite removes what --finalize completes", "give one of them")
+        raise UsageError(
+            "--overwrite and --finalize cannot be combined: the first removes what "
+            "the second completes",
+            "use one of them",
+        )
     native.isa()  # an unusable KTCONV_ISA is told before an hour of work
     options = request.options
     if options.numa == 0:

@@ -132,5 +132,5 @@ def _refuse(violation: Violation) -> None:
     """What was packed a moment ago does not hold its source."""
     raise VerificationError(
         violation.message,
-        "suspect the disk or memory of this machine; run the same command again",
+        "check this machine's memory and disk, then run the same command again",
     )

@@ -103,6 +103,6 @@ def device_of(name: str) -> str:
     if name not in there:
         raise UsageError(
             f"--device {name} cannot be used: PyTorch sees {', '.join(there)} here",
-            "use one of these, or install the PyTorch that is made for your GPU",
+            "use one of these, or install a PyTorch build for your GPU",
         )
     return name

@@ -38,9 +38,9 @@ def write_matrix(
         if array is None or array.shape != tensor.shape or array.nbytes != tensor.nbytes:
             found = "is missing" if array is None else f"has shape {list(array.shape)}"
             raise VerificationError(
-                f"{tensor.name} should have shape {list(tensor.shape)}, but {found}: "
-                "the installed llm-compressor packs otherwise than ktconv expects",
-                "install the version that ktconv names: pip install 'ktconv[gpu]'",
+                f"{tensor.name} should have shape {list(tensor.shape)}, but {found}: the "
+                "installed llm-compressor packs differently than ktconv expects",
+                "install the version that ktconv supports: pip install 'ktconv[gpu]'",
             )
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         records[tensor.name] = write_whole(tensor.name, data, staging, verify)
@@ -92,8 +92,7 @@ def error_of(
         raise VerificationError(
             f"{name} is {most_steps:.4g} steps off its source somewhere, where "
             f"{MOST_STEPS[method]} are allowed",
-            "the installed llm-compressor may be another than ktconv was made for: "
-            "pip install 'ktconv[gpu]'",
+            "install the llm-compressor version that ktconv supports: pip install 'ktconv[gpu]'",
         )
     relative = (squared_error / squared_source) ** 0.5 if squared_source else 0.0
     return {

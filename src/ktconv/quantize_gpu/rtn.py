@@ -64,10 +64,10 @@ class Rounder:
             found = self._converter.process({f"{module}.weight": tensor})
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"the memory of {self._device} ended at {module}", "use --device cpu"
+                f"out of memory on {self._device} at {module}", "use --device cpu"
             ) from error
         if f"{module}.weight_packed" not in found:
-            raise CheckpointError(f"{module} would stay unquantized: llm-compressor passed it by")
+            raise CheckpointError(f"{module} would stay unquantized: llm-compressor skipped it")
         return {name.removeprefix(f"{module}."): as_array(part) for name, part in found.items()}
 
 
@@ -138,7 +138,7 @@ class Rtn(GpuConversion):
     _rounder: Rounder
 
     def origin(self) -> Record:
-        """Who rounds: another version might round otherwise."""
+        """Library versions, because rounding may change between them."""
         return {"quantizer": {name: version(name) for name in QUANTIZERS}}
 
     def convert(self, pending: Sequence[Unit]) -> None:

@@ -36,7 +36,7 @@ def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only, writes nothing, needs no torch."""
     if request.options.method not in METHODS:
         raise UsageError(
-            f"--method {request.options.method} is unknown", f"there is {', '.join(METHODS)}"
+            f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"
         )
     _require_libraries()
     checkpoint = open_checkpoint(request.model)

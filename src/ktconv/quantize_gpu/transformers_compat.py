@@ -13,7 +13,7 @@ from ktconv.checkpoint.config import interpret_config
 
 
 def loading_notes(checkpoint: Checkpoint) -> list[str]:
-    """What a user of transformers should know; empty where the source is unfused itself."""
+    """A note for users of transformers; empty if the source stores its experts one by one."""
     if not any(is_fused(layer) for layer in checkpoint.layers):
         return []
     types = sorted(interpret_config(checkpoint.config).model_types)

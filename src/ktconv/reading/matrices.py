@@ -135,11 +135,12 @@ class MatrixReader:
             return CheckpointError(
                 f"tensor {tensor.name} in {tensor.file}: the value at [{position}] times its "
                 f"scale {factor:.4g} in {scale.tensor.name} is beyond float32",
-                "download the files again; if the original has this, it cannot be quantized",
+                "download the files again; if the original contains it, the model cannot "
+                "be quantized",
             )
         return CheckpointError(
-            f"tensor {tensor.name} in {tensor.file} holds a NaN or an infinity at [{position}]",
-            "download the file again; if the original has it, the model cannot be quantized",
+            f"tensor {tensor.name} in {tensor.file} contains a NaN or an infinity at [{position}]",
+            "download the file again; if the original contains it, the model cannot be quantized",
         )
 
     def _is_nan(self, flat: int) -> bool:

@@ -50,7 +50,9 @@ class SourceTensors:
         known = any(tensor.dtype in encoding.dtypes for encoding in ENCODINGS)
         if not known or len(tensor.shape) not in (1, 2):
             shape = list(tensor.shape)
-            raise CheckpointError(f"{tensor.name} is {tensor.dtype} {shape}, which is not known")
+            raise CheckpointError(
+                f"{tensor.name} is {tensor.dtype} {shape}, which is not supported"
+            )
         return self._streamed(other_matrix(self._checkpoint, tensor, scale))
 
     def vector(self, tensor: TensorRef) -> F32:

@@ -27,7 +27,7 @@ from ktconv.writer.journal import STATE_DIRECTORY, Record
 from ktconv.writer.manifest import Manifest
 from ktconv.writer.metadata import read_index
 
-_VERIFY = "ktconv verify tells all that is wrong with it; convert the model again"
+_VERIFY = "run ktconv verify for a full list of faults, then convert the model again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class CompleteWeights:
 def open_complete(directory: Path) -> CompleteWeights:
     """Open and judge; CheckpointError names what is missing or does not fit."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory", "give an OUTPUT of quantize-cpu")
+        raise CheckpointError(f"{directory} is not a directory", "give an OUTPUT of quantize-cpu")
     if (directory / STATE_DIRECTORY / "run.json").exists():
         raise CheckpointError(
             f"{directory} is not finished: a conversion into it was interrupted",
-            "run the command that began it again",
+            "run the same command again to complete it",
         )
     weights = open_packed(directory)
     tree = _tree_of_shards(weights) if weights.headers or weights.damaged else read_tree(directory)
@@ -92,7 +92,7 @@ def _refuse_unlisted(weights: PackedWeights, manifest: Manifest | None) -> None:
     for name in _listed(weights.directory, manifest):
         tensor = parse_tensor_name(name)
         if name not in weights.others and (tensor is None or tensor not in weights.tensors):
-            raise CheckpointError(f"{weights.directory} lacks {name}", _VERIFY)
+            raise CheckpointError(f"{weights.directory} does not contain {name}", _VERIFY)
 
 
 def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
@@ -120,12 +120,12 @@ def _tree_of_shards(weights: PackedWeights) -> Tree:
         raise CheckpointError(why, _VERIFY)
     for name, first, second in weights.doubles:
         raise CheckpointError(
-            f"{weights.directory} holds {name} twice, in {first} and in {second}",
-            "remove the shards that another conversion left behind",
+            f"{weights.directory} contains {name} twice, in {first} and in {second}",
+            "remove shards of other conversions",
         )
     if not weights.layers:
         raise CheckpointError(
-            f"{weights.directory} holds no packed experts", "give an OUTPUT of quantize-cpu"
+            f"{weights.directory} contains no packed experts", "give an OUTPUT of quantize-cpu"
         )
     tree = Tree(weights.directory, {index: _layer(weights, index) for index in weights.layers})
     refuse_mixtures(tree)
@@ -152,9 +152,11 @@ def _refuse_incomplete(weights: PackedWeights, layer: TreeLayer) -> None:
     found = weights.of_layer(layer.index)
     if missing := sorted(map(name_of, expected - found.keys())):
         more = f" and {len(missing) - 1} more tensor(s)" if missing[1:] else ""
-        raise CheckpointError(f"{weights.directory} lacks {missing[0]}{more}", _VERIFY)
+        raise CheckpointError(f"{weights.directory} does not contain {missing[0]}{more}", _VERIFY)
     if extra := sorted(map(name_of, found.keys() - expected)):
-        raise CheckpointError(f"{weights.directory} holds {extra[0]}, which fits nowhere", _VERIFY)
+        raise CheckpointError(
+            f"{weights.directory} contains the unexpected tensor {extra[0]}", _VERIFY
+        )
     for tensor, place in found.items():
         _refuse_odd_size(layer, tensor, place.nbytes, place.file)
 

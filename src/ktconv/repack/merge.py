@@ -168,7 +168,7 @@ def _notes(inputs: _Input) -> Sequence[str]:
             notes.append(f"{tree.root} has no config.json, so the output will have none")
         if inputs.manifest is None:
             layers = format_ranges(list(tree.layers))
-            notes.append(f"nothing tells whether the model has MoE layers before or after {layers}")
+            notes.append(f"whether the model has MoE layers before or after {layers} is not known")
     return notes
 
 

@@ -213,6 +213,7 @@ class RecutTask:
         unpacked = native.audit_codes(format.key, packed, *codes.shape)
         if not np.array_equal(unpacked, codes) or not np.array_equal(found, scales):
             raise VerificationError(
-                f"{name_of(self._tensor(index, 'weight'))} does not hold what it was made of",
-                "suspect the disk or memory of this machine; run the same command again",
+                f"{name_of(self._tensor(index, 'weight'))} does not match the packed "
+                "weights it was made from",
+                "check this machine's memory and disk, then run the same command again",
             )

@@ -72,7 +72,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:
         raise UsageError(
-            f"{request.packed} has {request.numa} NUMA part(s) already", "use it as it is"
+            f"{request.packed} has {request.numa} NUMA part(s) already", "use it unchanged"
         )
     if request.source is not None:
         return quantize_cpu.prepare(source_request(request, packed))

@@ -36,7 +36,7 @@ def read_known(directory: Path) -> Manifest | None:
     manifest = read_manifest(directory)
     if manifest is None or _options(manifest) is None or manifest.damaged_units:
         raise CheckpointError(
-            f"{path} is damaged", "restore it, or remove it to go on without its checksums"
+            f"{path} is damaged", "restore it, or remove it to continue without its checksums"
         )
     return manifest
 
@@ -72,7 +72,8 @@ def check_side_files(manifest: Manifest | None, directory: Path) -> None:
     for flaw in flaws(directory, records) if records is not None else ():
         raise VerificationError(
             f"{directory}: {flaw.message}",
-            "copy it from the model again, remove what does not belong there, or convert again",
+            "copy the file from the model again, remove files that do not belong "
+            "there, or convert again",
         )
 
 
@@ -84,9 +85,9 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
     options = options_of(manifest)
     if (options.method, options.numa) != (tree.format.key, tree.parts):
         raise CheckpointError(
-            f"{tree.root} holds {tree.format.name} in {tree.parts} part(s), but {manifest.path} "
-            f"says {FORMATS[options.method].name} in {options.numa}",
-            "remove what another conversion left behind, or convert again",
+            f"{tree.root} contains {tree.format.name} in {tree.parts} part(s), but "
+            f"{manifest.path} says {FORMATS[options.method].name} in {options.numa}",
+            "remove files of other conversions, or convert again",
         )
     expected = {
         index: (entry.get("experts"), entry.get("hidden_size"), entry.get("intermediate_size"))
@@ -101,8 +102,8 @@ def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
     absent_mtp = [layer for layer in layers if layer.is_mtp and layer.index not in tree.layers]
     if absent_mtp:
         raise CheckpointError(
-            f"{tree.root} lacks the MTP layer {absent_mtp[0].index} of {source.path}",
-            "give --no-mtp: the reference converter leaves MTP layers out",
+            f"{tree.root} does not contain the MTP layer {absent_mtp[0].index} of {source.path}",
+            "add --no-mtp: the reference converter omits MTP layers",
         )
     left_out = {layer.index for layer in source.layers} - {layer.index for layer in layers}
     expected: dict[int, Dimensions] = {
@@ -122,15 +123,15 @@ def _check_layers(
 ) -> None:
     if missing := expected.keys() - tree.layers.keys():
         named = format_ranges(sorted(missing))
-        raise CheckpointError(f"{tree.root} lacks layer(s) {named} of {by}", hint)
+        raise CheckpointError(f"{tree.root} does not contain layer(s) {named} of {by}", hint)
     if extra := tree.layers.keys() - expected.keys() - ignored:
         named = format_ranges(sorted(extra))
-        raise CheckpointError(f"{tree.root} has layer(s) {named}, which {by} has not", hint)
+        raise CheckpointError(f"{tree.root} has layer(s) {named}, which are not in {by}", hint)
     for index, dimensions in expected.items():
         found = _dimensions(tree.layers[index])
         if found != dimensions:
             raise CheckpointError(
-                f"{tree.root / f'_layer_{index}'} holds {_words(found)}, but {by} has "
+                f"{tree.root / f'_layer_{index}'} contains {_words(found)}, but {by} has "
                 f"{_words(dimensions)}",
                 hint,
             )
@@ -151,17 +152,17 @@ def check_alone(tree: Tree) -> None:
     for layer in layers[1:]:
         if _dimensions(layer) != _dimensions(layers[0]):
             raise CheckpointError(
-                f"{tree.root} has layers that differ: _layer_{layers[0].index} holds "
+                f"{tree.root} has layers that differ: _layer_{layers[0].index} contains "
                 f"{_words(_dimensions(layers[0]))}, _layer_{layer.index} "
                 f"{_words(_dimensions(layer))}",
-                "convert again; if the model is like that, give --source MODEL",
+                "convert again; if the layers of the model differ, give --source MODEL",
             )
     _check_config(tree)
     between = set(range(layers[0].index, layers[-1].index)) - tree.layers.keys()
     if gaps := sorted(between - _dense_layers(tree.root, between)):
         raise CheckpointError(
-            f"{tree.root} lacks layer(s) {format_ranges(gaps)} between {layers[0].index} and "
-            f"{layers[-1].index}",
+            f"{tree.root} does not contain layer(s) {format_ranges(gaps)} between "
+            f"{layers[0].index} and {layers[-1].index}",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
 
@@ -178,7 +179,8 @@ def _check_config(tree: Tree) -> None:
         )
     if absent := absent_layers(config, tree.layers):
         raise CheckpointError(
-            f"{tree.root} lacks layer(s) {format_ranges(absent)} of the {CONFIG_NAME} there",
+            f"{tree.root} does not contain layer(s) {format_ranges(absent)} of the "
+            f"{CONFIG_NAME} there",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
 

@@ -78,7 +78,7 @@ def check_sum(found: str, known: Record | None, where: str) -> None:
     """Refuse bytes that are not those that a manifest knows."""
     if known is not None and known.get("sha256") != found:
         raise VerificationError(
-            f"{where} does not have the checksum of its manifest",
+            f"the checksum of {where} differs from its manifest",
             "it was damaged after its conversion: copy it again, or convert again",
         )
 
@@ -98,6 +98,6 @@ def refuse_odd_scales(data: U8, where: str) -> None:
     sound = np.isfinite(scale) & ((scale == 0) | (scale >= np.finfo(np.float32).tiny))
     if not sound.all():
         raise CheckpointError(
-            f"{where} holds a scale that is negative, denormal, infinite or NaN",
+            f"{where} contains a scale that is negative, denormal, infinite or NaN",
             "the file is damaged, or the model had such weights: convert it again",
         )

@@ -38,8 +38,8 @@ _NUMBER = "(0|[1-9][0-9]{0,4})"
 _LAYER_FOLDER = re.compile(rf"_layer_{_NUMBER}")
 _NUMA_FOLDER = re.compile(rf"_numa_{_NUMBER}")
 _FORMATS = {fmt.name: fmt for fmt in FORMATS.values()}
-_LEFT_OVER = "remove what another conversion left behind, or convert again into an empty directory"
-_INCOMPLETE = "convert again into an empty directory: the tree is not complete"
+_LEFT_OVER = "remove files of other conversions, or convert again into an empty directory"
+_INCOMPLETE = "convert again into an empty directory: the layer folders are incomplete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,13 @@ class Tree:
 def read_tree(root: Path) -> Tree:
     """Read all layer folders. CheckpointError names the first thing that is wrong."""
     if not root.is_dir():
-        raise CheckpointError(f"{root} is no directory", "give the directory of _layer_* folders")
+        raise CheckpointError(
+            f"{root} is not a directory", "give the directory of _layer_* folders"
+        )
     if (root / STATE_DIRECTORY / "run.json").exists():
         raise CheckpointError(
             f"{root} is not finished: a conversion into it was interrupted",
-            "run the same quantize-cpu command again, then merge",
+            "run the same quantize-cpu command again to complete it, then merge",
         )
     left_out = left_out_of(root)
     layers = {index: read_layer(root, index, left_out.of(index)) for index in _layer_indices(root)}
@@ -126,9 +128,7 @@ def scan_layer(root: Path, index: int) -> list[KtEntry]:
     for part in _part_folders(root, index):
         items = _listing(root / part)
         if not items:
-            raise CheckpointError(
-                f"{root / part} is a ghost: it holds no file", f"remove it, or {_INCOMPLETE}"
-            )
+            raise CheckpointError(f"{root / part} contains no file", f"remove it, or {_INCOMPLETE}")
         entries += [_entry(root, f"{part}/{item.name}", item) for item in items]
     return entries
 
@@ -158,12 +158,12 @@ def _layer_indices(root: Path) -> list[int]:
             continue
         match = _LAYER_FOLDER.fullmatch(item.name)
         if match is None or not item.is_dir():
-            raise CheckpointError(f"{root / item.name} is no layer folder", _LEFT_OVER)
+            raise CheckpointError(f"{root / item.name} is not a layer folder", _LEFT_OVER)
         indices.append(int(match[1]))
     if not indices:
         shards = any(root.glob("*.safetensors"))
         raise CheckpointError(
-            f"{root} holds no _layer_* folder" + (", but shards" if shards else ""),
+            f"{root} contains no _layer_* folder" + (", but shards" if shards else ""),
             "shards need no merging" if shards else "give the directory of _layer_* folders",
         )
     return sorted(indices)
@@ -176,11 +176,13 @@ def _part_folders(root: Path, index: int) -> list[str]:
         match = _NUMA_FOLDER.fullmatch(item.name)
         if match is None or not item.is_dir():
             raise CheckpointError(
-                f"{root / folder / item.name} is neither a NUMA folder nor of this tree", _LEFT_OVER
+                f"{root / folder / item.name} is neither a NUMA folder nor a file of this "
+                "conversion",
+                _LEFT_OVER,
             )
         parts.append(int(match[1]))
     if not parts:
-        raise CheckpointError(f"{root / folder} holds no _numa_* folder", _INCOMPLETE)
+        raise CheckpointError(f"{root / folder} contains no _numa_* folder", _INCOMPLETE)
     if missing := set(range(max(parts))) - set(parts):
         raise CheckpointError(
             f"{root / folder} has _numa_{max(parts)} but no _numa_{min(missing)}", _LEFT_OVER
@@ -202,10 +204,10 @@ def _listing(folder: Path) -> list[os.DirEntry[str]]:
 def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
     file = parse_kt_path(name)
     if file is None:
-        raise CheckpointError(f"{root / name} is no name of a packed tensor", _LEFT_OVER)
+        raise CheckpointError(f"{root / name} is not named like a packed tensor", _LEFT_OVER)
     if not item.is_file():
         raise CheckpointError(
-            f"{root / name} is no file, or a link to nothing", "restore it, or convert again"
+            f"{root / name} is not a regular file, or a broken link", "restore it, or convert again"
         )
     try:
         status = item.stat()
@@ -213,7 +215,7 @@ def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
         raise io_error("read", root / name, error) from error
     if status.st_size != file.nbytes:
         raise CheckpointError(
-            f"{root / name} has {status.st_size} bytes, not the {file.nbytes} of its name",
+            f"{root / name} has {status.st_size} bytes, but its name says {file.nbytes}",
             "convert again: a full disk (or /dev/shm) cuts files short",
         )
     return KtEntry(name, file.method, file.tensor, file.nbytes, status.st_mtime_ns)
@@ -261,8 +263,8 @@ def _format(root: Path, entries: Sequence[KtEntry]) -> Format:
             )
     if first.method not in _FORMATS:
         raise CheckpointError(
-            f"{root / first.name} is of method {first.method}, whose bytes are private to the "
-            "program that wrote them",
+            f"{root / first.name} is of method {first.method}, whose layout is "
+            "specific to the program that wrote it",
             f"ktconv knows {', '.join(_FORMATS)}; convert from the original model",
         )
     return _FORMATS[first.method]
@@ -274,8 +276,8 @@ def _by_tensor(root: Path, entries: Sequence[KtEntry]) -> dict[TensorId, KtEntry
         earlier = found.setdefault(entry.tensor, entry)
         if earlier is not entry:
             raise CheckpointError(
-                f"{root} holds one tensor twice: {earlier.name} and {entry.name}; one is the stale "
-                "file of another conversion",
+                f"{root} contains one tensor twice: {earlier.name} and {entry.name}; one "
+                "of them is left over from another conversion",
                 _LEFT_OVER,
             )
     return found
@@ -289,12 +291,13 @@ def _width(root: Path, index: int, fmt: Format, by_tensor: Mapping[TensorId, KtE
         folder = root / f"_layer_{index}" / f"_numa_{part}"
         if not width:
             raise CheckpointError(
-                f"{folder} is a ghost: it holds no scales of a gate", f"remove it, or {_INCOMPLETE}"
+                f"{folder} contains no gate scales", f"remove it, or {_INCOMPLETE}"
             )
         if width != widths[0]:
             raise CheckpointError(
-                f"{folder} is a ghost: its parts have {width} rows, those of _numa_0 have "
-                f"{widths[0]}; a conversion into another number of NUMA parts left it behind",
+                f"{folder} is inconsistent: its parts have {width} rows, those of _numa_0 "
+                f"have {widths[0]}; it is left over from a conversion with another number "
+                "of NUMA parts",
                 _LEFT_OVER,
             )
     return widths[0]
@@ -315,7 +318,7 @@ def _refuse_odd_sizes(root: Path, layer: TreeLayer, entries: Sequence[KtEntry]) 
         expected = layer.tensor_nbytes(entry.tensor)
         if entry.nbytes != expected:
             raise CheckpointError(
-                f"{root / entry.name} has a size of another model or number of parts: "
+                f"{root / entry.name} has the size of another model or number of parts: "
                 f"{layer.format.name} of hidden size {layer.hidden}, intermediate size "
                 f"{layer.intermediate} in {layer.parts} part(s) takes {expected} bytes",
                 _LEFT_OVER,
@@ -334,7 +337,9 @@ def _refuse_missing(root: Path, layer: TreeLayer, found: Iterable[TensorId]) -> 
     )
     more = f" and {len(missing) - 1} more file(s)" if missing[1:] else ""
     experts = format_ranges(sorted({tensor.expert for tensor in missing}))
-    raise CheckpointError(f"{root} lacks {name}{more}, of expert(s) {experts}", _INCOMPLETE)
+    raise CheckpointError(
+        f"{root} does not contain {name}{more}, of expert(s) {experts}", _INCOMPLETE
+    )
 
 
 # ---- all layers ------------------------------------------------------------------------
@@ -360,6 +365,6 @@ def refuse_mixtures(tree: Tree) -> None:
         if layer.backward != first.backward:
             without = here if first.backward else there
             raise CheckpointError(
-                f"{tree.root / without} lacks the backward matrices that other layers have",
+                f"{tree.root / without} has no backward matrices, although other layers do",
                 _INCOMPLETE,
             )

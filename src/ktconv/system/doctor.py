@@ -1,4 +1,4 @@
-"""What this machine can do, for people and for bug reports."""
+"""What this machine supports, for users and bug reports."""
 
 from __future__ import annotations
 

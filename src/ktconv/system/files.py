@@ -21,8 +21,8 @@ from ktconv.errors import (
     UsageError,
 )
 
-_AGAIN = "make room, then run the same command again"
-_OTHER_PLACE = "choose a place that can be written"
+_AGAIN = "free some space, then run the same command again"
+_OTHER_PLACE = "choose a directory that can be written"
 _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, reason, hint
     errno.ENOSPC: (DiskFullError, "the disk is full", _AGAIN),
     errno.EDQUOT: (DiskFullError, "the disk quota is used up", _AGAIN),
@@ -125,7 +125,7 @@ def check_writable(path: Path, option: str) -> None:
     """Before an hour of work: UsageError or ResourceError if no file can be put at `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(
-            f"{option} {path} cannot be written", "name a file in a directory that exists"
+            f"{option} {path} cannot be written", "give a file in an existing directory"
         )
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written", _OTHER_PLACE)
@@ -160,11 +160,11 @@ def _is_directory(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise OutputError(
-                f"{path} is a broken link", "choose a directory for the output"
+                f"{path} is a broken link", "choose another path, or remove it"
             ) from None
         return False
     if not stat.S_ISDIR(mode):
-        raise OutputError(f"{path} is a file", "choose a directory for the output")
+        raise OutputError(f"{path} is a file", "choose another path, or remove it")
     return True
 
 

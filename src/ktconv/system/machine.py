@@ -196,17 +196,17 @@ def _by_node(cpus: list[Cpu]) -> dict[int, list[int]]:
 def _check_counts(threads: int | None, nodes: int | None, available: int) -> None:
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise UsageError(
-            f"{threads} threads cannot be used", f"choose 1 to {MAX_THREADS}, or leave it out"
+            f"{threads} threads cannot be used", f"use 1 to {MAX_THREADS}, or omit the option"
         )
     if nodes is not None and not 1 <= nodes <= max(1, available):
         raise UsageError(
             f"{nodes} NUMA nodes cannot be used, the machine has {max(1, available)} for this "
             "process",
-            "leave the number out to use them all",
+            "omit the number to use all nodes",
         )
     if threads is not None and nodes is not None and threads < nodes:
         raise UsageError(
-            f"{threads} threads are too few for {nodes} NUMA nodes", "each needs one at least"
+            f"{threads} threads are too few for {nodes} NUMA nodes", "each node needs at least one"
         )
 
 

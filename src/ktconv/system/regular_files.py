@@ -110,7 +110,7 @@ def _refuse_irregular(path: Path, status: os.stat_result) -> None:
         raise CheckpointError(f"{path} is a directory, not a regular file", "Remove or rename it.")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
-            f"{path} is not a regular file", "Remove it, or put the file itself in its place."
+            f"{path} is not a regular file", "Remove it, or replace it by the file itself."
         )
 
 
@@ -137,7 +137,7 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
     except OSError as error:
         raise unreadable(path, error) from error
     if not same:
-        raise CheckpointError(f"{path} was exchanged while it was opened", "Try again.")
+        raise CheckpointError(f"{path} was replaced while it was opened", "Try again.")
 
 
 def _allowed(root: Path) -> Iterator[Path]:
@@ -149,6 +149,6 @@ def _allowed(root: Path) -> Iterator[Path]:
 
 def _too_large(path: Path, what: str, limit: int) -> CheckpointError:
     return CheckpointError(
-        f"{path} {what}, more than the {format_size(limit)} that such a file may have",
-        "Remove it, or put the right file in its place.",
+        f"{path} {what}, more than the limit of {format_size(limit)} for such a file",
+        "Remove it, or replace it by the right file.",
     )

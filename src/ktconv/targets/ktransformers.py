@@ -36,7 +36,7 @@ from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
 
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.
-NO_KTRANSFORMERS = "KTransformers cannot load an output that lacks experts"
+NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
 
 Layout = Literal["safetensors", "layers"]
 
@@ -99,8 +99,8 @@ def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> S
     for layer, ids in remaining.items():
         if not ids:
             raise UsageError(
-                f"--exclude-experts leaves layer {layer} none of its {experts[layer]} experts",
-                "leave at least one of each layer to the CPU",
+                f"--exclude-experts excludes all of layer {layer}'s {experts[layer]} experts",
+                "keep at least one expert of each layer for the CPU",
             )
     return remaining
 
@@ -149,12 +149,15 @@ class KTransformersTarget(Target):
                 numbers = ", ".join(map(str, allowed))
                 raise UsageError(
                     f"{fmt.name} cannot split layer {layer.index} into --numa {numa}: {reason}",
-                    f"for this model --numa can be {numbers}",
+                    f"possible values of --numa for this model: {numbers}",
                 )
             others = [f.key for f in FORMATS.values() if f.allowed_parts(hidden, intermediate)]
             raise CheckpointError(
-                f"{fmt.name} cannot hold layer {layer.index}: {fmt.check(hidden, intermediate, 1)}",
-                f"--method {others[0]} can" if others else "no method of ktconv can hold it",
+                f"{fmt.name} cannot represent layer {layer.index}: "
+                f"{fmt.check(hidden, intermediate, 1)}",
+                f"use --method {others[0]}"
+                if others
+                else "no method of ktconv supports these dimensions",
             )
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
@@ -193,7 +196,7 @@ class KTransformersTarget(Target):
     def left_out(self) -> str | None:
         if self.options.experts_only:
             return "--experts-only"
-        return None if self.has_index else "--layout layers holds experts only"
+        return None if self.has_index else "--layout layers contains experts only"
 
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
         return rename_tensors(tensors)

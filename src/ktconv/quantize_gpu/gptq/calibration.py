@@ -48,7 +48,7 @@ class Samples:
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer beside the weights; CheckpointError if there is none that can be loaded."""
     if not any(model.glob("tokenizer*")) and not any(model.glob("vocab*")):
-        raise CheckpointError(f"{model} holds no tokenizer, and calibration needs one", _COPY)
+        raise CheckpointError(f"{model} contains no tokenizer, which calibration needs", _COPY)
     try:
         with load.way_out(WITHOUT_MODEL):
             return load.load_tokenizer(model)
@@ -94,7 +94,7 @@ def read_samples(settings: Calibration, tokenizer: Any) -> Samples:
         records = _Lines(settings.dataset) if is_file(settings.dataset) else _Named(settings)
         ids, facts = _from_records(records, settings, tokenizer), records.facts()
     if not ids:
-        raise UsageError(f"--dataset {settings.dataset} holds no text", _RECORDS)
+        raise UsageError(f"--dataset {settings.dataset} contains no usable text", _RECORDS)
     found = {
         "dataset": settings.dataset,
         "split": None if is_file(settings.dataset) else settings.split,
@@ -185,8 +185,8 @@ class _Named:
                 self._rows: Any = load_dataset(name, config or None, split=settings.split)
         except ImportError as error:
             raise UsageError(
-                f"--dataset {settings.dataset} is no .jsonl or .txt file, and the library datasets "
-                "is not installed",
+                f"--dataset {settings.dataset} is not a .jsonl or .txt file, and the "
+                "library datasets is not installed",
                 "install it with: pip install 'ktconv[gpu]'",
             ) from error
         except Exception as error:  # of many libraries: network, file systems, parsers

@@ -84,7 +84,7 @@ def load_linear_model(
             _take_experts_apart(model)
         except (MemoryError, *OF_LIBRARIES) as error:
             if out_of_memory(error):
-                raise ResourceError(f"memory ended while {name} was loaded") from error
+                raise ResourceError(f"out of memory while loading {name}") from error
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(
                 f"llm-compressor cannot take the experts of {name} apart: {first}"
@@ -126,6 +126,8 @@ def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
     for path, module in get_linearized_moes(model):
         number = layer_number(path)
         if number is None or not module.has_gate or number in found:
-            raise CheckpointError(f"the experts {path} are of a kind that cannot be calibrated")
+            raise CheckpointError(
+                f"the experts {path} have an unsupported structure and cannot be calibrated"
+            )
         found[number] = LinearExperts(number, path, module)
     return found

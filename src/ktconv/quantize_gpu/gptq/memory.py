@@ -101,8 +101,8 @@ def place(
         limit = min(free_gpu, max_gpu_memory or free_gpu)
         if need.gpu > limit:
             raise ResourceError(
-                f"a layer needs {format_size(need.gpu)} on the GPU, and {format_size(limit)} may "
-                "be used",
+                f"a layer needs {format_size(need.gpu)} on the GPU, but only "
+                f"{format_size(limit)} may be used",
                 "use a smaller --max-seq-len, --device cpu or --method rtn",
             )
     limit = min(free_cpu, max_cpu_memory or free_cpu)
@@ -111,10 +111,10 @@ def place(
     least = need.cpu_beside_weights(gpu)
     if max_cpu_memory is None or least > limit:
         raise ResourceError(
-            f"calibration needs {format_size(need.cpu(gpu))} of memory, and {format_size(limit)} "
-            "may be used",
-            f"--max-cpu-memory SIZE keeps weights beyond it on disk, and needs "
-            f"{format_size(least)}; --method rtn needs little"
+            f"calibration needs {format_size(need.cpu(gpu))} of memory, but only "
+            f"{format_size(limit)} may be used",
+            f"set --max-cpu-memory SIZE (at least {format_size(least)}) to keep the "
+            "other weights on disk, or use --method rtn"
             if least <= free_cpu
             else "use fewer --samples, a smaller --max-seq-len or --method rtn",
         )
@@ -122,8 +122,8 @@ def place(
     disk = need.weights - cpu_weights
     if disk > free_disk:
         raise ResourceError(
-            f"{format_size(disk)} of weights must lie on disk, and {format_size(free_disk)} are "
-            "free beside the output",
+            f"{format_size(disk)} of weights must lie on disk, but only "
+            f"{format_size(free_disk)} are free on the disk of the output",
             "free some space or raise --max-cpu-memory",
         )
     return Placement(need, cpu_weights, disk)

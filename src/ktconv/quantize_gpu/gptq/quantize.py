@@ -305,7 +305,7 @@ def _errors_translated() -> Iterator[None]:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ResourceError(
-            "memory ended while calibrating",
+            "out of memory while calibrating",
             "use fewer --samples or a smaller --max-seq-len; layers that are done are kept",
         ) from error
     except OF_LIBRARIES as error:

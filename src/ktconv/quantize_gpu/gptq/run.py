@@ -54,7 +54,7 @@ def _check_encodings(plan: Plan) -> None:
             raise CheckpointError(
                 f"the experts of layer {unit.layer.index} are FP8, and --method gptq needs a model "
                 "that is not quantized",
-                "--method rtn reads FP8; or take the bf16 version of this model",
+                "--method rtn reads FP8; or use the bf16 version of this model",
             )
 
 
@@ -130,9 +130,9 @@ class Gptq(Rtn):
             raise UsageError(f"--dampening {options.dampening} is out of range", "use 0.01 to 0.1")
         if request.layers is not None:
             raise UsageError(
-                "--layers cannot be given with --method gptq: each layer is calibrated on what the "
-                "layers before it answer",
-                "leave it out; a run that is interrupted goes on where it was",
+                "--layers cannot be given with --method gptq: each layer is calibrated "
+                "on the output of the layers before it",
+                "omit it; an interrupted run continues where it stopped",
             )
         check_settings(options.calibration)
         _check_encodings(plan)
@@ -215,7 +215,7 @@ class Gptq(Rtn):
 
     def _notify_of_samples(self) -> None:
         count, wanted = len(self.samples.ids), self.settings.samples
-        fewer = f" (there are no more: --samples is {wanted})" if count < wanted else ""
+        fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
         self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
 
     def _rehearse(self, unit: Unit) -> None:
@@ -256,7 +256,7 @@ class Gptq(Rtn):
                 if layer not in present or present[layer].count != len(unit.layer.experts):
                     raise CheckpointError(
                         f"transformers builds other experts for layer {layer} than the checkpoint "
-                        "has",
+                        "contains",
                         WITHOUT_MODEL,
                     )
                 if unit.key in self.done:

@@ -98,7 +98,8 @@ def self_test(
         raise VerificationError(
             f"the self-test failed: experts of layer {layer} are {gptq:.4f} off with GPTQ and "
             f"{rtn:.4f} rounded to nearest",
-            "try another --dataset, more --dampening or --method rtn; --no-self-test goes on",
+            "try another --dataset, more --dampening or --method rtn; --no-self-test "
+            "skips this test",
         )
     return found
 

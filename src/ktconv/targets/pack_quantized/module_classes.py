@@ -112,7 +112,7 @@ def _count_others(tensors: Iterable[TensorRef], pattern: str) -> list[ClassCount
         if fits(pattern, module) or is_in_experts(tensor.name):
             raise CheckpointError(
                 f"{tensor.name} belongs to an expert that would stay unquantized",
-                "ktconv does not know this way to store experts",
+                "this way of storing experts is not supported",
             )
         count = counts[class_of(tensor.name)]
         count.source_bytes += tensor.nbytes

@@ -36,10 +36,10 @@ class Scheme:
     def check(self, layers: Sequence[MoELayer]) -> None:
         """UsageError for a group size that does not divide the columns of every matrix."""
         if self.name not in BITS:
-            raise UsageError(f"--scheme {self.name} is unknown", f"there is {', '.join(BITS)}")
+            raise UsageError(f"--scheme {self.name} is unknown", f"available: {', '.join(BITS)}")
         if self.group_size not in (*GROUP_SIZES, CHANNEL):
             raise UsageError(
-                f"--group-size {self.group_size} is none that engines can compute",
+                f"--group-size {self.group_size} is not supported by inference engines",
                 f"use {', '.join(map(str, GROUP_SIZES))}, or {CHANNEL} for one scale per row",
             )
         for layer in layers:
@@ -82,4 +82,7 @@ def _fitting(layers: Sequence[MoELayer]) -> str:
     """A hint: the group sizes that these layers can have."""
     cols = {size for layer in layers for size in (layer.hidden_size, layer.intermediate_size)}
     fitting = [size for size in GROUP_SIZES if not any(n % size for n in cols)]
-    return f"for this model --group-size can be {', '.join(map(str, [*fitting, CHANNEL]))}"
+    return (
+        "possible values of --group-size for this model: "
+        f"{', '.join(map(str, [*fitting, CHANNEL]))}"
+    )
