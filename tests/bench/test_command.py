@@ -356,7 +356,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--isa", "sse"), "--isa 'sse' is not known"),
         (("--iters", "0"), "Invalid value for '--iters'"),
         (("--seconds", "-1"), "Invalid value for '--seconds'"),
-        (("--numa", "3"), "cannot be cut into 3 parts"),
+        (("--numa", "3"), "cannot be split into 3 parts"),
         (("--format", "xml"), "'xml' is not one of"),
         (("--plot", "plot.txt"), "is not a picture file"),
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),

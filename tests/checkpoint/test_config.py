@@ -90,12 +90,12 @@ def test_a_value_that_no_model_can_have(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but a layer has only 4 experts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but a layer has 4 experts"),
         (
             {"num_experts_per_tok": [2, 5]},
-            "num_experts_per_tok is 5, but a layer has only 4 experts",
+            "num_experts_per_tok is 5, but a layer has 4 experts",
         ),
-        ({"moe_topk": 6, "zero_expert_num": 1}, "moe_topk is 6, but a layer has only 4 experts"),
+        ({"moe_topk": 6, "zero_expert_num": 1}, "moe_topk is 6, but a layer has 4 experts"),
         ({"num_experts": 0}, "but config.json has num_experts 0"),
         ({"num_experts": [8, 8]}, "has experts 4, but config.json has num_experts [8, 8]"),
         ({"num_experts": [4, 8, 4]}, "has experts 4, but config.json has num_experts [4, 8, 4]"),

@@ -250,7 +250,7 @@ def test_unknown_families_say_how_they_route() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "does not say how new_moe routes"),
+        ({}, "does not describe the router of new_moe"),
         ({"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
         ({"topk_method": "dice"}, "dice"),
         ({"topk_method": "noaux_tc", "scoring_func": "softmax"}, "contradicts itself"),

@@ -202,7 +202,7 @@ def test_other_models_are_refused_and_left_alone(
 
 
 def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         replace_experts(model, tmp_path / "absent")
     with pytest.raises(CheckpointError, match="contains no packed experts"):
         replace_experts(model, EXAMPLE)

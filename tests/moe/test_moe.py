@@ -169,7 +169,7 @@ def test_the_reference_is_the_plain_sum() -> None:
 def test_missing_experts_cannot_be_asked_for() -> None:
     experts = pack_experts(METHODS["bf16"], lambda _: matrices(64, 64), [0, None], 64, 64)
     x, weights = np.zeros((1, 64), np.uint16), np.ones((1, 1), np.float32)
-    with pytest.raises(IndexError, match="not here"):
+    with pytest.raises(IndexError, match="not present"):
         experts.reference(x, np.array([[1]]), weights)
     with Pool(1) as pool, pytest.raises(ValueError):
         experts.forward(x, np.array([[1]]), weights, pool)

@@ -104,7 +104,7 @@ def test_expert_set_without_a_file(tmp_path: Path) -> None:
 def test_what_a_model_has() -> None:
     chosen = expert_set({3: [0, 15], 4: [2]})
     check_expert_set(chosen, {3: 16, 4: 3, 5: 16}, "hot.json")
-    with pytest.raises(UsageError, match="layer 4, which is no MoE layer") as caught:
+    with pytest.raises(UsageError, match="layer 4, which is not an MoE layer") as caught:
         check_expert_set(chosen, {3: 16, 5: 16}, "hot.json")
     assert caught.value.hint == "MoE layers are 3,5"
     with pytest.raises(UsageError, match="expert 15 of layer 3, but it has 15") as caught:

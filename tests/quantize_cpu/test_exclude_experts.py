@@ -236,7 +236,7 @@ def test_a_missing_expert_is_still_missing(output: Path, tmp_path: Path) -> None
     assert missing == {(1, 6)}
     facts = inspect_path(str(copy))
     assert (facts["complete"], facts["missing_tensors"]) == (False, 12)
-    with pytest.raises(CheckpointError, match=r"lacks blk\.1"):
+    with pytest.raises(CheckpointError, match=r"does not contain blk\.1"):
         open_experts(copy, 1)
 
 
@@ -353,7 +353,7 @@ def test_bench_refuses_what_goes_nowhere(output: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ({2: [0]}, "names layer 2, which is no MoE layer"),
+        ({2: [0]}, "names layer 2, which is not an MoE layer"),
         ({0: [8]}, "names expert 8 of layer 0, but it has 8"),
         ({1: list(range(8))}, "excludes all of layer 1's 8 experts"),
     ],

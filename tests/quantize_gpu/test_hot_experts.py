@@ -81,7 +81,7 @@ def test_a_gap_and_a_double_are_found(parts: Path, tmp_path: Path) -> None:
     done = run("verify", parts / "cpu", "--with", tmp_path / "gpu")
     assert done.exit_code == 1
     assert f"layer 0: expert(s) {other} in both." in done.stdout
-    assert f"layer 0: expert(s) {hot.of(0)[1]} in neither of the two." in done.stdout
+    assert f"layer 0: expert(s) {hot.of(0)[1]} in neither output." in done.stdout
     assert f"layer 1: expert(s) {hot.as_record()['layers']['1']} in neither" in done.stdout
 
 
@@ -95,7 +95,7 @@ def test_a_changed_set_is_refused(parts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ({2: [0]}, "names layer 2, which is no MoE layer"),
+        ({2: [0]}, "names layer 2, which is not an MoE layer"),
         ({0: [8]}, "names expert 8 of layer 0, but it has 8"),
     ],
 )

@@ -168,7 +168,7 @@ def test_two_numbers_of_parts_in_one_tree(
     root = foreign("int4", first)
     shutil.copytree(kept_folders("int4", then), root, dirs_exist_ok=True)
     (root / "ktconv.json").unlink()
-    refused(root, "contains one tensor twice: .*Byte_quant_.kt and .*stale")
+    refused(root, "contains one tensor twice: .*Byte_quant_.kt and .*left over")
 
 
 def test_ghost_part_of_another_width(kept_folders: Made, foreign: Made) -> None:

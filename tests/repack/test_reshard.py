@@ -265,7 +265,7 @@ def test_a_flipped_byte_is_found(shards: Made, tmp_path: Path, number: int) -> N
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
     shard.write_bytes(bytes(data))
-    with pytest.raises(VerificationError, match="does not have the checksum"):
+    with pytest.raises(VerificationError, match="differs from the one in its manifest"):
         reshard(Request(tmp_path / "in", tmp_path / "out", 2))
 
 

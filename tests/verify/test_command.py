@@ -41,7 +41,7 @@ def test_a_sound_output_passes_with_a_report(
     )
     assert done.returncode == 0, done.stderr
     assert "structure  ok" in done.stdout and "weights    ok" in done.stdout
-    assert done.stdout.rstrip().splitlines()[-1].startswith(f"{converted()} holds")
+    assert done.stdout.rstrip().splitlines()[-1].startswith(f"{converted()}: OK, verified to level")
     assert "ETA" in done.stderr
     page = report.read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html") and str(converted()) in page
@@ -66,7 +66,7 @@ def test_failure(model: Path, damaged: Convert) -> None:
     done = ktconv("verify", output)
     assert done.returncode == 1
     assert done.stdout.startswith("structure, checksum: ")
-    assert "FAILS" in done.stdout.splitlines()[-1]
+    assert "FAILED" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stderr
     facts = json.loads(ktconv("verify", output, "--json").stdout)
     assert facts["passed"] is False and facts["failure_count"] == len(facts["failures"]) == 1
@@ -84,11 +84,11 @@ def test_two_conversions(converted: Convert, damaged: Convert) -> None:
 @pytest.mark.parametrize(
     ("words", "phrase"),
     [
-        (["--level", "weights"], "compares with the source"),
+        (["--level", "weights"], "--level weights needs the source"),
         (["--level", "everything"], "Invalid value"),
-        (["--sample", "0"], "is no share"),
-        (["--sample", "2"], "is no share"),
-        (["--report", "report.txt"], "is no HTML file"),
+        (["--sample", "0"], "--sample must be in (0, 1], got 0"),
+        (["--sample", "2"], "--sample must be in (0, 1], got 2"),
+        (["--report", "report.txt"], "--report report.txt does not end in .html"),
         (["--report", "no/such/place/report.html"], "cannot be written"),
         (["--source", "no/such/model"], "no/such/model"),
         (["--tokens", "0"], "Invalid value"),
@@ -107,7 +107,7 @@ def test_options_without_meaning_for_two(option: str, converted: Convert) -> Non
     values = {"--level": "weights", "--max-kl": "1"}
     value = values.get(option, "README.md")
     done = ktconv("verify", converted(), converted("int8"), option, value)
-    assert done.returncode == 2 and f"{option} has no meaning" in done.stderr
+    assert done.returncode == 2 and f"{option} does not apply" in done.stderr
 
 
 @pytest.mark.parametrize("level", ["weights", "layers"])
@@ -120,7 +120,7 @@ def test_text_that_is_none(
     if text is not None:
         path.write_bytes(text)
     request = VerifyRequest(converted(), source=str(model), level=level, text=path)
-    with pytest.raises(UsageError, match=f"--text {path} (cannot be read|holds no text)"):
+    with pytest.raises(UsageError, match=f"--text {path} (cannot be read|is empty)"):
         command.run(request, unwatched, print)
 
 
@@ -136,7 +136,7 @@ def test_unfinished_conversion(damaged: Convert) -> None:
     (output / ".ktconv/run.json").write_text("{}")
     shutil.copy(output / "ktconv.json", output / ".ktconv/run.json")
     done = ktconv("verify", output)
-    assert done.returncode == 1 and "is not finished" in done.stdout
+    assert done.returncode == 1 and "is incomplete" in done.stdout
 
 
 def test_report_of_two_conversions(converted: Convert, tmp_path: Path) -> None:
@@ -172,4 +172,4 @@ def test_full_disk_for_the_report(
     page = tmp_path / "report.html"
     with pytest.raises(ResourceError, match="the disk is full"):
         command.run(VerifyRequest(converted()), unwatched, said.append, report=page)
-    assert said[-1].startswith(f"{converted()} holds")
+    assert said[-1].startswith(f"{converted()}: OK, verified to level")

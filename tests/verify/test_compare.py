@@ -404,11 +404,11 @@ def test_missing_part(made: Make, copied: Make) -> None:
     b = copied(numa=2, layout="layers")
     open_packed(b).place(TensorId(1, "down", 2, 1, "scale")).file.unlink()
     found = check(made(numa=2), b, "different")
-    said(found, "Layer 1, expert 2, down cannot be compared: B lacks " + "blk.1.ffn_down_exps.2")
+    said(found, "Layer 1, expert 2, down cannot be compared: B has no " + "blk.1.ffn_down_exps.2")
     assert found.matrices == MATRICES - 1 and not found.worst
     check(b, made(), "different")
     found = check(b, b, "equal bytes")
-    said(found, "Layer 1 was compared as bytes where A lacks blk.1.ffn_down_exps.2.numa.1.scale.")
+    said(found, "Layer 1 was compared as bytes where A has no blk.1.ffn_down_exps.2.numa.1.scale.")
 
 
 def test_missing_part_of_all(made: Make, copied: Make) -> None:
@@ -519,7 +519,7 @@ def test_unknown_format(made: Make, tmp_path: Path) -> None:
             tensors[name] = Raw("I8", (len(data),), data)
 
     a, b = (rewrite(made(), tmp_path / name, cut) for name in "ab")
-    said(check(a, b, "equal bytes"), "was compared as bytes where A is of no format")
+    said(check(a, b, "equal bytes"), "was compared as bytes where A has an unknown format")
     change(b, TensorId(0, "gate", 0, 0, "weight"), 0, 1)
     found = check(a, b, "different")
     said(found, "Layer 0, expert 0, gate: the bytes differ.")
@@ -540,7 +540,7 @@ def test_unfinished(made: Make, copied: Make) -> None:
     b = copied()
     (b / ".ktconv").mkdir()
     (b / ".ktconv" / "run.json").write_text("{}")
-    said(check(made(), b, "equal bytes"), "B is not finished")
+    said(check(made(), b, "equal bytes"), "B is incomplete")
 
 
 def test_other_tensors(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,7 +635,7 @@ def test_no_packed_weights(model: Path, made: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     for other in (model, tmp_path, tmp_path / "nothing", tmp_path / "file"):
         for pair in ((made(), other), (other, made())):
-            with pytest.raises(UsageError, match=r"holds no packed experts|is no directory"):
+            with pytest.raises(UsageError, match=r"contains no packed experts|is not a directory"):
                 compare(*pair)
             with pytest.raises(UsageError):
                 make_plan(*pair, 1.0, 0)

@@ -102,7 +102,7 @@ def test_packed_experts_of_another_format(cpu: Path, packed: Path, model: Path) 
 def test_a_quantized_checkpoint(names: tuple[str, ...], cpu: Path, tmp_path: Path) -> None:
     result = covered(cpu, gpu(tmp_path / "gpu", CHOSEN, names))
     assert result.passed, result.failures
-    assert "nothing tells whether" in " ".join(result.facts["notes"])
+    assert "was made from the same model is not known" in " ".join(result.facts["notes"])
 
 
 def test_not_asked_for(cpu: Path, model: Path) -> None:
@@ -118,7 +118,7 @@ def test_gaps_and_doubles_are_named(cpu: Path, tmp_path: Path) -> None:
     result = covered(cpu, gpu(tmp_path / "gpu", {0: [0, 1, 2], 1: [2]}))
     assert failures(result) == {
         ("experts in both", 0, "layer 0: expert(s) 0,2 in both."),
-        ("experts in neither", 1, "layer 1: expert(s) 0 in neither of the two."),
+        ("experts in neither", 1, "layer 1: expert(s) 0 in neither output."),
     }
     assert result.facts["coverage"]["passed"] is False
     assert result.facts["structure"]["passed"] is True
@@ -127,7 +127,7 @@ def test_gaps_and_doubles_are_named(cpu: Path, tmp_path: Path) -> None:
 def test_a_layer_without_any(cpu: Path, tmp_path: Path) -> None:
     result = covered(cpu, gpu(tmp_path / "gpu", {0: [1]}))
     assert failures(result) == {
-        ("experts in neither", 1, "layer 1: expert(s) 0,2 in neither of the two."),
+        ("experts in neither", 1, "layer 1: expert(s) 0,2 in neither output."),
     }
 
 
@@ -165,9 +165,7 @@ def test_an_expert_that_the_manifest_has_but_the_shards_have_not(
     shards = sorted(copy.glob("*.safetensors"))
     shards[0].unlink()  # layer 0
     result = covered(cpu, copy)
-    assert ("experts in neither", 0, "layer 0: expert(s) 1 in neither of the two.") in failures(
-        result
-    )
+    assert ("experts in neither", 0, "layer 0: expert(s) 1 in neither output.") in failures(result)
 
 
 def test_cover_by_another_source(cpu: Path, packed: Path, tmp_path: Path) -> None:
@@ -196,13 +194,16 @@ def test_an_unfinished_part(cpu: Path, packed: Path, tmp_path: Path) -> None:
 
 def test_verify_with_refuses_what_is_no_output(cpu: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for other, said in ((tmp_path / "absent", "no directory"), (tmp_path / "empty", "no experts")):
+    for other, said in (
+        (tmp_path / "absent", "is not a directory"),
+        (tmp_path / "empty", "no experts"),
+    ):
         with pytest.raises(UsageError, match=said):
             covered(cpu, other)
     copy = tmp_path / "copy"
     shutil.copytree(cpu, copy)
     (copy / "ktconv.json").unlink()
-    with pytest.raises(UsageError, match="nothing tells which experts"):
+    with pytest.raises(UsageError, match=r"the experts of the model of .* are not known"):
         covered(copy, model)
 
 
@@ -213,7 +214,10 @@ def run(*words: object) -> Any:
 def test_verify_with_command(cpu: Path, packed: Path, model: Path, tmp_path: Path) -> None:
     done = run("verify", cpu, "--with", packed)
     assert done.exit_code == 0, done.stdout
-    assert f"coverage   ok: of 6 experts in 2 layers 3 are here, 3 in {packed}" in done.stdout
+    assert (
+        f"coverage   ok: of 6 experts in 2 layers 3 are in this output, 3 in {packed}"
+        in done.stdout
+    )
     page = tmp_path / "report.html"
     done = run("verify", cpu, "--with", model, "--report", page)
     assert done.exit_code == 1
@@ -221,4 +225,4 @@ def test_verify_with_command(cpu: Path, packed: Path, model: Path, tmp_path: Pat
     assert "expert(s) 1 in both" in page.read_text()
     done = ktconv("verify", cpu, packed, "--with", packed)
     assert done.returncode == 2
-    assert "--with has no meaning where two conversions are compared" in done.stderr
+    assert "--with does not apply when comparing two conversions" in done.stderr

@@ -85,7 +85,7 @@ def rows_of(result: Result) -> list[Mapping[str, Any]]:
 
 
 FAULTS: list[tuple[str, Tensor | None, str, str]] = [
-    (f"{BLOCK}.gate.e_score_correction_bias", None, "router", "lacks its correction bias: none of"),
+    (f"{BLOCK}.gate.e_score_correction_bias", None, "router", "has no correction bias: none of"),
     (
         f"{BLOCK}.gate.e_score_correction_bias",
         np.ones(EXPERTS + 1, np.float32),
@@ -104,7 +104,7 @@ FAULTS: list[tuple[str, Tensor | None, str, str]] = [
         f"{BLOCK}.shared_experts.up_proj.weight",
         None,
         "shared expert",
-        "the shared expert of layer 1 lacks model.layers.1.mlp.shared_experts.up_proj.weight.",
+        "the shared expert of layer 1 has no model.layers.1.mlp.shared_experts.up_proj.weight.",
     ),
     (
         f"{BLOCK}.shared_experts.down_proj.weight",
@@ -160,7 +160,7 @@ def test_a_sound_source(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"model_type": "phimoe"}, "the router of phimoe is not supported"),
-        ({"model_type": "of_tomorrow"}, "config.json does not say how of_tomorrow routes"),
+        ({"model_type": "of_tomorrow"}, "config.json does not describe the router of of_tomorrow"),
         (
             {"model_type": "new", "scoring_func": "sqrt"},
             "has the unknown router score function 'sqrt'",

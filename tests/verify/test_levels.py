@@ -247,22 +247,22 @@ def test_model_code_that_fails(
 
 @pytest.mark.parametrize("level", LEVELS[1:])
 def test_levels_need_a_source(level: str, example: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match="compares with the source"):
+    with pytest.raises(UsageError, match="needs the source"):
         verify(Request(example("int8"), level=level))
 
 
 @pytest.mark.parametrize("sample", [0.0, -0.1, 1.01, float("nan")])
 def test_sample_must_be_a_share(sample: float, example: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match="is no share"):
+    with pytest.raises(UsageError, match=r"--sample must be in"):
         verify(Request(example("int8"), sample=sample))
 
 
 def test_nothing_to_verify(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no packed experts"):
+    with pytest.raises(UsageError, match="contains no packed experts"):
         verify(Request(tmp_path))
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         verify(Request(tmp_path / "missing"))
-    with pytest.raises(UsageError, match="holds no packed experts"):
+    with pytest.raises(UsageError, match="contains no packed experts"):
         verify(Request(EXAMPLE))
 
 

@@ -241,7 +241,7 @@ def test_rewritten_files_are_a_note(output: Path, furnished: Path) -> None:
     result = check(output, furnished, "structure")
     assert result.passed
     for name in ("config.json", "tokenizer.json", "LICENSE"):
-        assert any(f"{name} is not the source's" in note for note in result.facts["notes"])
+        assert any(f"{name} differs from the source's" in note for note in result.facts["notes"])
 
 
 def test_merges_in_two_spellings() -> None:

@@ -62,7 +62,7 @@ def test_a_layer_that_is_not_there(model: Path, damaged: Convert) -> None:
     config = read_json(output / "config.json") | {"first_k_dense_replace": 0}
     (output / "config.json").write_text(json.dumps(config))
     failure = found(check(output), "structure", "dimensions")[0]
-    assert failure["layer"] == 1 and "none are there" in failure["message"]
+    assert failure["layer"] == 1 and "has no experts" in failure["message"]
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_tokenizer_of_another_model(model: Path, damaged: Convert, tmp_path: Pat
     (output / "tokenizer.json").write_text('{"version": 2}')
     result = check(forget_manifest(output), source, "structure")  # others may rewrite theirs
     assert result.passed
-    assert any("tokenizer.json is not the source's" in note for note in result.facts["notes"])
+    assert any("tokenizer.json differs from the source's" in note for note in result.facts["notes"])
 
 
 # ---- manifest ---------------------------------------------------------------------------------

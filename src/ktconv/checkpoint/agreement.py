@@ -22,7 +22,7 @@ def contradictions(
         for words, size, setting in zip(_SIZES, sizes, told, strict=True):
             if setting is not None and setting.value != size:
                 yield (
-                    f"layer {index} has {words} {size}, but {CONFIG_NAME} has {setting.key} "
+                    f"layer {index} has {words} {size}, but {CONFIG_NAME} says {setting.key} "
                     f"{setting.value}",
                     index,
                 )

@@ -84,10 +84,7 @@ class ModelConfig:
         for setting in self.top_k:
             most = max(setting.values) if isinstance(setting, ListSetting) else setting.value
             if most > experts + self.zero_experts:
-                return (
-                    f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has only {experts} "
-                    "experts"
-                )
+                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
         return None
 
 

@@ -78,7 +78,7 @@ def check_sum(found: str, known: Record | None, where: str) -> None:
     """Refuse bytes that are not those that a manifest knows."""
     if known is not None and known.get("sha256") != found:
         raise VerificationError(
-            f"the checksum of {where} differs from its manifest",
+            f"the checksum of {where} differs from the one in its manifest",
             "it was damaged after its conversion: copy it again, or convert again",
         )
 

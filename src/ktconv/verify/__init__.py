@@ -1,4 +1,4 @@
-"""Proof that a converted checkpoint holds what its source says, level by level.
+"""Check a converted checkpoint against its source, level by level.
 
 result = verify(Request(output=Path("qwen3-int4"), source="Qwen/Qwen3-30B-A3B"))
 result.passed, result.failures, result.facts

@@ -1,4 +1,4 @@
-"""Errors that the manifest gives each matrix, held against those that are measured."""
+"""Compare the errors recorded in the manifest with those measured."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def _compare(
     ):
         if value is not None:
             raise UsageError(
-                f"--{option} has no meaning where two conversions are compared",
-                "leave it out, or verify each against its --source",
+                f"--{option} does not apply when comparing two conversions",
+                "omit it, or verify each against its --source",
             )
     plan = make_plan(request.output, other, request.sample, request.seed)
     budget = plan_memory(Need(thread_bytes(plan)), request.max_memory, request.threads, None)
@@ -79,7 +79,7 @@ def _check_report(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--report {path} is no HTML file", "end it with .html")
+        raise UsageError(f"--report {path} does not end in .html", "name a .html file")
     check_writable(path, "--report")
 
 

@@ -39,7 +39,7 @@ class CopyCheck:
             equal = equal and self._equal(piece, offset, buffers)
             advance(len(piece))
         if not equal:
-            self.context.fail_copy(self.tensor, "is not what the source has")
+            self.context.fail_copy(self.tensor, "differs from the source")
         return ItemResult(self.nbytes, stream.check().compared, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:

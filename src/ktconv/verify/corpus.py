@@ -15,15 +15,15 @@ def read_text(path: Path | None) -> tuple[str, str]:
     """
     if path is None:
         shipped = resources.files("ktconv.model").joinpath("sample.txt")
-        return shipped.read_text(encoding="utf-8"), "the sample of ktconv"
+        return shipped.read_text(encoding="utf-8"), "the built-in sample"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--text {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--text {path} cannot be read: it is no UTF-8 text at byte {error.start}"
+            f"--text {path} cannot be read: it is not UTF-8 text at byte {error.start}"
         ) from error
     if not text.strip():
-        raise UsageError(f"--text {path} holds no text", "give a file with some pages of text")
+        raise UsageError(f"--text {path} is empty", "give a text file of a few pages")
     return text, path.name

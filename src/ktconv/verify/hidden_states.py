@@ -75,7 +75,7 @@ def check_source(output: OpenedOutput) -> None:
         activation_of(output.source.config)
         _tensors_of(output)
     except CheckpointError as error:
-        error.hint = error.hint or "run --level weights, which does not need that"
+        error.hint = error.hint or "run --level weights, which does not need it"
         raise
 
 
@@ -212,5 +212,5 @@ def why_not_captured(output: OpenedOutput) -> str | None:
             return f"{package} is not installed"
     size = sum(source.nbytes for source in output.source.sources)
     if size * _SHARE_OF_MEMORY > machine.available_memory():
-        return f"loading {format_size(size)} of source would take too much of the memory"
+        return f"loading {format_size(size)} of source would need too much memory"
     return None

@@ -95,8 +95,8 @@ class _Search:
         weight = self._tensors.find(names.weight)
         if weight is None:
             raise CheckpointError(
-                f"layer {self._layer.index} has no router: none of {', '.join(names.weight)} is "
-                "there",
+                f"layer {self._layer.index} has no router: none of "
+                f"{', '.join(names.weight)} exists",
                 "run --level weights",
             )
         usable = self._fits("router", weight, (experts, self._layer.hidden_size))
@@ -119,9 +119,7 @@ class _Search:
                 )
             return None, True
         if tensor is None:
-            message = (
-                f"the router {router.name} lacks its {what}: none of {', '.join(names)} is there."
-            )
+            message = f"the router {router.name} has no {what}: none of {', '.join(names)} exists."
             self._found.faults.append(Fault("router", message, router.name))
             return None, False
         count = len(self._layer.experts)
@@ -148,7 +146,7 @@ class _Search:
             if not missing:
                 return self._shared_of(names)
             if len(missing) == 1:  # else it is a shared expert under other names, or none
-                message = f"the shared expert of layer {self._layer.index} lacks {missing[0]}."
+                message = f"the shared expert of layer {self._layer.index} has no {missing[0]}."
                 self._found.faults.append(Fault("shared expert", message, missing[0]))
                 return None
         return None

@@ -136,8 +136,8 @@ class _Planner:
         if needed <= self._limit:
             return None
         return (
-            f"loading the source model needs {format_size(needed)} of memory, and "
-            f"{format_size(self._limit)} may be used: --max-memory sets that"
+            f"loading the source model needs {format_size(needed)} of memory, but "
+            f"only {format_size(self._limit)} may be used (--max-memory)"
         )
 
     def _check_model(self) -> None:

@@ -27,7 +27,7 @@ PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
 # models lie at 0.01 and 0.01 (4 bits), 0.001 and 0.001 (8); larger ones lie lower.
 DEFAULTS = {4: Thresholds(0.05, 0.05), 8: Thresholds(0.01, 0.01)}
 _WORDS = {
-    "perplexity_increase": "the perplexity grows by",
+    "perplexity_increase": "the perplexity increases by",
     "kl_mean": "the mean KL divergence is",
 }
 

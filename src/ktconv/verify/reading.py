@@ -80,7 +80,7 @@ class TensorStream:
             return SumCheck()
         equal = self._digest.hexdigest() == self._expected
         if not equal:
-            words = "does not have the checksum of the manifest"
+            words = "differs from the checksum in the manifest"
             self._context.findings.fail_tensor(
                 "structure", "checksum", self._tensor.name, self._tensor.file, words
             )

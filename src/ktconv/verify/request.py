@@ -41,4 +41,4 @@ class VerifyRequest:
 
 def check_sample(sample: float) -> None:
     if not 0 < sample <= 1:
-        raise UsageError(f"--sample {sample} is no share", "give more than 0, at most 1")
+        raise UsageError(f"--sample must be in (0, 1], got {sample:g}", "for example 0.1")

@@ -72,11 +72,11 @@ def _level(request: VerifyRequest) -> str:
     if request.level is None:
         return "layers" if request.source else "structure"
     if request.level not in LEVELS:
-        raise UsageError(f"there is no level {request.level!r}", f"levels: {', '.join(LEVELS)}")
+        raise UsageError(f"unknown level {request.level!r}", f"available: {', '.join(LEVELS)}")
     if request.level != "structure" and not request.source:
         raise UsageError(
-            f"--level {request.level} compares with the source",
-            "name the checkpoint that was converted with --source MODEL",
+            f"--level {request.level} needs the source",
+            "give the original checkpoint with --source MODEL",
         )
     return request.level
 
@@ -121,7 +121,7 @@ def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict
     verifier, findings = ready.verifier, ready.verifier.findings
     wanted = LEVELS[2 : LEVELS.index(verifier.level) + 1]
     if wanted and findings.count("structure"):  # kernels have nothing to run on
-        findings.note("levels layers and model were not run: the structure does not hold")
+        findings.note("levels layers and model were not run: level structure failed")
         return {}
     levels: dict[str, Facts | None] = {}
     for name in wanted:

@@ -70,7 +70,7 @@ def _earlier(output: OpenedOutput, findings: Findings) -> None:
     for name, record in _earlier_record(output).items():
         with suppress(CheckpointError):  # which other checks report
             if record_of(output.directory, name)["sha256"] != record["sha256"]:
-                message = f"{name} is not the file that was copied."
+                message = f"{name} differs from the file that was copied."
                 findings.fail(LEVEL, "changed file", message, file=name)
 
 
@@ -123,10 +123,10 @@ def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: boo
     if not output.ours:
         _compare_content(name, here, there, findings)
     elif recorded and name.name != CONFIG_NAME:  # of which the source's identity tells
-        message = f"{name} of the source is not the file that was copied."
+        message = f"{name} of the source differs from the file that was copied."
         findings.fail(LEVEL, "changed source", message, file=str(name))
     elif not recorded:
-        message = f"{name} is not the source's, byte for byte."
+        message = f"{name} differs from the source's."
         findings.fail(LEVEL, "changed file", message, file=str(name))
 
 
@@ -136,8 +136,8 @@ def _compare_content(name: Path, here: bytes, there: bytes, findings: Findings) 
     for difference in found or ():
         findings.fail(LEVEL, "changed file", f"{name}: {difference}.", file=str(name))
     if not found:
-        equal = "" if found is None else ", though what it says is"
-        findings.note(f"{name} is not the source's{equal}")
+        equal = "" if found is None else ", but equal in content"
+        findings.note(f"{name} differs from the source's{equal}")
 
 
 def _readable(output: OpenedOutput, findings: Findings) -> None:
@@ -181,7 +181,7 @@ def _config(output: OpenedOutput, findings: Findings) -> None:
     if output.plan or output.manifest or not output.packed.layers:  # nothing is absent, or known
         return
     for layer in absent_layers(config, output.packed.layers):
-        message = f"layer {layer} is one of experts by {CONFIG_NAME}, but none are there."
+        message = f"layer {layer} is an MoE layer by {CONFIG_NAME}, but has no experts."
         findings.fail(LEVEL, "dimensions", message, file=CONFIG_NAME, layer=layer)
 
 
@@ -202,11 +202,11 @@ def _leftovers(output: OpenedOutput, findings: Findings) -> None:
             findings.fail(
                 LEVEL,
                 "double tensor",
-                f"{inside} holds packed experts too, and KTransformers reads every shard below "
-                f"{output.directory}.",
+                f"{inside} contains packed experts too, and KTransformers reads every "
+                f"shard below {output.directory}.",
                 file=inside,
             )
     if output.packed.layout == "safetensors":
         folders = sorted(path.name for path in output.directory.glob("_layer_*"))
         if folders:
-            findings.note(f"{', '.join(folders)} beside the shards: not looked at")
+            findings.note(f"{', '.join(folders)} beside the shards: not checked")

@@ -61,7 +61,10 @@ class StructureCheck(ABC):
                 tensor=tensor,
             )
         if self._output.unfinished:
-            self._fail("unfinished", f"{self._directory} is not finished: continue it first.")
+            self._fail(
+                "unfinished",
+                f"{self._directory} is incomplete: run the command that converted it again.",
+            )
 
     def manifest(self) -> None:
         """Files as the manifest records them, and a source that is still the same."""
@@ -71,8 +74,8 @@ class StructureCheck(ABC):
                 self._fail("manifest", f"{MANIFEST} is damaged.", file=MANIFEST)
             elif not self._output.unfinished:
                 self._findings.note(
-                    f"{self._directory} has no {MANIFEST}: it was made by another tool, so there "
-                    "are no checksums, and how it was made follows from its tensors"
+                    f"{self._directory} has no {MANIFEST}: it was made by another tool; there "
+                    "are no checksums, and its options are inferred from its tensors"
                 )
             return
         for key in manifest.damaged_units:
@@ -81,8 +84,8 @@ class StructureCheck(ABC):
             if not file_is_intact(self._directory, record):
                 self._fail(
                     "changed file",
-                    f"{record['name']} is missing, or not as large or not with the header "
-                    "that the manifest records.",
+                    f"{record['name']} is missing, or its size or header differs from the "
+                    "manifest.",
                     file=record["name"],
                 )
         self._source_identity(manifest)
@@ -105,11 +108,13 @@ class StructureCheck(ABC):
             if old != new:
                 self._fail(
                     "changed source",
-                    f"{name} of the source is not the file that was converted.",
+                    f"{name} of the source differs from the file that was converted.",
                     file=name,
                 )
             elif times[0] != times[1]:
-                self._findings.note(f"{name} of the source has another time than when converted")
+                self._findings.note(
+                    f"{name} of the source has another modification time than at conversion"
+                )
 
     # ---- tensors ----
 
@@ -145,7 +150,7 @@ class StructureCheck(ABC):
         self._fail_tensor("wrong shape", planned.name, place.file, words, **where_of(key))
 
     def _unexpected_tensor(self, name: str, file: Path, **where: Any) -> None:
-        self._fail_tensor("unexpected tensor", name, file, "should not be there", **where)
+        self._fail_tensor("unexpected tensor", name, file, "is not expected", **where)
 
     def _as_planned(self, place: TensorRef, tensor: Tensor, *, packed: bool) -> bool:
         if not place.dtype:
@@ -190,8 +195,8 @@ class StructureCheck(ABC):
             said, actual = weight_map.get(name), found.get(name)
             if said == actual:
                 continue
-            entry = "does not name it" if said is None else f"says {said}"
-            place = "is nowhere" if actual is None else f"is in {actual}"
+            entry = "does not list it" if said is None else f"says {said}"
+            place = "does not exist" if actual is None else f"is in {actual}"
             self._fail("index", f"{name} {place}, but {INDEX} {entry}.", file=INDEX, tensor=name)
 
     def _total_size(self, content: Mapping[str, Any]) -> None:

@@ -29,8 +29,9 @@ def lines_of(result: Result) -> Iterator[str]:
         yield from _mapping(facts["mapping"])
     for note in facts["notes"]:
         yield f"note: {note}"
-    verdict = "holds" if result.passed else f"FAILS: {facts['failure_count']} failure(s)"
-    yield f"{facts['output']} {verdict} (level {facts['level']}, {facts['seconds']:.1f} s)"
+    count = facts["failure_count"]
+    verdict = "OK, verified" if result.passed else f"FAILED with {count} failure(s), verified"
+    yield f"{facts['output']}: {verdict} to level {facts['level']} in {facts['seconds']:.1f} s"
 
 
 def _failures(result: Result) -> Iterator[str]:
@@ -55,8 +56,9 @@ def _structure(about: Mapping[str, Any]) -> Iterator[str]:
 
 def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"coverage   {_mark(about)}: of {about['experts']} experts in {about['layers']} layers "
-        f"{about['experts_here']} are here, {about['experts_there']} in {about['with']}"
+        f"coverage   {_mark(about)}: of {about['experts']} experts in "
+        f"{about['layers']} layers {about['experts_here']} are in this output, "
+        f"{about['experts_there']} in {about['with']}"
     )
 
 
@@ -100,22 +102,23 @@ def _layers(about: Mapping[str, Any]) -> Iterator[str]:
     )
     worst = max(rows, key=lambda row: _badness(row["quantization_error"]))
     yield (
-        f"           output off by {worst['quantization_error']:.4f} from the source's at most "
-        f"(layer {worst['layer']}; worst expert {worst['worst_expert']['expert']}: "
-        f"{worst['worst_expert']['error']:.4f})"
+        "           max output error vs. source: "
+        f"{worst['quantization_error']:.4f} (layer {worst['layer']}; worst expert "
+        f"{worst['worst_expert']['expert']}: {worst['worst_expert']['error']:.4f})"
     )
 
 
 def _model(about: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"model      {_mark(about)}: perplexity {about['perplexity_source']:.3f} -> "
-        f"{about['perplexity_converted']:.3f} ({100 * about['perplexity_increase']:+.2f} %), "
-        f"KL mean {about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, the same next "
-        f"token at {100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of "
-        f"{about['text']}"
+        f"model      {_mark(about)}: perplexity {about['perplexity_source']:.3f} "
+        f"-> {about['perplexity_converted']:.3f} "
+        f"({100 * about['perplexity_increase']:+.2f} %), KL mean "
+        f"{about['kl_mean']:.4f}, 99th percentile {about['kl_p99']:.4f}, same "
+        f"next token at {100 * about['top1_agreement']:.1f} % of "
+        f"{about['tokens']} positions of {about['text']}"
     )
-    yield f"           source writes    {about['generation']['source']!r}"
-    yield f"           converted writes {about['generation']['converted']!r}"
+    yield f"           source output:    {about['generation']['source']!r}"
+    yield f"           converted output: {about['generation']['converted']!r}"
 
 
 def _mapping(about: Mapping[str, Any]) -> Iterator[str]:

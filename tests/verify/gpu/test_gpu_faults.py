@@ -361,7 +361,7 @@ def test_an_unfinished_output(model: Path, tmp_path: Path) -> None:
     from helpers.gpu import quantize
 
     quantize(model, tmp_path / "out", layers=[0])
-    with pytest.raises(CheckpointError, match="is not finished"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         check(tmp_path / "out", model)
 
 

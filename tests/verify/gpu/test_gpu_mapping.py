@@ -38,12 +38,12 @@ def test_sizes_that_are_asked_for_must_be_possible(for_gpu: Copy) -> None:
     assert len(failures) == 1 and "group size 128" in failures[0]["message"]
     failures = found(mapped(for_gpu(), ep=[3, 2]), "mapping", "expert parallel")
     assert "3 experts give GPUs 1-2 each" in failures[0]["message"]
-    with pytest.raises(UsageError, match="--tp 0 is no number of GPUs"):
+    with pytest.raises(UsageError, match="--tp 0 is not a number of GPUs"):
         mapped(for_gpu(), tp=[0])
 
 
 def test_sizes_mean_nothing_for_cpus(converted: Copy) -> None:
-    with pytest.raises(UsageError, match="--ep is about experts for GPUs"):
+    with pytest.raises(UsageError, match="--ep applies to GPU experts"):
         mapped(converted(), ep=[2])
 
 

@@ -1,4 +1,4 @@
-"""Two conversions of the same model against each other, whoever made them and however they lie.
+"""Compare two conversions of the same model, made by any tools and in any layout.
 
     found = compare(Path("ours"), Path("theirs"))
     found.verdict        # "equal bytes", "equal weights" or "different"

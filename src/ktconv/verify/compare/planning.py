@@ -43,7 +43,7 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     for here in (plan.a, plan.b):
         plan.differences += at_most(SAID, list(here.flaws()), f"flaw of {here.name}")
         if (here.packed.directory / STATE_DIRECTORY / "run.json").exists():
-            plan.notes.append(f"{here.name} is not finished: run quantize-cpu again.")
+            plan.notes.append(f"{here.name} is incomplete: run quantize-cpu again.")
     rng, faults = random.Random(seed), list[str]()
     for layer in sorted(plan.a.layers.keys() & plan.b.layers.keys()):
         faults += _plan_layer(plan, layer, rng)

@@ -36,10 +36,12 @@ class Input:
         self.name = name
         with translated("read", directory):
             if not directory.is_dir():
-                raise UsageError(f"{directory} is no directory", "give outputs of quantize-cpu")
+                raise UsageError(f"{directory} is not a directory", "give outputs of quantize-cpu")
             self.packed: PackedWeights = open_packed(directory)
         if not self.packed.tensors and not self.packed.damaged:
-            raise UsageError(f"{directory} holds no packed experts", "give outputs of quantize-cpu")
+            raise UsageError(
+                f"{directory} contains no packed experts", "give outputs of quantize-cpu"
+            )
         self.layers: dict[int, dict[Expert, dict[Piece, TensorRef]]] = {}
         for tensor, place in self.packed.tensors.items():
             matrices = self.layers.setdefault(tensor.layer, {})
@@ -133,7 +135,7 @@ def side_of(here: Input, layer: int, expert: int, proj: Matrix) -> Side:
     pieces, geometry = here.layers[layer][expert, proj], here.packed.layers[layer]
     fault = None
     if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
-        fault = f"{here.name} is of no format that ktconv knows"
+        fault = f"{here.name} has an unknown format"
     else:
         fault = _fault(here.name, TensorId(layer, proj, expert, 0, "weight"), pieces, geometry)
     return Side(pieces, proj, geometry, fault)
@@ -155,7 +157,7 @@ def _fault(
             tensor = name_of(TensorId(about.layer, about.proj, about.expert, part, kind))
             place = pieces.get((part, kind))
             if place is None:
-                return f"{name} lacks {tensor}"
+                return f"{name} has no {tensor}"
             if place.nbytes != size:
                 return f"{name} has {place.nbytes} bytes of {tensor}, not {size}"
     return None

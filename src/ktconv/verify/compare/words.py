@@ -20,7 +20,7 @@ def counted(count: int, word: str) -> str:
 
 def step_words(steps: float) -> str:
     return (
-        f"{steps:.4g} quantization steps" if math.isfinite(steps) else "values that are no number"
+        f"{steps:.4g} quantization steps" if math.isfinite(steps) else "values that are not numbers"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether two outputs share the experts of a model out between them: each is in one of them.
+"""Whether two outputs together contain every expert of a model exactly once.
 
 The other output can be anything that holds experts: what quantize-gpu wrote, a checkpoint, or
 packed experts in another format. What counts is which tensors are there; manifests only tell
@@ -47,11 +47,18 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
     CheckpointError for one that cannot be read.
     """
     if not other.is_dir():
-        raise UsageError(f"--with {other} is no directory", "give an output of ktconv quantize-gpu")
+        raise UsageError(
+            f"--with {other} is not a directory", "give an output of ktconv quantize-gpu"
+        )
     layers = _layers(output)
     manifest = read_manifest(other)
     if (other / STATE_DIRECTORY / "run.json").exists():
-        findings.fail(LEVEL, "unfinished", f"{other} is not finished.", file=str(other))
+        findings.fail(
+            LEVEL,
+            "unfinished",
+            f"{other} is incomplete: run the command that converted it again.",
+            file=str(other),
+        )
     _same_source(output.manifest, manifest, other, findings)
     here = _packed_ids(output.packed)
     there = _ids_of(other, layers, findings)
@@ -63,7 +70,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         findings.fail(
             LEVEL,
             "unknown layer",
-            f"{other} has experts of layer {layer}, which is no MoE layer of this conversion.",
+            f"{other} has experts of layer {layer}, which is not an MoE layer of this conversion.",
             layer=layer,
         )
     return {
@@ -87,8 +94,8 @@ def _layers(output: CpuOutput) -> dict[int, _Layer]:
         }
     if output.manifest is None:
         raise UsageError(
-            f"nothing tells which experts the model of {output.directory} has",
-            "name the checkpoint that was converted with --source MODEL",
+            f"the experts of the model of {output.directory} are not known",
+            "give the original checkpoint with --source MODEL",
         )
     return {
         index: _Layer(about["experts"], about["source"])
@@ -101,7 +108,7 @@ def _check_layer(
 ) -> None:
     everything = set(range(count))
     for check, ids, words in (
-        ("experts in neither", everything - here - there, "in neither of the two"),
+        ("experts in neither", everything - here - there, "in neither output"),
         ("experts in both", here & there, "in both"),
         ("unknown experts", (here | there) - everything, "not the model's"),
     ):
@@ -121,7 +128,7 @@ def _same_source(
     """Both manifests must tell of the same files; their times do not matter."""
     here, there = (_source_files(manifest) for manifest in (ours, theirs))
     if not (here and there):
-        findings.note(f"nothing tells whether {other} was made from the same model")
+        findings.note(f"whether {other} was made from the same model is not known")
         return
     names = sorted(here.keys() | there.keys())
     different = [name for name in names if here.get(name) != there.get(name)]
@@ -162,7 +169,7 @@ def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Id
     stacks = split_tensors(packed.others.values()).stacks
     if not stacks:
         raise UsageError(
-            f"--with {other} holds no experts", "give an output of ktconv quantize-gpu"
+            f"--with {other} contains no experts", "give an output of ktconv quantize-gpu"
         )
     numbers = {about.source: layer for layer, about in layers.items()}
     return {
@@ -184,7 +191,7 @@ def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
             findings.fail(
                 LEVEL,
                 "incomplete expert",
-                f"layer {layer}: expert {expert} has {names}, and no other matrix.",
+                f"layer {layer}: expert {expert} has only {names}.",
                 layer=layer,
                 expert=expert,
             )

@@ -47,8 +47,9 @@ class CpuLayersCheck(LayersCheck):
         self._findings.fail(
             LEVEL,
             "kernel",
-            f"layer {layer} on {isa}: the kernels are off by {error:.3g} from float32 arithmetic "
-            f"on the same packed weights, at most {KERNEL_BOUND:g} is right.",
+            f"layer {layer} on {isa}: the kernels have an error of {error:.3g} from "
+            "float32 arithmetic on the same packed weights; the limit is "
+            f"{KERNEL_BOUND:g}.",
             layer=layer,
             value=error,
         )

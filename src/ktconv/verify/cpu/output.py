@@ -36,13 +36,13 @@ def open_cpu_output(output: Path, source: str | None) -> CpuOutput:
     """Raises UsageError if there is nothing to verify, CheckpointError for an unusable source."""
     if not output.is_dir():
         raise UsageError(
-            f"{output} is no directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
+            f"{output} is not a directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
         )
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(
-            f"{output} holds no packed experts",
+            f"{output} contains no packed experts",
             "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
         )
     checkpoint = open_checkpoint(source) if source else None
@@ -74,8 +74,8 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
         return None
     if options.method not in FORMATS:
         raise CheckpointError(
-            f"{output / MANIFEST} names the method {options.method!r}, which this version does "
-            "not know",
+            f"{output / MANIFEST} names the method {options.method!r}, which this "
+            "version does not support",
             "verify with the version of ktconv that converted it",
         )
     return manifest
@@ -112,8 +112,8 @@ def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) ->
     kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
     if not kinds:
         raise CheckpointError(
-            f"{packed.directory} holds tensors of no format that ktconv knows",
-            f"it knows {', '.join(FORMATS)}",
+            f"{packed.directory} contains tensors of an unknown format",
+            f"known formats: {', '.join(FORMATS)}",
         )
     (fmt, parts), _ = kinds.most_common(1)[0]
     return Options(

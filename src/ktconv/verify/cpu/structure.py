@@ -95,7 +95,7 @@ class CpuStructureCheck(StructureCheck):
         others = self._packed.others.items() if others_too else ()
         extra = [(name, ref) for name, ref in others if name not in expected]
         if extra and not self._output.ours:
-            self._findings.note(f"{len(extra)} other tensors have no counterpart in the source")
+            self._findings.note(f"{len(extra)} other tensors do not exist in the source")
             return
         for name, ref in extra:
             self._unexpected_tensor(name, ref.file)

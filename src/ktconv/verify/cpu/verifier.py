@@ -40,8 +40,8 @@ class CpuVerifier(OutputVerifier):
         for option, value in (("tp", self.request.tp), ("ep", self.request.ep)):
             if value is not None:
                 raise UsageError(
-                    f"--{option} is about experts for GPUs, and {self.output.directory} holds none",
-                    "leave it out",
+                    f"--{option} applies to GPU experts, but {self.output.directory} contains none",
+                    "omit it",
                 )
 
     def check_structure(self) -> Facts:

@@ -33,7 +33,9 @@ def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
     """UsageError for numbers of GPUs that cannot be."""
     for size in sizes or ():
         if size < 1:
-            raise UsageError(f"--{option} {size} is no number of GPUs", "give numbers from 1 up")
+            raise UsageError(
+                f"--{option} {size} is not a number of GPUs", "use numbers of at least 1"
+            )
 
 
 def check_mapping(output: GpuOutput, request: VerifyRequest, findings: Findings) -> Facts:
@@ -86,7 +88,7 @@ class _Slots:
             if module.where is None:
                 continue  # level structure says so
             if module.layer is None:
-                self._fail("slot", f"{module.name} is in no numbered layer.", module)
+                self._fail("slot", f"{module.name} is not in a numbered layer.", module)
                 continue
             self._known_as_packed(module)
             for part in sorted(module.parts.keys() & set(PARTS)):
@@ -109,7 +111,7 @@ class _Slots:
                 message = f"{CONFIG_NAME} does not say that {usual} is packed"
                 self._fail("scheme", f"{message}: engines ask for that name.", module)
         elif quantization.group_of(first) not in (None, quantization.group_of(usual)):
-            self._fail("scheme", f"{usual} is quantized otherwise than {first}.", module)
+            self._fail("scheme", f"{usual} is quantized differently than {first}.", module)
 
     def look_for_gaps(self) -> None:
         for layer, experts in self._output.layers.items():

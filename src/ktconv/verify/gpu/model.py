@@ -54,8 +54,8 @@ class GpuModelCheck(ModelCheck):
         free, total = machine.available_memory(), int(2 * _BESIDE * size)
         if total > free:
             raise ResourceError(
-                f"--level model needs about {format_size(total)} of memory for both models, and "
-                f"{format_size(free)} are free",
+                f"--level model needs about {format_size(total)} of memory for both "
+                f"models, but only {format_size(free)} are free",
                 MORE_MEMORY,
             )
 
@@ -74,7 +74,7 @@ class GpuModelCheck(ModelCheck):
         from ktconv.model import load_model
 
         if self._output.is_partial:
-            self._notify("putting the dequantized experts into it")
+            self._notify("replacing its experts with the dequantized ones")
             swapped = _Swapped(model, self._output)
             facts = {"loaded_by": "ktconv"}
             yield ModelPair(swapped, swapped, swapped.experts_of_source, facts)
@@ -155,6 +155,6 @@ def _views(module: Any, expert: int, hidden: int, inner: int) -> tuple[Tensor, T
     if tuple(gate_up.shape) == (2 * inner, hidden) and tuple(down.shape) == (hidden, inner):
         return gate_up[:inner], gate_up[inner:], down
     raise CheckpointError(
-        f"{type(module).__name__} stores its experts in a way that ktconv does not fill",
+        f"{type(module).__name__} stores its experts in an unsupported way",
         "run --level layers",
     )

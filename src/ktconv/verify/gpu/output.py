@@ -133,7 +133,7 @@ def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers)
     if not modules and not packed.damaged and manifest is None:
-        raise UsageError(f"{output} holds no packed modules", "give an OUTPUT of quantize-gpu")
+        raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
     return GpuOutput(
         packed=packed,
         manifest=manifest,
@@ -173,7 +173,7 @@ def _quantization(
     except CheckpointError as error:
         if manifest is None and (output / STATE_DIRECTORY / "run.json").exists():
             raise CheckpointError(
-                f"{output} is not finished", "run the same quantize-gpu command again, then verify"
+                f"{output} is incomplete", "run the same quantize-gpu command again, then verify"
             ) from error
         if manifest is None:
             raise

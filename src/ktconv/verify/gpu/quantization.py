@@ -112,7 +112,7 @@ def _ignored_otherwise(here: Any, there: Sequence[str]) -> list[str]:
     if not _is_texts(here):
         return []  # which `read_quantization` refuses
     more, fewer = sorted(set(here) - set(there)), sorted(set(there) - set(here))
-    found = [f"ignore names {shown(name)}, which is no module beside the experts" for name in more]
+    found = [f"ignore names {shown(name)}, which is not a non-expert module" for name in more]
     if fewer:
         others = f" and {len(fewer) - 1} more" if fewer[1:] else ""
         found.append(f"ignore does not name {fewer[0]}{others}")
@@ -152,7 +152,7 @@ def read_quantization(section: Mapping[str, Any]) -> Quantization:
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError("config.json: quantization_config has no config_groups", _HINT)
     if not _is_texts(ignore):
-        raise CheckpointError("config.json: quantization_config's ignore is no list of names")
+        raise CheckpointError("config.json: quantization_config's ignore is not a list of names")
     _check_patterns(ignore)
     formats = section.get("format")
     return Quantization([_group(name, about, formats) for name, about in groups.items()], ignore)
@@ -171,7 +171,7 @@ def _group(name: str, about: Any, outer: Any) -> Group:
         raise CheckpointError(f"{where} quantizes activations", _HINT)
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     if bits not in BITS or kind != "int" or weights.get("symmetric", True) is not True:
-        raise CheckpointError(f"{where} is not of symmetric integers of 4 or 8 bits", _HINT)
+        raise CheckpointError(f"{where} is not symmetric with 4 or 8 bits", _HINT)
     if weights.get("actorder") not in (None, "weight", "static"):
         raise CheckpointError(f"{where} has reordered columns (actorder)", _HINT)
     observer = weights.get("observer")
@@ -198,5 +198,5 @@ def _check_patterns(targets: Sequence[str]) -> None:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
             raise CheckpointError(
-                f"config.json: {target!r} is no regular expression: {error}"
+                f"config.json: {target!r} is not a regular expression: {error}"
             ) from error

@@ -125,7 +125,7 @@ class RoundingCheck:
                 self._violation(
                     "error",
                     "weight_packed",
-                    f"is off from its source by {found:.4g} {words}, where {most:g} is plausible.",
+                    f"differs from its source by {found:.4g} {words}, where {most:g} is expected.",
                     value=found,
                 )
                 break
@@ -226,7 +226,7 @@ class RoundingCheck:
         self._violation(
             "source",
             "weight_packed",
-            f"has a source that holds {source[row, col]} at [{first + row}, {col}].",
+            f"has a source that contains {source[row, col]} at [{first + row}, {col}].",
             first + row,
             col,
         )

@@ -39,8 +39,8 @@ class GpuStructureCheck(StructureCheck):
         self._config()
         if self._output.method == "unknown":
             self._findings.note(
-                "nothing tells how these weights were rounded, so that only errors of whole "
-                "matrices are judged, not every element"
+                "how these weights were rounded is not known, so only errors of whole "
+                "matrices are checked, not every element"
             )
         planned = dict(self._planned())
         for name, matrix in planned.items():
@@ -81,7 +81,7 @@ class GpuStructureCheck(StructureCheck):
         for difference in found:
             self._wrong_config(f"{CONFIG_NAME}: quantization_config.{difference}.")
         for path in quantization_elsewhere(output.config):
-            self._wrong_config(f"{CONFIG_NAME} tells of quantization in {path} too.")
+            self._wrong_config(f"{CONFIG_NAME} also describes quantization in {path}.")
 
     def _written(self) -> dict[str, Any]:
         """What ktconv writes for the experts and other tensors that are there, or should be."""
@@ -107,7 +107,7 @@ class GpuStructureCheck(StructureCheck):
             self._wrong_config(f"{CONFIG_NAME}: {difference}.")
         if not found and here != there:
             self._findings.note(
-                f"{CONFIG_NAME} is not spelled as the source's, though what it says is equal"
+                f"{CONFIG_NAME} is written differently from the source's, but equal in content"
             )
 
     def _dimensions(self) -> None:
@@ -122,7 +122,7 @@ class GpuStructureCheck(StructureCheck):
             self._fail("dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
         if output.manifest is None:
             for layer in absent_layers(config, layers):
-                message = f"layer {layer} is one of experts by {CONFIG_NAME}, but none are there."
+                message = f"layer {layer} is an MoE layer by {CONFIG_NAME}, but has no experts."
                 self._fail("dimensions", message, file=CONFIG_NAME, layer=layer)
 
     def _wrong_config(self, message: str, **where: Any) -> None:
@@ -170,7 +170,7 @@ class GpuStructureCheck(StructureCheck):
         group = quantization.group_of(module.name)
         if group is None:
             self._wrong_config(
-                f"{module.name} is packed, but no target of {CONFIG_NAME} means it.", **module.at
+                f"{module.name} is packed, but no target of {CONFIG_NAME} matches it.", **module.at
             )
         elif quantization.ignores(module.name):
             self._wrong_config(
@@ -209,7 +209,7 @@ class GpuStructureCheck(StructureCheck):
         """A packed module that is none of the experts that should be."""
         if module.where is None:
             for tensor in module.parts.values():
-                words = "is packed, but it is no routed expert"
+                words = "is packed, but is not a routed expert"
                 self._fail_tensor("packed module", tensor.name, tensor.file, words)
         elif known or self._output.manifest is not None:
             for tensor in module.parts.values():

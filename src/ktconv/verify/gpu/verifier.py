@@ -40,7 +40,7 @@ class GpuVerifier(OutputVerifier):
         if other is not None:
             raise UsageError(
                 f"--with is for an output of quantize-cpu, and {directory} is one of quantize-gpu",
-                f"turn it around: ktconv verify {other} --with {directory}",
+                f"swap them: ktconv verify {other} --with {directory}",
             )
 
     def check_structure(self) -> Facts:

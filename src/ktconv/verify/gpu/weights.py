@@ -164,7 +164,7 @@ class DecodedCheck:
                 equal = equal and bool(np.array_equal(found, expected))
                 advance(found.nbytes)
         if not equal:
-            self.context.fail_copy(self.tensor, "is not what the source decodes to")
+            self.context.fail_copy(self.tensor, "differs from the decoded source")
         return ItemResult(self.nbytes, stream.check().compared, 1)
 
 
