@@ -72,7 +72,7 @@ def test_memory_is_checked_before_loading(torch: Any, monkeypatch: pytest.Monkey
 
 
 def test_checkpoints_that_cannot_be_loaded(torch: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         load_model(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="contains no safetensors files"):
         load_model(tmp_path)
