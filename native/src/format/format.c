@@ -29,8 +29,9 @@ static int32_t col_multiple(const kt_layout *layout, const kt_weight_format *for
 kt_status kt_layout_check(const kt_layout *layout, int64_t rows, int64_t cols) {
   const kt_weight_format *format = kt_format_of(layout);
   if (!format || rows <= 0 || cols <= 0) return KT_ERR_ARGUMENT;
-  /* More than any memory holds; below it no size in bytes overflows. */
-  if (cols > INT64_MAX / (int64_t)kt_scratch_size(1) / rows) return KT_ERR_SHAPE;
+  /* 8 bytes per element are more than codes, scales or floats take; and as there are 32 rows at
+   * least, more than scratch takes. So no size in bytes overflows below this. */
+  if (cols > INT64_MAX / 8 / rows) return KT_ERR_SHAPE;
   return rows % KT_ROW_MULTIPLE || cols % col_multiple(layout, format) ? KT_ERR_SHAPE : KT_OK;
 }
 
