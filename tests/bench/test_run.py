@@ -102,7 +102,7 @@ def test_parts_lie_where_they_are_computed(parts: int, nodes: int, homes: list[i
     pool = native.Pool(nodes, nodes=list(range(nodes)))
     assert [native.part_node(part, parts, pool) for part in range(parts)] == homes
     for part in (-1, parts):
-        with pytest.raises(ValueError, match=f"no part {part} of {parts}"):
+        with pytest.raises(ValueError, match=f"part {part} of {parts} does not exist"):
             native.part_node(part, parts, pool)
     pool.close()
 
@@ -194,7 +194,7 @@ def test_a_model_without_packed_experts(tmp_path: Path) -> None:
         ({"methods": ("int4",), "shape": "96,256,4,2"}, "int4 cannot hold hidden size 96", "bf16"),
         ({"methods": ("int8",), "shape": "128,96,4,2"}, "intermediate size of a part 96", "bf16"),
         ({"methods": ("fp8",), "shape": "128,192,4,2"}, "multiple of 128", "fp8-channel"),
-        ({"shape": "128,256,4,2", "parts": 3}, "cannot be cut into 3 parts", "divides"),
+        ({"shape": "128,256,4,2", "parts": 3}, "cannot be split into 3 parts", "divides"),
         ({"methods": ("bf16",), "shape": "128,100,4,2"}, "multiple of 32", "multiples of 32"),
         ({"shape": "128,256,8,4", "experts": 3}, "--experts 3 is less than the 4", "at least 4"),
         ({"shape": "128,256,8,4", "experts": 9}, "--experts 9 is more than the 8", "leave it out"),
