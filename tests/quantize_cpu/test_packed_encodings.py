@@ -219,7 +219,12 @@ def test_fused_experts(tmp_path: Path) -> None:
     [
         ("fp4 divided", "1.up_proj.weight_packed", np.zeros((INNER, 8), np.uint8), "shape"),
         ("fp4 divided", "1.up_proj.weight_global_scale", np.zeros(1, np.float32), "the scale 0.0"),
-        ("gptq by activation", "1.up_proj.g_idx", np.full(HIDDEN, 4, np.int32), "groups 4 to 4"),
+        (
+            "gptq by activation",
+            "1.up_proj.g_idx",
+            np.full(HIDDEN, 4, np.int32),
+            "group numbers 4 to 4",
+        ),
         ("awq", "1.up_proj.odd", np.zeros(1, np.float32), "AWQ or GPTQ"),
     ],
 )

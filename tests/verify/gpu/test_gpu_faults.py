@@ -554,7 +554,7 @@ def test_quantization_in_other_places(where: str, manifest: bool, copied: Copy) 
     edit_config(output, add)
     record_again(output) if manifest else forget_manifest(output)
     failures = found(check(output), "structure", "config")
-    words = "never_heard_of" if where in ("group", "weights") else "too"
+    words = "never_heard_of" if where in ("group", "weights") else "also describes quantization"
     assert any(words in failure["message"] for failure in failures)
 
 
