@@ -15,8 +15,8 @@ enum {
   KT_AUDIT_HALF = KT_AUDIT_ROWS * KT_AUDIT_COLS
 };
 
-/* What docs/formats.md says of a layout, once more: tiles of 32 rows x planes * 64 columns, in row
- * blocks of `row_block`; a code is a byte, or (2 planes) a nibble. */
+/* A layout as docs/formats.md defines it, independent of the packers: tiles of 32 rows x
+ * planes * 64 columns, in row blocks of `row_block`; a code is a byte, or (2 planes) a nibble. */
 typedef struct kt_audit_format {
   int32_t planes;
   int64_t row_block;

@@ -1,4 +1,4 @@
-/* decode.h - source matrices as binary32, and what is no number in them. */
+/* decode.h - source matrices as binary32, and the search for NaN and infinity in them. */
 #ifndef KT_DECODE_H
 #define KT_DECODE_H
 

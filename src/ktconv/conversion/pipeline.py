@@ -116,7 +116,7 @@ class Pipeline:
             self._stop(error)
         self._wait_for(workers, others)
         for opened in self._open:
-            # Of several errors the first one is told.
+            # If several errors occur, the first one is reported.
             with contextlib.suppress(OSError, KtconvError):
                 opened.staging.abandon()
         if self._error is not None:

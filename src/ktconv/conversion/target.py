@@ -10,16 +10,17 @@ from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.writer.shards import Tensor
 
 
-class BaseOptions:
-    """Base of the options that decide which bytes are written, dataclasses all; a resumed run
-    must have the same. Their order is that of manifests, so that they are declared there."""
+class BaseOptions(ABC):
+    """Base of the dataclasses with the options that decide which bytes are written; a resumed run
+    must have the same ones. Manifests keep the order of their fields, so each dataclass declares
+    all of them itself."""
 
     mtp: bool  # whether layers for multi-token prediction are converted too
     max_shard_size: int
 
+    @abstractmethod
     def as_dict(self) -> dict[str, object]:
-        """What run.json and manifest say."""
-        raise NotImplementedError
+        """The options as run.json and the manifest record them."""
 
 
 class Target(ABC):

@@ -45,7 +45,7 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
     """How many experts a token goes to in `layer`; None where config.json does not say.
 
-    Raises CheckpointError for what is no number of experts, as a list is where no layer is given.
+    Raises CheckpointError for a value that is not a count, such as a list without a `layer`.
     """
     _checked_text_section(config)
     names = table.FAMILIES.keys("top_k")

@@ -112,7 +112,7 @@ class QuantizeTask(ExpertTask):
         part.bytes_done += packed.nbytes
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
-        """Write the scales; what the manifest says of each tensor."""
+        """Writes the scales; returns the manifest's record of each tensor."""
         records: dict[str, Any] = {}
         for part in parts:
             name = self._name(part, "scale")

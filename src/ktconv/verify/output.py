@@ -34,7 +34,7 @@ class OpenedOutput(ABC):
     @property
     @abstractmethod
     def described(self) -> dict[str, Any]:
-        """What the report says of how it was made."""
+        """How the output was made, for the report: method, and parts or groups."""
 
     @abstractmethod
     def experts_in(self, layer: int) -> Sequence[int]:
