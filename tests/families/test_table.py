@@ -102,6 +102,9 @@ def test_a_top_k_for_each_layer(tmp_path: Path) -> None:
         assert router_of(config, layer).top_k == expected
     assert experts_per_token(tmp_path, 2) == 8  # config.json does not say
     assert top_k_of(config | {"moe_k": 5}, 2) is None
+    with pytest.raises(CheckpointError, match="itself: moe_topk is 3 but moe_k is 5"):
+        top_k_of(config | {"moe_k": 5}, 1)
+    assert top_k_of(config | {"moe_k": 3}, 1) == 3
     assert top_k_of({"text_config": config, "num_experts_per_tok": 5}, 2) is None
 
 
@@ -112,6 +115,31 @@ def test_a_top_k_beside_the_text_section(tmp_path: Path) -> None:
     assert top_k_of(config) == router_of(config, 0).top_k == 3
     config["text_config"] = {**text, "num_experts_per_tok": 1}
     assert top_k_of(config) == router_of(config, 0).top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("kimi_linear", "num_experts_per_token", "moe_topk"),
+        ("ernie4_5_moe", "moe_k", "num_experts_per_tok"),
+        ("qwen3_moe", "num_experts_per_tok", "num_experts_per_token"),
+    ],
+)
+def test_top_k_keys_that_disagree(kind: str, first: str, second: str) -> None:
+    """The family's own key is the first, and whoever reads the config refuses it alike."""
+    config = {"model_type": kind, second: 2, first: 3, "norm_topk_prob": True}
+    for read in (lambda: top_k_of(config), lambda: router_of(config, 0)):
+        with pytest.raises(CheckpointError, match=f"itself: {first} is 3 but {second} is 2$"):
+            read()
+    with pytest.raises(CheckpointError, match="config.json contradicts itself: .* but .* is [23]$"):
+        interpret_config(config)
+    config[second] = 3
+    assert top_k_of(config) == router_of(config, 0).top_k == 3
+    config[second] = [3, 3]
+    assert interpret_config(config).top_k
+    config[second] = [1, 2]
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        interpret_config(config)
 
 
 def test_what_a_row_says_of_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from ktconv.families.config_values import (
     CONFIG_HINT,
     CONFIG_NAME,
     check_values,
+    contradiction,
     is_whole,
     wrong_value,
 )
@@ -138,7 +139,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers),
         listed_experts=_lists(text, keys("experts"), num_layers),
-        top_k=[*_scalars(sections, keys("top_k")), *_lists(text, keys("top_k"), num_layers)],
+        top_k=_top_k(sections, num_layers),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
         num_layers=num_layers,
         num_mtp_layers=_mtp_layers(sections),
@@ -169,11 +170,7 @@ def _one_size(
         for setting in found:
             _check_size(setting)
             if setting.value != found[0].value:
-                raise CheckpointError(
-                    f"{CONFIG_NAME} contradicts itself: {found[0].key} is {found[0].value} "
-                    f"but {setting.key} is {setting.value}",
-                    CONFIG_HINT,
-                )
+                raise contradiction(found[0].key, found[0].value, setting.key, setting.value)
         if found:
             return found[0]
     return None
@@ -197,6 +194,20 @@ def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> S
     """Of the first key that gives one: these keys need not agree."""
     sizes = (_one_size(sections, (key,)) for key in keys)
     return next((size for size in sizes if size is not None), None)
+
+
+def _top_k(
+    sections: Sequence[Mapping[str, Any]], num_layers: Setting | None
+) -> Sequence[Setting | ListSetting]:
+    """By all keys of the first section that has any; CheckpointError where they disagree."""
+    keys = table.FAMILIES.keys("top_k")
+    number, lists = _one_size(sections, keys, or_lists=True), _lists(sections[0], keys, num_layers)
+    if number is None:
+        return lists
+    for listed in lists:
+        if number.value not in listed.values and number.key in sections[0]:
+            raise contradiction(number.key, number.value, listed.key, listed.values)
+    return [number, *lists]
 
 
 def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:

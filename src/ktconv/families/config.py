@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ktconv.families import table
-from ktconv.families.config_values import is_whole, wrong_value
+from ktconv.families.config_values import contradiction, is_whole, wrong_value
 from ktconv.families.family import ExpertActivation, Family
 
 USUAL_TOP_K = 8  # where config.json does not say
@@ -45,22 +45,37 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
     """How many experts a token goes to in `layer`; None where config.json does not say.
 
-    Raises CheckpointError for a value that is not a count, such as a list without a `layer`.
+    The first section with any of the keys decides, and in it the first key in the order of
+    `Families.keys`; a list that is too short for `layer` decides that nothing is said. Raises
+    CheckpointError for a value that is not a count, such as a list without a `layer`, and where
+    keys of one section disagree.
     """
     _checked_text_section(config)
-    names = table.FAMILIES.keys("top_k")
-    for section, key in ((section, key) for section in sections_of(config) for key in names):
-        value = section.get(key)
-        if isinstance(value, list) and layer is not None:
-            if layer >= len(value):
-                return None  # what other names say is not meant for this layer either
-            value = value[layer]
-        if value is None:
-            continue
-        if not is_whole(value, 1):
-            raise wrong_value(key, value, "a number of experts")
-        return int(value)
+    keys = table.FAMILIES.keys("top_k", family_of(config))
+    for section in sections_of(config):
+        given = [(key, section[key]) for key in keys if section.get(key) is not None]
+        if given:
+            return _agreed([(key, _of_layer(value, layer)) for key, value in given])
     return None
+
+
+def _of_layer(value: Any, layer: int | None) -> Any:
+    """The value for `layer` in a list with one for each; None if the list is too short."""
+    if layer is None or not isinstance(value, list):
+        return value
+    return value[layer] if layer < len(value) else None
+
+
+def _agreed(given: Sequence[tuple[str, Any]]) -> int | None:
+    (first, top_k), *others = given
+    if top_k is None:
+        return None
+    if not is_whole(top_k, 1):
+        raise wrong_value(first, top_k, "a number of experts")
+    for key, value in others:
+        if not isinstance(value, list) and value not in (None, top_k):
+            raise contradiction(first, top_k, key, value)
+    return int(top_k)
 
 
 def expert_activation(config: Mapping[str, Any]) -> ExpertActivation:

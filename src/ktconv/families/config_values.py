@@ -123,5 +123,13 @@ def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
                 raise wrong_value(key, value, rule.words)
 
 
+def contradiction(first: str, value: object, other: str, another: object) -> CheckpointError:
+    """Two keys for one setting disagree."""
+    return CheckpointError(
+        f"{CONFIG_NAME} contradicts itself: {first} is {value!r:.80} but {other} is {another!r:.80}",
+        CONFIG_HINT,
+    )
+
+
 def wrong_value(key: str, value: object, wanted: str) -> CheckpointError:
     return CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.80}, not {wanted}", CONFIG_HINT)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 from ktconv.families.family import (
@@ -147,14 +148,14 @@ class Families:
         """The row of a model_type; None where there is none."""
         return self._by_type.get(str(model_type or "").removesuffix("_text"))
 
-    def keys(self, setting: str) -> tuple[str, ...]:
-        """The names in config.json of what KEYS calls `setting`."""
+    def keys(self, setting: str, family: Family | None = None) -> tuple[str, ...]:
+        """The names in config.json of what KEYS calls `setting`: those of `family` first, then
+        those of KEYS, then those of other families."""
         if setting not in self._by_key:
             own = (row.keys.get(setting, ()) for row in self.rows)
-            self._by_key[setting] = _distinct(
-                name for names in (KEYS[setting], *own) for name in names
-            )
-        return self._by_key[setting]
+            self._by_key[setting] = _distinct(chain(KEYS[setting], *own))
+        first = family.keys.get(setting, ()) if family is not None else ()
+        return _distinct((*first, *self._by_key[setting]))
 
     def names(self, field: str) -> tuple[str, ...]:
         """What the rows have in one of their fields that are names; empty ones are left out."""
