@@ -332,6 +332,48 @@ def test_documented_options_exist() -> None:
     assert used <= known
 
 
+# Where the options of a command are documented: page and heading.
+PLACES = {
+    "quantize-cpu": ("README.md", "Convert"),
+    "quantize-gpu": ("docs/quantize-gpu.md", "quantize-gpu: experts in W4A16 and W8A16"),
+    "merge": ("README.md", "Change"),
+    "reshard": ("README.md", "Change"),
+    "verify": ("README.md", "Verify"),
+    "inspect": ("README.md", "Look"),
+    "stats": ("docs/hot-experts.md", "Counting"),
+    "bench": ("README.md", "Measure"),
+    "doctor": ("README.md", "Look"),
+}
+
+
+def section_of(place: tuple[str, str]) -> str:
+    text = (ROOT / place[0]).read_text(encoding="utf-8")
+    _, *found = re.split(r"^#+ (.+)\n", text, flags=re.MULTILINE)
+    return dict(zip(found[::2], found[1::2], strict=True))[place[1]]
+
+
+def options_of(name: str) -> list[set[str]]:
+    """The names of each option of a command."""
+    names = [{*one.opts, *one.secondary_opts} for one in COMMANDS[name].params]
+    return [one for one in names if any(word.startswith("--") for word in one)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_documented(name: str) -> None:
+    used = set(re.findall(r"`(--[a-z][a-z-]+)", section_of(PLACES[name])))
+    assert [names for names in options_of(name) if not names & used] == []
+
+
+@pytest.mark.parametrize("place", sorted(set(PLACES.values())), ids=" ".join)
+def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
+    """In the first column, except for levels and other values."""
+    commands = [name for name in COMMANDS if PLACES[name] == place]
+    known = set[str]().union(*(names for name in commands for names in options_of(name)))
+    rows = re.findall(r"^\| `(--.*?) \|", section_of(place), re.MULTILINE)
+    for row in rows:
+        assert set(re.findall(r"--[a-z][a-z-]+", row)) <= known, row
+
+
 def test_names_are_those_of_the_library() -> None:
     assert [method.value for method in Method] == list(FORMATS)
     assert set(FORMATS) <= set(native.FORMATS)

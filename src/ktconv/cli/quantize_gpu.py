@@ -117,7 +117,7 @@ def quantize_gpu_command(
     max_cpu_memory: Annotated[
         str,
         typer.Option(
-            help="gptq: CPU memory limit for weights; the rest is offloaded to disk.",
+            help="gptq: CPU memory limit of calibration; weights beyond it are offloaded to disk.",
             metavar="SIZE",
         ),
     ] = "",

@@ -1,8 +1,7 @@
 """Names of non-expert tensors in the output.
 
-The reference names them `blk.{L}.rest` and drops the model prefix (docs/formats.md), by
-replacing substrings anywhere. We follow it where that is sound: only whole components at
-the start of a name are touched, and names that would collide are refused.
+Names are those of the reference converter (docs/formats.md, sections 2.2 and 7), but only whole
+components at the start of a name are replaced, and names that would collide are refused.
 """
 
 from __future__ import annotations
