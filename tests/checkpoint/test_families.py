@@ -68,14 +68,16 @@ def test_layers_of_every_family_are_found(name: str, tmp_path: Path, torch: Any)
 
 
 @pytest.mark.parametrize(("dtype", "encoding"), [("float16", "fp16"), ("float32", "fp32")])
-def test_family_in_other_dtypes(dtype: str, encoding: str, tmp_path: Path, torch: Any) -> None:
+def test_opening_a_family_in_other_dtypes(
+    dtype: str, encoding: str, tmp_path: Path, torch: Any
+) -> None:
     write_family("qwen3_moe", tmp_path, dtype)
     layer = open_checkpoint(tmp_path).layers[1]
     assert layer.encoding == encoding
     assert_holds(layer, weights_of_model(build_model("qwen3_moe", dtype).state_dict(), 1))
 
 
-def test_mtp_layer_of_deepseek_v3(tmp_path: Path, torch: Any) -> None:
+def test_opening_the_mtp_layer_of_deepseek_v3(tmp_path: Path, torch: Any) -> None:
     from safetensors.torch import load_file
 
     write_family("deepseek_v3", tmp_path)
@@ -90,7 +92,7 @@ def test_mtp_layer_of_deepseek_v3(tmp_path: Path, torch: Any) -> None:
     assert {"model.layers.3.eh_proj.weight", "model.layers.3.shared_head.head.weight"} <= others
 
 
-def test_gpt_oss_is_refused(tmp_path: Path, torch: Any) -> None:
+def test_opening_gpt_oss_is_refused(tmp_path: Path, torch: Any) -> None:
     write_family("gpt_oss", tmp_path)
     with pytest.raises(CheckpointError, match="gpt-oss is not supported yet"):
         open_checkpoint(tmp_path)

@@ -147,7 +147,7 @@ def test_not_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_no_permission(tmp_path: Path) -> None:
+def test_shard_without_permission_to_read(tmp_path: Path) -> None:
     path = write(tmp_path, file_bytes(b"{}"))
     path.chmod(0)
     with pytest.raises(ResourceError, match="cannot be read"):

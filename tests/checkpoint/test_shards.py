@@ -66,7 +66,7 @@ def test_other_index_name(checkpoint_dir: Path) -> None:
     assert "several indexes" in refusal(checkpoint_dir)
 
 
-def test_links_are_followed(tmp_path: Path, checkpoint_dir: Path) -> None:
+def test_shards_that_are_links(tmp_path: Path, checkpoint_dir: Path) -> None:
     """The Hugging Face cache: names in a snapshot link to blobs elsewhere."""
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
@@ -121,7 +121,7 @@ def test_index_must_not_lead_out(checkpoint_dir: Path, name: str) -> None:
         (r'{"weight_map": {"a": "\udc80.safetensors"}}', "not valid Unicode"),
     ],
 )
-def test_damaged_index(checkpoint_dir: Path, content: str, reason: str) -> None:
+def test_checkpoint_with_a_damaged_index(checkpoint_dir: Path, content: str, reason: str) -> None:
     (checkpoint_dir / INDEX).write_text(content)
     message = refusal(checkpoint_dir)
     assert reason in message

@@ -374,7 +374,7 @@ def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
         assert set(re.findall(r"--[a-z][a-z-]+", row)) <= known, row
 
 
-def test_names_are_those_of_the_library() -> None:
+def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
     assert [method.value for method in Method] == list(FORMATS)
     assert set(FORMATS) <= set(native.FORMATS)
     assert [layout.value for layout in Layout] == ["safetensors", "layers"]

@@ -388,7 +388,7 @@ def hint_of(result: Any, code: int) -> str:
     return str(result.stderr.split("Hint: ")[1])
 
 
-def test_a_disk_that_is_too_small(
+def test_hint_for_a_disk_that_is_too_small(
     model: Path, output: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where a part can be converted is that a way out."""

@@ -181,7 +181,9 @@ def test_disk_that_became_read_only(model: Path, tmp_path: Path) -> None:
         assert contents(disk) == before
 
 
-def test_no_permission(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_permission_to_write(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 

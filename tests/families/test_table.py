@@ -131,7 +131,7 @@ def test_top_k_keys_that_disagree(kind: str, first: str, second: str) -> None:
     for read in (lambda: top_k_of(config), lambda: router_of(config, 0)):
         with pytest.raises(CheckpointError, match=f"itself: {first} is 3 but {second} is 2$"):
             read()
-    with pytest.raises(CheckpointError, match="config.json contradicts itself: .* but .* is [23]$"):
+    with pytest.raises(CheckpointError, match=r"itself: \w+ is [23] but \w+ is [23]$"):
         interpret_config(config)
     config[second] = 3
     assert top_k_of(config) == router_of(config, 0).top_k == 3

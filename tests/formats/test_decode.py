@@ -98,7 +98,7 @@ def test_bf16_rounding_agrees_with_torch() -> None:
     block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     origin=st.tuples(st.integers(0, 5), st.integers(0, 5)),
 )
-def test_fp8_blocks(
+def test_decoding_fp8_blocks(
     shape: tuple[int, int], block: tuple[int, int], origin: tuple[int, int]
 ) -> None:
     """Element by element, ragged last blocks and slices that start inside a block."""

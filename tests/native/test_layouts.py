@@ -117,7 +117,7 @@ def test_packed_scales_lie_where_the_kernels_read_them() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_layouts_that_do_not_exist(format: str) -> None:
+def test_packing_in_layouts_that_do_not_exist(format: str) -> None:
     for layout in (Layout(format, 16), Layout(format, -1), Layout(format, 32, "none")):
         with pytest.raises(ValueError, match="does not exist"):
             layout.traits()

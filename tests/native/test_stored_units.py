@@ -151,7 +151,7 @@ def test_fp8_with_zero_points_and_groups(isa: str) -> None:
         np.testing.assert_array_equal(native.decode(matrix), expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_views_that_do_not_fit_are_refused() -> None:
     data, scale = np.zeros(32 * 64, np.uint8), np.ones((32, 4), np.float32)
     groups = np.zeros(128, np.int32)
 

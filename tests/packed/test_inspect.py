@@ -224,7 +224,7 @@ def test_unknown_sizes(tmp_path: Path) -> None:
     assert facts["complete"] is False
 
 
-def test_unfinished(tmp_path: Path) -> None:
+def test_inspecting_an_unfinished_output(tmp_path: Path) -> None:
     convert(EXAMPLE, tmp_path / "out", layers=[1], numa=2, method="int8")
     facts = inspect_path(str(tmp_path / "out"))
     assert facts["kind"] == "unfinished conversion"
@@ -359,7 +359,7 @@ def test_damaged_run_record(field: str, small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"geometry": 3}, {"units": {"layer-00000": 3}}])
-def test_damaged_manifest(change: dict[str, Any], small: Path, tmp_path: Path) -> None:
+def test_inspecting_a_damaged_manifest(change: dict[str, Any], small: Path, tmp_path: Path) -> None:
     """The weights are described, but the output is not called complete."""
     convert(small, tmp_path)
     manifest = json.loads((tmp_path / "ktconv.json").read_text())
@@ -370,7 +370,7 @@ def test_damaged_manifest(change: dict[str, Any], small: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"weight_map": 3}', "\\", ""])
-def test_damaged_index(text: str, small: Path, tmp_path: Path) -> None:
+def test_inspecting_a_damaged_index(text: str, small: Path, tmp_path: Path) -> None:
     convert(small, tmp_path)
     (tmp_path / "ktconv.json").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(text)

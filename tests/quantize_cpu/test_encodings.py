@@ -131,7 +131,9 @@ BLOCKS = [(128, 128), (64, 64), (1, 128), (128, 1), (100, 48), (48, 200), (512, 
 
 @pytest.mark.parametrize(("method", "numa"), [("int4", 1), ("int4", 3), ("int8", 2), ("int8", 6)])
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block[0]}x{block[1]}")
-def test_fp8_blocks(block: tuple[int, int], method: str, numa: int, tmp_path: Path) -> None:
+def test_converting_fp8_blocks(
+    block: tuple[int, int], method: str, numa: int, tmp_path: Path
+) -> None:
     """Rows that are no multiple of the block; parts that cut through blocks, of rows for gate
     and up, of columns for down."""
     tensors, weights = numbered_fp8(256, 384, block, "F32")

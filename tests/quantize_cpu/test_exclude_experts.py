@@ -137,7 +137,7 @@ def test_who_loads_it(file: Path, output: Path, whole: Path, tmp_path: Path) -> 
     assert flags in " ".join(done.stdout.split())
 
 
-def test_inspect(output: Path) -> None:
+def test_inspect_counts_excluded_experts(output: Path) -> None:
     facts = inspect_path(str(output))
     assert (facts["complete"], facts["missing_tensors"]) == (True, 0)
     assert (facts["experts"], facts["experts_left_out"]) == ([8], 4)
@@ -358,7 +358,9 @@ def test_bench_refuses_what_goes_nowhere(output: Path, tmp_path: Path) -> None:
         ({1: list(range(8))}, "excludes all of layer 1's 8 experts"),
     ],
 )
-def test_sets_that_do_not_fit(layers: dict[int, list[int]], said: str, tmp_path: Path) -> None:
+def test_excluded_sets_that_do_not_fit(
+    layers: dict[int, list[int]], said: str, tmp_path: Path
+) -> None:
     write_expert_set(expert_set(layers), tmp_path / "set.json")
     done = run(
         "quantize-cpu",

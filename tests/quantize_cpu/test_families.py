@@ -118,7 +118,9 @@ def test_every_family_is_quantized_as_by_the_reference(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_family_in_other_dtypes(dtype: str, tmp_path: Path, model: Callable[[str], Model]) -> None:
+def test_converting_a_family_in_other_dtypes(
+    dtype: str, tmp_path: Path, model: Callable[[str], Model]
+) -> None:
     """From fp32 values and not through bf16; --compat takes the detour."""
     model("qwen3_moe")  # skips without transformers
     write_family("qwen3_moe", tmp_path / "model", dtype)
@@ -136,7 +138,7 @@ def test_family_in_other_dtypes(dtype: str, tmp_path: Path, model: Callable[[str
     assert outputs[2] != outputs[3], "the detour must show"
 
 
-def test_gpt_oss_is_refused(tmp_path: Path) -> None:
+def test_converting_gpt_oss_is_refused(tmp_path: Path) -> None:
     from ktconv.errors import CheckpointError
 
     pytest.importorskip("transformers")
@@ -153,7 +155,9 @@ def without_layer(matrices: Matrices, index: int) -> Matrices:
     return {key: values for key, values in matrices.items() if key[0] != index}
 
 
-def test_mtp_layer_of_deepseek_v3(tmp_path: Path, model: Callable[[str], Model]) -> None:
+def test_converting_the_mtp_layer_of_deepseek_v3(
+    tmp_path: Path, model: Callable[[str], Model]
+) -> None:
     """Layer num_hidden_layers is converted like the others, and the plan says so."""
     source = model("deepseek_v3")
     request = Request(str(source.path), tmp_path / "with")

@@ -228,7 +228,7 @@ def test_fused_experts(tmp_path: Path) -> None:
         ("awq", "1.up_proj.odd", np.zeros(1, np.float32), "AWQ or GPTQ"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_packed_tensors_that_do_not_fit_are_refused(
     kind: str, name: str, tensor: Tensor, reason: str, tmp_path: Path
 ) -> None:
     model, _, _ = checkpoint(tmp_path / "model", kind, **{f"{SOURCE}.{name}": tensor})

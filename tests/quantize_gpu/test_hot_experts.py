@@ -99,7 +99,9 @@ def test_a_changed_set_is_refused(parts: Path, tmp_path: Path) -> None:
         ({0: [8]}, "names expert 8 of layer 0, but it has 8"),
     ],
 )
-def test_sets_that_do_not_fit(layers: dict[int, list[int]], said: str, tmp_path: Path) -> None:
+def test_sets_for_the_gpu_that_do_not_fit(
+    layers: dict[int, list[int]], said: str, tmp_path: Path
+) -> None:
     write_expert_set(expert_set(layers), tmp_path / "set.json")
     done = gpu(tmp_path / "out", tmp_path / "set.json")
     assert done.exit_code == 2
@@ -107,7 +109,7 @@ def test_sets_that_do_not_fit(layers: dict[int, list[int]], said: str, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect(parts: Path, tmp_path: Path) -> None:
+def test_inspect_counts_experts_on_the_gpu(parts: Path, tmp_path: Path) -> None:
     facts = inspect_path(str(parts / "gpu"))
     assert (facts["kind"], facts["scheme"], facts["method"]) == (
         "experts for a GPU",

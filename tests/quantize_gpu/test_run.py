@@ -119,7 +119,7 @@ def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
         assert ("--kt-weight-path" in card) == (name != "d")
 
 
-def test_names_are_those_of_the_library() -> None:
+def test_choices_of_quantize_gpu_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
     from ktconv.targets.pack_quantized.scheme import BITS
 

@@ -164,7 +164,7 @@ def test_verify_holds(model: Path, kept_folders: Made, tmp_path: Path, source: b
 # ---- dry run, resume, faults -----------------------------------------------------------
 
 
-def test_prepare_writes_nothing(model: Path, kept_folders: Made, tmp_path: Path) -> None:
+def test_preparing_merge_writes_nothing(model: Path, kept_folders: Made, tmp_path: Path) -> None:
     before = stamps(kept_folders("int4", 2))
     preflight = prepare(Request(kept_folders("int4", 2), tmp_path / "out", str(model)))
     assert not (tmp_path / "out").exists()
@@ -348,13 +348,13 @@ def test_nested_output(model: Path, kept_folders: Made, where: str) -> None:
         prepare(Request(root, output, str(model)))
 
 
-def test_another_source(kept_folders: Made, tmp_path: Path) -> None:
+def test_merging_with_another_source(kept_folders: Made, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", layers=3, inner=512, shards=2)
     with pytest.raises(CheckpointError, match="converted from another model"):
         prepare(Request(kept_folders("int4", 1), tmp_path / "out", str(other)))
 
 
-def test_damaged_manifest(folders: Made, tmp_path: Path) -> None:
+def test_merging_a_damaged_manifest(folders: Made, tmp_path: Path) -> None:
     root = folders("int4", 1)
     edit_json(root / "ktconv.json", lambda content: content["options"].update(numa="two"))
     with pytest.raises(CheckpointError, match=r"ktconv\.json is damaged"):

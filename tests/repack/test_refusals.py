@@ -266,7 +266,7 @@ def test_no_file(foreign: Made, kind: str) -> None:
     refused(root, r"INT4_gate_1_32768Byte_quant_\.kt is not a regular file, or a broken link")
 
 
-def test_links_are_followed(foreign: Made, tmp_path: Path) -> None:
+def test_repacking_follows_links(foreign: Made, tmp_path: Path) -> None:
     root = foreign("int4", 1)
     (root / "_layer_1").rename(tmp_path / "elsewhere")
     (root / "_layer_1").symlink_to(tmp_path / "elsewhere")

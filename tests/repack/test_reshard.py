@@ -192,7 +192,7 @@ def test_from_the_source_it_is_a_fresh_conversion(
 # ---- refusals, dry run, resume ---------------------------------------------------------
 
 
-def test_prepare_writes_nothing(shards: Made, tmp_path: Path) -> None:
+def test_preparing_reshard_writes_nothing(shards: Made, tmp_path: Path) -> None:
     before = stamps(shards("int4", 1))
     preflight = prepare(Request(shards("int4", 1), tmp_path / "out", 2))
     assert preflight_facts(preflight)["numa"] == 2

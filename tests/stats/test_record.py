@@ -122,7 +122,7 @@ def test_less_memory_gives_the_same_counts(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_disk_that_is_too_small(
+def test_a_disk_too_small_for_offloaded_weights(
     torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")

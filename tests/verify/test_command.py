@@ -72,7 +72,7 @@ def test_failure(model: Path, damaged: Convert) -> None:
     assert facts["passed"] is False and facts["failure_count"] == len(facts["failures"]) == 1
 
 
-def test_two_conversions(converted: Convert, damaged: Convert) -> None:
+def test_verify_with_two_outputs_compares_them(converted: Convert, damaged: Convert) -> None:
     done = ktconv("verify", converted("int4", 2), converted("int4", 2, "layers"))
     assert done.returncode == 0 and "equal bytes" in done.stdout
     done = ktconv("verify", converted("int4", 2), converted("int4", 1), "--json")

@@ -382,7 +382,7 @@ def test_zero_matrix(made: Make, tmp_path: Path) -> None:
         assert worst["cosine"] == 0
 
 
-def test_swapped_experts(made: Make, tmp_path: Path) -> None:
+def test_comparing_swapped_experts(made: Make, tmp_path: Path) -> None:
     def swap(tensors: dict[str, Raw]) -> None:
         for proj in PROJECTIONS:
             for kind in ("weight", "scale"):
@@ -400,7 +400,7 @@ def test_swapped_experts(made: Make, tmp_path: Path) -> None:
     )
 
 
-def test_missing_part(made: Make, copied: Make) -> None:
+def test_comparing_with_a_missing_part(made: Make, copied: Make) -> None:
     b = copied(numa=2, layout="layers")
     open_packed(b).place(TensorId(1, "down", 2, 1, "scale")).file.unlink()
     found = check(made(numa=2), b, "different")
@@ -447,7 +447,7 @@ def test_missing_layer(made: Make, copied: Make) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_truncated_shard(number: int, made: Make, copied: Make) -> None:
+def test_comparing_a_truncated_shard(number: int, made: Make, copied: Make) -> None:
     b = copied()
     shard = sorted(b.glob("*.safetensors"))[number]
     with shard.open("r+b") as file:
@@ -536,7 +536,7 @@ def test_other_methods_of_the_same_sizes(made: Make, copied: Make) -> None:
     said(check(made(), b, "different"), "Layer 0, expert 0, gate: the bytes differ.")
 
 
-def test_unfinished(made: Make, copied: Make) -> None:
+def test_comparing_an_unfinished_output(made: Make, copied: Make) -> None:
     b = copied()
     (b / ".ktconv").mkdir()
     (b / ".ktconv" / "run.json").write_text("{}")
@@ -606,7 +606,7 @@ def experts_read(found: Comparison) -> list[tuple[int, int]]:
     return [(layer["layer"], one["expert"]) for layer in found.layers for one in layer["experts"]]
 
 
-def test_sample(made: Make) -> None:
+def test_comparing_a_sample(made: Make) -> None:
     pair = made(), made(method="int8")
     first = check(*pair, "different", sample=0.5, seed=1)
     assert first == check(*pair, "different", sample=0.5, seed=1, threads=1)

@@ -128,7 +128,7 @@ def test_one_bit_of_a_header(damaged: Convert) -> None:
     assert found(result, "structure", "unexpected tensor")
 
 
-def test_truncated_shard(model: Path, damaged: Convert) -> None:
+def test_output_with_a_truncated_shard(model: Path, damaged: Convert) -> None:
     output = damaged()
     shard = max(output.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     os.truncate(shard, shard.stat().st_size - 1)
@@ -153,7 +153,7 @@ def test_truncated_kt_file(model: Path, damaged: Convert) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_missing_part(manifest: bool, model: Path, damaged: Convert) -> None:
+def test_output_without_a_part(manifest: bool, model: Path, damaged: Convert) -> None:
     output = damaged("int4", 2, "layers")
     shutil.rmtree(output / "_layer_1/_numa_1")
     if not manifest:
@@ -183,7 +183,7 @@ def test_index_that_names_a_wrong_shard(damaged: Convert) -> None:
 
 
 @pytest.mark.parametrize("change", ["total_size", "no total_size", "extra", "lost", "garbage"])
-def test_damaged_index(change: str, damaged: Convert) -> None:
+def test_output_with_a_damaged_index(change: str, damaged: Convert) -> None:
     output = damaged()
     path = output / "model.safetensors.index.json"
     index = read_json(path)
@@ -206,7 +206,7 @@ def test_missing_side_file(name: str, model: Path, damaged: Convert) -> None:
     assert found(check(output, model), "structure", "missing file")[0]["file"] == name
 
 
-def test_damaged_manifest(damaged: Convert) -> None:
+def test_output_with_a_damaged_manifest(damaged: Convert) -> None:
     output = damaged()
     (output / "ktconv.json").write_text("{")
     assert found(check(output), "structure", "manifest")
@@ -230,7 +230,7 @@ def test_source_that_changed(model: Path, converted: Convert, tmp_path: Path) ->
     assert found(result, "weights", "scale")
 
 
-def test_another_source(converted: Convert, tmp_path: Path) -> None:
+def test_verifying_against_another_source(converted: Convert, tmp_path: Path) -> None:
     other = tmp_path / "other"
     weights = random_weights(256, 256, 4, seed=9)
     config = simple_config(hidden_size=256, moe_intermediate_size=256, num_experts=4)
@@ -343,7 +343,7 @@ def test_codes_under_a_zero_scale(model: Path, damaged: Convert) -> None:
     assert "0 where the scale is 0" in failure["message"]
 
 
-def test_swapped_experts(model: Path, damaged: Convert) -> None:
+def test_output_with_swapped_experts(model: Path, damaged: Convert) -> None:
     output = forget_manifest(damaged())
     for proj in ("gate", "up", "down"):
         for part in (0, 1):
@@ -403,7 +403,7 @@ def test_wrong_method_of_one_layer(model: Path, damaged: Convert, converted: Con
 
 @pytest.mark.parametrize("claim", ["relative_rms_error", "max_error_steps", "zero_share"])
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])
-def test_an_error_that_is_not_the_measured_one(
+def test_manifest_with_another_error_of_a_matrix(
     claim: str, layout: str, model: Path, damaged: Convert
 ) -> None:
     output, name = damaged("int4", 2, layout), "blk.1.ffn_down_exps.2.numa.1.weight"
@@ -420,7 +420,7 @@ def test_an_error_that_is_not_the_measured_one(
 # ---- samples and limits ----------------------------------------------------------------
 
 
-def test_sample(model: Path, converted: Convert) -> None:
+def test_a_sample_is_the_same_for_the_same_seed(model: Path, converted: Convert) -> None:
     request = Request(converted(), str(model), "weights", sample=0.4, seed=3)
     one, two = verify(request).facts, verify(request).facts
     assert one["weights"] == two["weights"]

@@ -147,7 +147,7 @@ def test_too_small_a_limit_is_refused_with_the_number_that_is_needed(
     assert done.returncode == 0, done.stderr
 
 
-def test_two_conversions(large: tuple[Path, Path], tmp_path: Path) -> None:
+def test_memory_of_comparing_two_conversions(large: tuple[Path, Path], tmp_path: Path) -> None:
     model, output = large
     convert(model, tmp_path / "out", method="int4", experts_only=True)
     words = ("verify", output, tmp_path / "out", "--sample", "0.1", "--threads", 1, "--max-memory")

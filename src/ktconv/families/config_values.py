@@ -124,11 +124,9 @@ def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
 
 
 def contradiction(first: str, value: object, other: str, another: object) -> CheckpointError:
-    """Two keys for one setting disagree."""
-    return CheckpointError(
-        f"{CONFIG_NAME} contradicts itself: {first} is {value!r:.80} but {other} is {another!r:.80}",
-        CONFIG_HINT,
-    )
+    """For two keys of one setting whose values differ."""
+    values = f"{first} is {value!r:.80} but {other} is {another!r:.80}"
+    return CheckpointError(f"{CONFIG_NAME} contradicts itself: {values}", CONFIG_HINT)
 
 
 def wrong_value(key: str, value: object, wanted: str) -> CheckpointError:

@@ -276,5 +276,7 @@ def test_group_shapes_that_do_not_fit(products: Products, kind: str) -> None:
     "layout",
     [("gint4", 48, "bf16"), ("gint4", 32, "ue8m0"), ("mxfp4", 64, "ue8m0"), ("mxfp4", 32, "f32")],
 )
-def test_layouts_that_do_not_exist(products: Products, layout: tuple[str, int, str]) -> None:
+def test_products_of_layouts_that_do_not_exist(
+    products: Products, layout: tuple[str, int, str]
+) -> None:
     assert products.sizes(Layout.of(*layout), 32, 192) == (0, 0)

@@ -619,7 +619,7 @@ def test_files_that_were_made_are_recorded(name: str, copied: Copy) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("claim", ["relative_rms_error", "max_error_steps", "zero_share"])
-def test_an_error_that_is_not_the_measured_one(
+def test_manifest_with_another_error_of_a_gpu_matrix(
     claim: str, scheme: str, model: Path, copied: Copy
 ) -> None:
     output, name = copied(scheme), f"{UP}.weight_packed"
