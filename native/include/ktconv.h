@@ -312,6 +312,10 @@ enum { KT_MAX_COLS = 32768 }; /* of a matrix that the kernels multiply with */
  * kt_pack; KT_ERR_SHAPE also for more than KT_MAX_COLS columns. */
 kt_status kt_product_check(const kt_layout *layout, int64_t rows, int64_t cols);
 
+/* Whether kt_moe_forward has code of its own for this layout at level `isa`; 0: it runs the same
+ * as at the next lower level, or there is no such level or no kernel for the layout. */
+int kt_moe_has_kernels(const kt_layout *layout, int isa);
+
 typedef enum kt_gate_function {
   KT_SWIGLU = 0,   /* h = g * sigmoid(alpha * g) * (u + beta) */
   KT_GELU = 1,     /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */

@@ -198,11 +198,13 @@ static int level_in_use(void) {
   return level;
 }
 
-int kt_isa_active(void) {
-  int level = level_in_use();
+/* The level that one without a name is a part of. */
+static int named(int level) {
   while (level >= 0 && !kt_isa_name(level)) level = level_of(level)->contains;
   return level;
 }
+
+int kt_isa_active(void) { return named(level_in_use()); }
 
 kt_status kt_isa_use(int isa) {
   if (isa < 0 || isa >= KT_ISA_COUNT) return KT_ERR_ARGUMENT;
@@ -211,12 +213,20 @@ kt_status kt_isa_use(int isa) {
   return KT_OK;
 }
 
-int kt_isa_cell(const void *row, size_t cell_size) {
+/* The level whose cell serves `level`. */
+static int serving(int level, const void *row, size_t cell_size) {
   static const char missing[sizeof(void *)] = {0};
   const char *const cells = row;
-  int level = level_in_use();
-  if (level < 0) level = KT_ISA_SCALAR;
   while (memcmp(cells + (size_t)level * cell_size, missing, cell_size) == 0)
     level = level_of(level)->contains;
   return level;
+}
+
+int kt_isa_cell(const void *row, size_t cell_size) {
+  const int level = level_in_use();
+  return serving(level < 0 ? KT_ISA_SCALAR : level, row, cell_size);
+}
+
+int kt_isa_has_cell(int isa, const void *row, size_t cell_size) {
+  return kt_isa_name(isa) && named(serving(whole_level(isa), row, cell_size)) == isa;
 }

@@ -31,4 +31,7 @@ enum {
 #define KT_CELL(row) ((row)[kt_isa_cell((row), sizeof *(row))])
 int kt_isa_cell(const void *row, size_t cell_size);
 
+/* Whether such a row has a cell for the named level `isa`, with all that this CPU has of it. */
+int kt_isa_has_cell(int isa, const void *row, size_t cell_size);
+
 #endif

@@ -68,7 +68,8 @@ def test_stdout_is_data_and_progress_goes_to_stderr(form: str) -> None:
 
 
 def test_all_methods_and_all_levels() -> None:
-    levels = [level for level in native.isa_available() if level != "amx"]
+    layouts = [method.layout for method in METHODS.values()]
+    levels = [level for level in native.kernel_levels(*layouts) if level != "amx"]
     result = bench(*SMALL, "--method", "all", "--isa", ",".join(levels), "--format", "json")
     rows = json.loads(result.stdout)["rows"]
     found = {(row["method"], row["isa"]) for row in rows}
@@ -211,6 +212,14 @@ def test_levels_are_only_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command.parse_isas("scalar") == ("scalar",)
         with pytest.raises(UsageError, match=f"--isa amx is above KTCONV_ISA={level}"):
             command.parse_isas("scalar,amx")
+
+
+def test_all_levels_are_those_with_kernels() -> None:
+    """Packing has code for avx2, products have none."""
+    assert "avx2" not in command.parse_isas("all", tuple(METHODS.values()))
+    if native.isa() == "avx512":
+        assert command.parse_isas("all", (METHODS["int4"],)) == ("scalar", "avx512")
+        assert command.parse_isas("all") == ("scalar", "avx2", "avx512")
 
 
 def test_the_variable_is_what_lowers() -> None:

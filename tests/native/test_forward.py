@@ -49,6 +49,14 @@ def weights_of(seed: int, hidden: int, intermediate: int) -> Any:
     return expert
 
 
+@pytest.fixture
+def isa(isa: str) -> str:
+    """The levels at which the forward runs code of its own."""
+    if isa not in native.kernel_levels(*(method.layout for method in METHODS.values())):
+        pytest.skip(f"there are no kernels for {isa}")
+    return isa
+
+
 @cache
 def packed(
     method: str, hidden: int, intermediate: int, experts: int, parts: int, activation: Activation
@@ -135,17 +143,29 @@ def test_forward_is_near_the_reference(
     assert_true(layer, y, x, ids, weights)
 
 
+def test_levels_with_kernels_of_their_own() -> None:
+    for method in METHODS.values():
+        levels = native.kernel_levels(method.layout)
+        assert levels[0] == "scalar" and set(levels) <= set(native.isa_available())
+        assert {"avx2", "neon"}.isdisjoint(levels)
+        assert ("amx" in levels) == ("amx" in native.isa_available())
+        assert ("avx512" in levels) == ("avx512" in native.isa_available())
+    no_kernels = Layout("gint4", 96)
+    assert native.kernel_levels(no_kernels) == native.kernel_levels() == []
+
+
 @pytest.mark.parametrize("method", EXACT)
 @pytest.mark.parametrize("tokens", [*range(1, 34), 100])
 def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, tokens: int) -> None:
     layer = make(method, 256, 384, 3, 1)
     x, ids, weights = inputs(tokens, 256, 3, 2)
     before, found = native.isa(), []
-    for level in native.isa_available():
+    levels = native.kernel_levels(METHODS[method].layout)
+    for level in levels:
         native.use_isa(level)
         found.append(layer.forward(x, ids, weights, pools["two"]))
     native.use_isa(before)
-    assert len(found) > 1 or native.isa_available() == ["scalar"]
+    assert len(found) > 1 or levels == ["scalar"]
     assert all(np.array_equal(y, found[0]) for y in found[1:])
 
 

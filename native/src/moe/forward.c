@@ -411,6 +411,13 @@ static kt_status check_arrays(const uint16_t *x, const void *ids, int32_t id_siz
   return good ? KT_OK : KT_ERR_ARGUMENT;
 }
 
+int kt_moe_has_kernels(const kt_layout *layout, int isa) {
+  const kt_weight_format *format = kt_format_of(layout);
+  if (!format || !format->product[KT_ISA_SCALAR]) return 0;
+  return kt_isa_has_cell(isa, format->product, sizeof *format->product) ||
+         kt_isa_has_cell(isa, kt_epilogues, sizeof *kt_epilogues);
+}
+
 static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
   const kt_weight_format *format = kt_format_of(&moe->layout);
   const int64_t width = moe->intermediate / moe->parts;

@@ -116,7 +116,8 @@ def parse_threads(text: str) -> tuple[int, ...]:
     return _numbers(text, "--threads", machine.MAX_THREADS) if text else (machine.usable_cores(),)
 
 
-def parse_isas(text: str) -> tuple[str, ...]:
+def parse_isas(text: str, methods: Sequence[Method] = ()) -> tuple[str, ...]:
+    """`all` leaves out levels at which all `methods`, if given, run the code of a lower one."""
     available, highest = native.isa_available(), native.isa()
     levels = list(native.ISA_NAMES.values())
     allowed = [name for name in available if levels.index(name) <= levels.index(highest)]
@@ -124,6 +125,9 @@ def parse_isas(text: str) -> tuple[str, ...]:
     if names == ("auto",):
         return (highest,)
     if names == ("all",):
+        if methods:
+            distinct = native.kernel_levels(*(method.layout for method in methods))
+            allowed = [name for name in allowed if name in distinct]
         return tuple(allowed)  # KTCONV_ISA only lowers
     for name in names:
         if name not in native.ISA_NAMES.values():

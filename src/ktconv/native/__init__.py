@@ -15,6 +15,7 @@ from ktconv.native.moe import (
     Activation,
     Layer,
     Projection,
+    kernel_levels,
     part_node,
 )
 from ktconv.native.packing import (
@@ -55,6 +56,7 @@ __all__ = [
     "decode",
     "isa",
     "isa_available",
+    "kernel_levels",
     "limit_dot",
     "limit_ops",
     "limit_read",

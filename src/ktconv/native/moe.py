@@ -19,6 +19,7 @@ from ktconv.native.arrays import (
     expect_rows,
 )
 from ktconv.native.layouts import Layout
+from ktconv.native.levels import ISA_NAMES, isa_available
 from ktconv.native.pool import Pool, open_pool
 
 MAX_COLS: int = lib.KT_MAX_COLS  # of any matrix that the kernels read
@@ -47,6 +48,18 @@ class Projection:
     codes: Array
     scale: Array | None = None
     bias: Array | None = None
+
+
+def kernel_levels(*layouts: Layout) -> list[str]:
+    """The levels of `isa_available` at which the forward has code of its own for one of `layouts`;
+    at the others it runs the code of the next lower level."""
+    own = {
+        name
+        for level, name in ISA_NAMES.items()
+        for layout in layouts
+        if lib.kt_moe_has_kernels(layout.c(), level)
+    }
+    return [name for name in isa_available() if name in own]
 
 
 def part_node(part: int, parts: int, pool: Pool) -> int:

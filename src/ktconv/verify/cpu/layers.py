@@ -1,7 +1,7 @@
 """Level 3 for experts on CPUs: what our kernels compute on the packed weights.
 
-Two questions: do the kernels compute what the packed weights stand for, on every level of
-this machine (tight), and how far is that from the source's weights (reported).
+Two questions: do the kernels compute what the packed weights stand for, on every level
+that has its own on this machine (tight), and how far is that from the source's weights (reported).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe import KERNEL_BOUND, Experts
+from ktconv.moe import KERNEL_BOUND, METHODS, Experts
 from ktconv.moe.load import packed_experts
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
@@ -26,7 +26,9 @@ class CpuLayersCheck(LayersCheck):
     compared = "kernels against float32"
 
     def _kernels(self) -> Facts:
-        return {"isas": native.isa_available(), "kernel_bound": KERNEL_BOUND}
+        layers = self._output.packed.layers.values()
+        layouts = {METHODS[one.format.key].layout for one in layers if one.format}
+        return {"isas": native.kernel_levels(*layouts), "kernel_bound": KERNEL_BOUND}
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         experts = packed_experts(self._output.packed, layer.index, self._activation)
@@ -80,7 +82,7 @@ class CpuLayersCheck(LayersCheck):
 def _on_all_levels(experts: Experts, inputs: Inputs, pool: Pool) -> Iterator[tuple[str, F32]]:
     before = native.isa()
     try:
-        for isa in native.isa_available():
+        for isa in native.kernel_levels(experts.layer.layout):
             native.use_isa(isa)
             yield isa, bf16_to_f32(experts.forward(inputs.x, inputs.ids, inputs.weights, pool))
     finally:
