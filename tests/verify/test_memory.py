@@ -27,7 +27,6 @@ from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from ktconv import native
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import MemoryLimitError, ResourceError
 from ktconv.formats import PROJECTIONS
