@@ -21,7 +21,8 @@ from helpers.families import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ktconv.checkpoint import PROJECTIONS, load_block_scale, open_checkpoint, scale_grid_shape
+from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.checkpoint.encodings.grids import load_block_scale, scale_grid_shape
 from ktconv.errors import CheckpointError
 
 SOURCE = "model.layers.0.mlp.experts"

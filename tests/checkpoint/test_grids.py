@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ktconv.checkpoint import load_outer_scale
+from ktconv.checkpoint.encodings.grids import load_outer_scale
 from ktconv.checkpoint.types import OuterScale, TensorRef
 from ktconv.errors import CheckpointError
 

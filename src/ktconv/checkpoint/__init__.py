@@ -11,32 +11,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.config import CONFIG_NAME, ConfigFile, interpret_config, read_config
-from ktconv.checkpoint.encodings import (
-    grid_nbytes,
-    load_block_scale,
-    load_grid,
-    load_groups,
-    load_outer_scale,
-    scale_grid_shape,
-    scale_span,
-)
+from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
 from ktconv.checkpoint.types import (
-    PROJECTIONS,
     BlockGrid,
     Checkpoint,
     ExpertMatrix,
     MoELayer,
-    Projection,
     Quantization,
     SourceFile,
     TensorRef,
 )
+from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text
 
@@ -52,16 +42,9 @@ __all__ = [
     "SourceFile",
     "TensorRef",
     "check_headers",
-    "grid_nbytes",
-    "load_block_scale",
-    "load_grid",
-    "load_groups",
-    "load_outer_scale",
     "locate_model",
     "open_checkpoint",
     "read_header",
-    "scale_grid_shape",
-    "scale_span",
     "source_identity",
 ]
 
@@ -73,7 +56,25 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     Everything that headers contain is validated. Raises CheckpointError (or
     ResourceError where the system refuses) with the file or tensor in its message.
     """
-    return _open_directory(locate_model(model))
+    directory = locate_model(model)
+    selection = select_shards(directory)
+    config = read_config(directory)
+    headers = read_shards(selection)
+    split = split_tensors(tensor for header in headers for tensor in header.tensors)
+    layers, notes = build_layers(split, interpret_config(config.content))
+    sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
+    for header in headers:
+        name = path_text(header.file.name)
+        sources.append(SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256))
+    return Checkpoint(
+        path=directory,
+        config=config.content,
+        files=selection.files,
+        layers=layers,
+        other_tensors=split.others,
+        notes=[*selection.notes, *notes],
+        sources=sources,
+    )
 
 
 def check_headers(directory: Path) -> None:
@@ -85,23 +86,6 @@ def check_headers(directory: Path) -> None:
     interpret_config(read_config(directory).content)
 
 
-def _open_directory(directory: Path) -> Checkpoint:
-    selection = select_shards(directory)
-    config = read_config(directory)
-    headers = read_shards(selection)
-    split = split_tensors(tensor for header in headers for tensor in header.tensors)
-    found = build_layers(split, interpret_config(config.content))
-    return Checkpoint(
-        path=directory,
-        config=config.content,
-        files=selection.files,
-        layers=found.layers,
-        other_tensors=split.others,
-        notes=[*selection.notes, *found.notes],
-        sources=[_config_source(config), *map(_shard_source, headers)],
-    )
-
-
 def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """What identifies this state of the checkpoint, as JSON-ready objects.
 
@@ -109,23 +93,11 @@ def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     mtime_ns and header_sha256, all as they were when the checkpoint was opened.
     """
     return [
-        {"name": source.name, "bytes": source.nbytes, "sha256": source.sha256}
-        if source.mtime_ns is None
-        else {
-            "name": source.name,
-            "bytes": source.nbytes,
-            "mtime_ns": source.mtime_ns,
-            "header_sha256": source.sha256,
-        }
+        {"name": source.name, "bytes": source.nbytes}
+        | (
+            {"sha256": source.sha256}
+            if source.mtime_ns is None
+            else {"mtime_ns": source.mtime_ns, "header_sha256": source.sha256}
+        )
         for source in checkpoint.sources
     ]
-
-
-def _config_source(config: ConfigFile) -> SourceFile:
-    return SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)
-
-
-def _shard_source(header: Header) -> SourceFile:
-    return SourceFile(
-        path_text(header.file.name), header.file_bytes, header.mtime_ns, header.sha256
-    )

@@ -14,25 +14,14 @@ from ktconv.families import table
 from ktconv.families.config import sections_of
 from ktconv.families.config_values import (
     CONFIG_HINT,
-    CONFIG_NAME,
     check_values,
     contradiction,
     is_whole,
     wrong_value,
 )
+from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
 from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-
-__all__ = [
-    "CONFIG_NAME",
-    "MAX_SIZE",
-    "ConfigFile",
-    "ListSetting",
-    "ModelConfig",
-    "Setting",
-    "interpret_config",
-    "read_config",
-]
 
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000

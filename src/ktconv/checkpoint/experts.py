@@ -7,21 +7,15 @@ from collections.abc import Mapping
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
-from ktconv.checkpoint.encodings import Encoding, Parts, choose_encoding
-from ktconv.checkpoint.fused import StoredWeight, fused_layout, fused_parts, refuse_biases
+from ktconv.checkpoint.encodings import choose_encoding
+from ktconv.checkpoint.encodings.base import Encoding, Parts
+from ktconv.checkpoint.fused import StoredWeight, fused_layout, fused_parts
 from ktconv.checkpoint.stacks import Stack
-from ktconv.checkpoint.types import (
-    PROJECTIONS,
-    ExpertMatrix,
-    MoELayer,
-    Projection,
-    Quantization,
-    TensorRef,
-)
+from ktconv.checkpoint.types import ExpertMatrix, MoELayer, Quantization, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.family import Matrices
+from ktconv.families.family import PROJECTIONS, Matrices, Projection
 from ktconv.families.names import known_spellings
 
 _NUMBER = re.compile("[0-9]{1,6}")
@@ -145,8 +139,6 @@ def _plain_views(
 def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
     gate_up, down = fused_parts(stack)
     of: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
-    for owner in (gate_up, down):
-        refuse_biases(owner)
     stored = [_stored(owner) for owner in (gate_up, down)]
     layout = fused_layout(stored[0], stored[1], config)
     name = stored[0].tensor.name

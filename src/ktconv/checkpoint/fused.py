@@ -19,12 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import Encoding, gpt_oss_refusal
+from ktconv.checkpoint.encodings import gpt_oss_refusal
+from ktconv.checkpoint.encodings.base import Encoding
 from ktconv.checkpoint.stacks import Stack
-from ktconv.checkpoint.types import Projection, TensorRef
+from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
+from ktconv.families.family import Projection
 from ktconv.families.table import one_of
 
 
@@ -100,6 +102,10 @@ def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef
             f"{name} and {stack.source}.{gate_up} are two ways to store the same experts",
             "Remove one of them from the checkpoint.",
         )
+    for parts in (found[gate_up], found[down]):
+        if "bias" in parts:  # only gpt-oss has them, and its rows are interleaved too
+            name = parts["bias"].name
+            raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
     return found[gate_up], found[down]
 
 
@@ -110,13 +116,6 @@ def _part_name(separator: str | None, rest: str | None) -> str:
     if separator == "_" and rest.startswith("scale"):
         return "weight_" + rest
     return rest
-
-
-def refuse_biases(parts: Mapping[str, TensorRef]) -> None:
-    """Fused experts with biases: only gpt-oss has them, and its rows are interleaved too."""
-    if "bias" in parts:
-        name = parts["bias"].name
-        raise gpt_oss_refusal(f"{name}: experts with biases are not supported as an input")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings import gpt_oss_refusal
@@ -17,16 +16,8 @@ from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 
-@dataclass(frozen=True, slots=True)
-class MoELayers:
-    """All MoE layers, ascending, and notes about them for the user."""
-
-    layers: Sequence[MoELayer]
-    notes: Sequence[str]
-
-
-def build_layers(split: Split, config: ModelConfig) -> MoELayers:
-    """Number the stacks, build their layers and compare the result with config.json.
+def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], list[str]]:
+    """All MoE layers, ascending, compared with config.json; and notes about them for the user.
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
@@ -48,7 +39,7 @@ def build_layers(split: Split, config: ModelConfig) -> MoELayers:
         _check_lists(layer, config)
     if fault := config.top_k_fault(len(layers[0].experts)):
         raise CheckpointError(fault, _CONTRADICTION)
-    return MoELayers(layers, _notes(split, layers, config))
+    return layers, _notes(split, layers, config)
 
 
 def _no_experts(split: Split) -> CheckpointError:

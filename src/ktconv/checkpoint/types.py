@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.elements import Element
-from ktconv.families.family import PROJECTIONS, Projection
-
-__all__ = [
-    "PROJECTIONS", "BlockGrid", "Checkpoint", "ExpertMatrix", "GroupIndex", "MoELayer",
-    "OuterScale", "Projection", "Quantization", "SourceFile", "TensorRef",
-]  # fmt: skip
+from ktconv.families.family import Projection
 
 
 @dataclass(frozen=True, slots=True)

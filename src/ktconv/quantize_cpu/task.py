@@ -16,7 +16,7 @@ from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import Chunk, MatrixReader, Scales, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, Scales, chunk_rows, chunks
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -85,7 +85,7 @@ class QuantizeTask(ExpertTask):
     def _convert(
         self,
         source: MatrixReader,
-        chunk: Chunk,
+        chunk: range,
         scales: Scales | None,
         part: Part,
         staging: Staging,

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv import native
-from ktconv.checkpoint import (
-    BlockGrid,
-    ExpertMatrix,
-    TensorRef,
+from ktconv.checkpoint import BlockGrid, ExpertMatrix, TensorRef
+from ktconv.checkpoint.elements import F8_E4M3
+from ktconv.checkpoint.encodings.grids import (
     grid_nbytes,
     load_block_scale,
     load_grid,
@@ -21,7 +20,6 @@ from ktconv.checkpoint import (
     load_outer_scale,
     scale_span,
 )
-from ktconv.checkpoint.elements import F8_E4M3
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import Runs, SourceReader, Span
 
@@ -42,20 +40,12 @@ class Scales:
     group_of_col: npt.NDArray[np.int32] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows `start`..`stop` of a matrix, all of one part for gate and up."""
-
-    start: int
-    stop: int
-
-
-def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[Chunk]:
-    """Cuts a matrix into chunks that fit the buffers; parts of `part_rows` rows stay apart."""
+def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
+    """Ranges of rows that fit the buffers; none has rows of two parts of `part_rows` rows."""
     rows = chunk_rows(matrix)
     for part in range(0, matrix.rows, part_rows):
         for start in range(part, part + part_rows, rows):
-            yield Chunk(start, min(start + rows, part + part_rows))
+            yield range(start, min(start + rows, part + part_rows))
 
 
 def chunk_rows(matrix: ExpertMatrix) -> int:
@@ -153,11 +143,12 @@ class MatrixReader:
             self.reader.read(fd, self.matrix.tensor, memoryview(code), flat)
         return code[0] & 0x7F == 0x7F
 
-    def read(self, fd: int, chunk: Chunk, target: U8, bounce: U8) -> int:
-        """The chunk's elements, densely packed in their own orientation; bytes read."""
+    def read(self, fd: int, chunk: range, target: U8, bounce: U8) -> int:
+        """Read the rows of `chunk` into `target`, densely packed in their own orientation; returns
+        the number of bytes."""
         matrix, unit = self.matrix, self.matrix.element
-        data = target.data[: matrix.nbytes(chunk.stop - chunk.start)]
-        rows, cols = (chunk.stop - chunk.start) // unit.unit_rows, matrix.cols // unit.unit_cols
+        data = target.data[: matrix.nbytes(len(chunk))]
+        rows, cols = len(chunk) // unit.unit_rows, matrix.cols // unit.unit_cols
         if matrix.col_stride == 1:
             runs, run_length, stride = rows, cols, matrix.row_stride
         else:
@@ -169,10 +160,10 @@ class MatrixReader:
         return len(data)
 
     def view(
-        self, chunk: Chunk, scales: Scales | None, data: U8, first_col: int, cols: int
+        self, chunk: range, scales: Scales | None, data: U8, first_col: int, cols: int
     ) -> native.Matrix:
         """Columns from `first_col` on of the chunk that `read` left in `data`."""
-        matrix, unit, rows = self.matrix, self.matrix.element, chunk.stop - chunk.start
+        matrix, unit, rows = self.matrix, self.matrix.element, len(chunk)
         row_stride, col_stride = matrix.cols // unit.unit_cols, 1
         if matrix.col_stride != 1:
             row_stride, col_stride = 1, rows // unit.unit_rows

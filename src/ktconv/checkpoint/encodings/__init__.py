@@ -5,32 +5,8 @@ from __future__ import annotations
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
 from ktconv.checkpoint.encodings.fp8 import SCALE as FP8_SCALE
-from ktconv.checkpoint.encodings.grids import (
-    grid_nbytes,
-    load_block_scale,
-    load_grid,
-    load_groups,
-    load_outer_scale,
-    scale_grid_shape,
-    scale_span,
-)
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
 from ktconv.errors import CheckpointError
-
-__all__ = [
-    "ENCODINGS",
-    "Encoding",
-    "Parts",
-    "choose_encoding",
-    "gpt_oss_refusal",
-    "grid_nbytes",
-    "load_block_scale",
-    "load_grid",
-    "load_groups",
-    "load_outer_scale",
-    "scale_grid_shape",
-    "scale_span",
-]
 
 ENCODINGS = (BF16, FP16, FP32, FP8_BLOCK)
 
