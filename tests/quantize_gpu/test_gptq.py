@@ -440,7 +440,6 @@ def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: P
     asked = request(small, tmp_path / "output", text)
     plan = prepare(asked).plan
     layer = plan.layers[0].layer
-    assert layer is not None
     unit = replace(plan.layers[0], layer=replace(layer, encoding="fp8-block"))
     with pytest.raises(CheckpointError, match="layer 0 are FP8"):
         Gptq.check(asked, replace(plan, layers=[unit]))

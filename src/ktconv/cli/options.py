@@ -119,7 +119,7 @@ def preflight_facts(
     from ktconv.conversion.run import disk_needed
 
     plan = preflight.plan
-    chosen = [unit.layer for unit in preflight.units if unit.layer]
+    chosen = [unit.layer for unit in preflight.units]
     units = [*preflight.units, *plan.others]
     return {
         "schema": 1,
@@ -129,9 +129,7 @@ def preflight_facts(
         "layer_indices": [layer.index for layer in chosen],
         "mtp_layers": [layer.index for layer in chosen if layer.is_mtp],
         "experts": max(len(unit.experts) for unit in preflight.units),
-        "experts_left_out": sum(
-            len(unit.layer.experts) - len(unit.experts) for unit in preflight.units if unit.layer
-        ),
+        "experts_left_out": sum(unit.omitted for unit in preflight.units),
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
         "encodings": sorted({layer.encoding for layer in chosen}),

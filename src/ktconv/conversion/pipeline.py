@@ -102,7 +102,6 @@ class Pipeline:
         """Run all units. The first error stops all threads and is raised; what was staged
         and not committed is removed. An interrupt ends in the same clean way."""
         self._units.extend(units)
-        self._observer.begin([unit.key for unit in self._units])
         workers: list[_Thread] = []
         others: list[_Thread] = []
         try:

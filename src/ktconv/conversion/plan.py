@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.families.names import mtp_prefix
-from ktconv.reading.matrices import source_bytes
+from ktconv.reading.matrices import expert_bytes
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
@@ -30,18 +30,13 @@ Selection = Mapping[int, Sequence[int]]  # layer -> expert ids, ascending; other
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of commit: the shards of a layer, or one shard of other tensors.
-
-    Where the target writes folders the unit is one, and has no shards.
-    """
+    """One unit of commit: a shard of non-expert tensors, or a `LayerUnit`."""
 
     key: str  # "layer-00003", "other-00001"
     target: Target
-    layer: MoELayer | None = None
-    experts: Sequence[int] = ()  # ids of those of the layer that are converted
     copies: Sequence[Copy] = ()
     shard_counts: Sequence[tuple[str, int]] = ()  # file name, number of tensors
-    folder: str | None = None
+    folder: str | None = None  # instead of shards, where the target writes folders
     source_bytes: int = 0
     output_bytes: int = 0
     data_bytes: int = 0  # of output_bytes, tensors
@@ -62,33 +57,53 @@ class Unit:
 
     def tensors(self) -> Iterator[Tensor]:
         """What is written, shard after shard."""
-        if self.layer is not None:
-            yield from self.target.tensors(self.layer, self.experts)
-        for tensor, name in self.copies:
-            yield self.target.copied(tensor, name)
+        return (self.target.copied(*copy) for copy in self.copies)
 
     @property
     def folder_files(self) -> Mapping[str, tuple[str, int]]:
-        """Tensor name -> path and size of its file, where the unit is a folder."""
-        assert self.layer is not None
+        """Tensor name -> path and size of its file, where there is a folder."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUnit(Unit):
+    """The experts of one layer."""
+
+    layer: MoELayer = field(kw_only=True)
+    experts: Sequence[int] = field(kw_only=True)  # ids of those that are converted
+
+    @property
+    def omitted(self) -> int:
+        """How many experts of the layer are not converted."""
+        return len(self.layer.experts) - len(self.experts)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self.target.tensors(self.layer, self.experts)
+
+    @property
+    def folder_files(self) -> Mapping[str, tuple[str, int]]:
         return self.target.folder_files(self.layer, self.experts)
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
 class Plan(Generic[T_co]):
-    """A whole conversion. `layers` are all that the output will hold, whoever converts them."""
+    """A whole conversion. `layers` are all layers of the output, whichever run converts them."""
 
     checkpoint: Checkpoint
     target: T_co
-    layers: Sequence[Unit]
+    layers: Sequence[LayerUnit]
     others: Sequence[Unit]
     sidecars: Sequence[Path]  # files copied as they are
     notes: Sequence[str]
-    skipped: Sequence[str] = field(default_factory=tuple)  # what is left out, and why
+    skipped: Sequence[str] = ()  # what is left out, and why
 
     @property
     def units(self) -> list[Unit]:
         return [*self.layers, *self.others]
+
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        return [unit.layer for unit in self.layers]
 
     @property
     def output_bytes(self) -> int:
@@ -104,11 +119,11 @@ class Plan(Generic[T_co]):
         """Bytes of all tensors, what the index calls total_size."""
         return sum(unit.data_bytes for unit in self.units)
 
-    def layer_units(self, indices: Sequence[int] | None) -> list[Unit]:
+    def layer_units(self, indices: Sequence[int] | None) -> list[LayerUnit]:
         """The units of these layers (all for None). UsageError for a layer that is not there."""
         if indices is None:
             return list(self.layers)
-        present = {unit.layer.index: unit for unit in self.layers if unit.layer}
+        present = {unit.layer.index: unit for unit in self.layers}
         if beyond := [index for index in indices if index > max(present)]:
             raise UsageError(
                 f"--layers names layer {beyond[0]}, but the last MoE layer is {max(present)}",
@@ -131,18 +146,6 @@ class LayerContent:
     source_bytes: int  # that are read for them
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """All that a plan is made of."""
-
-    checkpoint: Checkpoint
-    layers: Sequence[LayerContent]
-    copies: Sequence[Copy] = ()
-    sidecars: Sequence[Path] = ()
-    notes: Sequence[str] = ()
-    skipped: Sequence[str] = ()
-
-
 @collector_paused()
 def plan_checkpoint(
     checkpoint: Checkpoint, target: T, selection: Selection | None = None
@@ -150,42 +153,39 @@ def plan_checkpoint(
     """Plan the conversion of `checkpoint`; rejects what the target cannot represent."""
     layers, skipped_layers = _select_layers(checkpoint, target)
     copies, skipped_tensors = _select_others(checkpoint, target)
-    content = Content(
+    return lay_out(
         checkpoint,
+        target,
         [_layer_content(layer, (selection or {}).get(layer.index)) for layer in layers],
         copies,
         target.sidecars(checkpoint.path),
         checkpoint.notes,
         [*skipped_layers, *skipped_tensors],
     )
-    return lay_out(content, target)
 
 
 @collector_paused()
-def lay_out(content: Content, target: T) -> Plan[T]:
+def lay_out(
+    checkpoint: Checkpoint,
+    target: T,
+    layers: Sequence[LayerContent],
+    copies: Sequence[Copy],
+    sidecars: Sequence[Path],
+    notes: Sequence[str],
+    skipped: Sequence[str] = (),
+) -> Plan[T]:
     """Give every tensor its shard."""
-    target.check([chosen.layer for chosen in content.layers])
-    sizes, copies = _Sizes(target), iter(content.copies)
-    copy_sizes = _shard_sizes((target.copied(*copy) for copy in content.copies), target)
-    total = sum(len(sizes.of(chosen)) for chosen in content.layers) + len(copy_sizes)
+    target.check([chosen.layer for chosen in layers])
+    sizes, remaining = _Sizes(target), iter(copies)
+    copy_sizes = _shard_sizes((target.copied(*copy) for copy in copies), target)
+    total = sum(len(sizes.of(chosen)) for chosen in layers) + len(copy_sizes)
     names = (f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1))
-    return Plan(
-        checkpoint=content.checkpoint,
-        target=target,
-        layers=[_layer_unit(chosen, sizes.of(chosen), target, names) for chosen in content.layers],
-        others=[
-            _copy_unit(number, list(islice(copies, size.tensors)), size, target, next(names))
-            for number, size in enumerate(copy_sizes, start=1)
-        ],
-        sidecars=content.sidecars,
-        notes=content.notes,
-        skipped=content.skipped,
-    )
-
-
-def matrix_source_bytes(layer: MoELayer, expert: int, proj: Projection) -> int:
-    """Bytes that one projection of one expert takes in the source, scales included."""
-    return source_bytes(layer.experts[expert][proj])
+    units = [_layer_unit(chosen, sizes.of(chosen), target, names) for chosen in layers]
+    others = [
+        _copy_unit(number, list(islice(remaining, size.tensors)), size, target, next(names))
+        for number, size in enumerate(copy_sizes, start=1)
+    ]
+    return Plan(checkpoint, target, units, others, sidecars, notes, skipped)
 
 
 # ---- what is converted and copied ------------------------------------------------------
@@ -204,10 +204,8 @@ def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELaye
 
 
 def _layer_content(layer: MoELayer, chosen: Sequence[int] | None) -> LayerContent:
-    """All experts have equal shapes and encodings, and so equally many bytes."""
     experts = range(len(layer.experts)) if chosen is None else chosen
-    expert = sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS)
-    return LayerContent(layer, experts, expert * len(experts))
+    return LayerContent(layer, experts, expert_bytes(layer) * len(experts))
 
 
 def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], list[str]]:
@@ -290,13 +288,13 @@ def _check_fits(tensors: Sequence[Tensor], size: int, target: Target) -> None:
 
 def _layer_unit(
     chosen: LayerContent, sizes: Sequence[_ShardSize], target: Target, names: Iterator[str]
-) -> Unit:
+) -> LayerUnit:
     layer, experts = chosen.layer, chosen.experts
     folder = target.folder(layer) if experts else None
     data_bytes = sum(size.data_bytes for size in sizes)
     if folder:
         data_bytes = sum(tensor.nbytes for tensor in target.tensors(layer, experts))
-    return Unit(
+    return LayerUnit(
         f"layer-{layer.index:05d}",
         target,
         layer=layer,

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, source_identity
-from ktconv.conversion.plan import Plan, Unit
+from ktconv.conversion.plan import LayerUnit, Plan
 from ktconv.conversion.target import Target
-from ktconv.errors import OutputError
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import format_ranges
-from ktconv.writer.journal import Record, differences
+from ktconv.writer.journal import Record
 
 
 def run_record(plan: Plan[Target]) -> Record:
@@ -43,16 +42,13 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
             }
             | _chosen_experts(unit)
             for unit in plan.layers
-            if unit.layer
         },
     }
 
 
-def _chosen_experts(unit: Unit) -> Record:
+def _chosen_experts(unit: LayerUnit) -> Record:
     """The experts that are present, if not all are."""
-    assert unit.layer is not None
-    complete = len(unit.experts) == len(unit.layer.experts)
-    return {} if complete else {"expert_ids": format_ranges(list(unit.experts))}
+    return {"expert_ids": format_ranges(list(unit.experts))} if unit.omitted else {}
 
 
 def describe_units(keys: Sequence[str]) -> str:
@@ -62,18 +58,6 @@ def describe_units(keys: Sequence[str]) -> str:
     if len(layers) < len(keys):
         words.append("non-expert tensors")
     return " and ".join(words)
-
-
-def refuse_difference(ours: Record, there: Record, output: Path) -> None:
-    """OutputError if an output was begun with other settings."""
-    found = differences(ours, {key: there.get(key) for key in ours})
-    if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
-        raise OutputError(
-            f"{output} was begun with other settings or another source: {shown}",
-            "use the same settings and source to continue (a copy of the source must have its "
-            "modification times: cp -p), or --overwrite to start again",
-        )
 
 
 def peak_rss() -> int:

@@ -21,8 +21,8 @@ from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.side_files import RECORDS
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
-from ktconv.conversion.plan import Plan, T_co, Unit
-from ktconv.conversion.records import describe_units, refuse_difference, run_record
+from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
+from ktconv.conversion.records import describe_units, run_record
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
@@ -35,18 +35,18 @@ from ktconv.errors import (
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
-from ktconv.system.files import sync_directory, translated
+from ktconv.system.files import sync_directory, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.journal import (
     OTHERS_BYTE,
     Journal,
     OutputLock,
     Record,
-    differences,
+    changed,
     is_run_record,
 )
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, write_manifest
-from ktconv.writer.metadata import copy_sidecars, write_card, write_index, write_made_files
+from ktconv.writer.metadata import CARD, copy_sidecars, write_index, write_made_files
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
@@ -76,7 +76,7 @@ class Preflight(Generic[T_co]):
 
     request: BaseRequest
     plan: Plan[T_co]
-    units: Sequence[Unit]  # the layers this run is for
+    units: Sequence[LayerUnit]  # the layers this run is for
     threads: int
     peak_memory: int
     disk_free: int
@@ -188,7 +188,7 @@ class Conversion(ABC):
         """What a worker needs."""
 
     @abstractmethod
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         """What writes the experts of a unit."""
 
     @abstractmethod
@@ -280,12 +280,10 @@ class Conversion(ABC):
             self.state.remove_earlier_run()
         if self.request.finalize:
             return []
-        units = list(self.preflight.units)
-        indices = [unit.layer.index for unit in units if unit.layer]
+        indices = [unit.layer.index for unit in self.preflight.units]
         self.lock.acquire(indices, f"layers {format_ranges(indices)}")
-        if self.lock.try_acquire([OTHERS_BYTE]):
-            units += self.plan.others
-        return units
+        others = self.plan.others if self.lock.try_acquire([OTHERS_BYTE]) else ()
+        return [*self.preflight.units, *others]
 
     def _earlier_layers(self) -> list[int]:
         """Layers of the run that began this output, which may be others than ours."""
@@ -293,7 +291,7 @@ class Conversion(ABC):
         return [int(index) for index in there["geometry"]["layers"]] if is_run_record(there) else []
 
     def _all_bytes(self) -> list[int]:
-        return [*(unit.layer.index for unit in self.plan.layers if unit.layer), OTHERS_BYTE]
+        return [*(layer.index for layer in self.plan.moe_layers), OTHERS_BYTE]
 
     def _resume(self, claimed: Sequence[Unit]) -> bool:
         """Find what is done. True if the whole conversion is, and there is nothing to do."""
@@ -317,10 +315,14 @@ class Conversion(ABC):
 
     def _refuse_others(self, there: Record) -> None:
         """OutputError unless the run that left this record is continued by this one."""
-        refuse_difference(run_record(self.plan), there, self.output)
-        ours = self.origin()
-        found = differences(ours, {key: there.get(key) for key in ours})
-        if found:
+        if found := changed(run_record(self.plan), there):
+            shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
+            raise OutputError(
+                f"{self.output} was begun with other settings or another source: {shown}",
+                "use the same settings and source to continue (a copy of the source must have its "
+                "modification times: cp -p), or --overwrite to start again",
+            )
+        if found := changed(self.origin(), there):
             raise OutputError(
                 f"{self.output} was begun from other input files or tools: {found[0]}",
                 "use the same ones to continue (copied files must keep their "
@@ -385,7 +387,11 @@ class Conversion(ABC):
 
     def convert(self, pending: Sequence[Unit]) -> None:
         """Convert these units; each is journaled as soon as it is final."""
-        Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(pending)
+        self.observer.begin([unit.key for unit in pending])
+        self.run_pipeline(pending)
+
+    def run_pipeline(self, units: Sequence[Unit]) -> None:
+        Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(units)
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Journal a unit whose files are final."""
@@ -403,7 +409,7 @@ class Conversion(ABC):
     def tasks(self, unit: Unit) -> list[Task]:
         reader = self.reader()
         tasks = [self.copy_task(reader, tensor, name) for tensor, name in unit.copies]
-        return tasks + list(self.expert_tasks(unit, reader) if unit.layer else [])
+        return tasks + list(self.expert_tasks(unit, reader) if isinstance(unit, LayerUnit) else [])
 
     # ---- after converting ----
 
@@ -430,7 +436,7 @@ class Conversion(ABC):
         staging, plan = self.journal.directory, self.plan
         written = copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
         written |= write_made_files(self.made_files(), self.output, staging)
-        write_card(self.card(), self.output, staging)
+        write_durably(self.output / CARD, self.card().encode(), staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
         run = run_record(plan) | self.state.claim() | self.origin() | {RECORDS: written}
         write_manifest(run, units, self.output, staging)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
-from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.errors import VerificationError
 from ktconv.reading.buffers import COPY_BYTES, Buffers
-from ktconv.reading.matrices import span_of
+from ktconv.reading.matrices import source_bytes, span_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
@@ -45,12 +44,8 @@ class CopyTask:
             def read(piece: U8, offset: int) -> None:
                 self.reader.read(fd, self.tensor, piece.data, offset)
 
-            size = self.tensor.nbytes
-            return {
-                self.name: copy_through(
-                    self.name, size, read, staging, buffers, self.verify, advance
-                )
-            }
+            pieces = pieces_of(self.tensor.nbytes, read, buffers, advance)
+            return {self.name: write_tensor(self.name, pieces, staging, self.verify, buffers)}
 
 
 @dataclass(frozen=True)
@@ -69,53 +64,49 @@ class ExpertTask:
 
     @property
     def source_bytes(self) -> int:
-        return matrix_source_bytes(self.layer, self.expert, self.proj)
+        return source_bytes(self.matrix)
 
     def spans(self) -> Sequence[Span]:
         return [span_of(self.matrix)]
 
 
-def copy_through(
-    name: str,
-    nbytes: int,
-    read: Callable[[U8, int], None],
-    staging: Staging,
-    buffers: Buffers,
-    verify: bool,
-    advance: Advance,
-) -> Record:
-    """Copy a tensor a few MiB at a time; `read` fills a piece from its offset on."""
-    digest = hashlib.sha256()
+def pieces_of(
+    nbytes: int, read: Callable[[U8, int], None], buffers: Buffers, advance: Advance
+) -> Iterator[U8]:
+    """The bytes of a tensor, a few MiB at a time; `read` fills a piece from its offset on."""
     for offset in range(0, nbytes, COPY_BYTES):
         piece = buffers.source[: min(COPY_BYTES, nbytes - offset)]
         read(piece, offset)
+        yield piece
+        advance(len(piece))
+
+
+def write_tensor(
+    name: str,
+    pieces: Iterable[U8],
+    staging: Staging,
+    verify: bool,
+    buffers: Buffers | None = None,
+) -> Record:
+    """Write consecutive pieces of a tensor; its record for the manifest.
+
+    With `verify` each is read back, into the second half of `buffers.source` if `buffers` are
+    given. Raises VerificationError where it differs.
+    """
+    digest, offset = hashlib.sha256(), 0
+    for piece in pieces:
         digest.update(piece.data)
         staging.write(name, piece.data, offset)
         if verify:
-            check_written(name, piece, staging, offset, buffers.source[COPY_BYTES:])
-        advance(len(piece))
+            found = buffers.source[COPY_BYTES:][: len(piece)] if buffers else np.empty_like(piece)
+            staging.read(name, found.data, offset)
+            if not np.array_equal(found, piece):
+                raise VerificationError(
+                    f"{name} read back differs from what was written",
+                    "check this machine's disk, then run the same command again",
+                )
+        offset += len(piece)
     return {"sha256": digest.hexdigest()}
-
-
-def write_whole(name: str, data: U8, staging: Staging, verify: bool) -> Record:
-    """Write a tensor at once."""
-    staging.write(name, data.data, 0)
-    if verify:
-        check_written(name, data, staging)
-    return {"sha256": hashlib.sha256(data.data).hexdigest()}
-
-
-def check_written(
-    name: str, data: U8, staging: Staging, offset: int = 0, buffer: U8 | None = None
-) -> None:
-    """Read back what was written, into `buffer` if there is one, and compare."""
-    found = np.empty_like(data) if buffer is None else buffer[: len(data)]
-    staging.read(name, found.data, offset)
-    if not np.array_equal(found, data):
-        raise VerificationError(
-            f"{name} read back differs from what was written",
-            "check this machine's disk, then run the same command again",
-        )
 
 
 def four_digits(value: float) -> float:

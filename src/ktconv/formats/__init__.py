@@ -7,14 +7,14 @@ modules beside it, which are imported by name: `reference` (quantize and pack),
 encodings).
 """
 
+from ktconv.families.family import PROJECTIONS, Projection
+
 from .names import (
     BACKWARD,
     KINDS,
-    PROJECTIONS,
     Kind,
     KtFile,
     Matrix,
-    Projection,
     TensorId,
     kt_path,
     parse_kt_path,

@@ -10,11 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-Projection = Literal["gate", "up", "down"]
 Matrix = Literal["gate", "up", "down", "gate_bwd", "up_bwd", "down_bwd"]
 Kind = Literal["weight", "scale"]
 
-PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 BACKWARD: tuple[Matrix, ...] = ("gate_bwd", "up_bwd", "down_bwd")
 KINDS: tuple[Kind, ...] = ("weight", "scale")
 

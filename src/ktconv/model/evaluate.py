@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.model.load import load_language_model, load_tokenizer
-from ktconv.model.replace import ReplacedExperts, find_experts
+from ktconv.model.replace import ReplacedExperts, experts_watched, find_experts
 from ktconv.system import machine
 from ktconv.system.units import format_size
 
@@ -254,26 +252,16 @@ def capture_layer_inputs(
     """
     found: dict[int, LayerInput] = {}
 
-    def keeper(layer: int, module: nn.Module) -> Any:
-        signature = inspect.signature(module.forward)
-
-        def keep(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            found[layer] = _as_input(layer, signature.bind(*args, **named).args)
-
-        return keep
+    def keep(layer: int, arguments: Sequence[Any]) -> None:
+        found[layer] = _as_input(layer, arguments)
 
     ids = windows(tokenizer, text, tokens, 1)[0]
-    with ExitStack() as stack, torch.inference_mode():
-        for layer, site in find_experts(model).items():
-            hook = site.module.register_forward_pre_hook(
-                keeper(layer, site.module), with_kwargs=True
-            )
-            stack.callback(hook.remove)
+    with experts_watched(find_experts(model), keep), torch.inference_mode():
         model(input_ids=ids, use_cache=False)
     return found
 
 
-def _as_input(layer: int, arguments: tuple[Any, ...]) -> LayerInput:
+def _as_input(layer: int, arguments: Sequence[Any]) -> LayerInput:
     """Copies, as NumPy arrays, of what an experts module got."""
     if len(arguments) != 3:
         raise UsageError(f"the experts of layer {layer} are not called with ids and weights")

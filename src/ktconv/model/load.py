@@ -83,7 +83,7 @@ def load_language_model(
     """
     name = name or directory
     config = load_config(directory, name)
-    with _loading(directory, f"{name} as a language model", name, CONFIG_NAME), _no_progress():
+    with _loading(directory, f"{name} as a language model", name, CONFIG_NAME), no_progress():
         from transformers import AutoModelForCausalLM
 
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -106,7 +106,7 @@ def running(name: Path) -> Iterator[None]:
         if out_of_memory(error):
             raise ResourceError(f"out of memory while running {name}") from error
         raise CheckpointError(
-            f"{name} cannot be run by transformers: {_first_line(error)}"
+            f"{name} cannot be run by transformers: {first_line(error)}"
         ) from error
 
 
@@ -258,7 +258,7 @@ def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvErr
         refused = refused.__cause__ or refused.__context__
     if refused is not None or "trust_remote_code" in str(error):
         return NeedsOwnCode(name, str(refused) if refused else f"auto_map in {file}")
-    return CheckpointError(f"transformers cannot load {what}: {_first_line(error)}")
+    return CheckpointError(f"transformers cannot load {what}: {first_line(error)}")
 
 
 def _is_clear(error: Exception) -> bool:
@@ -266,26 +266,36 @@ def _is_clear(error: Exception) -> bool:
     return isinstance(error, KtconvError) or getattr(error, "errno", None) is not None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its message, or its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
-def _no_progress() -> Iterator[None]:
-    """transformers draws no bars meanwhile, and accelerate does not tell what lies on disk."""
+def no_progress() -> Iterator[None]:
+    """transformers draws no bars meanwhile, and accelerate does not log what is on disk."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    offloading = getLogger("accelerate.big_modeling")
-    told, offloading.disabled = offloading.disabled, True
+    try:
+        with replaced(getLogger("accelerate.big_modeling"), "disabled", True):
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value for an attribute of a library, for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        offloading.disabled = told
-        if shown:
-            logging.enable_progress_bar()
+        setattr(owner, name, before)
 
 
 def _check_complete(name: Path, report: Mapping[str, Any]) -> None:

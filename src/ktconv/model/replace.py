@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,23 +71,22 @@ class ReplacedExperts:
         for layer, site in self._sites.items():
             setattr(site.parent, site.name, modules[layer])
 
-    def restore(self) -> None:
-        """The model as it was before; UsageError unless its experts were kept."""
+    def _kept(self) -> Mapping[int, nn.Module]:
         if self._originals is None:
             raise UsageError(
                 "the model's own experts were not kept", "call replace_experts with keep=True"
             )
-        self._put(self._originals)
+        return self._originals
+
+    def restore(self) -> None:
+        """The model as it was before; UsageError unless its experts were kept."""
+        self._put(self._kept())
         self.close()
 
     @contextmanager
     def originals(self) -> Iterator[None]:
         """The model's own experts for a while; UsageError unless they were kept."""
-        if self._originals is None:
-            raise UsageError(
-                "the model's own experts were not kept", "call replace_experts with keep=True"
-            )
-        self._put(self._originals)
+        self._put(self._kept())
         try:
             yield
         finally:
@@ -180,6 +179,26 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
             "down_proj of all experts in each layer",
         )
     return sites
+
+
+@contextmanager
+def experts_watched(
+    sites: Mapping[int, Site], called: Callable[[int, Sequence[Any]], None]
+) -> Iterator[None]:
+    """Meanwhile `called(layer, arguments)` runs before each call of a layer's experts."""
+
+    def watch(layer: int, module: nn.Module) -> Any:
+        signature = inspect.signature(type(module).forward)  # of the object it may be a wrapper
+
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            called(layer, signature.bind(module, *args, **named).args[1:])
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    with ExitStack() as stack:
+        for layer, site in sites.items():
+            stack.callback(watch(layer, site.module).remove)
+        yield
 
 
 def _site(model: nn.Module, path: str) -> Site:

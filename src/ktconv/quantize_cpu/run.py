@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import Unit
+from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import (
     BaseRequest,
     Conversion,
@@ -94,8 +94,7 @@ def quantize_cpu(
 
 
 def _buffers(plan: Plan) -> BufferSizes:
-    layers = [unit.layer for unit in plan.layers if unit.layer]
-    return quantize_buffers(layers, FORMATS[plan.target.options.method])
+    return quantize_buffers(plan.moe_layers, FORMATS[plan.target.options.method])
 
 
 class QuantizeCpu(Conversion):
@@ -106,8 +105,7 @@ class QuantizeCpu(Conversion):
     def buffers(self) -> BufferSizes:
         return _buffers(self.plan)
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
-        assert unit.layer is not None
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify, options = self.request.verify, self.plan.target.options
         for expert in unit.experts:
             for proj in PROJECTIONS:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer
-from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_whole
+from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
@@ -116,7 +116,7 @@ class QuantizeTask(ExpertTask):
         records: dict[str, Any] = {}
         for part in parts:
             name = self._name(part, "scale")
-            scale = write_whole(name, part.scale.view(np.uint8), staging, self.verify)
+            scale = write_tensor(name, [part.scale.view(np.uint8)], staging, self.verify)
             errors = part.check.finish().as_dict()
             records[self._name(part, "weight")] = {
                 "sha256": part.digest.hexdigest(),

@@ -1,31 +1,26 @@
-"""What both methods of quantize-gpu share: the request, and everything of a run but how an
-expert's matrix is rounded."""
+"""What both methods of quantize-gpu share: request, preflight, device, and decoded copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ktconv.checkpoint import TensorRef
-from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.run import BaseRequest, Conversion
+import numpy as np
+
+from ktconv.checkpoint import ExpertMatrix
+from ktconv.conversion.run import BaseRequest
 from ktconv.conversion.run import Preflight as AnyPreflight
+from ktconv.conversion.tasks import Advance, write_tensor
 from ktconv.errors import UsageError
-from ktconv.quantize_gpu.decoded_copy import DecodedCopy
-from ktconv.reading.buffers import BufferSizes
-from ktconv.reading.decoded import source_buffer
-from ktconv.reading.reader import SourceReader
-from ktconv.system.text import Notify, silent
-from ktconv.targets.pack_quantized import config
+from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.decoded import decoded_rows, source_buffer
+from ktconv.reading.matrices import span_of
+from ktconv.reading.reader import SourceReader, Span
 from ktconv.targets.pack_quantized.module_classes import ClassCount
-from ktconv.targets.pack_quantized.target import (
-    CONFIG,
-    RECIPE,
-    Options,
-    PackQuantizedTarget,
-    Plan,
-)
+from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget, Plan
+from ktconv.writer.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -48,40 +43,32 @@ class Preflight(AnyPreflight[PackQuantizedTarget]):
     classes: Sequence[ClassCount]
 
 
-class GpuConversion(Conversion):
-    """One run; subclasses round."""
+@dataclass(frozen=True, slots=True)
+class DecodedCopy:
+    """A block-quantized non-expert matrix, written as bf16."""
 
-    plan: Plan
-    request: Request
+    reader: SourceReader
+    matrix: ExpertMatrix
+    name: str
+    verify: bool  # read back what was written
 
-    @staticmethod
-    def check(request: Request, plan: Plan) -> int:
-        """Refuse what the method cannot do; bytes of memory that it takes beside the workers'."""
-        return 0
+    @property
+    def source_bytes(self) -> int:
+        return self.matrix.tensor.nbytes
 
-    def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
-        super().__init__(preflight, observer)
-        self.notify = notify
+    def spans(self) -> Sequence[Span]:
+        return [span_of(self.matrix)]
 
-    def buffers(self) -> BufferSizes:
-        return buffer_sizes(self.plan)
-
-    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
-        matrix = self.plan.target.decoded.get(tensor.name)
-        if matrix is None:
-            return super().copy_task(reader, tensor, name)
-        return DecodedCopy(reader, matrix, name, self.request.verify)
-
-    def made_files(self) -> Mapping[str, bytes]:
-        return {CONFIG: config.config_json(self.plan), RECIPE: config.recipe_yaml(self.plan)}
-
-    def card(self) -> str:
-        return config.card(self.plan)
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        decoded = decoded_rows(self.reader, self.matrix, buffers, advance)
+        pieces = (rows.view(np.uint8).reshape(-1) for _, rows in decoded)
+        record = write_tensor(self.name, pieces, staging, self.verify)
+        return {self.name: record | {"decoded_from": "fp8-block"}}
 
 
 def buffer_sizes(plan: Plan) -> BufferSizes:
     """What a worker needs to read any matrix."""
-    matrices = [m for u in plan.layers if u.layer for m in u.layer.experts[0].values()]
+    matrices = [m for layer in plan.moe_layers for m in layer.experts[0].values()]
     matrices += plan.target.decoded.values()
     return BufferSizes(max((source_buffer(matrix).source for matrix in matrices), default=0))
 

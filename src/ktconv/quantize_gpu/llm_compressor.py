@@ -12,6 +12,8 @@ from importlib import import_module
 from logging import getLogger
 from typing import Any
 
+from ktconv.model.load import no_progress, replaced
+
 # Who wants to see them can set another level. LLM_COMPRESSOR_LOG_DISABLED would end in an error.
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
 _MODULES_WITH_BARS = (
@@ -26,19 +28,14 @@ _MODULES_WITH_BARS = (
 def quiet() -> Iterator[None]:
     """No bars and no warnings meanwhile: we report progress, by layers."""
     from loguru import logger
-    from transformers.utils import logging as untyped
 
-    logging: Any = untyped
-    bars = logging.is_progress_bar_enabled()
-    loggers = ("torch.fx", "torch.fx._symbolic_trace", "accelerate.big_modeling")
-    with ExitStack() as stack:
-        stack.enter_context(silenced(_MODULES_WITH_BARS, loggers))
+    loggers = ("torch.fx", "torch.fx._symbolic_trace")
+    with silenced(_MODULES_WITH_BARS, loggers), no_progress():
         logger.disable("compressed_tensors")
-        stack.callback(logger.enable, "compressed_tensors")
-        logging.disable_progress_bar()
-        if bars:
-            stack.callback(logging.enable_progress_bar)
-        yield
+        try:
+            yield
+        finally:
+            logger.enable("compressed_tensors")
 
 
 @contextmanager
@@ -88,14 +85,3 @@ def causal_attention() -> Iterator[None]:
         replaced(SequentialTracer, "create_arg", with_attention),
     ):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute of a library, for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

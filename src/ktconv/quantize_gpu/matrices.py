@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.conversion.tasks import four_digits, write_whole
+from ktconv.conversion.tasks import four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.reading.decoded import U16
 from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
-from ktconv.writer.shards import Tensor
 from ktconv.writer.staging import Staging
 
 # Rounding to the nearest level is off by half a step; scales and quotients in bf16 add to it.
@@ -25,15 +24,24 @@ F32 = NDArray[np.float32]
 
 
 def write_matrix(
-    staging: Staging, planned: list[Tensor], arrays: Mapping[str, NDArray[Any]], verify: bool
+    staging: Staging,
+    scheme: Scheme,
+    method: str,
+    module: str,
+    weight: U16,
+    arrays: Mapping[str, NDArray[Any]],
+    dtype: str,
+    verify: bool,
 ) -> dict[str, Any]:
-    """Write the three tensors of a matrix; what the manifest says of each.
+    """Write the three tensors of a quantized matrix; what the manifest records of each.
 
-    `arrays`: weight_packed int32, weight_scale (two-byte floats as uint16), weight_shape int64.
-    Raises VerificationError where one is not what was planned, or is read back otherwise.
+    `weight`: the source, bits [rows, cols] of `dtype`. `arrays`: weight_packed int32, weight_scale
+    (two-byte floats as uint16), weight_shape int64. Raises VerificationError where one has another
+    shape than planned, differs when read back, or cannot be a rounding of the source.
     """
     records: dict[str, Any] = {}
-    for tensor, part in zip(planned, PARTS, strict=True):
+    rows, cols = weight.shape
+    for tensor, part in zip(scheme.tensors(module, rows, cols, dtype), PARTS, strict=True):
         array = arrays.get(part)
         if array is None or array.shape != tensor.shape or array.nbytes != tensor.nbytes:
             found = "is missing" if array is None else f"has shape {list(array.shape)}"
@@ -43,7 +51,9 @@ def write_matrix(
                 "install the version that ktconv supports: pip install 'ktconv[gpu]'",
             )
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        records[tensor.name] = write_whole(tensor.name, data, staging, verify)
+        records[tensor.name] = write_tensor(tensor.name, [data], staging, verify)
+    name = f"{module}.weight_packed"
+    records[name] |= error_of(scheme, method, name, arrays, weight, dtype == "F16")
     return records
 
 

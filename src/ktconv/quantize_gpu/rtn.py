@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import PROJECTIONS, ExpertMatrix
-from ktconv.conversion.pipeline import Task
-from ktconv.conversion.plan import Unit
+from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.plan import LayerUnit, Unit
+from ktconv.conversion.run import Conversion
 from ktconv.conversion.tasks import Advance, ExpertTask
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.quantize_gpu.common import GpuConversion, device_of
-from ktconv.quantize_gpu.matrices import error_of, write_matrix
-from ktconv.reading.buffers import Buffers
+from ktconv.quantize_gpu.common import DecodedCopy, Preflight, Request, buffer_sizes, device_of
+from ktconv.quantize_gpu.matrices import write_matrix
+from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.decoded import U16, decoded_rows
 from ktconv.reading.reader import SourceReader
+from ktconv.system.text import Notify, silent
+from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.names import module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import Scheme
-from ktconv.targets.pack_quantized.target import held_dtype
+from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, Plan, held_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -103,7 +106,7 @@ class RtnTask(ExpertTask):
         module = module_name(self.layer, self.expert, self.proj)
         dtype = held_dtype(self.matrix)
         arrays = self.rounder.round(module, weight, dtype == "F16")
-        return quantized(staging, self.scheme, "rtn", module, weight, arrays, dtype, self.verify)
+        return write_matrix(staging, self.scheme, "rtn", module, weight, arrays, dtype, self.verify)
 
 
 def decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers, advance: Advance) -> U16:
@@ -114,46 +117,52 @@ def decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers, advanc
     return weight
 
 
-def quantized(
-    staging: Staging,
-    scheme: Scheme,
-    method: str,
-    module: str,
-    weight: U16,
-    arrays: Mapping[str, NDArray[Any]],
-    dtype: str,
-    verify: bool,
-) -> dict[str, Any]:
-    """Write a quantized matrix; checksums and errors for the manifest."""
-    rows, cols = weight.shape
-    records = write_matrix(staging, scheme.tensors(module, rows, cols, dtype), arrays, verify)
-    name = f"{module}.weight_packed"
-    records[name] |= error_of(scheme, method, name, arrays, weight, dtype == "F16")
-    return records
-
-
-class Rtn(GpuConversion):
+class Rtn(Conversion):
     """Every matrix by itself, through llm-compressor's model-free path."""
 
+    plan: Plan
+    request: Request
     _rounder: Rounder
+
+    def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
+        super().__init__(preflight, observer)
+        self.notify = notify
+
+    @staticmethod
+    def check(request: Request, plan: Plan) -> int:
+        """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
+        return 0
+
+    def buffers(self) -> BufferSizes:
+        return buffer_sizes(self.plan)
+
+    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
+        matrix = self.plan.target.decoded.get(tensor.name)
+        if matrix is None:
+            return super().copy_task(reader, tensor, name)
+        return DecodedCopy(reader, matrix, name, self.request.verify)
+
+    def made_files(self) -> Mapping[str, bytes]:
+        return {CONFIG: config.config_json(self.plan), RECIPE: config.recipe_yaml(self.plan)}
+
+    def card(self) -> str:
+        return config.card(self.plan)
 
     def origin(self) -> Record:
         """Library versions, because rounding may change between them."""
         return {"quantizer": {name: version(name) for name in QUANTIZERS}}
 
-    def convert(self, pending: Sequence[Unit]) -> None:
-        layers = [unit.layer for unit in self.plan.layers if unit.layer]
-        device = device_of(self.request.device)
-        self._rounder = Rounder(self.plan.target.scheme, target_pattern(layers), device)
+    def run_pipeline(self, units: Sequence[Unit]) -> None:
+        pattern, device = target_pattern(self.plan.moe_layers), device_of(self.request.device)
+        self._rounder = Rounder(self.plan.target.scheme, pattern, device)
 
         from transformers.initialization import no_init_weights
 
         # llm-compressor makes a linear layer for every matrix, to fill it at once.
         with no_init_weights():
-            super().convert(pending)
+            super().run_pipeline(units)
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
-        assert unit.layer is not None
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify = self.request.verify
         for expert in unit.experts:
             for proj in PROJECTIONS:

@@ -18,7 +18,7 @@ from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
-from ktconv.quantize_gpu.common import GpuConversion, Preflight, Request, buffer_sizes
+from ktconv.quantize_gpu.common import Preflight, Request, buffer_sizes
 from ktconv.quantize_gpu.gptq.run import Gptq
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rtn
 from ktconv.quantize_gpu.transformers_compat import loading_notes
@@ -29,7 +29,7 @@ from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget, P
 
 LIBRARIES_MEMORY = 700 << 20  # torch, transformers and llm-compressor once imported
 INSTALL = "pip install 'ktconv[gpu]'"
-METHODS: Mapping[str, type[GpuConversion]] = {"rtn": Rtn, "gptq": Gptq}
+METHODS: Mapping[str, type[Rtn]] = {"rtn": Rtn, "gptq": Gptq}
 
 
 def prepare(request: Request) -> Preflight:
@@ -88,13 +88,11 @@ def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, 
 
 def _left_out(plan: Plan) -> list[str]:
     """Experts that --experts does not name."""
-    counts = [len(unit.layer.experts) - len(unit.experts) for unit in plan.layers if unit.layer]
-    left = [count for count in counts if count]
+    left = [unit.omitted for unit in plan.layers if unit.omitted]
     return [f"{sum(left)} experts of {len(left)} layers: not in --experts"] if left else []
 
 
 def _per_thread(plan: Plan) -> int:
     """Bytes that a worker needs."""
-    layers = [unit.layer for unit in plan.layers if unit.layer]
-    sizes = [matrix.rows * matrix.cols for one in layers for matrix in one.experts[0].values()]
-    return buffer_sizes(plan).nbytes + BYTES_PER_ELEMENT * max(sizes)
+    matrices = [matrix for layer in plan.moe_layers for matrix in layer.experts[0].values()]
+    return buffer_sizes(plan).nbytes + BYTES_PER_ELEMENT * max(m.rows * m.cols for m in matrices)

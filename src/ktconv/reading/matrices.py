@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconv import native
-from ktconv.checkpoint import BlockGrid, ExpertMatrix, TensorRef
+from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.elements import F8_E4M3
 from ktconv.checkpoint.encodings.grids import (
     grid_nbytes,
@@ -52,6 +52,11 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
     """Rows per chunk: as many whole row blocks as the target holds, at least one."""
     target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
     return max(1, target // matrix.nbytes(ROWS_STEP)) * ROWS_STEP
+
+
+def expert_bytes(layer: MoELayer) -> int:
+    """Bytes of an expert in the source: all of a layer have equal shapes and encodings."""
+    return sum(map(source_bytes, layer.experts[0].values()))
 
 
 def source_bytes(matrix: ExpertMatrix) -> int:

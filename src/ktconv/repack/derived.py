@@ -11,7 +11,6 @@ import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
@@ -19,7 +18,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import Content, Copy, LayerContent
+from ktconv.conversion.plan import Copy, LayerContent, lay_out
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
@@ -103,14 +102,15 @@ def needs(
     }
 
 
-def content_alone(
-    directory: Path,
+def plan_alone(
     tree: Tree,
+    target: KTransformersTarget,
     manifest: Manifest | None,
     copies: Sequence[Copy],
     notes: Sequence[str],
-) -> Content:
-    """All that packed weights hold, without their source."""
+) -> Plan:
+    """The plan for all that packed weights contain, without their source."""
+    directory = tree.root
     recorded = manifest.layers if manifest else {}
     layers = [layer_alone(found, recorded.get(i, {})) for i, found in tree.layers.items()]
     has_config = (directory / CONFIG_NAME).exists()
@@ -125,7 +125,7 @@ def content_alone(
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)
-    return Content(checkpoint, packed_content(layers, tree), copies, side_files, notes)
+    return lay_out(checkpoint, target, packed_content(layers, tree), copies, side_files, notes)
 
 
 def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:
@@ -137,7 +137,6 @@ def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]
 def card(preflight: Preflight) -> str:
     """README.md of the output: what it holds and where that comes from."""
     plan, numa = preflight.plan, preflight.plan.target.options.numa
-    layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "all tensors" if plan.others else "expert weights only"
     base = (
         f"base_model: {json.dumps(preflight.base, ensure_ascii=False)}\n" if preflight.base else ""
@@ -155,7 +154,7 @@ tags:
 Routed experts for KTransformers' CPU kernels, from {preflight.about}:
 {plan.target.name}, {numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
-- MoE layers: {format_ranges([layer.index for layer in layers])}
+- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {expert_counts(plan)}
 - Tensors: `blk.{{layer}}.ffn_{{gate,up,down}}_exps.{{expert}}.numa.{{part}}.{{weight,scale}}`
 - `ktconv.json` holds a checksum of every tensor.

@@ -16,12 +16,12 @@ from pathlib import Path
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import Content, Unit, lay_out
+from ktconv.conversion.plan import LayerUnit, lay_out
 from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
-from ktconv.repack.derived import Derived, content_alone, packed_content
+from ktconv.repack.derived import Derived, packed_content, plan_alone
 from ktconv.repack.sources import (
     check_alone,
     check_manifest,
@@ -143,18 +143,17 @@ def _plan(inputs: _Input) -> Plan:
     """With a source: the plan of its conversion, with bytes from the folders."""
     target = KTransformersTarget(inputs.options, inputs.tree.backward)
     if inputs.source is None:
-        tree = inputs.tree
-        return lay_out(content_alone(tree.root, tree, inputs.manifest, (), _notes(inputs)), target)
+        return plan_alone(inputs.tree, target, inputs.manifest, (), _notes(inputs))
     fresh = make_plan(inputs.source, inputs.options)
-    content = Content(
+    return lay_out(
         inputs.source,
-        packed_content([unit.layer for unit in fresh.layers if unit.layer], inputs.tree),
+        target,
+        packed_content(fresh.moe_layers, inputs.tree),
         [copy for unit in fresh.others for copy in unit.copies],
         fresh.sidecars,
         [*fresh.notes, *_notes(inputs)],
         fresh.skipped,
     )
-    return lay_out(content, target)
 
 
 def _notes(inputs: _Input) -> Sequence[str]:
@@ -195,11 +194,13 @@ def _preflight(inputs: _Input, plan: Plan) -> Preflight:
 
 def _origin(inputs: _Input, plan: Plan) -> dict[str, object]:
     """What the bytes come from; a resumed run must have the same."""
-    taken = [unit.layer.index for unit in plan.layers if unit.layer]
     return {
         "manifest": inputs.manifest is not None,
         "backward": inputs.tree.backward,
-        "layers": {str(index): inputs.tree.layers[index].record for index in taken},
+        "layers": {
+            str(unit.layer.index): inputs.tree.layers[unit.layer.index].record
+            for unit in plan.layers
+        },
     }
 
 
@@ -224,8 +225,7 @@ class Merging(Derived):
         super().__init__(preflight, observer, preflight.inputs.manifest)
         self._tree = preflight.inputs.tree
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
-        assert unit.layer is not None
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         found = self._tree.layers[unit.layer.index]
         files = {entry.tensor: entry for entry in self._listing(found)}
         by_matrix: dict[tuple[str, int, int], list[KtEntry]] = {}

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import Unit, lay_out
+from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId
@@ -27,7 +27,7 @@ from ktconv.quantize_cpu import run as quantize_cpu
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
 from ktconv.repack.complete import CompleteWeights, open_complete
-from ktconv.repack.derived import Derived, content_alone
+from ktconv.repack.derived import Derived, plan_alone
 from ktconv.repack.recut import (
     MATRIX_COPIES,
     RecutTask,
@@ -116,8 +116,8 @@ def _options(request: Request, packed: CompleteWeights) -> Options:
 def _plan(request: Request, packed: CompleteWeights) -> Plan:
     copies = [(tensor, name) for name, tensor in packed.weights.others.items()]
     notes = [_down_scales(packed.tree.parts, request.numa)]
-    content = content_alone(packed.directory, packed.tree, packed.manifest, copies, notes)
-    return lay_out(content, KTransformersTarget(_options(request, packed), packed.tree.backward))
+    target = KTransformersTarget(_options(request, packed), packed.tree.backward)
+    return plan_alone(packed.tree, target, packed.manifest, copies, notes)
 
 
 def _down_scales(old: int, new: int) -> str:
@@ -212,8 +212,7 @@ class Resharding(Derived):
     def reader(self) -> SourceReader:
         return self._packed.reader()
 
-    def expert_tasks(self, unit: Unit, reader: SourceReader) -> Iterator[Task]:
-        assert unit.layer is not None
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         layer, parts = self._packed.tree.layers[unit.layer.index], self.plan.target.options.numa
         for expert in layer.here:
             for proj in matrices(layer.backward):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconv.conversion.tasks import Advance, copy_through
+from ktconv.conversion.tasks import Advance, pieces_of, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
@@ -59,7 +59,8 @@ class MergeTask:
                 if entry.tensor.kind == "scale":
                     refuse_odd_scales(piece, str(path))
 
-            found = copy_through(name, entry.nbytes, read, staging, buffers, self.verify, advance)
+            pieces = pieces_of(entry.nbytes, read, buffers, advance)
+            found = write_tensor(name, pieces, staging, self.verify, buffers)
         known = self.known.get(name)
         check_sum(found["sha256"], known, str(path))
         return dict(known or found)

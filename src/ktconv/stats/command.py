@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,18 @@ from ktconv.system.files import check_writable, translated
 from ktconv.system.text import Notify
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """Counts, and the recorded ids if a trace was requested."""
-
-    statistics: Statistics
-    ids: dict[int, I32] = field(default_factory=dict)
-
-
 def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str]]:
     """The JSON document and the lines for people. Raises KtconvError."""
     started = time.monotonic()
     _check(request)
     earlier = _earlier(request)
-    recorded = _record(request, notify) if earlier is None else _Recorded(earlier)
-    statistics = recorded.statistics
+    statistics, ids = (earlier, {}) if earlier else _record(request, notify)
     if request.layers is not None:
         statistics = statistics.only(request.layers)
     facts = statistics.facts(*request.choice)
     if request.trace is not None:
         experts = {layer.layer: layer.experts for layer in statistics.layers}
-        write_trace(request.trace, {n: recorded.ids[n] for n in experts}, experts)
+        write_trace(request.trace, {n: ids[n] for n in experts}, experts)
         notify(f"wrote {request.trace}")
     if request.write is not None:
         chosen = statistics.hot(*request.choice)
@@ -110,26 +100,23 @@ def _earlier(request: StatsRequest) -> Statistics | None:
     return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
 
 
-def _record(request: StatsRequest, notify: Notify) -> _Recorded:
+def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int, I32]]:
+    """Counts, and the recorded ids if a trace was requested."""
     directory = locate_model(request.model)
     check_headers(directory)
     pieces = _text(request.text)
     notify("loading the model")
     limit = request.max_tokens or DEFAULT_TOKENS
     name = request.text.name if request.text else "the built-in sample"
-    with _way_out(), running(directory), Recorder(directory, request.max_memory) as recorder:
-        _check_choice(recorder.experts, request)
-        notify(f"reading at most {limit} tokens of {name}")
-        found, ids = recorder.read(pieces, limit, notify, keep=request.trace is not None)
-    return _Recorded(Statistics(found.layers, {**found.about, "text": name}), ids)
-
-
-def _way_out() -> AbstractContextManager[None]:
-    """Hints of errors that end the counting."""
-    return way_out(
+    hints = way_out(
         "use a release of transformers that supports this architecture",
         "set --max-memory to offload part of the weights to disk",
     )
+    with hints, running(directory), Recorder(directory, request.max_memory) as recorder:
+        _check_choice(recorder.experts, request)
+        notify(f"reading at most {limit} tokens of {name}")
+        found, ids = recorder.read(pieces, limit, notify, keep=request.trace is not None)
+    return Statistics(found.layers, {**found.about, "text": name}), ids
 
 
 def _text(path: Path | None) -> Iterator[str]:
@@ -138,12 +125,7 @@ def _text(path: Path | None) -> Iterator[str]:
     first = next(pieces, "")
     if not first.strip():
         raise UsageError(f"--text {path} is empty", "give a UTF-8 text file")
-
-    def whole() -> Iterator[str]:
-        yield first
-        yield from pieces
-
-    return whole()
+    return chain([first], pieces)
 
 
 def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +16,6 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
 from ktconv.system.text import Notify, path_text, silent
 from ktconv.system.units import format_duration
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
@@ -98,14 +93,22 @@ class Recorder:
         """
         import torch
 
+        from ktconv.model.replace import experts_watched
+
         found = {layer: _Layer(np.zeros(n, np.int64)) for layer, n in self.experts.items()}
         length = getattr(self._model.config, "max_position_embeddings", None) or WINDOW
         progress, tokens = _Progress(max_tokens, notify), 0
-        with ExitStack() as stack, torch.inference_mode():
-            for layer, site in self._sites.items():
-                count = _counter(layer, site.module, found[layer], keep)
-                hook = site.module.register_forward_pre_hook(count, with_kwargs=True)
-                stack.callback(hook.remove)
+
+        def count(layer: int, arguments: Sequence[Any]) -> None:
+            about, experts = found[layer], len(found[layer].counts)
+            ids = _chosen(layer, arguments, experts)
+            here = ids[(ids >= 0) & (ids < experts)]
+            about.counts += np.bincount(here, minlength=experts)
+            about.tokens += len(ids)
+            if keep:
+                about.ids.append(ids)
+
+        with experts_watched(self._sites, count), torch.inference_mode():
             windows = token_windows(self._tokenizer, pieces, min(WINDOW, length), max_tokens)
             for batch in _batches(windows, self._windows):
                 # The logits are not needed, and can be larger than all else that is computed.
@@ -114,38 +117,20 @@ class Recorder:
                 progress.tell(tokens)
         if not tokens:
             raise UsageError("the text contains no tokens", "use a longer text")
-        return self._statistics(found, tokens), _ids(found) if keep else {}
-
-    def _statistics(self, found: Mapping[int, _Layer], tokens: int) -> Statistics:
-        layers = []
-        for layer, about in found.items():
-            if not about.counts.any():
+        for layer, counted in found.items():
+            if not counted.counts.any():
                 raise CheckpointError(f"the model did not call layer {layer}'s experts")
-            layers.append(LayerCounts(layer, about.tokens, about.counts))
-        return Statistics(layers, self.about | {"tokens": tokens})
-
-
-def _counter(layer: int, module: nn.Module, found: _Layer, keep: bool) -> Any:
-    """A hook that counts with what ids an experts module is called."""
-    signature = inspect.signature(type(module).forward)  # of the object it may be a wrapper
-
-    def count(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        _, *arguments = signature.bind(_module, *args, **named).args
-        ids = _chosen(layer, arguments, len(found.counts))
-        here = ids[(ids >= 0) & (ids < len(found.counts))]
-        found.counts += np.bincount(here, minlength=len(found.counts))
-        found.tokens += len(ids)
-        if keep:
-            found.ids.append(ids)
-
-    return count
+        layers = [LayerCounts(n, counted.tokens, counted.counts) for n, counted in found.items()]
+        ids = {n: np.concatenate(counted.ids) for n, counted in found.items()} if keep else {}
+        return Statistics(layers, self.about | {"tokens": tokens}), ids
 
 
 def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
     """Chosen experts [M, K] of a call; -1 where a token chose fewer."""
     if len(arguments) == 3:  # hidden states, ids, weights
         tokens = arguments[0].numel() // arguments[0].shape[-1]
-        return _numbers(arguments[1].reshape(tokens, -1))
+        ids: I32 = arguments[1].reshape(tokens, -1).cpu().numpy().astype(np.int32)  # a copy
+        return ids
     if len(arguments) == 1:  # Llama 4: every expert gets all tokens, as zeros if not chosen
         chosen = arguments[0].reshape(experts, -1, arguments[0].shape[-1]).any(dim=2).T
         top_k = int(chosen.sum(dim=1).max())
@@ -155,15 +140,6 @@ def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
         f"the experts of layer {layer} are called with {len(arguments)} "
         "arguments, which is not supported"
     )
-
-
-def _numbers(ids: Tensor) -> I32:
-    found: I32 = ids.cpu().numpy().astype(np.int32)  # a copy
-    return found
-
-
-def _ids(found: Mapping[int, _Layer]) -> dict[int, I32]:
-    return {layer: np.concatenate(about.ids) for layer, about in found.items()}
 
 
 # ---- text ------------------------------------------------------------------------------

@@ -71,16 +71,13 @@ def _use(plan: Plan) -> str:
 def expert_counts(plan: Plan) -> str:
     """How many experts the layers have, and how many were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
-    left_out = sum(
-        len(unit.layer.experts) - len(unit.experts) for unit in plan.layers if unit.layer
-    )
+    left_out = sum(unit.omitted for unit in plan.layers)
     named = f"; {left_out} experts are left out, `ktconv.json` names them" if left_out else ""
     return ", ".join(map(str, counts)) + named
 
 
 def model_card(plan: Plan) -> str:
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    layers = [unit.layer for unit in plan.layers if unit.layer]
     content = "expert weights only" if not plan.others else "all tensors"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
@@ -102,7 +99,7 @@ tags:
 The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktconv's"} CPU kernels:
 {plan.target.name}, {options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
-- MoE layers: {format_ranges([layer.index for layer in layers])}
+- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {expert_counts(plan)}
 - Tensors: {where}
 - `ktconv.json` has a checksum of every tensor and the quantization error of every matrix.

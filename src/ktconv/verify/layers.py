@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer
-from ktconv.conversion.plan import matrix_source_bytes
+from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.load import activation_of
+from ktconv.reading.matrices import expert_bytes
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Findings, Progression
@@ -60,7 +60,7 @@ class LayersCheck(ABC):
     def _each(self, layers: Sequence[MoELayer], progression: Progression) -> list[Facts]:
         """What is found of every layer, with progress by the bytes of their experts."""
         rows = []
-        sizes = {_unit(layer): _bytes_of(layer) for layer in layers}
+        sizes = {_unit(layer): expert_bytes(layer) * len(layer.experts) for layer in layers}
         with progression(sizes) as observer:
             if observer:
                 observer.begin(list(sizes))
@@ -85,10 +85,6 @@ class LayersCheck(ABC):
 
 def _unit(layer: MoELayer) -> str:
     return f"layer-{layer.index:05d}"
-
-
-def _bytes_of(layer: MoELayer) -> int:
-    return sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS) * len(layer.experts)
 
 
 def _sampled(layers: Sequence[MoELayer], request: VerifyRequest) -> list[MoELayer]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
-from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
@@ -20,7 +19,7 @@ from ktconv.moe import METHODS
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
-from ktconv.reading.matrices import chunk_rows
+from ktconv.reading.matrices import chunk_rows, expert_bytes
 from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
@@ -211,10 +210,7 @@ def loading_bytes(checkpoint: Checkpoint) -> int:
     are there twice while they are stacked. Pages of mapped files, which the system can take
     back, are not counted."""
     weights = sum(source.nbytes for source in checkpoint.sources)
-    experts = (
-        sum(matrix_source_bytes(layer, 0, proj) for proj in PROJECTIONS) * len(layer.experts)
-        for layer in checkpoint.layers
-    )
+    experts = (expert_bytes(layer) * len(layer.experts) for layer in checkpoint.layers)
     return LIBRARIES_MEMORY + weights + max(experts, default=0)
 
 

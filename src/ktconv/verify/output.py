@@ -59,7 +59,7 @@ class OpenedOutput(ABC):
     def source_layers(self) -> dict[int, MoELayer]:
         """The layers of the source that should be there."""
         units = self.plan.layers if self.plan else ()
-        return {unit.layer.index: unit.layer for unit in units if unit.layer}
+        return {unit.layer.index: unit.layer for unit in units}
 
     @property
     def source_tensors(self) -> dict[str, TensorRef]:

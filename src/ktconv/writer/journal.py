@@ -184,6 +184,11 @@ def file_is_intact(output: Path, record: Mapping[str, Any]) -> bool:
     return hashlib.sha256(header).hexdigest() == str(record["header_sha256"])
 
 
+def changed(ours: Record, there: Record) -> list[str]:
+    """`differences` in what `ours` has."""
+    return differences(ours, {key: there.get(key) for key in ours})
+
+
 def differences(ours: Record, theirs: Record, path: str = "") -> list[str]:
     """Where two records differ, as "options.numa: 2 there, 1 now"."""
     found = []

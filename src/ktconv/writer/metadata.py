@@ -23,21 +23,20 @@ def copy_sidecars(
     for relative in files:
         make_directory((output / relative).parent)
         with opened_small(source, relative) as descriptor:
-            found = Fingerprint()
-            data = found.of(read_chunks(source / relative, descriptor))
-            write_durably(output / relative, data, staging)
-        records[path_text(relative)] = found.record()
+            chunks = read_chunks(source / relative, descriptor)
+            records[path_text(relative)] = _write(output / relative, chunks, staging)
     return records
 
 
 def write_made_files(files: Mapping[str, bytes], output: Path, staging: Path) -> dict[str, Record]:
     """Write small files that the conversion makes; their records for the manifest."""
-    records = {}
-    for name, content in files.items():
-        found = Fingerprint()
-        write_durably(output / name, found.of([content]), staging)
-        records[name] = found.record()
-    return records
+    return {name: _write(output / name, [data], staging) for name, data in files.items()}
+
+
+def _write(path: Path, chunks: Iterable[bytes], staging: Path) -> Record:
+    found = Fingerprint()
+    write_durably(path, found.of(chunks), staging)
+    return found.record()
 
 
 def write_index(
@@ -64,7 +63,3 @@ def read_index(output: Path) -> Record | None:
         return parse_record(read_small(output, INDEX)) or {}
     except MissingFileError:
         return None
-
-
-def write_card(text: str, output: Path, staging: Path) -> None:
-    write_durably(output / CARD, text.encode(), staging)

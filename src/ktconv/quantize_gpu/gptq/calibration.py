@@ -13,11 +13,11 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
@@ -91,8 +91,8 @@ def read_samples(settings: Calibration, tokenizer: Any) -> Samples:
     if Path(settings.dataset).suffix.lower() == ".txt":
         ids, facts = _from_text(settings, tokenizer)
     else:
-        records = _Lines(settings.dataset) if is_file(settings.dataset) else _Named(settings)
-        ids, facts = _from_records(records, settings, tokenizer), records.facts()
+        records = _lines(settings.dataset) if is_file(settings.dataset) else _named(settings)
+        ids, facts = _from_records(records, settings, tokenizer), records.facts
     if not ids:
         raise UsageError(f"--dataset {settings.dataset} contains no usable text", _RECORDS)
     found = {
@@ -104,13 +104,13 @@ def read_samples(settings: Calibration, tokenizer: Any) -> Samples:
         "tokens": sum(map(len, ids)),
         "seed": settings.seed,
     }
-    return Samples(ids, found | facts)
+    return Samples(ids, {**found, **facts})
 
 
 # ---- text files ------------------------------------------------------------------------
 
 
-def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
+def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], Mapping[str, Any]]:
     """Windows of a text file: they neither overlap nor leave a gap. A text that is shorter than
     one window is one sample; else what is left at its end is not used."""
     data = _read(settings.dataset)
@@ -130,85 +130,63 @@ def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], 
 # ---- records ---------------------------------------------------------------------------
 
 
-class _Records(Protocol):
+@dataclass(frozen=True, slots=True)
+class _Records:
     """Records that can be drawn in any order."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-    def where(self, index: int) -> str:
-        """How an error names a record."""
-
-    def facts(self) -> dict[str, Any]: ...
+    count: int
+    get: Callable[[int], Any]
+    where: Callable[[int], str]  # how an error names a record
+    facts: Mapping[str, Any]
 
 
-class _Lines:
+def _lines(dataset: str) -> _Records:
     """The lines of a .jsonl file that are not blank."""
+    data = _read(dataset)
+    numbered = enumerate(data.splitlines(), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    if not lines:
+        raise UsageError(f"--dataset {dataset} is empty", _RECORDS)
 
-    def __init__(self, dataset: str) -> None:
-        self._path = dataset
-        self._data = _read(dataset)
-        lines = enumerate(self._data.splitlines(), start=1)
-        self._lines = [(number, line) for number, line in lines if line.strip()]
-        if not self._lines:
-            raise UsageError(f"--dataset {dataset} is empty", _RECORDS)
+    def where(index: int) -> str:
+        return f"{dataset} line {lines[index][0]}"
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Any:
-        line = _decoded(self._lines[index][1], self.where(index))
+    def get(index: int) -> Any:
+        line = _decoded(lines[index][1], where(index))
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{self.where(index)} is not JSON: {error}", _RECORDS) from None
+            raise UsageError(f"{where(index)} is not JSON: {error}", _RECORDS) from None
 
-    def where(self, index: int) -> str:
-        return f"{self._path} line {self._lines[index][0]}"
-
-    def facts(self) -> dict[str, Any]:
-        return _file_facts(self._data)
+    return _Records(len(lines), get, where, _file_facts(data))
 
 
-class _Named:
+def _named(settings: Calibration) -> _Records:
     """A dataset that the library `datasets` knows or downloads."""
+    dataset, split = settings.dataset, settings.split
+    name, _, config = dataset.partition(":")
+    hint = "give a .jsonl or .txt file, or the name and --split of a dataset on the hub"
+    try:
+        from datasets import load_dataset
 
-    def __init__(self, settings: Calibration) -> None:
-        name, _, config = settings.dataset.partition(":")
-        self._name, self._split = settings.dataset, settings.split
-        hint = "give a .jsonl or .txt file, or the name and --split of a dataset on the hub"
-        try:
-            from datasets import load_dataset
-
-            with _no_warnings():  # each attempt to reach the hub is one
-                self._rows: Any = load_dataset(name, config or None, split=settings.split)
-        except ImportError as error:
-            raise UsageError(
-                f"--dataset {settings.dataset} is not a .jsonl or .txt file, and the "
-                "library datasets is not installed",
-                "install it with: pip install 'ktconv[gpu]'",
-            ) from error
-        except Exception as error:  # of many libraries: network, file systems, parsers
-            raise UsageError(
-                f"--dataset {settings.dataset} (split {settings.split}) cannot be loaded: "
-                f"{_first_line(error)}",
-                hint,
-            ) from error
-        if not len(self._rows):
-            raise UsageError(f"--dataset {self._name} has no records in {self._split}", hint)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._rows[index]
-
-    def where(self, index: int) -> str:
-        return f"record {index} of {self._name} ({self._split})"
-
-    def facts(self) -> dict[str, Any]:
-        return {"fingerprint": str(getattr(self._rows, "_fingerprint", ""))}
+        with _no_warnings():  # each attempt to reach the hub is one
+            rows: Any = load_dataset(name, config or None, split=split)
+    except ImportError as error:
+        raise UsageError(
+            f"--dataset {dataset} is not a .jsonl or .txt file, and the "
+            "library datasets is not installed",
+            "install it with: pip install 'ktconv[gpu]'",
+        ) from error
+    except Exception as error:  # of many libraries: network, file systems, parsers
+        raise UsageError(
+            f"--dataset {dataset} (split {split}) cannot be loaded: {load.first_line(error)}", hint
+        ) from error
+    if not len(rows):
+        raise UsageError(f"--dataset {dataset} has no records in {split}", hint)
+    facts = {"fingerprint": str(getattr(rows, "_fingerprint", ""))}
+    return _Records(
+        len(rows), rows.__getitem__, lambda n: f"record {n} of {dataset} ({split})", facts
+    )
 
 
 @contextmanager
@@ -222,11 +200,11 @@ def _no_warnings() -> Iterator[None]:
 
 
 def _from_records(records: _Records, settings: Calibration, tokenizer: Any) -> list[list[int]]:
-    order = list(range(len(records)))
+    order = list(range(records.count))
     random.Random(settings.seed).shuffle(order)
     chosen: list[list[int]] = []
     for index in order:
-        ids = _tokens(records[index], records.where(index), tokenizer)[: settings.max_seq_len]
+        ids = _tokens(records.get(index), records.where(index), tokenizer)[: settings.max_seq_len]
         if len(ids) >= 2:
             chosen.append(ids)
         if len(chosen) == settings.samples:
@@ -249,7 +227,7 @@ def _tokens(record: Any, where: str, tokenizer: Any) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     except (TypeError, UnicodeError, ValueError) as error:  # half a surrogate pair, for one
         raise UsageError(
-            f"the tokenizer cannot read {where}: {_first_line(error)}", _RECORDS
+            f"the tokenizer cannot read {where}: {load.first_line(error)}", _RECORDS
         ) from error
 
 
@@ -263,7 +241,7 @@ def _chat(messages: list[Any], where: str, tokenizer: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # templates are programs
         raise UsageError(
-            f"the chat template cannot render {where}: {_first_line(error)}", _RECORDS
+            f"the chat template cannot render {where}: {load.first_line(error)}", _RECORDS
         ) from error
 
 
@@ -286,11 +264,3 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _file_facts(data: bytes) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _first_line(error: BaseException) -> str:
-    return next(_lines_of(error), type(error).__name__)
-
-
-def _lines_of(error: BaseException) -> Iterator[str]:
-    return (line.strip() for line in str(error).splitlines() if line.strip())

@@ -18,7 +18,7 @@ from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.families.family import USUAL
 from ktconv.families.names import layer_number
-from ktconv.model.load import load_language_model, out_of_memory, way_out
+from ktconv.model.load import first_line, load_language_model, out_of_memory, way_out
 from ktconv.quantize_gpu.gptq.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.llm_compressor import quiet
 
@@ -85,9 +85,8 @@ def load_linear_model(
         except (MemoryError, *OF_LIBRARIES) as error:
             if out_of_memory(error):
                 raise ResourceError(f"out of memory while loading {name}") from error
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(
-                f"llm-compressor cannot take the experts of {name} apart: {first}"
+                f"llm-compressor cannot take the experts of {name} apart: {first_line(error)}"
             ) from error
     return model
 

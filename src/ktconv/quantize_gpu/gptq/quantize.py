@@ -14,11 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ktconv.quantize_gpu.llm_compressor import (
-    causal_attention,
-    quiet,
-    replaced,
-)  # before the libraries that it silences
+from ktconv.quantize_gpu.llm_compressor import causal_attention, quiet  # before what it silences
 
 # isort: split
 import torch
@@ -35,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.model.load import first_line, replaced
 from ktconv.quantize_gpu.gptq.calibration import Samples
 from ktconv.quantize_gpu.gptq.calibration_model import OF_LIBRARIES, LinearExperts, linear_experts
 from ktconv.quantize_gpu.gptq.coverage import Counter, LayerCoverage
@@ -57,7 +54,7 @@ class QuantizedMatrix:
 
 
 class Events(Protocol):
-    """What a caller is told while layers are quantized."""
+    """What happens while layers are quantized."""
 
     def layer_started(self, layer: int) -> None: ...
 
@@ -196,9 +193,6 @@ class _Run:
         self.counters[layer].add(ids.to("cpu", torch.int64).numpy())
         self.events.progressed(layer, _CALIBRATING / self.batches)
 
-    def propagated(self, layer: int) -> None:
-        self.events.progressed(layer, _PROPAGATING / self.batches)
-
     def finish(self, number: int, fell_back: Mapping[nn.Module, str]) -> None:
         """Hand a layer over, and let it compute with exactly what was handed over."""
         layer = self.layers[number]
@@ -259,7 +253,7 @@ class ExpertGPTQ(GPTQModifier):  # type: ignore[misc]
     def _propagating(self, layer: int) -> Callable[..., None]:
         def count(_module: nn.Module, _args: Any, _output: Any) -> None:
             if layer in self._run.done:
-                self._run.propagated(layer)
+                self._run.events.progressed(layer, _PROPAGATING / self._run.batches)
 
         return count
 
@@ -309,8 +303,7 @@ def _errors_translated() -> Iterator[None]:
             "use fewer --samples or a smaller --max-seq-len; layers that are done are kept",
         ) from error
     except OF_LIBRARIES as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"llm-compressor cannot calibrate this model: {first}",
+            f"llm-compressor cannot calibrate this model: {first_line(error)}",
             "--method rtn works on the checkpoint itself; layers that are done are kept",
         ) from error

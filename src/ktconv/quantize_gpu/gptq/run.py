@@ -10,14 +10,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
 from ktconv.conversion.pipeline import Observer
-from ktconv.conversion.plan import Unit
+from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (
@@ -29,7 +29,8 @@ from ktconv.quantize_gpu.gptq.calibration import (
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
 from ktconv.quantize_gpu.gptq.memory import Need, Placement, estimate, place
-from ktconv.quantize_gpu.rtn import Rtn, as_array, decoded, quantized
+from ktconv.quantize_gpu.matrices import write_matrix
+from ktconv.quantize_gpu.rtn import Rtn, as_array, decoded
 from ktconv.reading.buffers import Buffers
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
@@ -49,10 +50,10 @@ _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
 
 def _check_encodings(plan: Plan) -> None:
     """The whole model is loaded by transformers, which computes with FP8 weights only on GPUs."""
-    for unit in plan.layers:
-        if unit.layer is not None and unit.layer.encoding == "fp8-block":
+    for layer in plan.moe_layers:
+        if layer.encoding == "fp8-block":
             raise CheckpointError(
-                f"the experts of layer {unit.layer.index} are FP8, and --method gptq needs a model "
+                f"the experts of layer {layer.index} are FP8, and --method gptq needs a model "
                 "that is not quantized",
                 "--method rtn reads FP8; or use the bf16 version of this model",
             )
@@ -60,7 +61,7 @@ def _check_encodings(plan: Plan) -> None:
 
 def need(plan: Plan) -> Need:
     """The memory that calibration takes."""
-    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}  # type: ignore[union-attr]
+    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}
     used = plan.target.options.calibration
     assert used is not None
     return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
@@ -76,9 +77,9 @@ def coverage_of(output: Path) -> dict[int, LayerCoverage]:
     }
 
 
-def _is_calibrated(unit: Unit) -> bool:
+def _is_calibrated(unit: LayerUnit) -> bool:
     """transformers builds no layers for multi-token prediction: those are rounded to nearest."""
-    return unit.layer is not None and not unit.layer.is_mtp and len(unit.experts) > 0
+    return not unit.layer.is_mtp and len(unit.experts) > 0
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class _Progress:
     """Shares of layers as bytes of source, whole ones that add up."""
 
     observer: Observer
-    units: Mapping[int, Unit]
+    units: Mapping[int, LayerUnit]
     done: dict[int, float] = field(default_factory=dict)
 
     def advance(self, layer: int, share: float) -> None:
@@ -94,20 +95,6 @@ class _Progress:
         self.done[layer] = min(1.0, before + share)
         size = self.units[layer].source_bytes
         self.observer.advanced(round(size * self.done[layer]) - round(size * before))
-
-
-class _OneBegin(Observer):
-    """The observer of a run in two parts: the second does not begin anew."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer, self._begun = observer, False
-        for name in ("advanced", "unit_started", "unit_finished", "noted"):
-            setattr(self, name, getattr(observer, name))
-
-    def begin(self, keys: list[str]) -> None:
-        if not self._begun:
-            self._begun = True
-            self._observer.begin(keys)
 
 
 class Gptq(Rtn):
@@ -139,7 +126,7 @@ class Gptq(Rtn):
         return need(plan).cpu(gpu=False)
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
-        super().__init__(preflight, _OneBegin(observer), notify)
+        super().__init__(preflight, observer, notify)
         assert self.plan.target.options.calibration is not None
         self.settings = self.plan.target.options.calibration
         self.device = device_of(self.request.device)
@@ -148,11 +135,7 @@ class Gptq(Rtn):
         self._check_vocabulary()
         self.tested: SelfTest | None = None
         self._coverage: dict[int, LayerCoverage] = {}
-        self._calibrated = {
-            unit.layer.index: unit
-            for unit in self.plan.layers
-            if unit.layer is not None and _is_calibrated(unit)
-        }
+        self._calibrated = {u.layer.index: u for u in self.plan.layers if _is_calibrated(u)}
         self._progress = _Progress(observer, self._calibrated)
 
     def _place(self) -> Placement:
@@ -182,14 +165,14 @@ class Gptq(Rtn):
         """What experts saw, of all layers, and the self-test of this run."""
         coverage = coverage_of(self.output)
         return {
-            "self_test": self.tested.record() if self.tested else None,
+            "self_test": asdict(self.tested) if self.tested else None,
             "coverage": {str(layer): seen.record() for layer, seen in coverage.items()},
         }
 
     # ---- converting ----
 
     def convert(self, pending: Sequence[Unit]) -> None:
-        mine = [unit for unit in pending if _is_calibrated(unit)]
+        mine = [unit for unit in self._calibrated.values() if unit in pending]
         if mine:
             self._placement = self._place()
             self._notify_of_samples()
@@ -197,7 +180,7 @@ class Gptq(Rtn):
             self._rehearse(mine[0])
         self.observer.begin([unit.key for unit in pending])
         if others := [unit for unit in pending if unit not in mine]:
-            super().convert(others)
+            self.run_pipeline(others)
         if mine:
             self._calibrate(mine)
 
@@ -218,11 +201,10 @@ class Gptq(Rtn):
         fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
         self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
 
-    def _rehearse(self, unit: Unit) -> None:
+    def _rehearse(self, unit: LayerUnit) -> None:
         """Before the first layer: a mistake must show now, not after hours."""
         from ktconv.quantize_gpu.gptq.selftest import self_test
 
-        assert unit.layer is not None
         if self.request.self_test:
             self.observer.unit_started("self-test")
             use_threads(self.preflight.threads)
@@ -232,7 +214,7 @@ class Gptq(Rtn):
             )  # fmt: skip
             self.notify(self.tested.words())
 
-    def _calibrate(self, pending: Sequence[Unit]) -> None:
+    def _calibrate(self, pending: Sequence[LayerUnit]) -> None:
         from ktconv.quantize_gpu.gptq.calibration_model import (
             linear_experts,
             load_linear_model,
@@ -251,7 +233,6 @@ class Gptq(Rtn):
             )
             present = linear_experts(model)
             for unit in self._calibrated.values():
-                assert unit.layer is not None
                 layer = unit.layer.index
                 if layer not in present or present[layer].count != len(unit.layer.experts):
                     raise CheckpointError(
@@ -261,7 +242,7 @@ class Gptq(Rtn):
                     )
                 if unit.key in self.done:
                     put_back(present[layer], self._finished_matrices(unit), self._weights())
-            chosen = {unit.layer.index: unit.experts for unit in pending if unit.layer}
+            chosen = {unit.layer.index: unit.experts for unit in pending}
             quantize_layers(
                 model, self.samples, chosen, self._weights(), self._dampening(), self, self.device
             )
@@ -302,10 +283,9 @@ class Gptq(Rtn):
         tensors: dict[str, Any] = {}
         try:
             for matrix in matrices:
-                assert unit.layer is not None
                 source = unit.layer.experts[matrix.expert][matrix.projection]
                 arrays = {part: as_array(tensor) for part, tensor in matrix.tensors.items()}
-                tensors |= quantized(
+                tensors |= write_matrix(
                     staging, self.plan.target.scheme, "gptq",
                     module_name(unit.layer, matrix.expert, matrix.projection),
                     decoded(reader, source, buffers, lambda _: None), arrays, held_dtype(source),
@@ -319,16 +299,15 @@ class Gptq(Rtn):
         self.observer.unit_finished(unit.key)
 
     def unit_facts(self, unit: Unit) -> Record:
-        seen = self._coverage.get(unit.layer.index) if unit.layer else None
+        seen = self._coverage.get(unit.layer.index) if isinstance(unit, LayerUnit) else None
         return {"coverage": seen.record()} if seen else {}
 
-    def _finished_matrices(self, unit: Unit) -> Iterator[QuantizedMatrix]:
+    def _finished_matrices(self, unit: LayerUnit) -> Iterator[QuantizedMatrix]:
         """What an earlier run wrote of a layer."""
         from safetensors import safe_open
 
         from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
 
-        assert unit.layer is not None
         with ExitStack() as stack:
             opened = {
                 name: stack.enter_context(safe_open(self.output / name, "pt"))

@@ -62,15 +62,6 @@ class SelfTest:
             f"GPTQ, {self.rtn_error:.4f} rounded to nearest ({self.seconds:.1f} s)"
         )
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "layer": self.layer,
-            "experts": self.experts,
-            "gptq_error": self.gptq_error,
-            "rtn_error": self.rtn_error,
-            "seconds": self.seconds,
-        }
-
 
 def self_test(
     checkpoint: Checkpoint,
@@ -145,7 +136,7 @@ def _first_layers(checkpoint: Checkpoint, layers: int) -> Iterator[tuple[str, Pa
 
 
 class _Keeper:
-    """Events of a run that keep what was made."""
+    """Events of a run; keeps the quantized matrices."""
 
     def __init__(self) -> None:
         self.matrices: list[QuantizedMatrix] = []

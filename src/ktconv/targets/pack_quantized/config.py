@@ -23,9 +23,8 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
     experts by that name alone; so every other linear layer must be on the list `ignore`.
     """
-    layers = [unit.layer for unit in plan.layers if unit.layer]
     others = (tensor for unit in plan.others for tensor in unit.tensors())
-    return quantization_section(plan.target.scheme, target_pattern(layers), others)
+    return quantization_section(plan.target.scheme, target_pattern(plan.moe_layers), others)
 
 
 def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) -> dict[str, Any]:
@@ -67,9 +66,11 @@ def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_yaml(plan: Plan) -> bytes:
     """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
-    layers = [unit.layer for unit in plan.layers if unit.layer]
     options = plan.target.options
-    group = {"targets": [target_pattern(layers)], "weights": plan.target.scheme.weight_arguments()}
+    group = {
+        "targets": [target_pattern(plan.moe_layers)],
+        "weights": plan.target.scheme.weight_arguments(),
+    }
     values: dict[str, Any] = {"config_groups": {"experts": group}, "ignore": []}
     name = "QuantizationModifier"
     if options.method == "gptq":
@@ -83,9 +84,8 @@ def recipe_yaml(plan: Plan) -> bytes:
 def card(plan: Plan) -> str:
     """README.md: what the checkpoint is and how it was made."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    layers = [unit.layer for unit in plan.layers if unit.layer]
     counts = sorted({len(unit.experts) for unit in plan.layers})
-    chosen = any(len(unit.experts) < len(unit.layer.experts) for unit in plan.layers if unit.layer)
+    chosen = any(unit.omitted for unit in plan.layers)
     size = options.group_size
     groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
@@ -107,7 +107,7 @@ tags:
 {name} with its routed experts in {options.scheme} ({how}, {groups}), everything else as it was:
 {format_size(plan.output_bytes)} in the compressed-tensors format.
 
-- MoE layers: {format_ranges([layer.index for layer in layers])}
+- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
 - `ktconv.json` holds a checksum and the quantization error of every tensor.
 {note}
@@ -130,7 +130,7 @@ def _use(plan: Plan, chosen: bool) -> str:
         "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
         "beside `--kt-weight-path` of a CPU conversion."
     )
-    named = all(".mlp.experts" in unit.layer.source for unit in plan.layers if unit.layer)
+    named = all(".mlp.experts" in layer.source for layer in plan.moe_layers)
     fits = (
         plan.target.options.scheme == "W4A16"
         and plan.target.options.group_size == RAWINT4_GROUP

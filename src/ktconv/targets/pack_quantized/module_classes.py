@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ktconv.checkpoint import PROJECTIONS, TensorRef
-from ktconv.conversion.plan import Unit
+from ktconv.conversion.plan import LayerUnit
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.names import is_in_experts
@@ -80,17 +80,15 @@ def class_lines(classes: Sequence[ClassCount]) -> list[str]:
     return lines
 
 
-def count_classes(units: Sequence[Unit], others: Iterable[TensorRef]) -> list[ClassCount]:
+def count_classes(units: Sequence[LayerUnit], others: Iterable[TensorRef]) -> list[ClassCount]:
     """All classes that there are, routed experts first.
 
     Raises CheckpointError for an expert that would stay unquantized, and where the pattern in
     config.json would not find exactly the experts.
     """
-    layers = [unit.layer for unit in units if unit.layer]
-    pattern = target_pattern(layers)
+    pattern = target_pattern([unit.layer for unit in units])
     experts = ClassCount(ROUTED, quantized=True)
     for unit in units:
-        assert unit.layer is not None
         for expert in unit.experts:
             for proj in PROJECTIONS:
                 name = module_name(unit.layer, expert, proj)

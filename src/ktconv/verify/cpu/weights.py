@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer, TensorRef
-from ktconv.conversion.plan import matrix_source_bytes
 from ktconv.formats import (
     FORMATS,
     KINDS,
@@ -29,7 +28,7 @@ from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violatio
 from ktconv.packed.weights import Geometry, name_of
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import MatrixReader, chunks
+from ktconv.reading.matrices import MatrixReader, chunks, source_bytes
 from ktconv.verify.claims import check_claims
 from ktconv.verify.copies import CopyCheck
 from ktconv.verify.cpu.output import CpuOutput
@@ -61,7 +60,7 @@ class ExpertMatrixCheck:
     def nbytes(self) -> int:
         """Of progress: source bytes if they are read, else packed ones."""
         if self.source is not None:
-            return matrix_source_bytes(self.source, self.expert, self.proj)
+            return source_bytes(self.source.experts[self.expert][self.proj])
         return sum(place.nbytes for place in self._places())
 
     def _places(self) -> list[TensorRef]:

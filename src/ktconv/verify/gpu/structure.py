@@ -137,7 +137,6 @@ class GpuStructureCheck(StructureCheck):
         if output.plan is not None:
             for unit in output.plan.layers:
                 for expert in unit.experts:
-                    assert unit.layer is not None
                     for proj in PROJECTIONS:
                         yield (
                             module_name(unit.layer, expert, proj),
