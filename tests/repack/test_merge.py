@@ -344,7 +344,7 @@ def test_verify_reads_back(
 def test_nested_output(model: Path, kept_folders: Made, where: str) -> None:
     root = kept_folders("int4", 1)
     output = {"inside layers": root / "out", "inside source": model / "out", "itself": root}[where]
-    with pytest.raises(UsageError, match="lies inside"):
+    with pytest.raises(UsageError, match="is inside the"):
         prepare(Request(root, output, str(model)))
 
 

@@ -1,7 +1,7 @@
 """The content of an output directory, compared with a plan.
 
-OUTPUT belongs to a conversion from its first run to `--overwrite`: what is in it must be
-what the plan writes, or what an earlier run wrote and `--overwrite` removes.
+OUTPUT may contain only what the plan writes, or what an earlier run wrote, which `--overwrite`
+removes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.conversion.target import Target
 from ktconv.errors import KtconvError, OutputError
-from ktconv.system.files import io_error, remove, sync_directory, translated
+from ktconv.system.files import io_error, remove, sync, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_of, path_text
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
@@ -28,15 +28,15 @@ class OutputState:
     def __init__(self, plan: Plan[Target], journal: Journal) -> None:
         self._plan, self._journal, self._output = plan, journal, journal.output
 
-    # ---- whose files these are ----
+    # ---- known and foreign files ----
 
     def claim(self) -> Record:
         """Part of run.json and manifest: every top-level name that this conversion writes."""
         return {"files": sorted(map(path_text, self._planned_names()))}
 
     def refuse_foreign_files(self) -> None:
-        """Only what this plan or an earlier run of ours writes may be in OUTPUT: loaders read
-        every shard they find. Whether the two fit together is asked later."""
+        """OutputError for files that neither this plan nor an earlier run writes: loaders read
+        every shard they find. Whether settings agree with the earlier run is checked later."""
         if not self._output.exists():
             return
         if not self._output.is_dir():
@@ -84,9 +84,8 @@ class OutputState:
         return {path_of(name) for name in names if _is_plain(name)}
 
     def remove_earlier_run(self) -> None:
-        """Remove the files that `_earlier_names` lists. Killed in between, the next run still
-        knows:
-        the index goes first and the records that name the files last."""
+        """Remove the files that `_earlier_names` lists: the index first, and last the records that
+        name the files, so that a run after a kill can go on."""
         names = self._earlier_names() - {INDEX, MANIFEST}
         for name in [INDEX, *sorted(names)]:
             remove(self._output / name)
@@ -95,12 +94,12 @@ class OutputState:
             if path.name not in ("lock", self._journal.run_file.name):
                 remove(path)
         with translated("write", self._output):
-            sync_directory(self._output)
-            sync_directory(state)
+            sync(self._output)
+            sync(state)
         remove(self._output / MANIFEST)
         remove(self._journal.run_file)
 
-    # ---- what is done ----
+    # ---- finished units ----
 
     def nothing_is_kept(self) -> bool:
         """True if the state directory is empty or describes no existing file."""
@@ -109,7 +108,7 @@ class OutputState:
         return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
 
     def pending(self, units: Sequence[Unit]) -> list[Unit]:
-        """Those of `units` that no earlier run left here as they are planned."""
+        """Those of `units` that are not here as planned."""
         manifest = read_manifest(self._output)
         finished = manifest.units if manifest else {}
         return [
@@ -168,8 +167,7 @@ class OutputState:
 
 
 def _names_in(record: Any) -> Iterator[str]:
-    """Top-level names in run.json, a manifest or units of it; they are read from the disk
-    and can hold anything."""
+    """Top-level names in run.json, a manifest or its units, which can be damaged."""
     if not isinstance(record, dict):
         return
     files = record.get("files")
@@ -183,5 +181,5 @@ def _names_in(record: Any) -> Iterator[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name stays in its directory: what is named here may be removed."""
+    """Whether a name from a record, whose file may be removed, is one of the directory itself."""
     return name == Path(name).name and name not in ("", ".", "..") and not name.startswith(".")

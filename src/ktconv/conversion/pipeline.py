@@ -2,7 +2,7 @@
 
 Workers take tasks in order. A prefetcher asks the kernel to read ahead, workers
 read, compute and write them, and a committer makes finished units durable while the
-workers are at the next ones. Memory is what the workers hold, whatever the size of the job.
+workers are at the next ones. Memory is that of the workers, whatever the size of the job.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class _OpenUnit:
 
 
 class Observer:
-    """Follows the pipeline; this one does nothing. Called from several threads, one at a time."""
+    """Receives progress; this base does nothing. Called from several threads, one at a time."""
 
     def begin(self, keys: list[str]) -> None:
         """Which units will be converted now."""
 
     def advanced(self, source_bytes: int) -> None:
-        """So many more bytes are done."""
+        """So many more bytes of the source are done."""
 
     def unit_started(self, key: str) -> None:
         pass

@@ -1,7 +1,7 @@
 """What a conversion will write: every file, tensor and byte, from headers and options.
 
 Nothing is read or written here. Dry run, disk check, ETA, streaming writes, resume and
-index all follow from one `Plan`; what becomes of an expert is asked of its `Target`.
+index all follow from one `Plan`; the `Target` defines what an expert becomes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Unit:
 
     @property
     def shards(self) -> list[Shard]:
-        """Headers and offsets. Drawn anew at each call: for all layers at once they would
-        take more time and memory than everything else in a plan."""
+        """Headers and offsets. Computed at each call: kept for all layers they would take more
+        time and memory than everything else in a plan."""
         tensors = self.tensors()
         return [
             plan_shard(name, list(islice(tensors, count)), self.target.metadata())
@@ -120,7 +120,7 @@ class Plan(Generic[T_co]):
         return sum(unit.data_bytes for unit in self.units)
 
     def layer_units(self, indices: Sequence[int] | None) -> list[LayerUnit]:
-        """The units of these layers (all for None). UsageError for a layer that is not there."""
+        """The units of these layers (all for None). UsageError for a layer that does not exist."""
         if indices is None:
             return list(self.layers)
         present = {unit.layer.index: unit for unit in self.layers}
@@ -239,8 +239,8 @@ class _ShardSize:
 
 
 class _Sizes:
-    """Sizes of the shards of layers. Layers of equal dimensions and encodings, whose numbers have
-    equally many digits, have headers of equal length, so that each such class is drawn once."""
+    """Sizes of the shards of layers. Headers of layers with equal dimensions and encodings, whose
+    numbers have equally many digits, have the same length: each such class is computed once."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -253,37 +253,29 @@ class _Sizes:
             return []
         digits = len(str(layer.index)), len(layer.source)
         which = len(experts) if experts == range(len(layer.experts)) else tuple(experts)
-        sections = len(self._target.sections(layer, experts))
-        sizes = layer.hidden_size, layer.intermediate_size
-        key = (digits, which, sections, sizes, layer.encoding)
-        if key not in self._known:
-            self._known[key] = self._draw(layer, experts)
-        return self._known[key]
-
-    def _draw(self, layer: MoELayer, experts: Sequence[int]) -> list[_ShardSize]:
         sections = self._target.sections(layer, experts)
-        return [size for section in sections for size in _shard_sizes(section, self._target)]
+        sizes = layer.hidden_size, layer.intermediate_size
+        key = (digits, which, len(sections), sizes, layer.encoding)
+        if key not in self._known:
+            self._known[key] = [
+                size for section in sections for size in _shard_sizes(section, self._target)
+            ]
+        return self._known[key]
 
 
 def _shard_sizes(tensors: Iterable[Tensor], target: Target) -> list[_ShardSize]:
     """Of the shards that these tensors fill, in order; refuses a tensor larger than a shard."""
-    sizes = []
-    for members in group(tensors, target.options.max_shard_size):
+    sizes, limit = [], target.options.max_shard_size
+    for members in group(tensors, limit):
         shard = plan_shard("", members, target.metadata())
-        if len(members) == 1:
-            _check_fits(members, shard.size, target)
+        if len(members) == 1 and shard.size > limit:
+            raise UsageError(
+                f"--max-shard-size {format_size(limit)} is too small for tensor "
+                f"{members[0].name} of {format_size(members[0].nbytes)}",
+                f"use at least --max-shard-size {shard.size}",
+            )
         sizes.append(_ShardSize(len(members), shard.size, shard.data_bytes))
     return sizes
-
-
-def _check_fits(tensors: Sequence[Tensor], size: int, target: Target) -> None:
-    limit = target.options.max_shard_size
-    if size > limit:
-        raise UsageError(
-            f"--max-shard-size {format_size(limit)} is too small for tensor "
-            f"{tensors[0].name} of {format_size(tensors[0].nbytes)}",
-            f"use at least --max-shard-size {size}",
-        )
 
 
 def _layer_unit(

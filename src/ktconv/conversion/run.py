@@ -35,7 +35,7 @@ from ktconv.errors import (
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
-from ktconv.system.files import sync_directory, translated, write_durably
+from ktconv.system.files import sync, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.journal import (
     OTHERS_BYTE,
@@ -108,19 +108,18 @@ class Report:
     source_bytes: int  # read by this run
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
     mean_error: float | None = None
-    more: Record = field(default_factory=dict)  # what only this kind of conversion tells
+    more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
 
 
 def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:
-    """Reject an output inside the source, where it would become part of it. Names that a bind
-    mount gives to
-    the same directory are noticed, too."""
+    """UsageError for an output inside the source, where loaders would take it for a part of it.
+    Other names of the same directory, as of a bind mount, are recognised."""
     inside = Path(os.path.realpath(output))  # resolve() raises for links in a circle
     for directory in (inside, *inside.parents):
         with contextlib.suppress(OSError):  # not there yet
             if directory.samefile(source):
                 raise UsageError(
-                    f"the output {output} lies inside {what} {source}",
+                    f"the output {output} is inside {what} {source}",
                     "choose a directory outside of it, because loaders read every shard they find",
                 )
 
@@ -149,12 +148,12 @@ def fit_memory(request: BaseRequest, per_thread: int, libraries: int = 0) -> tup
 
 
 def check_output(plan: Plan[Target], output: Path) -> None:
-    """Refuse an output directory that holds foreign files."""
+    """Refuse an output directory with files that ktconv did not write."""
     OutputState(plan, Journal(output)).refuse_foreign_files()
 
 
 def manifest_memory(output: Path) -> int:
-    """What the manifest of an output that was complete takes when it is read to check it."""
+    """Memory for reading the manifest that an earlier run left, in bytes."""
     try:
         return MANIFEST_EXPANSION * (output / MANIFEST).stat().st_size
     except OSError:
@@ -205,8 +204,8 @@ class Conversion(ABC):
         return CopyTask(reader, tensor, name, self.request.verify)
 
     def origin(self) -> Record:
-        """What the bytes come from beside the source, for run.json and manifest; a run into
-        an output with another one is refused."""
+        """Inputs beside the source, for run.json and manifest; a run into an output with another
+        origin is refused."""
         return {}
 
     def more(self) -> Record:
@@ -339,7 +338,7 @@ class Conversion(ABC):
         }
 
     def _adopted(self, intact: dict[str, Record]) -> bool:
-        """Whether that is all there is to do; then it counts as done."""
+        """Whether these are all units and the final files exist; then all count as done."""
         if len(intact) < len(self.plan.units) or not self.state.final_files_present():
             return False
         for key, record in intact.items():
@@ -347,7 +346,7 @@ class Conversion(ABC):
         return True
 
     def _find_done(self) -> None:
-        """Ask the journal, where other runs may have added units too."""
+        """Add units of the journal, where other runs may have recorded some too."""
         for unit in self.plan.units:
             if unit.key not in self.done:
                 record = self.state.intact_record(unit, self.journal.read_unit(unit.key))
@@ -359,7 +358,7 @@ class Conversion(ABC):
         self.errors.add(record)
 
     def _withdraw(self, existed: bool) -> None:
-        """After a failure of a run that found nothing and finished nothing: leave no trace.
+        """Remove the state directory after a run that found nothing and finished nothing.
 
         A run that has the setup lock needs these files, so the wait for it is short.
         """
@@ -443,12 +442,12 @@ class Conversion(ABC):
         if plan.target.has_index:
             write_index(self.state.weight_map(), plan.total_size, self.output, staging)
         with translated("remove", staging):
-            self.journal.run_file.unlink()  # from here on the manifest tells the state
-            sync_directory(staging)
+            self.journal.run_file.unlink()  # from here on the manifest records the state
+            sync(staging)
         shutil.rmtree(staging, ignore_errors=True)
 
     def _record(self, unit: Unit) -> Record:
-        """Of a finished unit, one at a time: together they can be larger than the buffers."""
+        """The record of a finished unit; read one at a time, since all can exceed the buffers."""
         record = self.journal.read_unit(unit.key)
         if record is None:
             raise OutputError(

@@ -48,7 +48,7 @@ class Target(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """The same for the JSON of a run."""
+        """Name and options of the format for the JSON of a run."""
 
     @abstractmethod
     def check(self, layers: Sequence[MoELayer]) -> None:
@@ -68,15 +68,15 @@ class Target(ABC):
         """The `__metadata__` of every shard."""
 
     def left_out(self) -> str | None:
-        """Why tensors that are no expert's are left out; None: they are copied."""
+        """Why non-expert tensors are left out; None: they are copied."""
         return None
 
     @abstractmethod
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
-        """Tensors that are no expert's with their names in the output."""
+        """Non-expert tensors with their names in the output."""
 
     def copied(self, tensor: TensorRef, name: str) -> Tensor:
-        """Such a tensor as it is written: unchanged, unless the target has to decode it."""
+        """A non-expert tensor as it is written: unchanged, unless the target decodes it."""
         return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
 
     @abstractmethod

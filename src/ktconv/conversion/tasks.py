@@ -110,5 +110,5 @@ def write_tensor(
 
 
 def four_digits(value: float) -> float:
-    """Enough to compare, and the same on every ISA."""
+    """Rounded so that it is the same on every instruction set."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""How far a converted model's answers are from its source's."""
+"""Compares the predictions of a converted model with those of its source."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def load_model(
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
-    With `max_memory` weights beyond so many bytes lie in the folder `offload`, and are read
+    With `max_memory`, weights beyond that many bytes are kept in the folder `offload`, and read
     whenever their layer runs. Raises ResourceError, before anything is loaded, where the weights
     do not fit into the memory (or disk) that is free; CheckpointError where transformers cannot
-    load the checkpoint, or could only by making weights up, or by running code that lies beside
-    them: that is never run.
+    load the checkpoint, or only with random weights in place of missing ones or with the
+    checkpoint's own code, which is never run.
     """
     directory = Path(source)
     if not directory.is_dir():

@@ -1,4 +1,4 @@
-"""While transformers loads a checkpoint, none of the checkpoint's files runs and nobody is asked.
+"""While transformers loads a checkpoint, none of its files runs and no question is asked.
 
 The options that `ktconv.model.load` passes are what keeps code out. This is the second lock: an
 audit hook, which Python calls before it runs, imports or opens anything, whichever library asks.
@@ -15,12 +15,12 @@ from typing import Any
 
 # Files that hold code, or objects whose reading can run code (pickles).
 _SUFFIXES = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_PREFIX = Path(sys.prefix).absolute()  # of the interpreter, which may lie inside of a checkpoint
+_PREFIX = Path(sys.prefix).absolute()  # of the interpreter, which may be inside a checkpoint
 _STARTING = ("os.exec", "os.posix_spawn", "os.system", "subprocess.Popen")
 
 
 class RefusedError(RuntimeError):
-    """Something of a checkpoint was about to run, or to be asked for."""
+    """A file of a checkpoint was about to run, or a question to be asked."""
 
 
 class _Guard:
@@ -42,10 +42,10 @@ class _Guard:
         if event == "builtins.input":
             raise RefusedError("it asks whether to run code")
         for path in _paths_of(event, arguments):
-            if path and self._holds(_absolute(path)):
+            if path and self._guards(_absolute(path)):
                 raise RefusedError(f"{path} would run")
 
-    def _holds(self, path: Path) -> bool:
+    def _guards(self, path: Path) -> bool:
         # Source that is no file has a name like <string>, relative to nothing.
         inside = any(
             directory in path.parents
@@ -76,7 +76,7 @@ def no_code_of(*directories: str | Path) -> Iterator[None]:
 
 
 def _absolute(path: str | Path) -> Path:
-    """Without links resolved: what lies in a hub snapshot links to a file elsewhere."""
+    """Without links resolved: files of a hub snapshot are links to files elsewhere."""
     with suppress(FileNotFoundError):  # the working directory is gone
         path = Path(path).absolute()
     return Path(os.path.normpath(path))

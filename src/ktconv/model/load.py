@@ -1,6 +1,6 @@
-"""The only place where transformers loads anything, and where no code of a checkpoint runs.
+"""The only place where transformers loads anything; no code of a checkpoint runs.
 
-What a checkpoint could name to have code run or a pickle read, and what keeps it out:
+How a checkpoint could have code run or a pickle read, and what prevents it:
 
 - `auto_map` of config.json, of a section in it or of tokenizer_config.json, and the folder
   custom_generate: `trust_remote_code=False`, and configs lose their `auto_map`, since
@@ -12,7 +12,7 @@ What a checkpoint could name to have code run or a pickle read, and what keeps i
 - "FILE.py:CLASS" in quantization_config, which compressed-tensors imports: refused
 - keys of config.json that are no names, which llm-compressor writes into Python source: dropped
 
-Behind all of them stands `ktconv.model.guard`. Nothing is downloaded either.
+`ktconv.model.guard` is the second line of defence. Nothing is downloaded either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLASS_KEYS = ("format", "observer", "quant_method", "type")
 
 
 class NeedsOwnCode(CheckpointError):
-    """A checkpoint that cannot be loaded without Python code that lies beside its weights."""
+    """A checkpoint that cannot be loaded without its own Python code."""
 
     def __init__(self, name: Path, what: str) -> None:
         super().__init__(
@@ -78,8 +78,8 @@ def load_language_model(
     """The language model of a local checkpoint, on the CPU or where `placement` (device_map and
     what belongs to it) says.
 
-    Raises as `load_config` does, CheckpointError also where transformers would make weights up,
-    ResourceError where memory ends.
+    Raises as `load_config` does, CheckpointError also where transformers would initialise missing
+    weights at random, ResourceError when out of memory.
     """
     name = name or directory
     config = load_config(directory, name)
@@ -112,8 +112,7 @@ def running(name: Path) -> Iterator[None]:
 
 @contextmanager
 def way_out(hint: str, memory: str = "use a machine with more memory") -> Iterator[None]:
-    """What a command can do where a model cannot be loaded or run, or where memory ends: the hint
-    of errors that have no better one."""
+    """Give errors without a hint of their own one: `memory` where memory is short, else `hint`."""
     try:
         yield
     except KtconvError as error:
@@ -137,7 +136,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _refuse_what_runs(directory: Path, name: Path) -> None:
-    """Before transformers sees it: what no option of transformers keeps out."""
+    """Refuse what no option of transformers keeps out, before it reads the checkpoint."""
     find_side_files(directory)  # transformers waits for named pipes, and follows links anywhere
     there = (directory / CONFIG_NAME).exists()
     content = read_config(directory).content if there else {}
@@ -174,9 +173,9 @@ def _check_tokenizer_class(directory: Path, config: Any) -> None:
     import transformers
 
     file = directory / "tokenizer_config.json"
-    told = parse_object(file.read_bytes(), str(file), "") if file.exists() else {}
+    settings = parse_object(file.read_bytes(), str(file), "") if file.exists() else {}
     for kind in filter(
-        None, (told.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
+        None, (settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
     ):
         for spelling in (kind, kind.removesuffix("Fast"), f"{kind}Fast"):
             found = getattr(transformers, spelling, None)
@@ -219,10 +218,8 @@ def _sections(config: Any) -> Iterator[Any]:
 
 @contextmanager
 def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None]:
-    """Nothing runs or is downloaded meanwhile, and errors of the libraries become ours.
-
-    `what` is loaded, from `file` among others. Errors of the system stay what they are.
-    """
+    """While `what` is loaded, from `file` among others: no code runs, nothing is downloaded, and
+    errors of libraries become KtconvErrors, except those of the system."""
     from huggingface_hub import constants
     from transformers.utils import hub
 
@@ -241,7 +238,7 @@ def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None
 
 
 class _PrintableRecord(LogRecord):
-    """What a library logs: it can quote a checkpoint, which must not command a terminal.
+    """A log record without control characters, since libraries quote checkpoints.
 
     Lines after the first are indented, so that none looks like one of ktconv's own.
     """
@@ -262,7 +259,7 @@ def _translated(error: Exception, what: str, name: Path, file: str) -> KtconvErr
 
 
 def _is_clear(error: Exception) -> bool:
-    """Errors of ours, and of the system, like a full disk, say themselves what they are about."""
+    """Whether the message is clear already: errors of ktconv, and of the system (a full disk)."""
     return isinstance(error, KtconvError) or getattr(error, "errno", None) is not None
 
 
@@ -299,7 +296,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _check_complete(name: Path, report: Mapping[str, Any]) -> None:
-    """transformers invents weights that it does not find, and only warns."""
+    """CheckpointError for missing weights, which transformers makes up with only a warning."""
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
             key = sorted(map(str, report[kind]))[0]

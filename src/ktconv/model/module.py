@@ -1,4 +1,4 @@
-"""An experts module of transformers whose work our C kernels do."""
+"""Experts modules of transformers models that run on the C kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ktconv.system.pool import Pool
 
 
 class PackedExperts(nn.Module):
-    """Stands where a model had its fused experts; it has no parameters of its own.
+    """Takes the place of a model's fused experts; it has no parameters of its own.
 
     Without a pool it uses the process's own, so that it works in a child process too. `own` is
     the module that was there before: experts that are not among the packed ones run on it, or
@@ -51,8 +51,8 @@ class PackedExperts(nn.Module):
     def _add_own(
         self, own: nn.Module, y: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        """y with what the model's own experts make of tokens that go to them; ids of others are
-        -1, which they do not take: they get one of theirs with weight 0."""
+        """y plus the outputs of the model's own experts. Ids of packed experts are -1 here, which
+        the model's module does not accept: it gets one of its own ids with weight 0 instead."""
         tokens = (ids >= 0).any(dim=1)
         if not tokens.any():
             return y
@@ -83,8 +83,8 @@ class PackedExperts(nn.Module):
 class SortedExperts(PackedExperts):
     """For Llama 4, whose block gives each expert all tokens, already times their weights.
 
-    Tokens that an expert is not chosen for come as zeros and are skipped: no bias is involved,
-    so what an expert makes of zeros is zero.
+    Tokens that an expert is not chosen for are zeros and are skipped: without biases an expert's
+    output for zeros is zero.
     """
 
     def forward(  # type: ignore[override]

@@ -25,7 +25,7 @@ _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model 
 
 
 class UnlikeExperts(CheckpointError):
-    """Packed experts that answer otherwise than the model's own."""
+    """Packed experts whose outputs differ from those of the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ def replace_experts(
     isa: str | None = None,
     keep: bool = False,
 ) -> ReplacedExperts:
-    """Lets the experts of every MoE layer of `model` run on the packed weights in `output`.
+    """Run the experts of every MoE layer of `model` on the packed weights in `output`.
 
     `model` is a transformers model on the CPU, `output` what ktconv quantize-cpu made of its
     checkpoint. Layers of `output` beyond the model's own (multi-token prediction) are left out.
     Experts that `output` leaves out (quantize-cpu --exclude-experts) run on the model's own
     weights. The replaced parameters are freed, unless `keep` or such experts need them.
-    `threads`: as many of our own, else the pool that the process shares; `isa` holds for the whole
-    process until the result is closed.
+    `threads`: size of a thread pool of its own, else the shared one is used; `isa` applies to the
+    whole process until the result is closed.
 
     The result computes in bf16, has no gradients, and cannot be saved as a model.
 
@@ -306,8 +306,7 @@ def _use_isa(name: str | None) -> str | None:
 
 
 def _packed(site: Site, experts: Experts, pool: Pool | None) -> PackedExperts:
-    """The module for this place; CheckpointError where the model calls its experts in a way that
-    is not known."""
+    """The module for this place; CheckpointError for an unknown call signature of experts."""
     count = len(inspect.signature(site.module.forward).parameters)
     kinds: dict[int, type[PackedExperts]] = {1: SortedExperts, 3: PackedExperts}
     if count not in kinds:
@@ -323,9 +322,9 @@ def _elsewhere(experts: Experts) -> list[int]:
 
 
 def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
-    """CheckpointError unless an expert answers a random token about as the model's own does.
+    """CheckpointError unless an expert's output for a random token is close to the model's own.
 
-    Packed weights of another checkpoint can have the very same sizes; nothing else tells.
+    Packed weights of another checkpoint can have the very same sizes.
     """
     dtype: Any = site.module.down_proj.dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

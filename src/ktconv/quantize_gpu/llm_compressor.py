@@ -1,4 +1,4 @@
-"""llm-compressor and what comes with it, without their bars and logs.
+"""llm-compressor and its dependencies without their progress bars and logs.
 
 Import this before any of them: llm-compressor sets up its logs, on stdout, while it is imported.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconv.model.load import no_progress, replaced
 
-# Who wants to see them can set another level. LLM_COMPRESSOR_LOG_DISABLED would end in an error.
+# Users can set another level. LLM_COMPRESSOR_LOG_DISABLED would end in an error.
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
 _MODULES_WITH_BARS = (
     "compressed_tensors.offload.dispatch",
@@ -26,7 +26,7 @@ _MODULES_WITH_BARS = (
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no warnings meanwhile: we report progress, by layers."""
+    """Without progress bars and warnings: ktconv reports progress itself, by layers."""
     from loguru import logger
 
     loggers = ("torch.fx", "torch.fx._symbolic_trace")
@@ -40,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silenced(modules: Sequence[str], loggers: Sequence[str]) -> Iterator[None]:
-    """Without the bars of these modules and the warnings of these loggers and transformers."""
+    """Without progress bars of these modules and warnings of these loggers and transformers."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
@@ -63,10 +63,10 @@ def _no_bar(iterable: Any, *_: Any, **__: Any) -> Any:
 def causal_attention() -> Iterator[None]:
     """The sequential pipeline with the attention that the model has anyway.
 
-    llm-compressor 0.14 switches models to eager attention and rebuilds their config on the way
-    without saying so: no mask is made then, eager attention takes that for no mask at all, and
-    every token sees the whole text. The model's own attention with a config that tells of it is
-    causal, and needs no matrix of all pairs of tokens.
+    llm-compressor 0.14 switches models to eager attention, but rebuilds their config without that
+    setting. No causal mask is made then, and every token attends to the whole text. With the
+    model's own attention recorded in the config, attention is causal, and needs no matrix of all
+    pairs of tokens.
     """
     from llmcompressor.pipelines.sequential.helpers import SequentialTracer
     from llmcompressor.utils import helpers

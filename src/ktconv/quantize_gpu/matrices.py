@@ -1,4 +1,4 @@
-"""One quantized matrix: into its place in the output, read back, and held against its source."""
+"""Writes one quantized matrix, reads it back and compares it with its source."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ktconv.reading.decoded import U16
 from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
 from ktconv.writer.staging import Staging
 
-# Rounding to the nearest level is off by half a step; scales and quotients in bf16 add to it.
-# GPTQ moves weights on purpose, so that only what cannot be right is refused.
+# Largest error allowed, in quantization steps. Rounding to the nearest level is off by half a step;
+# scales and quotients in bf16 add to that. GPTQ moves weights on purpose: only values that are not
+# finite are refused.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
-ROWS_AT_ONCE = 1 << 20  # elements that are compared at once
+ELEMENTS_AT_ONCE = 1 << 20  # compared at once, which bounds memory
 SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
 F32 = NDArray[np.float32]
 
@@ -84,7 +85,7 @@ def error_of(
     most_steps, zeros = 0.0, 0
     floats = f16_to_f32 if half else bf16_to_f32
     rows, cols = source.shape
-    step = max(1, ROWS_AT_ONCE // cols)
+    step = max(1, ELEMENTS_AT_ONCE // cols)
     for first in range(0, rows, step):
         here = slice(first, min(first + step, rows))
         part = {
@@ -100,8 +101,8 @@ def error_of(
         zeros += int(np.count_nonzero(value == 0))
     if not most_steps <= MOST_STEPS[method] or not np.isfinite(squared_error):
         raise VerificationError(
-            f"{name} is {most_steps:.4g} steps off its source somewhere, where "
-            f"{MOST_STEPS[method]} are allowed",
+            f"{name} is up to {most_steps:.4g} steps off its source, more than the "
+            f"{MOST_STEPS[method]} allowed",
             "install the llm-compressor version that ktconv supports: pip install 'ktconv[gpu]'",
         )
     relative = (squared_error / squared_source) ** 0.5 if squared_source else 0.0
@@ -113,7 +114,8 @@ def error_of(
 
 
 def _most_steps(off: F32, scales: F32, half: bool) -> float:
-    """The largest error [rows, cols] in steps. Denormal scales are too coarse to be held to it."""
+    """The largest error of `off` [rows, cols] in steps, without denormal scales: these are too
+    coarse for the bound."""
     steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2)
     precise = scales >= (SMALLEST_HALF if half else SMALLEST_BF16)
     return float(np.max(steps[precise] / scales[precise], initial=0.0))

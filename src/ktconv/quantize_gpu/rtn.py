@@ -25,7 +25,7 @@ from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.names import module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import Scheme
-from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, Plan, held_dtype
+from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -104,7 +104,7 @@ class RtnTask(ExpertTask):
         weight = decoded(self.reader, self.matrix, buffers, count)
         advance(remaining)  # block scales
         module = module_name(self.layer, self.expert, self.proj)
-        dtype = held_dtype(self.matrix)
+        dtype = weight_dtype(self.matrix)
         arrays = self.rounder.round(module, weight, dtype == "F16")
         return write_matrix(staging, self.scheme, "rtn", module, weight, arrays, dtype, self.verify)
 

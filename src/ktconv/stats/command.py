@@ -63,14 +63,12 @@ def _check(request: StatsRequest) -> None:
         raise UsageError(
             "--write needs a number of experts to select", "add --hot N or --hot-share F"
         )
-    if request.trace is not None and request.trace.suffix != ".safetensors":
-        raise UsageError(
-            f"--trace {request.trace} does not end in .safetensors", "name a .safetensors file"
-        )
-    if request.placement is not None and request.placement.suffix != ENDING:
-        raise UsageError(
-            f"--placement {request.placement} does not end in {ENDING}", f"name a {ENDING} file"
-        )
+    for option, path, ending in (
+        ("--trace", request.trace, ".safetensors"),
+        ("--placement", request.placement, ENDING),
+    ):
+        if path is not None and path.suffix != ending:
+            raise UsageError(f"{option} {path} does not end in {ending}", f"name a {ending} file")
     if request.placement is not None and request.layers is not None:
         raise UsageError("--placement needs all layers", "omit --layers")
     for name in ("write", "trace", "placement"):

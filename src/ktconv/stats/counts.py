@@ -1,4 +1,4 @@
-"""Counts of chosen experts, and what follows from them; NumPy only."""
+"""Counts of chosen experts and statistics of them; NumPy only."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Recorder:
                 # The logits are not needed, and can be larger than all else that is computed.
                 self._model.base_model(input_ids=torch.tensor(batch), use_cache=False)
                 tokens += sum(map(len, batch))
-                progress.tell(tokens)
+                progress.update(tokens)
         if not tokens:
             raise UsageError("the text contains no tokens", "use a longer text")
         for layer, counted in found.items():
@@ -200,12 +200,12 @@ class _Progress:
 
     def __init__(self, total: int, notify: Notify) -> None:
         self._total, self._notify = total, notify
-        self._started = self._told = time.monotonic()
+        self._started = self._notified = time.monotonic()
 
-    def tell(self, tokens: int) -> None:
+    def update(self, tokens: int) -> None:
         now = time.monotonic()
-        if now - self._told < _NOTIFY_SECONDS:
+        if now - self._notified < _NOTIFY_SECONDS:
             return
-        self._told = now
+        self._notified = now
         left = (now - self._started) / tokens * (self._total - tokens)
         self._notify(f"{tokens} of at most {self._total} tokens, ETA {format_duration(left)}")

@@ -1,6 +1,6 @@
 """Recorded ids of chosen experts: a file for `ktconv bench --routing trace:FILE`.
 
-`ids` is int32 [layers, tokens, top-k]; the metadata tell the numbers of the layers and how many
+`ids` is int32 [layers, tokens, top-k]; the metadata has the numbers of the layers and how many
 experts each has. bench replays the layers one after the other.
 """
 

@@ -90,9 +90,9 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file, or what was created or renamed in a directory, survive a power loss."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -102,9 +102,9 @@ def sync_directory(path: Path) -> None:
 def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> None:
     """Replace `path` by `data` in one step; after return it survives a power loss.
 
-    The temporary file lies in `staging`, a directory of the same file system. Its name
-    follows from `path`, so that what a killed run leaves is overwritten by the next: the
-    caller holds the lock of what it writes.
+    The temporary file is in `staging`, a directory of the same file system. Its name follows
+    from `path`, so that the next run overwrites what a killed one left; the caller must have the
+    lock of what it writes.
     """
     temporary = staging / f"{path.name}.part"
     try:
@@ -114,7 +114,7 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> N
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            sync_directory(path.parent)
+            sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -122,7 +122,7 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> N
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Before an hour of work: UsageError or ResourceError if no file can be put at `path`."""
+    """UsageError or ResourceError if no file can be written at `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(
             f"{option} {path} cannot be written", "give a file in an existing directory"
@@ -150,7 +150,7 @@ def make_directory(path: Path) -> None:
                 if attempt == MKDIR_ATTEMPTS - 1:
                     raise
             with contextlib.suppress(OSError):  # a parent that may be entered but not read
-                sync_directory(path.parent)
+                sync(path.parent)
 
 
 def _is_directory(path: Path) -> bool:
@@ -169,7 +169,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a directory with all that it holds; nothing is fine too."""
+    """Remove a file, a link or a whole directory, if there is one."""
     with translated("remove", path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -140,7 +140,7 @@ def _cpu_limit(folder: Path) -> float | None:
 
 
 def usable_cores(cpus: list[Cpu] | None = None, quota: float | None = None) -> int:
-    """Physical cores for threads that keep one busy: those usable, and paid for by the quota."""
+    """Physical cores for busy threads: usable ones, as many as the CPU quota pays for."""
     cores = len({cpu.core for cpu in (topology() if cpus is None else cpus)})
     quota = cpu_quota() if cpus is None else quota
     return max(1, cores if quota is None else min(cores, int(quota)))

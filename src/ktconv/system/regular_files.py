@@ -1,4 +1,4 @@
-"""Opening files that strangers may have made: regular files only, small ones of bounded size.
+"""Opening files of unknown origin: regular files only, small ones of bounded size.
 
 A named pipe would wait for ever, a device never ends, and a link in a downloaded model can lead to
 any file of this machine. What is opened is checked by its descriptor, so that a file which is
@@ -77,7 +77,7 @@ def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES
 
 
 def read_chunks(path: Path, descriptor: int, limit: int = MAX_SMALL_BYTES) -> Iterator[bytes]:
-    """What an opened file holds, a MiB at a time; `path` is for errors."""
+    """The bytes of an opened file, a MiB at a time; `path` is for errors."""
     done = 0
     while piece := _read(path, descriptor, done):
         done += len(piece)
@@ -141,7 +141,7 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
 
 
 def _allowed(root: Path) -> Iterator[Path]:
-    """Where files of `root` may lie: there, or in the blobs that hub snapshots link to."""
+    """Where files of `root` may be: there, or in the blobs that hub snapshots link to."""
     yield root
     if root.parent.name == "snapshots":
         yield root.parent.parent / "blobs"

@@ -1,4 +1,4 @@
-"""Strings from files and paths: as text that a terminal, a page or a JSON document can hold."""
+"""Strings from files and paths as text for terminals, web pages and JSON documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 Notify = Callable[[str], None]  # takes a line that a user should read
 
 # What moves the cursor, changes colours, reorders a line, or cannot be seen; and halves of
-# surrogate pairs, which no UTF-8 holds.
+# surrogate pairs, which UTF-8 cannot encode.
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
     "\ufeff\ufff9-\uffff\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
@@ -20,7 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def silent(_: str) -> None:
-    """A `Notify` for callers without a user."""
+    """A `Notify` that shows nothing."""
 
 
 def printable(text: str, keep: str = "") -> str:

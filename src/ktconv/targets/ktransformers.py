@@ -63,9 +63,9 @@ class Options(BaseOptions):
 
 
 def options_of_record(record: Mapping[str, Any]) -> Options | None:
-    """The inverse of `Options.as_dict`; None where a value is not of the type that ours has.
+    """The inverse of `Options.as_dict`; None where a value has another type than here.
 
-    Raises CheckpointError for a set of excluded experts that is none.
+    Raises CheckpointError for a malformed set of excluded experts.
     """
     usual = Options().as_dict()
     values = {name: value for name, value in record.items() if name in usual}
@@ -75,8 +75,11 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan the conversion of `checkpoint`; refuses what the format cannot hold, and a set of
-    excluded experts that is not the model's or leaves a layer none."""
+    """Plan the conversion of `checkpoint`.
+
+    Raises CheckpointError or UsageError for dimensions that the format cannot represent, and for
+    excluded experts that the model does not have or that are all of a layer's.
+    """
     excluded = options.exclude_experts
     if not excluded:
         return plan_checkpoint(checkpoint, KTransformersTarget(options))
@@ -138,7 +141,7 @@ class KTransformersTarget(Target):
         return f"{method} --kt-weight-path"
 
     def check(self, layers: Sequence[MoELayer]) -> None:
-        """Refuse dimensions and NUMA counts that the format cannot hold."""
+        """Refuse dimensions and NUMA counts that the format cannot represent."""
         fmt, numa = self.format, self.options.numa
         for layer in layers:
             hidden, intermediate = layer.hidden_size, layer.intermediate_size
@@ -170,7 +173,7 @@ class KTransformersTarget(Target):
     def _packed(
         self, layer: MoELayer, experts: Sequence[int], matrices: Sequence[Matrix]
     ) -> Iterator[Tensor]:
-        """Part by part, so that a NUMA node's share lies together."""
+        """Part by part, so that the bytes of a NUMA node are contiguous."""
         fmt, numa = self.format, self.options.numa
         shapes = {
             proj: packed_shape(proj, layer.hidden_size, layer.intermediate_size, numa)

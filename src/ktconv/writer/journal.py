@@ -1,4 +1,4 @@
-"""The state of a conversion in OUTPUT/.ktconv: what was asked for and which units are done.
+"""The state of a conversion in OUTPUT/.ktconv: its settings and which units are done.
 
     run.json            options, source identity and version of the whole conversion
     layer-00003.json    one record per finished unit, written after the unit is final
@@ -34,10 +34,10 @@ from ktconv.system.text import Notify, silent
 
 STATE_DIRECTORY = ".ktconv"
 OTHERS_BYTE = 1 << 30  # lock of the non-expert tensors; layers use their index
-SETUP_BYTE = OTHERS_BYTE + 1  # lock of whoever begins or finishes, see OutputLock.setup_lock
+SETUP_BYTE = OTHERS_BYTE + 1  # lock of a run that begins or finishes, see OutputLock.setup_lock
 SETUP_POLL_SECONDS = 0.02
 SETUP_LOCK_TIMEOUT = 120.0  # what is done under it takes seconds even on slow disks
-SETUP_NOTICE_SECONDS = 2.0  # who waits longer learns for what
+SETUP_NOTICE_SECONDS = 2.0  # after this time the user learns what the run waits for
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
@@ -105,8 +105,8 @@ class Journal:
 def parse_record(data: bytes) -> Record | None:
     """A JSON object of ours as it is read back from the disk; None for anything else.
 
-    Its strings can be file names: whatever the system would not take as one, lone
-    surrogates and NUL, is in no record that we wrote.
+    Strings can be file names: lone surrogates and NUL, which no file name contains, are in no
+    record that ktconv wrote.
     """
     try:
         record = json.loads(data.decode())

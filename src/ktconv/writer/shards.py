@@ -1,9 +1,9 @@
-"""Where every byte of a safetensors shard lies, decided before anything is written.
+"""The layout of a safetensors shard: every offset, before anything is written.
 
 A file is: 8 bytes header length, the JSON header padded with spaces, the data. We pad
 so that the data starts on a 64-byte boundary, and put the tensors whose size is a
 multiple of 64 first, then the others by falling element size: packed weights can then be
-used from a mapping of the file, and every element lies where its type may lie.
+used from a mapping of the file, and every element is aligned for its type.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def group(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
 
 
 def plan_shard(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Shard:
-    """The header and offsets of a file that holds `tensors`."""
+    """The header and offsets of a file with `tensors`."""
     ordered = sorted(tensors, key=_place)
     entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
     starts: dict[str, int] = {}

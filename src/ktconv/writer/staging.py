@@ -17,7 +17,7 @@ from ktconv.system.files import (
     make_directory,
     read_exactly,
     remove,
-    sync_directory,
+    sync,
     translated,
     write_all,
 )
@@ -87,7 +87,7 @@ class ShardStaging:
             with translated("rename", self._path(shard)):
                 self._path(shard).replace(self._output / shard.name)
         with translated("write", self._output):
-            sync_directory(self._output)
+            sync(self._output)
         return [shard_record(shard) for shard in self._shards]
 
     def abandon(self) -> None:
@@ -149,24 +149,17 @@ class FolderStaging:
     def commit(self) -> list[dict[str, object]]:
         with translated("write", self._staged):
             for name in self._files:
-                self._sync(self._path(name))
+                sync(self._path(name))
             for directory in sorted({self._path(name).parent for name in self._files}):
-                sync_directory(directory)
-            sync_directory(self._staged)
+                sync(directory)
+            sync(self._staged)
         with translated("rename", self._staged):
             if self._final.exists():  # damaged, or of a run that ended before its journal entry
                 self._final.rename(self._aside)  # at once: nobody sees half a folder
             self._staged.rename(self._final)
-            sync_directory(self._final.parent)
+            sync(self._final.parent)
         remove(self._aside)
         return [{"name": path, "bytes": size} for path, size in self._files.values()]
-
-    def _sync(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def abandon(self) -> None:
         remove(self._staged)

@@ -1,7 +1,7 @@
 """The model that calibration runs: each expert's projections are linear layers of their own.
 
 transformers keeps the experts of a layer in two three-dimensional parameters, which a quantizer
-of linear layers passes by without a word; llm-compressor takes them apart while loading.
+of linear layers silently skips; llm-compressor splits them into linear layers.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def load_linear_model(
     """A model of transformers with linear experts from a local checkpoint, which errors call
     `name` if it is given.
 
-    With `max_cpu_memory` weights beyond so many bytes lie in the folder `offload` and are read
+    With `max_cpu_memory`, weights beyond that many bytes are kept in the folder `offload` and read
     when their layer is computed. Raises CheckpointError where transformers cannot load the
-    checkpoint or would make weights up, ResourceError where memory ends.
+    checkpoint or would initialise missing weights at random, ResourceError when out of memory.
     """
     name = name or directory
     placement: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""What each expert saw while calibrating: tokens that the router sent, and how it was rounded.
+"""Calibration coverage: how many tokens the router sent to each expert, and how it was rounded.
 
-While calibrating every expert computes every token, so that none is quantized blind; what the
-router alone would have sent tells how well the text fits an expert.
+During calibration every expert computes every token, so that none is quantized without data. The
+counts of the router alone show how well the text represents an expert.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Share of the tokens that an expert would get if all were chosen equally often.
+# Experts with fewer than this fraction of an equal share of tokens are listed.
 SELDOM = 0.1
 
 
@@ -39,7 +39,7 @@ class LayerCoverage:
         return [expert for expert, count in enumerate(self.routed) if count < self.threshold]
 
     def record(self) -> dict[str, Any]:
-        """As it stands in the journal and in the manifest."""
+        """For the journal and the manifest."""
         return {
             "tokens": self.tokens,
             "top_k": self.top_k,
@@ -81,7 +81,7 @@ class Counter:
 
 
 def coverage_lines(layers: Mapping[int, LayerCoverage]) -> list[str]:
-    """The table that people read: a line per layer, then the experts that need a word."""
+    """A table for people: a line per layer, then the experts that were seldom used or fell back."""
     head = f"{'layer':>5}  {'tokens':>9}  {'least':>9}  {'median':>9}  {'most':>9}  seldom"
     lines = [f"{head}  fell back"]
     for index, layer in sorted(layers.items()):

@@ -1,8 +1,8 @@
-"""How much memory calibration takes, from headers and settings: told before anything is loaded.
+"""How much memory calibration needs, from headers and settings, before anything is loaded.
 
-The model lies in memory in bf16, or partly on disk; one layer at a time is computed, on the GPU
-where there is one. Beside a layer's weights that takes the sums of products of its inputs, room to
-round in, and the states of all samples between two layers.
+The model is in memory in bf16, or partly on disk; one layer at a time is computed, on the GPU if
+there is one. Beside its weights, a layer needs the sums of products of its inputs, memory for
+rounding, and the hidden states of all samples between two layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Need:
         return there if gpu else there + self.computing
 
     def cpu_beside_weights(self, gpu: bool) -> int:
-        """What the CPU needs when weights lie on disk: a layer, twice, and no more of them."""
+        """What the CPU needs when all other weights are on disk: a layer, twice."""
         return self.cpu(gpu) - self.weights + self.layer
 
 
@@ -134,7 +134,7 @@ def _elements(layer: MoELayer) -> int:
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    """Attention heads, where config.json tells; else as many as large models have."""
+    """Attention heads by config.json; else as many as large models have."""
     for section in sections_of(config):
         if isinstance(section.get("num_attention_heads"), int):
             return int(section["num_attention_heads"])

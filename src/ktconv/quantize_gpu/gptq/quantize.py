@@ -1,17 +1,17 @@
 """GPTQ of experts through llm-compressor's `oneshot` and its sequential pipeline.
 
 Layer by layer: all samples run through the layer, each expert's weights are rounded so that its
-answers to them change least, and the samples run on through the rounded layer. A layer that is
-done is handed over at once in its packed form, so that whoever keeps it loses nothing when the
-run ends early.
+outputs change least, and the samples go on through the rounded layer. A finished layer is handed
+over at once in its packed form, so that an interrupted run loses only the layer under way.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ktconv.quantize_gpu.llm_compressor import causal_attention, quiet  # before what it silences
@@ -37,7 +37,7 @@ from ktconv.quantize_gpu.gptq.calibration_model import OF_LIBRARIES, LinearExper
 from ktconv.quantize_gpu.gptq.coverage import Counter, LayerCoverage
 from ktconv.quantize_gpu.gptq.memory import ROUNDING_BYTES
 
-# Of the time that a layer takes; it only steadies the ETA.
+# Fractions of the time that a layer takes, for the ETA.
 _CALIBRATING, _ROUNDING, _PROPAGATING = 0.4, 0.4, 0.2
 
 
@@ -150,7 +150,7 @@ class _NoProcessor:
 
 
 class _Run:
-    """State of one call: which experts are wanted, what their layer saw, what is done."""
+    """State of one call: which experts to quantize, what routers chose, what is done."""
 
     def __init__(
         self,
@@ -185,13 +185,18 @@ class _Run:
             for number, layer in self.layers.items()
         ]
 
-    def saw(self, layer: int, chosen: Tensor) -> None:
+    def called(self, layer: int, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """A batch reaches the experts of a layer: `args` are hidden states, ids and weights."""
         if layer not in self.started:
             self.started.add(layer)
             self.events.layer_started(layer)
-        ids = chosen.reshape(-1, chosen.shape[-1])
+        ids = args[1].reshape(-1, args[1].shape[-1])
         self.counters[layer].add(ids.to("cpu", torch.int64).numpy())
         self.events.progressed(layer, _CALIBRATING / self.batches)
+
+    def answered(self, layer: int, *_: Any) -> None:
+        if layer in self.done:  # the batch runs on through the rounded layer
+            self.events.progressed(layer, _PROPAGATING / self.batches)
 
     def finish(self, number: int, fell_back: Mapping[nn.Module, str]) -> None:
         """Hand a layer over, and let it compute with exactly what was handed over."""
@@ -241,21 +246,8 @@ class ExpertGPTQ(GPTQModifier):  # type: ignore[misc]
     def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
         super().on_calibration_start(state, event, **kwargs)
         for number, layer in self._run.layers.items():
-            self.register_hook(layer.module, self._counting(number), "forward_pre")
-            self._hooks.add(layer.module.register_forward_hook(self._propagating(number)))
-
-    def _counting(self, layer: int) -> Callable[..., None]:
-        def count(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._run.saw(layer, args[1])
-
-        return count
-
-    def _propagating(self, layer: int) -> Callable[..., None]:
-        def count(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if layer in self._run.done:
-                self._run.events.progressed(layer, _PROPAGATING / self._run.batches)
-
-        return count
+            self.register_hook(layer.module, partial(self._run.called, number), "forward_pre")
+            self._hooks.add(layer.module.register_forward_hook(partial(self._run.answered, number)))
 
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Any) -> None:
         leader = self._run.leaders.get(module, module)
@@ -269,7 +261,7 @@ class ExpertGPTQ(GPTQModifier):  # type: ignore[misc]
         self._num_samples[module] = self._num_samples[leader]
 
     def compress_module_list(self, module_list: list[nn.Module]) -> None:
-        """In the library's own batches, so that progress can be told between them."""
+        """In the library's own batches, to report progress between them."""
         batches = assign_batches(module_list, self.batched_quantization, self.block_size)
         for batch in batches:
             super().compress_module_list(batch)
@@ -294,7 +286,7 @@ class ExpertGPTQ(GPTQModifier):  # type: ignore[misc]
 
 @contextmanager
 def _errors_translated() -> Iterator[None]:
-    """What libraries and the model's own code raise. Errors of ours pass through."""
+    """Errors of libraries and of the model's code as KtconvErrors."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:

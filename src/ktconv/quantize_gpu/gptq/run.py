@@ -8,9 +8,9 @@ the same as without the interruption.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.scheme import PARTS
-from ktconv.targets.pack_quantized.target import Plan, held_dtype
+from ktconv.targets.pack_quantized.target import Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import read_manifest
 
@@ -82,21 +82,6 @@ def _is_calibrated(unit: LayerUnit) -> bool:
     return not unit.layer.is_mtp and len(unit.experts) > 0
 
 
-@dataclass(slots=True)
-class _Progress:
-    """Shares of layers as bytes of source, whole ones that add up."""
-
-    observer: Observer
-    units: Mapping[int, LayerUnit]
-    done: dict[int, float] = field(default_factory=dict)
-
-    def advance(self, layer: int, share: float) -> None:
-        before = self.done.get(layer, 0.0)
-        self.done[layer] = min(1.0, before + share)
-        size = self.units[layer].source_bytes
-        self.observer.advanced(round(size * self.done[layer]) - round(size * before))
-
-
 class Gptq(Rtn):
     """One calibrated run. Layers that transformers does not build go the way of `Rtn`."""
 
@@ -104,9 +89,9 @@ class Gptq(Rtn):
 
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
-        """Refuse what headers and settings can tell; the memory of a run on the CPU.
+        """Check all that headers and settings show; the memory of a run on the CPU.
 
-        UsageError for options that do not go together or a dataset that is not there.
+        UsageError for options that exclude one another or a missing dataset.
         """
         options = plan.target.options
         if options.calibration is None:
@@ -127,8 +112,9 @@ class Gptq(Rtn):
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
         super().__init__(preflight, observer, notify)
-        assert self.plan.target.options.calibration is not None
-        self.settings = self.plan.target.options.calibration
+        options = self.plan.target.options
+        assert options.calibration is not None and options.dampening is not None
+        self.settings, self.dampening = options.calibration, options.dampening
         self.device = device_of(self.request.device)
         tokenizer = load_tokenizer(self.plan.checkpoint.path)
         self.samples: Samples = read_samples(self.settings, tokenizer)
@@ -136,10 +122,10 @@ class Gptq(Rtn):
         self.tested: SelfTest | None = None
         self._coverage: dict[int, LayerCoverage] = {}
         self._calibrated = {u.layer.index: u for u in self.plan.layers if _is_calibrated(u)}
-        self._progress = _Progress(observer, self._calibrated)
+        self._progress = dict.fromkeys(self._calibrated, 0.0)  # fractions that are done
 
     def _place(self) -> Placement:
-        """Where the weights will lie; ResourceError, before anything is loaded, if nowhere."""
+        """Where the weights are kept; ResourceError, before loading, if they fit nowhere."""
         request, free_gpu = self.request, None
         if self.device != "cpu":
             import torch
@@ -157,12 +143,12 @@ class Gptq(Rtn):
         )
 
     def origin(self) -> Record:
-        """What the samples were: a run with others would mix two calibrations."""
+        """The samples: a resumed run with others would mix two calibrations."""
         used = {name: version(name) for name in _LIBRARIES}
         return {"calibration": {**self.samples.facts, "libraries": used}}
 
     def more(self) -> Record:
-        """What experts saw, of all layers, and the self-test of this run."""
+        """Coverage of all layers, and the self-test of this run."""
         coverage = coverage_of(self.output)
         return {
             "self_test": asdict(self.tested) if self.tested else None,
@@ -175,9 +161,11 @@ class Gptq(Rtn):
         mine = [unit for unit in self._calibrated.values() if unit in pending]
         if mine:
             self._placement = self._place()
-            self._notify_of_samples()
+            count, wanted = len(self.samples.ids), self.settings.samples
+            fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
+            self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
         if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
-            self._rehearse(mine[0])
+            self._self_test(mine[0])
         self.observer.begin([unit.key for unit in pending])
         if others := [unit for unit in pending if unit not in mine]:
             self.run_pipeline(others)
@@ -185,7 +173,7 @@ class Gptq(Rtn):
             self._calibrate(mine)
 
     def _check_vocabulary(self) -> None:
-        """A tokenizer of another model has tokens that this one does not know."""
+        """CheckpointError for a tokenizer with tokens that the model does not know."""
         tensors = self.plan.checkpoint.other_tensors
         rows = [tensor.shape[0] for tensor in tensors if class_of(tensor.name) == "embeddings"]
         size, largest = max(rows, default=None), max(map(max, self.samples.ids))
@@ -196,13 +184,8 @@ class Gptq(Rtn):
                 "copy tokenizer.json and tokenizer_config.json of this model beside its weights",
             )
 
-    def _notify_of_samples(self) -> None:
-        count, wanted = len(self.samples.ids), self.settings.samples
-        fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
-        self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
-
-    def _rehearse(self, unit: LayerUnit) -> None:
-        """Before the first layer: a mistake must show now, not after hours."""
+    def _self_test(self, unit: LayerUnit) -> None:
+        """The self-test, before the first layer: a mistake must show now, not after hours."""
         from ktconv.quantize_gpu.gptq.selftest import self_test
 
         if self.request.self_test:
@@ -210,7 +193,7 @@ class Gptq(Rtn):
             use_threads(self.preflight.threads)
             self.tested = self_test(
                 self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
-                self._weights(), self._dampening(), self._scratch("self-test"), self.device,
+                self._weights(), self.dampening, self._scratch("self-test"), self.device,
             )  # fmt: skip
             self.notify(self.tested.words())
 
@@ -244,7 +227,7 @@ class Gptq(Rtn):
                     put_back(present[layer], self._finished_matrices(unit), self._weights())
             chosen = {unit.layer.index: unit.experts for unit in pending}
             quantize_layers(
-                model, self.samples, chosen, self._weights(), self._dampening(), self, self.device
+                model, self.samples, chosen, self._weights(), self.dampening, self, self.device
             )
         finally:
             shutil.rmtree(offload, ignore_errors=True)
@@ -254,10 +237,6 @@ class Gptq(Rtn):
 
         return QuantizationArgs(**self.plan.target.scheme.weight_arguments())
 
-    def _dampening(self) -> float:
-        assert self.plan.target.options.dampening is not None
-        return self.plan.target.options.dampening
-
     def _scratch(self, name: str) -> Path:
         """A folder that no loader looks at, empty."""
         folder = self.journal.directory / name
@@ -265,13 +244,15 @@ class Gptq(Rtn):
         folder.mkdir(parents=True)
         return folder
 
-    # ---- what `gptq.Events` asks for ----
+    # ---- `quantize.Events` ----
 
     def layer_started(self, layer: int) -> None:
         self.observer.unit_started(self._calibrated[layer].key)
 
     def progressed(self, layer: int, share: float) -> None:
-        self._progress.advance(layer, share)
+        before, size = self._progress[layer], self._calibrated[layer].source_bytes
+        self._progress[layer] = min(1.0, before + share)
+        self.observer.advanced(round(size * self._progress[layer]) - round(size * before))
 
     def layer_done(
         self, layer: int, matrices: Iterator[QuantizedMatrix], coverage: LayerCoverage
@@ -288,7 +269,7 @@ class Gptq(Rtn):
                 tensors |= write_matrix(
                     staging, self.plan.target.scheme, "gptq",
                     module_name(unit.layer, matrix.expert, matrix.projection),
-                    decoded(reader, source, buffers, lambda _: None), arrays, held_dtype(source),
+                    decoded(reader, source, buffers, lambda _: None), arrays, weight_dtype(source),
                     self.request.verify,
                 )  # fmt: skip
             files = staging.commit()

@@ -1,10 +1,10 @@
-"""A rehearsal before hours of work: one layer with its real weights, a few samples, the same path.
+"""Self-test before hours of work: one real layer and a few samples through the whole path.
 
     report = self_test(checkpoint, layer, experts, samples, weights, dampening, scratch_folder)
 
-The model is cut off behind the layer, loaded, calibrated and quantized as the whole one will be.
-Then the layer's experts must answer the samples at least as well as experts that are rounded to
-the nearest level. The scratch folder holds links and two small files, and is removed.
+The model is cut off after the layer, then loaded, calibrated and quantized as the whole one will
+be. The layer's outputs must be at least as accurate as with experts rounded to nearest. The
+scratch folder contains links and two small files, and is removed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix, quantize_layers
 from ktconv.writer.metadata import INDEX
 
 SAMPLES, TOKENS = 2, 512
-# GPTQ answers every token with every expert, and the comparison only those that were routed, so
-# that a layer with very few of them can come out a little behind.
+# GPTQ calibrates every expert on every token, but only routed tokens are compared: with very few of
+# them a layer can be slightly worse than rounding to nearest.
 TOLERANCE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """Relative RMS errors of what the layer's experts answer: with GPTQ, and rounded to nearest."""
+    """Relative RMS errors of the layer's outputs: with GPTQ, and rounded to nearest."""
 
     layer: int
     experts: int

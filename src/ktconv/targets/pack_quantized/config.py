@@ -18,7 +18,7 @@ RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only th
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """What tells engines which modules are packed, and how.
+    """Which modules are packed, and how, for inference engines.
 
     The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
     experts by that name alone; so every other linear layer must be on the list `ignore`.
@@ -82,7 +82,7 @@ def recipe_yaml(plan: Plan) -> bytes:
 
 
 def card(plan: Plan) -> str:
-    """README.md: what the checkpoint is and how it was made."""
+    """README.md of the output."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
     counts = sorted({len(unit.experts) for unit in plan.layers})
     chosen = any(unit.omitted for unit in plan.layers)
@@ -109,7 +109,7 @@ tags:
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
-- `ktconv.json` holds a checksum and the quantization error of every tensor.
+- `ktconv.json` contains a checksum of every tensor and the quantization error of every matrix.
 {note}
 {_use(plan, chosen)}
 

@@ -20,8 +20,8 @@ _WEIGHT = ".weight"
 _NO_LINEAR = "embeddings"
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QKV_A = ("q_a_proj", "kv_a_proj_with_mqa")
-# Layers that engines compute as one, and what they are made of. Engines ask for the parts where
-# their model tells them, else for the whole. Both spellings of qkv: SGLang writes attn.qkv_proj for
+# Layers that engines compute as one, and their parts. Engines look up the parts where their model
+# class lists them, else the whole. Both spellings of qkv: SGLang writes attn.qkv_proj for
 # attn.qkv in the lists of vision models, even where _proj is there already.
 _JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": _QKV,

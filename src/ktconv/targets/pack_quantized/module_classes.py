@@ -1,4 +1,4 @@
-"""What kinds of modules a checkpoint has: only routed experts are quantized, and it is said."""
+"""Counts the modules of a checkpoint by class, and which of them are quantized."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a source has beside experts that an engine could not read any more.
+"""Non-expert tensors that engines could not read with the output's config.
 
-The output's quantization_config tells of packed experts only. Block-quantized FP8 matrices of
-attention and shared experts are therefore decoded to bf16, which loses nothing; a model that
-another tool quantized in another way is refused.
+Its quantization_config describes packed experts only. Block-quantized FP8 matrices of attention
+and shared experts are therefore decoded to bf16, which is lossless; models that were quantized in
+another way are refused.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class PackQuantizedTarget(Target):
             for proj in PROJECTIONS:
                 matrix = layer.experts[expert][proj]
                 yield from self.scheme.tensors(
-                    module_name(layer, expert, proj), matrix.rows, matrix.cols, held_dtype(matrix)
+                    module_name(layer, expert, proj), matrix.rows, matrix.cols, weight_dtype(matrix)
                 )
 
     def metadata(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class PackQuantizedTarget(Target):
         return [path for path in find_side_files(directory) if str(path) not in self.made_files]
 
 
-def held_dtype(matrix: ExpertMatrix) -> str:
+def weight_dtype(matrix: ExpertMatrix) -> str:
     """The dtype of the weights that are quantized, and so of their scales: half precision as the
     model computes in it; everything else is rounded to bf16 first."""
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"

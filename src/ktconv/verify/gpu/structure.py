@@ -14,7 +14,7 @@ from ktconv.targets.pack_quantized.config import quantization_section
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
-from ktconv.targets.pack_quantized.target import held_dtype
+from ktconv.targets.pack_quantized.target import weight_dtype
 from ktconv.verify.config_differences import (
     QUANTIZATION_KEYS,
     config_differences,
@@ -191,7 +191,7 @@ class GpuStructureCheck(StructureCheck):
                 **module.at,
             )
             return
-        held = (held_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
+        held = (weight_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
         self._as_expected(packed, ("I32",), (rows, group.words(cols)), module)
         self._as_expected(scale, held, (rows, per_row), module)
         self._as_expected(shape, ("I64", "I32"), (2,), module)
