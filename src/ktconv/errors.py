@@ -49,7 +49,7 @@ class MemoryShortError(ResourceError):
 
 
 class MemoryLimitError(ResourceError):
-    """More memory is needed than an option allows; the hint tells how much."""
+    """More memory is needed than an option allows; the hint says how much."""
 
 
 class DiskSpaceError(ResourceError):

@@ -110,8 +110,8 @@ def one_bit(_: Any, y: Any) -> None:
     ("change", "words"),
     [
         (not_written, "y of token 100 of 400 is not finite, or not written"),
-        (zeros, "token 100 of 400 comes out differently beside other tokens"),
-        (one_bit, "token 100 of 400 comes out differently beside other tokens"),
+        (zeros, "token 100 of 400 has another result with other tokens in the batch"),
+        (one_bit, "token 100 of 400 has another result with other tokens in the batch"),
     ],
 )
 def test_every_token_is_looked_at(

@@ -13,7 +13,9 @@ from ktconv.bench import peer_rows
 from ktconv.bench.cases import Request as BenchRequest
 from ktconv.bench.cases import prepare
 from ktconv.bench.measure import Effort
-from ktconv.bench.peers import Availability, PeerError, Request, Result, Spec
+from ktconv.bench.peers.base import PeerError
+from ktconv.bench.peers.request import Request, Result
+from ktconv.bench.peers.table import Availability, Spec
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
@@ -45,10 +47,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Three peers: one that works, one that breaks off, one that is not installed."""
     found: list[Request] = []
     peers = [
-        Availability(spec("good q4", "int4", "gint4-32"), "1.0", ""),
-        Availability(spec("bad q4", "int4"), "1.0", ""),
-        Availability(spec("missing q4", "int4"), "", "missing is not installed"),
-        Availability(spec("other q8", "int8"), "1.0", ""),
+        Availability(spec("good q4", "int4", "gint4-32"), ""),
+        Availability(spec("bad q4", "int4"), ""),
+        Availability(spec("missing q4", "int4"), "missing is not installed"),
+        Availability(spec("other q8", "int8"), ""),
     ]
 
     def measure(request: Request) -> Iterator[Result]:

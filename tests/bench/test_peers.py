@@ -15,9 +15,12 @@ import pytest
 
 import ktconv
 from ktconv.bench.measure import Batch, Effort
-from ktconv.bench.peers import PEERS, PeerError, Request, Result, available, launch, measure
+from ktconv.bench.peers import launch
 from ktconv.bench.peers import table as peer_table
-from ktconv.bench.peers.base import Layer, reference
+from ktconv.bench.peers.base import Layer, PeerError, reference
+from ktconv.bench.peers.launch import measure
+from ktconv.bench.peers.request import Request, Result
+from ktconv.bench.peers.table import PEERS, available
 from ktconv.bench.peers.worker import work
 from ktconv.bench.presets import Shape
 from ktconv.bench.weights import RandomWeights

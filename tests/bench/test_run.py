@@ -331,6 +331,6 @@ def test_methods_may_be_skipped_but_not_all() -> None:
     heard: list[str] = []
     rows = bench(request(["int4", "bf16"], "96,256,4,2", skip=True), heard.append).rows
     assert [row.method for row in rows] == ["bf16"]
-    assert "96,256,4,2 cannot be held by int4: left out" in heard
+    assert "96,256,4,2 is not supported by int4: left out" in heard
     with pytest.raises(UsageError, match="int4 cannot hold"):
         prepare(request(["int4"], "96,256,4,2", skip=True))

@@ -27,7 +27,7 @@ from ktconv.cli import stats as stats_command
 from ktconv.cli import verify as verify_command
 from ktconv.cli.app import app
 from ktconv.cli.process import OutputStream
-from ktconv.cli.reshard import RESHARD_HINTS
+from ktconv.cli.repack import RESHARD_HINTS
 from ktconv.errors import KtconvError
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

@@ -1,13 +1,13 @@
-"""What is asked of a benchmark, and the one list of cases that it comes to.
+"""The request of a benchmark, and the list of cases that are measured for it.
 
-Everything else follows this list: which rows an old report must have, what is packed, measured
-and shown. What cannot be measured here is refused before anything is.
+The list decides which rows an old report must have, what is packed, measured and shown. Impossible
+requests are refused before anything is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -29,16 +29,16 @@ from ktconv.system.pool import Pool
 from ktconv.system.text import Notify, path_text, printable, silent
 from ktconv.system.units import format_size
 
-_DIFFERENT = 4  # experts with weights of their own; the others are copies elsewhere in memory
+_DIFFERENT = 4  # experts with weights of their own; the others are copies of them
 _DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
 _WORKING_COPIES = 4  # of an expert as float32, while it is quantized
 _SHARE_OF_MEMORY = 0.8
-_CACHES = 2  # a layer must be larger than so many last-level caches to come from memory
+_CACHES = 2  # a layer larger than so many last-level caches is read from memory
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that `ktconv bench` was asked to measure."""
+    """The settings of `ktconv bench`."""
 
     methods: tuple[Method, ...]
     shapes: tuple[Shape, ...]
@@ -53,7 +53,7 @@ class Request:
     parts: int = 1
     effort: Effort = field(default_factory=Effort)
     seed: int = 0
-    skip: bool = False  # leave out methods that cannot hold a shape, instead of refusing
+    skip: bool = False  # leave out methods that do not support a shape, instead of refusing
     peers: bool = False  # other implementations too, where they are installed
 
 
@@ -66,7 +66,7 @@ class Layer:
     parts: int
     cases: tuple[Case, ...]
     experts: Experts | None = None  # of a model; others are made when they are measured
-    here: Ids | None = None  # of a model that lacks experts: those that it has
+    here: Ids | None = None  # the experts of a model that does not have all
 
     def routings(self, request: Request, tokens: int) -> Iterator[Ids]:
         """Chosen among the experts that are here; recorded ids of others are -1, i.e. skipped."""
@@ -77,7 +77,7 @@ class Layer:
         return ids if here is None or routing.trace is not None else (here[drawn] for drawn in ids)
 
     def scratch_bytes(self, tokens: int, pool: Pool) -> int:
-        """What a forward of so many tokens needs beside its arrays."""
+        """Bytes that a forward of so many tokens needs in addition to its arrays."""
         shape = self.shape
         if self.experts is not None:
             return self.experts.layer.scratch_size(tokens, shape.top_k, pool)
@@ -133,7 +133,7 @@ def _cases(
 
 
 def from_cache(expert_bytes: int, shape: Shape) -> bool:
-    """Whether so small a layer stays in the caches."""
+    """Whether the layer is so small that it stays in the caches."""
     return expert_bytes * shape.experts < _CACHES * largest_cache()
 
 
@@ -147,7 +147,7 @@ def different_experts(shape: Shape) -> int:
 
 
 def _layers_of(request: Request, shape: Shape, pool: Pool, notify: Notify) -> list[Layer]:
-    """One per method, without those that may be skipped and cannot hold the shape."""
+    """One layer per method; with `skip` only for methods that support the shape."""
     check_trace(request.routing, shape.experts, shape.top_k)
     _check_replays(request, request.routing, shape)
     sizes = (shape.hidden, shape.intermediate, request.parts)
@@ -156,7 +156,7 @@ def _layers_of(request: Request, shape: Shape, pool: Pool, notify: Notify) -> li
         methods = list(request.methods)
     left_out = [method.name for method in request.methods if method not in methods]
     if left_out:
-        notify(f"{shape.name} cannot be held by {', '.join(left_out)}: left out")
+        notify(f"{shape.name} is not supported by {', '.join(left_out)}: left out")
     for method in methods:
         check_shape(method, *sizes)
     layers = [
@@ -187,7 +187,7 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
             f"--experts {experts} is more than the {shape.experts} of {shape.name}",
             "leave it out to use them all",
         )
-    return shape.with_experts(experts)
+    return replace(shape, experts=experts)
 
 
 # ---- a converted model ----
@@ -210,8 +210,8 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     check_trace(request.routing, experts.count, shape.top_k, of_model=True)
     _check_replays(request, only_here(request.routing, here), shape)
     cases = _cases(request, experts.method, shape, experts.parts, number)
-    lacking = here if count < experts.count else None
-    layer = Layer(experts.method, shape, experts.parts, cases, experts, lacking)
+    present = here if count < experts.count else None
+    layer = Layer(experts.method, shape, experts.parts, cases, experts, present)
     if _room_for_experts(request, [layer], pool, read_size()) < 0:
         raise UsageError(
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"

@@ -1,4 +1,4 @@
-"""What `ktconv bench` does with its options: lists are read here, then measured and shown."""
+"""`ktconv bench` behind its options: parse lists, measure, show the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
 
-# Rarely needed, and heavier than the rest: compare, plots and pack_stage are imported where used.
+# compare, plots and pack_stage are imported where used: they are slow to import and rarely needed.
 
 Show = Callable[[str], None]
 
@@ -62,7 +62,7 @@ def run(
 
 
 def check_packing_options(given: Set[str]) -> None:
-    """UsageError for options, by their names on the command line, without meaning for packing."""
+    """UsageError for an option that `--stage pack` does not have."""
     for name in sorted(given - PACKING):
         raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
 

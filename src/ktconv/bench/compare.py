@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -14,20 +14,20 @@ from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
 
 _WORDS, _COUNTS = ("method", "routing", "isa", "engine"), ("tokens", "threads", "parts")
-_TOLD = 3  # rows that a note names
+_NAMED = 3  # rows that a note lists
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What is used of an old report."""
+    """The part of an old report that is compared."""
 
     path: Path
     cpu: str
     rows: list[Row]
 
     def like(self, row: Row) -> Row | None:
-        """The row that measured the same; of several (the name and the activation of a shape are
-        no part of the key) the one whose shape has the same name."""
+        """The row of the same configuration. If there are several, because the key does not include
+        name and activation of a shape, the one with the same name."""
         same = [old for old in self.rows if old.key == row.key]
         named = [old for old in same if old.shape["name"] == row.shape["name"]]
         return named[0] if named else same[0] if len(same) == 1 else None
@@ -65,7 +65,7 @@ def read_report(path: Path) -> Baseline:
         return Baseline(path, str(machine.get("cpu", "")), rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{path} lacks what a report needs: {error}", "write it with --format json"
+            f"{path} is not a complete report: {error}", "write it with --format json"
         ) from None
 
 
@@ -79,7 +79,7 @@ def _expect_single(rows: list[Row]) -> None:
 
 
 def _row(facts: dict[str, Any]) -> Row:
-    """Names that are not known are newer ones; those with a default may be missing."""
+    """Unknown names are ignored, as newer versions add some; names with a default are optional."""
     known = {field.name for field in fields(Row)}
     needed = {field.name for field in fields(Row) if field.default is MISSING}
     if missing := needed - facts.keys():
@@ -94,26 +94,19 @@ def _row(facts: dict[str, Any]) -> Row:
         _expect(name, getattr(row, name), int)
     _expect("layer", row.layer, int, type(None))
     _expect("median_us", row.median_us, int, float)
-    if not 0 < row.median_us < math.inf:
+    if not 0 < row.median_us <= sys.float_info.max:
         raise ValueError("a median that is not a number above 0")
-    return replace(row, median_us=_finite(row.median_us))
+    return replace(row, median_us=float(row.median_us))
 
 
 def _expect(name: str, value: object, *kinds: type) -> None:
-    """Of exactly one of these types: true does not count as a number."""
+    """TypeError unless `value` has exactly one of these types: true does not count as a number."""
     if type(value) not in kinds:
         raise TypeError(f"{name} is of type {type(value).__name__}")
 
 
-def _finite(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("a median that is not a number above 0") from None
-
-
 def compare(report: Report, old: Baseline, tolerance: float) -> list[str]:
-    """Gives the report's rows their ratios. Returns what people should know about it."""
+    """Add ratios to the rows of the report; returns notes for the user."""
     pairs = [(row, old.like(row)) for row in report.rows]
     report.rows = [_compared(row, then, tolerance) if then else row for row, then in pairs]
     found = {id(then) for _, then in pairs}
@@ -136,7 +129,7 @@ def _notes(report: Report, old: Baseline, missing: list[Row], tolerance: float) 
     if unknown := len(report.rows) - compared:
         notes.append(f"note: {unknown} rows are not in {old.path}")
     if missing:
-        some = "; ".join(map(_words, missing[:_TOLD])) + ("; ..." if missing[_TOLD:] else "")
+        some = "; ".join(map(_words, missing[:_NAMED])) + ("; ..." if missing[_NAMED:] else "")
         notes.append(f"note: {len(missing)} rows of {old.path} were not measured: {some}")
     slower = [row for row in report.rows if row.regressed]
     notes.append(f"{len(slower)} of {compared} rows are more than {tolerance:.0%} slower")

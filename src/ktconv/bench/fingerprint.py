@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, the versions, the command."""
+"""The machine, versions and command that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ktconv.system import machine
 _SYS = Path("/sys/devices/system/cpu")
 
 
-def fingerprint(command: list[str] | None = None) -> dict[str, Any]:
+def fingerprint() -> dict[str, Any]:
     """Facts ready for JSON."""
     return {
         "cpu": machine.cpu_model(),
@@ -33,12 +33,12 @@ def fingerprint(command: list[str] | None = None) -> dict[str, Any]:
             name: value for name, value in os.environ.items() if name.startswith("KTCONV_")
         },
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["ktconv", *(sys.argv[1:] if command is None else command)],
+        "command": ["ktconv", *sys.argv[1:]],
     }
 
 
 def caches() -> dict[str, str]:
-    """Sizes by name, as the kernel tells them: {"L1d": "32K", "L2": "1024K", ...}."""
+    """Sizes by name, as the kernel reports them: {"L1d": "32K", "L2": "1024K", ...}."""
     found = {}
     for index in sorted((_SYS / "cpu0/cache").glob("index*")):
         level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
@@ -49,7 +49,7 @@ def caches() -> dict[str, str]:
 
 
 def largest_cache() -> int:
-    """Bytes; a guess where the kernel does not tell."""
+    """Bytes; 32 MiB if the kernel does not report any size."""
     sizes = [int(size[:-1]) << 10 for size in caches().values() if size.endswith("K")]
     return max(sizes, default=32 << 20)
 

@@ -53,13 +53,13 @@ class Limits:
         )
 
     def drift(self, other: Limits, unit: str) -> float:
-        """By which factor memory or a unit was faster at one time than at another."""
+        """The larger factor by which memory or the unit differ between two measurements."""
         pairs = ((self.read_gb_s, other.read_gb_s), (self.peak(unit), other.peak(unit)))
         return max(max(pair) / max(min(pair), 1e-9) for pair in pairs)
 
 
 def read_size() -> int:
-    """Bytes to read: several times what the caches hold."""
+    """Bytes to read: several times the size of the caches."""
     size = _CACHES * largest_cache() >> 20 << 20
     return min(max(size, _LEAST_BYTES), _MOST_BYTES)
 
@@ -80,7 +80,7 @@ class Meter:
         self.found: dict[tuple[str, int], Limits] = {}
 
     def measure(self, pool: Pool) -> Limits:
-        """Thoroughly. The best of a few, as a limit should be."""
+        """The limits of `pool`, measured thoroughly: the best of several repeats."""
         settle()
         times = {
             streams: _best(partial(native.limit_read, pool, self._memory, streams), _REPEATS)
@@ -91,7 +91,7 @@ class Meter:
         return self._keep(pool, min(times.values()), *rates)
 
     def again(self, pool: Pool) -> Limits:
-        """Quickly, for a row that is measured now."""
+        """The limits once more, measured quickly right before or after a row."""
         settle()
         streams = self._streams.get(pool.threads, _STREAMS[0])
         read = _best(partial(native.limit_read, pool, self._memory, streams), _AGAIN)
@@ -99,7 +99,7 @@ class Meter:
         return self._keep(pool, read, *rates)
 
     def best(self, pool: Pool) -> Limits:
-        """Of the run so far, at the level in use."""
+        """The best limits of the run so far, at the level in use."""
         return self.found[native.isa(), pool.threads]
 
     def _keep(self, pool: Pool, read: float, int8: float, bf16: float) -> Limits:
@@ -111,8 +111,8 @@ class Meter:
 
 
 def settle(at_most: float = 1.0) -> None:
-    """Waits until no thread of this process computes: those of NumPy's BLAS spin on for a tenth of
-    a second after a product, and would take a core from what is measured next."""
+    """Wait until no thread of this process computes: those of NumPy's BLAS keep spinning for a
+    tenth of a second after a product, and would take a core from the next measurement."""
     end = time.perf_counter() + at_most
     while (start := time.perf_counter()) < end:
         used = own_seconds()

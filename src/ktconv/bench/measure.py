@@ -1,4 +1,4 @@
-"""Timing one layer: proven right first, then iterations on fresh routing."""
+"""Timing one layer: its results are checked first, then iterations run on fresh routings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Array = NDArray[Any]
 WARM_UP = 2
 _LEAST_ITERATIONS, _PATIENCE = 5, 10  # the latter: times --seconds before giving up on more
 _MOST_ROUTINGS, _KEPT_IDS = 512, 1 << 21  # drawn before timing starts
-_ALL_CHECKED, _LEAST_CHECKED = 16, 3  # up to so many tokens all are checked; at least so many are
+_ALL_CHECKED, _LEAST_CHECKED = 16, 3  # so many tokens are all checked; of more, at least so many
 _CHECKED_ELEMENTS = 1 << 30  # of the experts that larger batches are checked with: 10 s to unpack
 _PASS = 2048  # tokens that the kernels compute at a time
-# Of one token: in narrow layers an int8 activation that is rounded to the other side is felt.
+# Of one token: in narrow layers a single int8 activation that is rounded differently matters.
 _TOKEN_BOUND = 2 * KERNEL_BOUND
 _UNWRITTEN = 0xFFFF  # NaN in y before a call, so that what is not written shows
 _TICKS = 2  # of /proc/stat: less is rounding
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def checked(self) -> int:
-        """The first routing that names an expert at all: a trace may have -1 alone for a while."""
+        """Index of the first routing with an expert: a trace can begin with -1 only."""
         return next((i for i, ids in enumerate(self.ids) if (ids >= 0).any()), 0)
 
 
@@ -75,7 +75,7 @@ def kept_routings(tokens: int, top_k: int, effort: Effort) -> int:
 
 def batch_bytes(tokens: int, hidden: int, top_k: int, effort: Effort) -> int:
     """Memory of a batch and of its check at most: x is drawn as float32 and copied in rounding;
-    later x and y lie there twice, and ids and weights once more while pieces are checked."""
+    later there are two of x and y, and ids and weights once more while pieces are checked."""
     kept = kept_routings(tokens, top_k, effort)
     return tokens * (16 * hidden + top_k * (8 * kept + 8 + 3 * 4))
 
@@ -94,17 +94,17 @@ class Reference:
 
     @property
     def rounded(self) -> Array:
-        """With activations rounded as the kernels round them: what is left is next to nothing."""
+        """With activations rounded as by the kernels, which leaves almost no difference."""
         return self._both[0]
 
     @property
     def packed(self) -> Array:
-        """On the packed weights' values, activations as they are."""
+        """On the values of the packed weights, with unrounded activations."""
         return self._both[1]
 
     @cached_property
     def _both(self) -> tuple[Array, Array]:
-        """Origin by origin: unpacking one is what takes time."""
+        """Both results, origin by origin, so that each is unpacked once."""
         x, ids, weights = self._inputs
         rounded, packed = np.zeros(x.shape, np.float32), np.zeros(x.shape, np.float32)
         for origin in np.unique(self._origins[self._origins >= 0]):
@@ -123,7 +123,7 @@ class Reference:
 
 
 def checked_tokens(origins: Array, most: int) -> list[int]:
-    """Tokens to hold against float32, of origins [M, K] (-1: none) of the experts they go to.
+    """Tokens to compare with float32, of origins [M, K] (-1: none) of the experts they go to.
 
     All of a small batch. Of a larger one the first and last, those around the kernels' first
     border between passes, and some in between, as far as together they need at most `most`
@@ -147,10 +147,10 @@ def checked_tokens(origins: Array, most: int) -> list[int]:
 
 
 def check(experts: Experts, batch: Batch, reference: Reference, pool: Pool) -> Errors:
-    """Raises VerificationError if the kernel is wrong: then it is not timed.
+    """Raises VerificationError if the kernel is wrong; it is not timed then.
 
     All of y must be written, finite and independent of which other tokens are in the batch; some
-    tokens are held against float32.
+    tokens are compared with float32.
     """
     y = np.full_like(batch.x, _UNWRITTEN)
     tokens, top_k = reference.ids.shape
@@ -186,7 +186,7 @@ def _expect_finite(experts: Experts, y: Array) -> None:
 
 
 def expect_right(experts: Experts, result: Array, expected: Array) -> None:
-    """All together, and each: a wrong token is not lost among many that are right."""
+    """VerificationError if all tokens together, or any one of them, differ too much."""
     error, worst = relative_error(result, expected), float(_token_errors(result, expected).max())
     if not error <= KERNEL_BOUND:
         what, bound = f"relative error {error:.2g}", KERNEL_BOUND
@@ -198,7 +198,8 @@ def expect_right(experts: Experts, result: Array, expected: Array) -> None:
 
 
 def expect_same(experts: Experts, y: Array, apart: Array) -> None:
-    """Bit by bit, where ktconv.h promises it; else both must be right, so close to each other."""
+    """VerificationError if the results differ in any bit, or where ktconv.h does not promise equal
+    bits, by more than twice the error bound."""
     exact = isa() != "amx" or experts.method.unit != "bf16"
     for start in range(0, len(y), _PASS):
         one, other = y[start : start + _PASS], apart[start : start + _PASS]
@@ -208,9 +209,8 @@ def expect_same(experts: Experts, y: Array, apart: Array) -> None:
             bad = ~(_token_errors(bf16_to_f32(one), bf16_to_f32(other)) <= _TOKEN_BOUND)
         if bad.any():
             token = start + int(np.flatnonzero(bad)[0])
-            raise _wrong(
-                experts, f"token {token} of {len(y)} comes out differently beside other tokens"
-            )
+            what = f"token {token} of {len(y)} has another result with other tokens in the batch"
+            raise _wrong(experts, what)
 
 
 def _wrong(experts: Experts, what: str) -> VerificationError:
@@ -279,7 +279,7 @@ def _enough(count: int, elapsed: float, effort: Effort) -> bool:
 
 
 class OtherWork:
-    """CPU time that is not this process's, from now on: other processes' and other machines'.
+    """CPU time that other processes and other virtual machines use from now on.
 
     `busy` and `own` are the clocks: of all CPUs, and of this process.
     """
@@ -293,7 +293,7 @@ class OtherWork:
         self._start, self._before = time.perf_counter(), [clock() for clock in self._clocks]
 
     def share(self) -> float:
-        """Of the time of all CPUs; 0 where the system does not tell, or in doubt."""
+        """Share of the time of all CPUs; 0 if the system does not report it, or it is too short."""
         elapsed = time.perf_counter() - self._start
         busy, own = (
             clock() - before for clock, before in zip(self._clocks, self._before, strict=True)
@@ -304,7 +304,7 @@ class OtherWork:
 
 
 def _busy_seconds() -> float:
-    """Of all CPUs, with what the hypervisor gave to other machines."""
+    """Of all CPUs, including what the hypervisor gave to other machines."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         user, nice, system, _, _, irq, soft, steal = (int(field) for field in fields[1:9])

@@ -1,6 +1,6 @@
 """`--stage pack`: how fast weights are quantized and packed, against copying memory.
 
-GB/s are of source bytes, one thread, more matrices than the caches hold.
+GB/s count source bytes, on one thread, over more matrices than fit into the caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOURCES = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
 _WORKING_SET = 128 << 20  # bytes of source per pass
 _SCALAR_SHARE = 8  # scalar code is so much slower that it gets an eighth of the work
 _SHARE_OF_MEMORY = 0.8
-_MOST_ITEM = 4  # bytes of an element of a source, at most
+_MOST_ITEM = 4  # largest size of a source element in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def bench_packing(
     seed: int = 0,
     working_set: int = _WORKING_SET,
 ) -> list[PackRow]:
-    """Gate matrices [I, H] of each shape. Raises UsageError, before it measures, for a method
-    without a packer and for matrices that it or this machine cannot hold."""
+    """Measure gate matrices [I, H] of each shape. Raises UsageError, before it measures, for a
+    method without a packer and for matrices that do not fit into the format or into memory."""
     for method in methods:
         _check(method, shapes, working_set)
     rows: list[PackRow] = []
@@ -108,7 +108,7 @@ def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
 
 
 def _count(nbytes: int, working_set: int) -> int:
-    """Matrices that are packed in turn."""
+    """How many matrices are packed in turn."""
     return max(_SCALAR_SHARE, working_set // nbytes)
 
 
@@ -178,7 +178,7 @@ def _matrix(buffer: Array, source: str, rows: int, cols: int) -> native.Matrix:
 
 
 def _dtype(source: str) -> str:
-    """The safetensors dtype; the rest says how the matrix lies."""
+    """The safetensors dtype in a name of SOURCES; the rest is the order of the dimensions."""
     return source.partition(" ")[0]
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from ktconv import native
 from ktconv.bench.cases import Request, different_experts, from_cache
 from ktconv.bench.limits import Meter
-from ktconv.bench.peers import PeerError, Result, Spec, available, measure
-from ktconv.bench.peers import Request as PeerRequest
+from ktconv.bench.peers.base import PeerError
+from ktconv.bench.peers.launch import measure
+from ktconv.bench.peers.request import Request as PeerRequest
+from ktconv.bench.peers.request import Result
+from ktconv.bench.peers.table import Spec, available
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.moe import Method, method_named
@@ -25,10 +28,10 @@ def peer_rows(
     meter: Meter,
     notify: Notify,
 ) -> Iterator[Row]:
-    """Of every peer that is installed and has weights like those of one of our methods.
+    """Rows of every installed peer with weights like those of one of our methods.
 
-    A peer that is missing or fails is named and left out: it is not ours to judge. Limits are
-    measured at the last level of the request.
+    A peer that is missing or fails is left out with a message. Limits are measured at the last
+    level of the request.
     """
     native.use_isa(request.isas[-1])
     for spec in chosen(methods, notify):
@@ -56,7 +59,7 @@ def chosen(methods: Sequence[Method], notify: Notify) -> list[Spec]:
 
 
 def fits(spec: Spec, shape: Shape) -> bool:
-    """As packed weights, with as many once more while it builds them."""
+    """Whether memory suffices for the packed weights, twice while the peer builds them."""
     method = method_named(spec.methods[0])
     each = method.expert_bytes(shape.hidden, shape.intermediate)
     return 2 * each * shape.experts < machine.available_memory()

@@ -17,7 +17,7 @@ _DPI = 120
 
 
 def check_plot(path: Path) -> None:
-    """Before hours are spent measuring: can this picture be drawn at all?"""
+    """UsageError before anything is measured if this picture could not be drawn."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path} is not a picture file", "end it with .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
@@ -52,7 +52,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _series(report: Report) -> dict[str, list[Row]]:
-    """Rows that belong on one line, by what tells the lines apart; fewest tokens first."""
+    """Label of a line -> its rows, fewest tokens first."""
     ours = [row for row in report.rows if row.engine == "ktconv"]
     several = {name for name in ("isa", "threads") if len({getattr(row, name) for row in ours}) > 1}
     shapes = len({row.shape["name"] for row in report.rows}) > 1
@@ -109,7 +109,7 @@ def _roofline(axes: Any, report: Report) -> None:
 
 
 def _roofs(axes: Any, report: Report) -> None:
-    """What memory and the units allow, as measured at best in this run."""
+    """The best limits of memory and units that were measured in this run."""
     low, high = axes.get_xlim()
     span = np.geomspace(max(low, 0.5), max(high, 1000.0), 400)
     for limit in report.limits:

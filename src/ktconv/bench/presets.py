@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ktconv.errors import UsageError
 from ktconv.native import Activation
@@ -27,9 +27,6 @@ class Shape:
     def operations(self) -> int:
         """Multiplications and additions of one token in one expert: three products."""
         return 3 * 2 * self.hidden * self.intermediate
-
-    def with_experts(self, experts: int) -> Shape:
-        return replace(self, experts=experts)
 
 
 # From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7.

@@ -103,14 +103,15 @@ def check_trace(routing: Routing, experts: int, top_k: int, *, of_model: bool = 
 
 
 def only_here(routing: Routing, here: Ids) -> Routing:
-    """A recorded trace without ids of experts that are elsewhere; other routings as they are."""
+    """A recorded trace with -1 for experts that are not in `here`; other routings unchanged."""
     if routing.trace is None:
         return routing
     return replace(routing, trace=np.where(np.isin(routing.trace, here), routing.trace, -1))
 
 
 def check_replay(routing: Routing, tokens: int) -> None:
-    """Of a trace's first `tokens` ids, all that a row replays, some must be of this layer."""
+    """UsageError if none of the first `tokens` tokens of a trace, which a row replays, has an
+    expert in this layer."""
     if routing.trace is not None and not (routing.trace[:tokens] >= 0).any():
         raise UsageError(
             f"the first {min(tokens, len(routing.trace))} tokens of the trace go to no expert",
@@ -147,7 +148,7 @@ def _read_trace(path: Path) -> Ids:
 
 
 def _refuse_twice(ids: Ids, path: Path) -> None:
-    """No router sends a token to one expert twice."""
+    """UsageError if a token has the same expert twice, which no router does."""
     ordered = np.sort(ids, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
@@ -159,7 +160,7 @@ def _refuse_twice(ids: Ids, path: Path) -> None:
 
 
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Of integers. Others are not read: NumPy has not every type that safetensors has."""
+    """All integer arrays of a file. Others are not read: NumPy lacks some types of safetensors."""
     if not path.is_file():
         raise UsageError(f"there is no trace file {path}")
     if path.suffix not in (".safetensors", ".npz"):
@@ -181,7 +182,7 @@ def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _is_integer(archive: Any, name: str) -> bool:
-    """By the header of an array in an .npz file."""
+    """Whether an array of an .npz file has integers, according to its header."""
     with archive.zip.open(f"{name}.npy") as file:
         version = np.lib.format.read_magic(file)
         read = {

@@ -10,7 +10,7 @@ import numpy as np
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
 
-_SPREAD = 1.5  # of the 90th percentile over the median: more, and something else ran
+_SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
 _DRIFT = 1.3  # of the machine's limits from before the row to after it
 
@@ -39,7 +39,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Names that scripts rely on: add freely, rename never. See docs/bench.schema.json."""
+    """A row of the report; its names never change. See docs/bench.schema.json."""
 
     method: str
     shape: dict[str, Any]
@@ -67,7 +67,7 @@ class Row:
     kernel_error: float | None = None
     read_gb_s: float = 0.0  # the limits around this row
     peak_gops: float = 0.0
-    in_cache: bool = False  # the layer is too small to come from memory: no wonder at 150 %
+    in_cache: bool = False  # the layer fits into the caches: its share can exceed 100 %
     old_median_us: float | None = None  # of --compare
     ratio: float | None = None  # new time over old
     regressed: bool | None = None
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What makes two rows comparable."""
+        """Equal for rows that can be compared."""
         return _key(self, self.shape)
 
 
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def key(self) -> Key:
-        """That of the row which this becomes."""
+        """The key of the row that this case becomes."""
         return _key(self, shape_facts(self.shape))
 
 
@@ -128,9 +128,9 @@ def judge(
     errors: Errors,
     best: Limits | None = None,
 ) -> Row:
-    """From times to a row. Memory is that of right before or after it, whichever was faster: it
-    drifts where others use it. Arithmetic is the `best` of the run: it does not, and a short
-    measurement may meet somebody else's work."""
+    """The row of a case from its times. The limit of memory is the faster of those measured right
+    before and after it, as it drifts where others use the machine. The limit of arithmetic does
+    not drift: it is the `best` of the run, as other work can disturb a short measurement."""
     limits, shape, unit = before.best(after), case.shape, case.unit
     peak = max(limits.peak(unit), best.peak(unit) if best else 0.0)
     p10, median, p90 = (float(np.percentile(sample.seconds, p)) for p in (10, 50, 90))

@@ -1,4 +1,4 @@
-"""Random experts that cost little to make: any expert, any time, from a seed."""
+"""Random experts that cost little to make, each determined by seed and index."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from numpy.typing import NDArray
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe.experts import Matrices
 
-U16 = NDArray[np.uint16]
-
 _BLOCK = 1 << 20  # numbers drawn; all matrices are cut from them
 _STEP = 7919  # numbers between the starts of two matrices, a prime
 
 
 class RandomWeights:
-    """Gaussian matrices of standard deviation 1 / sqrt(columns), as bf16 can hold them.
+    """Gaussian matrices of standard deviation 1 / sqrt(columns), rounded to bf16.
 
     Expert e's matrix p starts at another place of one repeated block of numbers, so that experts
     differ and making one costs nothing: it is a view.

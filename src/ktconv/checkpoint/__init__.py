@@ -1,7 +1,7 @@
-"""Reading Hugging Face MoE checkpoints: which bytes are which expert's, and nothing else.
+"""Opening Hugging Face MoE checkpoints: where the weights of each expert are stored.
 
     checkpoint = open_checkpoint("path/to/model")
-    checkpoint.layers[0].experts[5]["gate"]     # an ExpertMatrix: where the weights lie
+    checkpoint.layers[0].experts[5]["gate"]     # an ExpertMatrix: file, offset, strides
 
 Only headers are read, each once; torch and numpy are not imported.
 """
@@ -80,7 +80,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 def check_headers(directory: Path) -> None:
     """Raises CheckpointError where headers, index or config.json contradict themselves.
 
-    For what transformers loads, of which `open_checkpoint` knows not every encoding.
+    For checkpoints that transformers loads, whose encoding `open_checkpoint` may not support.
     """
     read_shards(select_shards(directory))
     interpret_config(read_config(directory).content)

@@ -15,11 +15,11 @@ def contradictions(
     config: ModelConfig, layers: Mapping[int, Dimensions]
 ) -> Iterator[tuple[str, int]]:
     """Sentences about layers whose sizes differ from config.json, and their numbers."""
-    told = (config.num_experts, config.hidden_size, config.intermediate_size)
+    settings = (config.num_experts, config.hidden_size, config.intermediate_size)
     for index, sizes in layers.items():
         if fault := config.top_k_fault(sizes[0]):
             yield fault, index
-        for words, size, setting in zip(_SIZES, sizes, told, strict=True):
+        for words, size, setting in zip(_SIZES, sizes, settings, strict=True):
             if setting is not None and setting.value != size:
                 yield (
                     f"layer {index} has {words} {size}, but {CONFIG_NAME} says {setting.key} "

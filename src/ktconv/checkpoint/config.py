@@ -1,9 +1,9 @@
-"""What config.json says about the experts, under the many names that models use."""
+"""What config.json says about the experts, by the keys of all families."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,11 @@ class ModelConfig:
     num_experts: Setting | None
     listed_sizes: Sequence[ListSetting]  # of intermediate_size, where it is a list
     listed_experts: Sequence[ListSetting]
-    top_k: Sequence[Setting | ListSetting]  # experts per token, by every key that gives them
+    top_k: Sequence[Setting | ListSetting]  # experts per token, from every key that is present
     zero_experts: int  # that a router can choose too, and that have no weights
     num_layers: Setting | None  # without MTP layers
     num_mtp_layers: int
-    dense_layers: DenseLayers | None  # None: no known key tells dense layers from MoE ones
+    dense_layers: DenseLayers | None  # None: no known key says which layers are dense
     quant_method: str | None
     fp8_format: str | None  # quantization_config.fmt
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
@@ -101,7 +101,7 @@ def read_config(directory: Path) -> ConfigFile:
 
 
 def _is_deep(content: Mapping[str, Any]) -> bool:
-    """Whether it has more levels than functions that call themselves should be given."""
+    """Whether it has too many levels for recursive functions."""
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
@@ -121,7 +121,9 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
     quantization = _quantization(sections)
     size_keys = _expert_size_keys(sections)
     config = ModelConfig(
-        model_types=frozenset(_strings(sections, "model_type")),
+        model_types=frozenset(
+            one["model_type"] for one in sections if isinstance(one.get("model_type"), str)
+        ),
         hidden_size=_one_size(sections, keys("width of experts"))
         or _one_size(sections, keys("hidden size")),
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
@@ -146,7 +148,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
 def _one_size(
     sections: Sequence[Mapping[str, Any]], keys: Sequence[str], or_lists: bool = False
 ) -> Setting | None:
-    """The size that the first section with any of `keys` gives.
+    """The size in the first section that has any of `keys`.
 
     With `or_lists`, lists are left to `_lists`.
     """
@@ -180,7 +182,7 @@ def _not_zero(setting: Setting | None) -> Setting | None:
 
 
 def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
-    """Of the first key that gives one: these keys need not agree."""
+    """The size under the first key that is present; these keys need not agree."""
     sizes = (_one_size(sections, (key,)) for key in keys)
     return next((size for size in sizes if size is not None), None)
 
@@ -205,14 +207,14 @@ def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Keys of an expert's intermediate size; plain intermediate_size where it has none."""
+    """Keys of an expert's intermediate size; plain intermediate_size if none of them is present."""
     keys = table.FAMILIES.keys("intermediate size")
     own = any(section.get(key) is not None for section in sections for key in keys)
     return keys if own else table.FAMILIES.keys("plain intermediate size")
 
 
 def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Setting]:
-    """The numbers that the first section with any of `keys` gives, by key."""
+    """The numbers in the first section that has any of `keys`."""
     found = ([Setting(k, s[k]) for k in keys if type(s.get(k)) is int] for s in sections)
     return next(filter(None, found), [])
 
@@ -220,7 +222,7 @@ def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list
 def _lists(
     text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None
 ) -> list[ListSetting]:
-    """The lists that the text section gives under `keys`.
+    """The lists under `keys` in the text section.
 
     CheckpointError for one that has neither a number for each layer nor two, for the text and
     the vision model.
@@ -232,12 +234,6 @@ def _lists(
         if not enough or not all(is_whole(value) and value <= MAX_SIZE for value in listed.values):
             raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
     return found
-
-
-def _strings(sections: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:
-    for section in sections:
-        if isinstance(section.get(key), str):
-            yield section[key]
 
 
 def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

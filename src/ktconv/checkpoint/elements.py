@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A stored unit: `unit_bytes` bytes hold `unit_rows` x `unit_cols` neighbouring numbers of a
+    """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
     matrix [out, in]."""
 
     name: str  # of the decoder in the C library

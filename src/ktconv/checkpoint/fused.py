@@ -1,15 +1,15 @@
-"""Fused experts: one 3-D gate_up_proj and one 3-D down_proj hold all experts of a layer.
+"""Fused experts: one 3-D gate_up_proj and one 3-D down_proj with all experts of a layer.
 
 Two layouts are in use, gate before up in both:
 
     out-in   gate_up_proj [E, 2I, H]   down_proj [E, H, I]    Qwen3.5, transformers >= 5
     in-out   gate_up_proj [E, H, 2I]   down_proj [E, I, H]    Qwen3-VL, Llama 4
 
-Both tensors' shapes together always tell which. Suppose that gate_up [E, a, b] and down
+Both tensors' shapes together always determine the layout. Suppose that gate_up [E, a, b] and down
 [E, c, d] fit both: out-in needs b = c and a = 2d, in-out needs a = d and b = 2c. Then
 a = 2d = 2a, so a = 0, and empty tensors are refused. So 2I = H (square gate_up) is decided by
-down, I = H (square down) by gate_up, and two squares fit neither. A model type is not
-asked: Qwen3-VL is in-out on the hub and out-in when transformers saved it.
+down, I = H (square down) by gate_up, and two squares fit neither. The model type
+is not used: Qwen3-VL is in-out on the hub and out-in when transformers saved it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ktconv.families.table import one_of
 
 @dataclass(frozen=True, slots=True)
 class FusedLayout:
-    """What the shapes of a layer's two fused tensors say."""
+    """Sizes and layout of a layer's two fused tensors."""
 
     experts: int
     hidden: int
@@ -40,7 +40,7 @@ class FusedLayout:
     transposed: bool  # stored [in, out]
 
     def views(self, expert: int) -> Mapping[Projection, StoredView]:
-        """Where the three matrices of `expert` lie."""
+        """The positions of the three matrices of `expert`."""
         return {
             "gate": self._gate_up(expert, 0),
             "up": self._gate_up(expert, self.intermediate),

@@ -146,7 +146,7 @@ def _seen_dense(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
 
 
 def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
-    """Where config.json gives no expert count, the layers must at least agree."""
+    """CheckpointError unless all layers have the same number of experts."""
     first = layers[0]
     for layer in layers:
         if len(layer.experts) != len(first.experts):
@@ -158,7 +158,7 @@ def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
 
 
 def _check_lists(layer: MoELayer, config: ModelConfig) -> None:
-    """Sizes that config.json gives for each layer are those of the tensors."""
+    """CheckpointError unless the sizes that config.json lists by layer are those of the tensors."""
     if layer.is_mtp:
         return
     found = [("experts", len(layer.experts), setting) for setting in config.listed_experts]

@@ -1,4 +1,4 @@
-"""Tensors beside the routed experts as matrices that can be read like theirs."""
+"""Tensors other than routed experts, as matrices that are read in the same way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktconv.checkpoint.views import StoredView
 def other_matrix(
     checkpoint: Checkpoint, tensor: TensorRef, scale: TensorRef | None
 ) -> ExpertMatrix:
-    """A matrix, or a vector as its only row; `scale` holds the block scales of an FP8 one.
+    """A matrix, or a vector as its only row; `scale` has the block scales of an FP8 one.
 
     Raises CheckpointError for another encoding, or where the scales do not fit config.json's
     block size.

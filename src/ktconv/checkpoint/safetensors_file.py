@@ -3,7 +3,7 @@
 A safetensors file is 8 bytes of header length (little endian), the header (a JSON
 object: tensor name to dtype, shape and data_offsets), then the tensors' bytes. The
 tensors must cover those bytes exactly: no overlap, no hole, nothing behind the last.
-All of it is checked, because a shard that was cut or patched still "opens".
+All of it is checked, because a truncated or patched shard could otherwise be read.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes
 
 
 def _pread_exactly(path: Path, descriptor: int, count: int, offset: int) -> bytes:
-    """`count` bytes from `offset`; pread may return fewer, and a file may shrink under us."""
+    """`count` bytes from `offset`; pread may return fewer, and the file may become shorter."""
     pieces = []
     while count:
         piece = os.pread(descriptor, count, offset)
@@ -123,7 +123,7 @@ def _pread_exactly(path: Path, descriptor: int, count: int, offset: int) -> byte
 
 
 def _refuse_nul(path: Path, names: Iterable[str]) -> None:
-    """No record of a conversion holds such a name, and C programs would read half of it."""
+    """CheckpointError for a name with NUL, which C programs would read only up to it."""
     for name in names:
         if "\0" in name:
             raise CheckpointError(

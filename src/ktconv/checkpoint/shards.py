@@ -38,7 +38,7 @@ def select_shards(directory: Path) -> ShardSelection:
     """Choose the safetensors files of the checkpoint in `directory` and check they exist.
 
     An index decides; without one, model.safetensors; without that, every *.safetensors
-    at the top level. Sub-directories are never searched: they hold other copies.
+    at the top level. Sub-directories, which contain other copies, are not searched.
     """
     names = _file_names(directory)
     index = _select_index(directory, names)
@@ -58,7 +58,7 @@ def read_shards(selection: ShardSelection) -> list[Header]:
     headers = [read_header(file) for file in selection.files]
     if selection.index is None:
         _check_unique(headers)
-    else:  # it gives each tensor one shard, so it settles uniqueness too
+    else:  # the index has one shard for each tensor, so this checks uniqueness too
         _check_against_index(selection.index, selection.weight_map, headers)
     return headers
 
@@ -166,7 +166,7 @@ def _check_plain_name(index: Path, name: str) -> None:
 
 
 def _check_numbering(directory: Path, names: Iterable[str]) -> None:
-    """Without an index, names like x-00002-of-00005.safetensors still tell what is missing."""
+    """Without an index, names like x-00002-of-00005.safetensors still show what is missing."""
     present = set(names)
     for name in sorted(present):
         match = _NUMBERED.match(name)

@@ -1,7 +1,7 @@
 """Files beside the weights: configuration, tokenizer, chat templates, code, licences.
 
-They are copied as they are, and the manifest records their checksums. Which files count as such
-follows from their names, for a source and for an output alike.
+They are copied unchanged, and the manifest records their checksums. They are recognized by name,
+in sources and in outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_legal(name: Path) -> bool:
 
 
 def list_side_files(directory: Path) -> list[Path]:
-    """Names of all side files, relative to `directory`, whatever lies under them."""
+    """Names of all side files, relative to `directory`, readable or not."""
     names = [name for name in _names(directory) if _is_side_file(directory, name)]
     found = [Path(name) for name in names if not _is_own(name)]
     if (directory / _TEMPLATES).is_dir():
@@ -65,13 +65,13 @@ def find_side_files(directory: Path) -> list[Path]:
 
 
 class Fingerprint:
-    """Size and SHA-256 of what passes through."""
+    """Size and SHA-256 of the chunks that pass through `of`."""
 
     def __init__(self) -> None:
         self._digest, self._nbytes = hashlib.sha256(), 0
 
     def of(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """The same chunks, taken into account."""
+        """The same chunks, after adding them."""
         for chunk in chunks:
             self._digest.update(chunk)
             self._nbytes += len(chunk)
@@ -118,7 +118,7 @@ class Flaw:
 
 
 def flaws(directory: Path, records: Mapping[str, Record]) -> Iterator[Flaw]:
-    """All of an output. ResourceError where the system does not let us read."""
+    """All flaws of an output. ResourceError if the system refuses to read a file."""
     for name, record in records.items():
         try:
             found = record_of(directory, path_of(name))
@@ -171,7 +171,7 @@ def _is_side_file(directory: Path, name: str) -> bool:
 
 
 def _is_own(name: str) -> bool:
-    """What every conversion writes anew."""
+    """Whether every conversion writes a new one."""
     return name in (MANIFEST, CARD) or name.endswith(".index.json")
 
 

@@ -1,6 +1,6 @@
-"""What a source checkpoint consists of: headers only, no weight is read here.
+"""The parts of a source checkpoint, as described by its headers.
 
-Every object is a view: where the bytes lie, never the bytes themselves.
+Objects have the positions of bytes, never the bytes themselves.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class OuterScale:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
-    """Numbers beside a matrix, scales or zero points: one per `block_rows` x `block_cols`.
+    """Scales or zero points of a matrix: one per `block_rows` x `block_cols`.
 
-    Any granularity: a block is as large as the tensor, a row, a group of a row's columns.
+    A block can be the whole tensor, a row, or a group of a row's columns.
     Element (n, k) of the matrix has grid entry
     ((row_origin + n) // block_rows, (col_origin + k) // block_cols). The unit with entry
-    (row, col) lies `start + row // unit_rows * row_stride + col // unit_cols * col_stride`
-    units into `tensor`; what a unit is says `number`, a name of encodings.grids.NUMBERS.
+    (row, col) is `start + row // unit_rows * row_stride + col // unit_cols * col_stride`
+    units into `tensor`; `number` is the kind of unit, a name of encodings.grids.NUMBERS.
     The origins are not zero where a matrix is a slice of a fused tensor.
     """
 
@@ -62,7 +62,7 @@ class BlockGrid:
 
 @dataclass(frozen=True, slots=True)
 class GroupIndex:
-    """The group of each input, I32, from element `start` of `tensor` on (g_idx)."""
+    """The group of each input (g_idx): I32, from element `start` of `tensor` on."""
 
     tensor: TensorRef
     start: int = 0
@@ -82,7 +82,7 @@ class Quantization:
 class ExpertMatrix:
     """One projection of one expert as a strided [rows, cols] view (PyTorch [out, in]).
 
-    The unit with element (n, k) lies `start + n // unit_rows * row_stride + k // unit_cols *
+    The unit with element (n, k) is `start + n // unit_rows * row_stride + k // unit_cols *
     col_stride` units into `tensor`; for most encodings a unit is one element. One of the strides
     is 1: `col_stride` for weights stored [out, in], `row_stride` for those stored [in, out].
     """
@@ -101,7 +101,7 @@ class ExpertMatrix:
         return None if self.quantization is None else self.quantization.scale
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of so many rows, without what stands beside them."""
+        """Bytes of so many rows, without scales."""
         return self.element.nbytes(rows, self.cols)
 
     @property
@@ -147,4 +147,4 @@ class Checkpoint:
     layers: Sequence[MoELayer]  # ascending index
     other_tensors: Sequence[TensorRef]  # everything that is not a routed expert
     notes: Sequence[str]  # what a user should know: MTP layers, config oddities
-    sources: Sequence[SourceFile] = ()  # what source_identity() tells
+    sources: Sequence[SourceFile] = ()  # for source_identity()

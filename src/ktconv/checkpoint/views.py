@@ -1,4 +1,4 @@
-"""Where one projection lies inside a stored tensor, as it is or transposed."""
+"""The position of one projection inside a stored tensor, as is or transposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `ktconv` itself; its subcommands are the other files, one for each job."""
+"""The command `ktconv` and the table of its subcommands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ktconv import __version__
 from ktconv.cli.bench import bench
 from ktconv.cli.doctor import doctor
 from ktconv.cli.inspect import inspect
-from ktconv.cli.merge import merge_command
 from ktconv.cli.parsing import Command, Group
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
-from ktconv.cli.reshard import reshard_command
+from ktconv.cli.repack import merge_command, reshard_command
 from ktconv.cli.stats import stats
 from ktconv.cli.verify import verify
 

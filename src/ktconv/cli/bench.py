@@ -1,4 +1,4 @@
-"""`ktconv bench`: options, read into a request for `bench.command`."""
+"""`ktconv bench`."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def bench(
         ),
     ] = 0.1,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Other implementations too, if they are installed.")
+        bool, typer.Option("--peers", help="Also measure other implementations, if installed.")
     ] = False,
 ) -> None:
     """Measure the MoE kernels against this machine's own limits.
 
-    Every kernel is proven right before it is timed. Exit code 1: a kernel was wrong, or a row
-    became slower than in --compare.
+    The result of every kernel is checked before it is timed. Exit code 1: a kernel was wrong, or
+    a row became slower than in --compare.
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
@@ -161,7 +161,7 @@ def bench(
 
 
 def _check_model(model: str | None, weights: bool, choice: bool) -> None:
-    """`weights`: options say which to make; `choice`: or which to take of --model."""
+    """`weights`: options that define weights are given; `choice`: --layer or --top-k is given."""
     if model is None:
         if choice:
             raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")

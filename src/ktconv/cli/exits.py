@@ -20,7 +20,7 @@ from ktconv.system.text import printable
 NOTHING_WRITTEN = "Nothing was written."
 REPEATED_SECONDS = 1.0  # a terminal and a parent process can both pass on one Ctrl-C
 
-Hints = Mapping[type[BaseException], str]  # ways out that a command has, by kind of error
+Hints = Mapping[type[BaseException], str]  # what to do next, by class of error
 _NO_HINTS: Hints = MappingProxyType({})
 _NO_THREADS = (
     "raise the limit of processes (ulimit -u, the container's pids) or of memory (ulimit -v), or "
@@ -39,14 +39,14 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
         yield
     except KtconvError as error:
         _fail(str(error), _hint(error, hints) or error.hint, error.exit_code, as_json)
-    except OSError as error:  # where no file or tensor was known; the library knows most
+    except OSError as error:  # most are caught in the library, which can name the file or tensor
         where = f" {error.filename}" if error.filename else ""
         message = f"the operating system reported an error{where}: {error.strerror or error}"
         _fail(message, _hint(error, hints), 3, as_json)
     except MemoryError as error:
         _fail("out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:
-        if "start new thread" not in str(error):  # as Python words it, without a class of its own
+        if "start new thread" not in str(error):  # Python has no class for this error
             raise
         _fail(
             "cannot start another thread: the limit of this process is reached",
@@ -100,8 +100,8 @@ class _Interrupted(KeyboardInterrupt):
 def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
     """End the work cleanly on Ctrl-C, SIGTERM and SIGHUP; used inside `errors_shown`.
 
-    `way_out` is asked then how to go on. Another signal while things are put in order ends
-    the process at once.
+    `way_out` returns the sentence that says how to continue. A second signal during the cleanup
+    ends the process at once.
     """
     handler = _Handler(way_out)
     before = {number: signal.getsignal(number) for number in SIGNALS}

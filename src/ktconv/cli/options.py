@@ -1,4 +1,4 @@
-"""What the commands that convert share: options, plans, progress, results."""
+"""Options, plans, progress and results that the converting commands share."""
 
 from __future__ import annotations
 
@@ -74,30 +74,36 @@ FinalizeOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 
 
+Job = Callable[..., "Report"]  # takes a request, an observer and a preflight
+
+
 def convert(
+    request: Any,
     preflight: Preflight[Any],
-    work: Callable[[Any], Report],
+    job: Job,
     dry_run: bool,
     as_json: bool,
     did: str = "Converted",
 ) -> None:
-    """Print the plan, or do the work and print its result; `did` is the verb of the result."""
+    """Print the plan, or do the job and print its result; `did` is the verb of the result."""
     if dry_run:
         print_result(as_json, preflight_facts(preflight), lambda: preflight_lines(preflight))
         return
-    report = done(preflight, work)
+    report = run_job(request, preflight, job)
     print_result(as_json, report_facts(report), lambda: report_lines(report, did))
 
 
-def done(preflight: Preflight[Any], work: Callable[[Any], Report]) -> Report:
-    """Do the work with notes and progress; an interrupt prints how to continue."""
-    notify_notes(preflight)
-    gc.freeze()  # the plan lives as long as the process: no collection has to walk it
-    request = preflight.request
+def run_job(request: Any, preflight: Preflight[Any], job: Job) -> Report:
+    """Do the job with notes and progress; an interrupt prints how to continue."""
+    for note in preflight.plan.notes:
+        notify(f"note: {note}")
+    for skipped in preflight.plan.skipped:
+        notify(f"skipped: {skipped}")
+    gc.freeze()  # the plan lives as long as the process, so collections need not walk it
     with interruptible(lambda: _way_on(request.output, request.overwrite)):
         observer = progress_of(preflight)
         with observer:
-            return work(observer)
+            return job(request, observer, preflight)
 
 
 def _way_on(output: Path, overwrite: bool) -> str:
@@ -233,13 +239,6 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"Another ktconv is still writing to {output} and will finalize it; if it "
             "fails, run with --finalize."
         )
-
-
-def notify_notes(preflight: Preflight[Any]) -> None:
-    for note in preflight.plan.notes:
-        notify(f"note: {note}")
-    for skipped in preflight.plan.skipped:
-        notify(f"skipped: {skipped}")
 
 
 def progress_of(preflight: Preflight[Any]) -> Any:

@@ -1,7 +1,7 @@
 """Signals and standard streams of the process.
 
-Only what the interpreter has loaded anyway is imported here: a signal that arrives while Python
-imports the rest already finds its handler.
+Imports only modules that the interpreter has already loaded, so that the signal handlers are
+installed before the slow imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERRUPTED = 130  # exit code
 
 
 def quit_on_signals() -> None:
-    """Installs `quit_at_once`, except for signals that are ignored, as nohup leaves SIGHUP."""
+    """Install `quit_at_once` for all signals that are not ignored (nohup ignores SIGHUP)."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, quit_at_once)
@@ -27,7 +27,7 @@ def quit_on_signals() -> None:
 def quit_at_once(*_: object) -> NoReturn:
     """Signal handler for times when no work is in progress.
 
-    An exception could come up anywhere in an import, and be printed or swallowed there.
+    An exception raised in the middle of an import could be printed or swallowed there.
     """
     os._exit(INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""Progress of a conversion: a bar on terminals, a line per unit elsewhere.
+"""Progress of a conversion: a bar on terminals, otherwise a line per unit.
 
 The ETA comes from the bytes of the last half minute, so that it follows the disk.
 """

@@ -123,7 +123,4 @@ def quantize_cpu_command(
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
         )
-        preflight = prepare(request)
-        convert(
-            preflight, lambda observer: quantize_cpu(request, observer, preflight), dry_run, as_json
-        )
+        convert(request, prepare(request), quantize_cpu, dry_run, as_json)

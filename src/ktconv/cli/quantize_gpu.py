@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +24,11 @@ from ktconv.cli.options import (
     ShardSizeOption,
     ThreadsOption,
     VerifyOption,
-    done,
     preflight_facts,
     preflight_lines,
     report_facts,
     report_lines,
+    run_job,
 )
 from ktconv.cli.output import JsonOption, given_options, notify, print_result
 from ktconv.cli.parsing import choice
@@ -174,9 +175,7 @@ def quantize_gpu_command(
             return
         for line in class_lines(preflight.classes):
             notify(line)
-        report = done(
-            preflight, lambda observer: quantize_gpu(request, observer, preflight, notify)
-        )
+        report = run_job(request, preflight, partial(quantize_gpu, notify=notify))
         facts = report_facts(report) | gpu_facts(preflight)
         print_result(as_json, facts, lambda: _gpu_report_lines(report))
 

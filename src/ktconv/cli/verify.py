@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.options import progress_over
+from ktconv.cli.options import ThreadsOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import choice
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -58,9 +58,7 @@ def verify(
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed for the sample and random inputs.", metavar="N")
     ] = 0,
-    threads: Annotated[
-        int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
-    ] = 0,
+    threads: ThreadsOption = 0,
     max_memory: Annotated[
         str | None,
         typer.Option(

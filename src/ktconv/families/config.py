@@ -1,4 +1,4 @@
-"""What config.json says, by the names that families have for it: one reader for all of ktconv."""
+"""The one reader of config.json: settings by the names that families have for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def sections_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The text section, then the whole where that is another: what both say, the first decides."""
+    """The text section, then the whole config if that is different; the first takes precedence."""
     text = text_section(config)
     return (text,) if text is config else (text, config)
 
 
 def value_of(section: Mapping[str, Any], setting: str) -> Any:
-    """Under the first of the names that models give to it; None: not given."""
+    """The value under the first of the setting's names that is present; None if none is."""
     given = (section.get(key) for key in table.FAMILIES.keys(setting))
     return next((value for value in given if value is not None), None)
 

@@ -1,7 +1,8 @@
 """Types and ranges of the values of config.json that decide what a model computes.
 
-Only what no model can mean is refused: readers differ in what they make of it (a text where a
-number is due, a NaN), and the converted model would carry it on. A null always means "not given".
+Only values that no model can have are refused, such as a text instead of a number, or a NaN:
+readers differ in how they interpret them, and the converted model would keep them. A null always
+means "not given".
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ CONFIG_HINT = "Copy the config.json that belongs to this checkpoint beside its w
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a value must be, and the words for it."""
+    """A condition on a value, and the words for it."""
 
-    holds: Callable[[Any], bool]
+    allows: Callable[[Any], bool]
     words: str
 
 
@@ -86,7 +87,7 @@ _TOP_K = _Rule(
     lambda value: _each(is_whole)(value) and value != 0, "a number of experts or a list of them"
 )
 
-# By what table.KEYS calls a setting.
+# By names of settings in table.KEYS.
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("model type", "activation", "scoring", "method"), _NAME),
     **dict.fromkeys(("renormalise", "correction"), _FLAG),
@@ -112,14 +113,14 @@ _UNREAD: Mapping[str, _Rule] = {
 
 
 def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
-    """CheckpointError naming the first value of these sections that no model can have."""
+    """CheckpointError naming the first impossible value in these sections."""
     keys = table.FAMILIES.keys
     rules = {key: rule for setting, rule in _RULES.items() for key in keys(setting)}
     rules.update(_UNREAD)
     for section in sections:
         for key, rule in rules.items():
             value = section.get(key)
-            if value is not None and not rule.holds(value):
+            if value is not None and not rule.allows(value):
                 raise wrong_value(key, value, rule.words)
 
 

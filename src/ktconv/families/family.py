@@ -1,4 +1,4 @@
-"""What a row of the table of families can say. Types only: neither torch nor numpy is imported."""
+"""The fields of a row in the table of families. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GroupScore = Literal["max", "top2"]
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Spellings of an expert's three matrices, and of the tensor that has gate and up of all
-    experts of a layer (beside one called `down`), where a family stores them so."""
+    """Spellings of an expert's three matrices; `gate_up`: of the tensor with gate and up of all
+    experts of a layer (next to one called `down`), if the family has such a layout."""
 
     gate: str
     up: str
@@ -61,7 +61,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """What is always so (or the default), and which settings of config.json change it."""
+    """The fixed or default spec, and which settings of config.json change it."""
 
     spec: RouterSpec
     reads: frozenset[str] = frozenset()  # of renormalise, groups, scale, correction
@@ -85,9 +85,9 @@ class Family:
 
     Names are parts of tensors' names: in PREFIX.layers.3.mlp.experts.5.gate_proj.weight `layers` is
     "layers", `block` "mlp", `experts` "experts", `matrices.gate` "gate_proj". Without a `block` the
-    experts lie in the layer itself; without `experts` the block has the tensors of all its experts
-    in it. What stands beside the experts is named from the block on (`router`, `correction`,
-    `shared`), the norm from the layer.
+    experts are in the layer itself; without `experts` the block contains the tensors of all its
+    experts directly. `router`, `correction` and `shared` are names within the block, `norm` is
+    one within the layer.
 
     Tensors are found by the names of all rows, whatever model_type a checkpoint has: one family
     may be stored in several ways, and its fine-tunes under other types.
@@ -115,5 +115,5 @@ class Family:
     activation: ExpertActivation = ExpertActivation()
     routing: Router | str | None = None  # a text: why not; None: by config.json's keys alone
 
-    # names of settings in config.json beside those of table.KEYS, by the keys of that
+    # further names of settings in config.json, by the keys of table.KEYS
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

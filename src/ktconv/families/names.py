@@ -1,4 +1,4 @@
-"""Names of tensors, by the spellings of all families: whatever a checkpoint calls itself."""
+"""Names of tensors by the spellings of all families, whatever the model_type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ktconv.families import table
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.families.table import one_of
 
-# What only a multi-token-prediction layer has beside attention and experts.
+# What only multi-token-prediction layers have, in addition to attention and experts.
 MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
 _TWO_LAYER_MLP = ("fc1", "fc2")  # of a dense layer
 _MOST_DIGITS = 6  # of a layer's number; no model comes near
@@ -22,7 +22,7 @@ _MOST_DIGITS = 6  # of a layer's number; no model comes near
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPath:
-    """Where the experts of a layer lie."""
+    """The name under which the experts of a layer are stored."""
 
     source: str  # model.layers.3.mlp.experts
     layer: str  # model.layers.3
@@ -33,7 +33,7 @@ class ExpertsPath:
 
 def split_name(name: str) -> tuple[str, str] | None:
     """model.layers.3.mlp.experts.5.gate_proj.weight -> (model.layers.3.mlp.experts,
-    5.gate_proj.weight); None for what lies under no `experts`."""
+    5.gate_proj.weight); None for names that are not of experts."""
     for container in table.FAMILIES.containers:
         start, found, rest = name.partition(f".{container}.")
         if found:
@@ -46,13 +46,13 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_in_experts(name: str) -> bool:
-    """Whether a name has something called `experts` in it, or its end looks like experts."""
+    """Whether a name has a component called `experts`, or its end looks like that of experts."""
     return split_name(f".{name}") is not None
 
 
 def _block_of(source: str) -> str | None:
-    """model.layers.3.mlp.experts -> model.layers.3.mlp, which the experts are part of; the same
-    where a block has them in it. None for what no experts lie under."""
+    """model.layers.3.mlp.experts -> model.layers.3.mlp, the block of the experts; unchanged for a
+    block that contains them directly. None if no experts can be under `source`."""
     block, _, last = source.rpartition(".")
     if last in table.FAMILIES.containers:
         return block
@@ -60,9 +60,9 @@ def _block_of(source: str) -> str | None:
 
 
 def parse_source(source: str) -> ExpertsPath | None:
-    """None where nothing else in the name says that these experts are a layer's.
+    """The parts of `source`; None if it is not the name of experts in a layer.
 
-    Raises CheckpointError for a layer number beyond all reason.
+    Raises CheckpointError for a layer number with too many digits.
     """
     match = table.FAMILIES.block_path.fullmatch(_block_of(source) or "")
     if match is None:
@@ -78,7 +78,7 @@ def parse_source(source: str) -> ExpertsPath | None:
 
 
 def mtp_prefix(source: str) -> str:
-    """What the names of all tensors of this MTP layer, or of all MTP layers, start with."""
+    """The prefix of all tensors of this MTP layer, or of all MTP layers."""
     words = source.split(".")
     for index, word in enumerate(words):
         if word in table.FAMILIES.mtp_words:
@@ -88,7 +88,7 @@ def mtp_prefix(source: str) -> str:
 
 
 def layer_number(name: str) -> int | None:
-    """The number of a decoder layer in the name of anything in it."""
+    """The number of the decoder layer in a tensor's name."""
     found = table.FAMILIES.numbered_layer.search(name)
     return int(found[2]) if found and found[1] not in table.FAMILIES.mtp_words else None
 
@@ -110,7 +110,7 @@ def known_spellings() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertModule:
-    """Which matrix the name of a module means."""
+    """The expert and matrix that a module name refers to."""
 
     source: str  # "model.layers.3.mlp.experts"
     expert: int
@@ -136,7 +136,7 @@ def dense_mlp(prefixes: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"{one_of(prefixes)}([0-9]{{1,{_MOST_DIGITS}}})\.{blocks}\.{words}\.")
 
 
-# ---- beside the experts ----------------------------------------------------------------
+# ---- other tensors of the block --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class SharedExpert:
 
 
 def router_tensors(source: str) -> RouterTensors:
-    """Candidates for the router of the layer whose experts lie under `source`, which is like
+    """Candidates for the router of the layer whose experts are under `source`, which is like
     model.layers.3.mlp.experts."""
     block, known = _block(source), table.FAMILIES
     return RouterTensors(
@@ -171,7 +171,7 @@ def router_tensors(source: str) -> RouterTensors:
 
 
 def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
-    """Candidates for the shared expert beside the experts under `source`; a layer has one or none.
+    """Candidates for the shared expert of the experts under `source`; a layer has one or none.
 
     Several shared experts are one wider expert in every family known here.
     """

@@ -1,8 +1,8 @@
 """The router of an MoE layer in NumPy: which experts a token goes to, and with what weights.
 
-For where a model's own code is not at hand. Everything is float32, as the families' own routers
-are where it matters; a model that computes its logits in bf16 may choose otherwise between
-experts whose scores nearly agree.
+Used where a model's own code is not available. Everything is float32, as in most families' own
+routers; a model that computes its logits in bf16 may choose differently between experts with nearly
+equal scores.
 
     spec = router_of(config, layer)
     ids, weights = route(spec, x, gate)
@@ -73,7 +73,7 @@ def _inferred(name: str, text: Mapping[str, Any]) -> Router:
 
 
 def _check_stated(name: str, text: Mapping[str, Any], router: Router) -> None:
-    """What config.json states beside the model_type must be what that family does."""
+    """CheckpointError or UnknownRouter if config.json contradicts the family's router."""
     stated, scoring = value_of(text, "scoring"), router.spec.scoring
     if stated in ("softmax", "sigmoid") and stated != scoring:
         raise CheckpointError(
@@ -122,7 +122,7 @@ def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:
 
 
 def check_experts(spec: RouterSpec, experts: int) -> None:
-    """CheckpointError unless so many experts can be routed to like that."""
+    """CheckpointError unless `spec` is possible with so many experts."""
     if experts % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(
             f"{experts} experts cannot be routed to by {spec.topk_group} of {spec.n_group} groups"

@@ -1,7 +1,7 @@
-"""The model families that ktconv knows, a row for each, and what all of their names together mean.
+"""The model families that ktconv knows, one row each, and the vocabulary of all rows.
 
-To add a family, add a row: what it does not say is as in most families. `FAMILIES` is looked up
-at every use, never copied.
+To add a family, add a row; fields left out have the defaults of most families. `FAMILIES` is
+looked up at every use, never copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktconv.families.family import (
 
 _T = TypeVar("_T")
 
-# What is read from config.json, by the names that many families have for it, likeliest first.
+# Settings that are read from config.json, and the names that many families have for them, in order.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "text section": ("thinker_config", "text_config", "llm_config", "language_config"),
     "model type": ("model_type",),
@@ -137,7 +137,7 @@ _ROWS = (
 
 
 class Families:
-    """Rows, and the vocabulary that they make up together: each name once, in the rows' order."""
+    """The rows, and their combined vocabulary: each name once, in the order of the rows."""
 
     def __init__(self, rows: Iterable[Family]) -> None:
         self.rows = tuple(rows)
@@ -158,7 +158,7 @@ class Families:
         return _distinct((*first, *self._by_key[setting]))
 
     def names(self, field: str) -> tuple[str, ...]:
-        """What the rows have in one of their fields that are names; empty ones are left out."""
+        """All values of a field of the rows that is a name; empty ones are left out."""
         return _distinct(name for row in self.rows if (name := getattr(row, field)))
 
     # ---- experts ----
@@ -194,7 +194,7 @@ class Families:
 
     @cached_property
     def corrections(self) -> tuple[str, ...]:
-        """Names of correction biases that do not lie inside of their routers."""
+        """Names of correction biases that are not inside their routers."""
         names = self.names("correction")
         return tuple(name for name in names if name.partition(".")[0] not in self.routers)
 

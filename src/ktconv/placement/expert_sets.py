@@ -142,7 +142,7 @@ def _ids(path: Path, layer: str, ids: object) -> list[int]:
         )
     for number in ids:
         if type(number) is not int or number < 0:
-            raise UsageError(f"{path} gives layer {layer} the expert {number!r}, no number", _FORM)
+            raise UsageError(f"{path}: {number!r} of layer {layer} is not an expert id", _FORM)
     if len(set(ids)) < len(ids):
         twice = next(number for at, number in enumerate(ids) if number in ids[:at])
         raise UsageError(f"{path} names expert {twice} of layer {layer} twice", "name it once")

@@ -1,4 +1,4 @@
-"""How the experts of a layer are shared out among GPUs, and which numbers of GPUs are possible.
+"""How the experts of a layer are distributed over GPUs, and which numbers of GPUs are possible.
 
 Tensor parallelism gives each GPU a part of the intermediate size, which must begin and end with a
 group of scales and an int32 word. Expert parallelism gives each GPU whole experts: neighbours
@@ -18,7 +18,7 @@ PLACEMENTS = ("linear", "round_robin")
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What sharing out a layer depends on."""
+    """The sizes that the distribution of a layer depends on."""
 
     experts: Sequence[int]  # ids
     intermediate: int

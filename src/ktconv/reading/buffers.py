@@ -1,7 +1,7 @@
-"""The memory that a worker of any conversion has.
+"""The buffers of a worker.
 
-Work streams: a few MiB of source at a time go through the buffers of a worker, so memory
-does not depend on the size of tensor, layer or model.
+A few MiB of source at a time go through them, so memory does not depend on the size of a tensor, a
+layer or the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """Bytes that a worker needs beside those for copying."""
+    """Bytes that a worker needs in addition to those for copying."""
 
     source: int = 0
     packed: int = 0

@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint as the model holds them: bf16 or half precision, row by row."""
+"""Matrices of a checkpoint in the precision of the model, bf16 or half, row by row."""
 
 from __future__ import annotations
 

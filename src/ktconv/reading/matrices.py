@@ -49,7 +49,7 @@ def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
 
 
 def chunk_rows(matrix: ExpertMatrix) -> int:
-    """Rows per chunk: as many whole row blocks as the target holds, at least one."""
+    """Rows per chunk: as many whole row blocks as fit the target size, at least one."""
     target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
     return max(1, target // matrix.nbytes(ROWS_STEP)) * ROWS_STEP
 
@@ -60,7 +60,7 @@ def expert_bytes(layer: MoELayer) -> int:
 
 
 def source_bytes(matrix: ExpertMatrix) -> int:
-    """Bytes that a matrix takes in the source, with what stands beside it."""
+    """Bytes of a matrix in the source, with scales, zero points and groups."""
     total, found = matrix.nbytes(matrix.rows), matrix.quantization
     if found is None:
         return total
@@ -71,20 +71,20 @@ def source_bytes(matrix: ExpertMatrix) -> int:
 
 
 def span_of(matrix: ExpertMatrix) -> Span:
-    """The bytes of a file that a matrix lies in."""
+    """The span of a file from the first to the last byte of a matrix."""
     return Span(matrix.tensor.file, *matrix.extent)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixReader:
-    """Reads one matrix; `round_to_bf16` is for what the reference converter makes of it."""
+    """Reads one matrix; `round_to_bf16` rounds values first, as the reference converter does."""
 
     reader: SourceReader
     matrix: ExpertMatrix
     round_to_bf16: bool = False
 
     def open(self) -> AbstractContextManager[int]:
-        """A descriptor of the file that the matrix lies in."""
+        """A descriptor of the matrix's file."""
         return self.reader.open(self.matrix.tensor.file)
 
     def load_scales(self) -> Scales | None:
@@ -191,7 +191,7 @@ class MatrixReader:
 
 
 def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:
-    """Where element (row, col) of a matrix lies in its grid of block scales, in elements.
+    """The position of element (row, col) of a matrix in its grid of block scales, in elements.
 
     `load_grid` starts the grid at the block of element (0, 0).
     """

@@ -1,4 +1,4 @@
-"""Tensors of the source as float32, a few rows at a time: experts, and what stands beside them."""
+"""Tensors of the source as float32, a few rows at a time: experts and others."""
 
 from __future__ import annotations
 

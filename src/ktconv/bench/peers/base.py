@@ -1,4 +1,4 @@
-"""What a peer is: another implementation of the same MoE layer."""
+"""The interface of a peer, another implementation of the same MoE layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    """What a peer is to build. Expert e has the matrices `source(origins[e])`, in memory of its
-    own: whoever shares memory between experts measures the cache."""
+    """The layer that a peer builds. Expert e has the matrices `source(origins[e])`, each in memory
+    of its own, because shared memory would stay in the cache."""
 
     shape: Shape
     origins: Sequence[int]
@@ -46,13 +46,13 @@ class Peer(Protocol):
     """One implementation at one weight format. Used in a process of its own."""
 
     def prepare(self, layer: Layer) -> None:
-        """Quantizes, packs, starts threads. Raises PeerError for what it cannot hold."""
+        """Quantize, pack and start threads. Raises PeerError for an unsupported layer."""
 
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, scales included."""
 
     def values(self, origin: int) -> Matrices:
-        """What the quantized matrices of `source(origin)` stand for."""
+        """The values of the quantized matrices of `source(origin)`."""
 
     def steps(self, batch: Batch) -> Steps: ...
 

@@ -1,7 +1,7 @@
 """ggml: the graph of a MoE layer that llama.cpp computes, on its CPU backend.
 
-Weights lie in the first buffer type whose layout ggml can multiply with, so that formats that
-it repacks are repacked.
+Weights are in the first buffer type whose layout ggml can multiply with, so that formats for which
+it has a repacked layout are repacked.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GgmlPeer:
             self._fill(tensor, stacked)
 
     def _quantize(self, matrix: F32) -> Array:
-        """Rows of blocks, as a GGUF file holds them."""
+        """Rows of blocks, as in a GGUF file."""
         rows, cols = matrix.shape
         source = np.ascontiguousarray(matrix)
         out = np.empty((rows, self._api.row_size(self._type, cols)), np.uint8)
@@ -142,7 +142,7 @@ class GgmlPeer:
 
     @property
     def layout(self) -> str:
-        """ggml's name of the buffer type that the weights lie in."""
+        """ggml's name of the buffer type of the weights."""
         return self._weights.layout
 
     def expert_bytes(self) -> int:
@@ -242,7 +242,7 @@ class GgmlPeer:
 
 
 def _is_gpt_oss(activation: Activation) -> bool:
-    """ggml has it with the added 1 built in, and asks for a limit."""
+    """Whether ggml's swiglu_oai computes it: beta is always 1 there, and the limit is finite."""
     return (
         activation.function == "swiglu"
         and activation.beta == 1.0

@@ -103,12 +103,12 @@ class Ggml:
             raise AttributeError(name) from None
 
     def context(self, tensors: int, graphs: int = 0) -> int:
-        """A context for descriptions of tensors; their data lies in buffers."""
+        """A context for descriptions of tensors; their data is in buffers."""
         room = tensors * self.tensor_overhead() + graphs * self.graph_overhead()
         return int(self.init(InitParams(room, None, True)))
 
     def buffer_types(self) -> list[int]:
-        """Those of the CPU, layouts made for its kernels first, the plain one last."""
+        """Buffer types of the CPU: layouts made for its kernels first, the plain one last."""
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         found: list[int] = []

@@ -1,7 +1,7 @@
-"""kt-kernel: its MoE classes as its own wrapper uses them, through the task queue.
+"""kt-kernel: its MoE classes, used through the task queue as in its own wrapper.
 
-It gets the same codes and scales as our kernels. Importing it switches flush-to-zero on in the
-process, so everything that quantizes comes first.
+It gets the same codes and scales as our kernels. Importing it enables flush-to-zero in the
+process, so quantizing comes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kerne
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of the extension module: the settings it needs, and what sizes it can hold."""
+    """A class of the extension module, its settings, and the step of supported sizes."""
 
     class_name: str
     settings: dict[str, Any]
@@ -44,7 +44,7 @@ KINDS = {
     "bf16": Kind("AMXBF16_MOE", {}, 32),
 }
 
-_CHUNK = 32  # it wants room for a multiple of so many tokens
+_CHUNK = 32  # its buffers are for a multiple of so many tokens
 
 
 class KtKernel:

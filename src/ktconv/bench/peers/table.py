@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
+from importlib import import_module
 from importlib.util import find_spec
 
 from ktconv.bench.peers.base import Peer
@@ -30,26 +30,13 @@ class Availability:
     """Whether a peer can be measured here: `reason` is empty if it can."""
 
     spec: Spec
-    version: str
     reason: str
 
 
-def _kt_kernel(method: str) -> Peer:
-    from ktconv.bench.peers.kt_kernel import KtKernel
-
-    return KtKernel(method)
-
-
-def _ggml(kind: str) -> Peer:
-    from ktconv.bench.peers.ggml import GgmlPeer
-
-    return GgmlPeer(kind)
-
-
-def _torch() -> Peer:
-    from ktconv.bench.peers.torch_bf16 import TorchBf16
-
-    return TorchBf16()
+def _make(module: str, name: str, *arguments: str) -> Peer:
+    """Imports what the peer needs only when it is measured."""
+    made: Peer = getattr(import_module(f"ktconv.bench.peers.{module}"), name)(*arguments)
+    return made
 
 
 def _specs() -> Iterable[Spec]:
@@ -62,7 +49,7 @@ def _specs() -> Iterable[Spec]:
         ("fp8-channel", "bf16"),
         ("bf16", "bf16"),
     ):
-        make = partial(_kt_kernel, name)
+        make = partial(_make, "kt_kernel", "KtKernel", name)
         yield Spec(f"kt-kernel {name}", "kt-kernel", "kt_kernel", (name,), unit, make)
     for name, unit, methods in (
         ("q4_0", "int8", ("int4", "gint4-32")),
@@ -71,9 +58,10 @@ def _specs() -> Iterable[Spec]:
         ("mxfp4", "int8", ("mxfp4",)),
         ("bf16", "bf16", ("bf16",)),
     ):
-        make = partial(_ggml, name)
+        make = partial(_make, "ggml", "GgmlPeer", name)
         yield Spec(f"ggml {name}", "llama-cpp-python", "llama_cpp", methods, unit, make)
-    yield Spec("torch bf16", "torch", "torch", ("bf16",), "bf16", _torch)
+    make = partial(_make, "torch_bf16", "TorchBf16")
+    yield Spec("torch bf16", "torch", "torch", ("bf16",), "bf16", make)
 
 
 PEERS = {spec.name: spec for spec in _specs()}
@@ -86,10 +74,7 @@ def available() -> list[Availability]:
 
 def _look(spec: Spec) -> Availability:
     if find_spec(spec.module) is None:
-        return Availability(spec, "", f"{spec.package} is not installed")
+        return Availability(spec, f"{spec.package} is not installed")
     if spec.module != "torch" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return Availability(spec, "", f"{spec.package} is measured on Linux on x86-64 only")
-    try:
-        return Availability(spec, metadata.version(spec.package), "")
-    except metadata.PackageNotFoundError:
-        return Availability(spec, "unknown", "")
+        return Availability(spec, f"{spec.package} is measured on Linux on x86-64 only")
+    return Availability(spec, "")

@@ -22,7 +22,7 @@ class TorchBf16:
 
     def prepare(self, layer: Layer) -> None:
         if not is_plain(layer.shape.activation):
-            raise PeerError("this loop knows plain SwiGLU only")
+            raise PeerError("only plain SwiGLU is compared")
         torch.set_num_threads(layer.threads)
         self._layer = layer
         kept = {origin: self._bf16(origin) for origin in set(layer.origins)}
@@ -36,7 +36,7 @@ class TorchBf16:
         return sum(matrix.nbytes for matrix in self._experts[0])
 
     def values(self, origin: int) -> Matrices:
-        gate, up, down = self._layer.source(origin)  # bf16 holds them as they are
+        gate, up, down = self._layer.source(origin)  # exact in bf16
         return gate, up, down
 
     def steps(self, batch: Batch) -> Steps:

@@ -1,4 +1,4 @@
-"""Inside a peer's process: build the layer, prove it, time it."""
+"""Inside a peer's process: build the layer, check its result, time it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOUND = 0.1  # of the relative error: a peer beyond it computes something else
 
 
 def work(request: Request) -> Iterator[Result]:
-    """Raises PeerError for a peer that cannot be loaded, cannot hold the layer, or is wrong."""
+    """Raises PeerError if the peer cannot be loaded, does not support the layer, or is wrong."""
     shape = request.shape
     source = RandomWeights(request.seed, shape.hidden, shape.intermediate)
     origins = [index % request.different for index in range(shape.experts)]
@@ -49,7 +49,7 @@ def _measure(
     steps.calls[batch.checked]()
     result = steps.result()
     if not np.isfinite(result).all():
-        raise PeerError("its result is wrong here: it holds NaN or infinity")
+        raise PeerError("its result is wrong here: it contains NaN or infinity")
     ids = batch.ids[batch.checked]
     tokens = checked_tokens(np.where(ids >= 0, np.array(origins)[ids], -1), request.different)
     values, before = cache(peer.values), cache(source.expert)

@@ -18,7 +18,7 @@ _SUPPORTED_HINT = (
     "Supported are expert weights without biases in BF16, FP16, FP32 and FP8-E4M3 with block "
     "scales (weight_scale_inv); use a version of this model in one of them."
 )
-# What a tensor beside (or in place of) a weight is a sign of.
+# What a tensor with (or instead of) a weight shows about its encoding.
 _FOREIGN = {
     "bias": "expert biases",
     "qweight": "AWQ or GPTQ packing",

@@ -19,19 +19,19 @@ WEIGHT = "weight"
 class Encoding:
     """How the numbers of an expert weight are stored.
 
-    A weight has this encoding if its tensor `primary` has one of `dtypes` and the tensors beside
-    it are `companions`, and maybe some of `optional`. `quantization` finds scales, zero points and
+    A weight has this encoding if its tensor `primary` has one of `dtypes` and its other tensors
+    are `companions`, and possibly some of `optional`. `quantization` finds scales, zero points and
     groups of a view, and checks them; `check` refuses a config.json that declares another
     encoding.
     """
 
     name: str
     dtypes: tuple[str, ...]  # of the primary tensor, as safetensors spells them
-    element: Element  # what it consists of
+    element: Element  # the stored unit
     primary: str = WEIGHT
     companions: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    transposed: bool = False  # experts of their own are stored [in, out]
+    transposed: bool = False  # numbered experts are stored [in, out]
     quantization: Callable[[Parts, StoredView, ModelConfig], Quantization] | None = None
     check: Callable[[TensorRef, ModelConfig], None] | None = None
 

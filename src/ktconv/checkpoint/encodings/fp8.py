@@ -13,7 +13,7 @@ from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
 SCALE = "weight_scale_inv"
-# U8 holds the same bits as F8_E8M0, from before safetensors had a name for it.
+# U8 has the same bits as F8_E8M0: older files were written before safetensors had that name.
 SCALE_DTYPES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 
 
@@ -21,7 +21,7 @@ def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> Quantiza
     """The block scales of `view`; the grid covers each expert's stored matrix.
 
     The last block of a row or column may be ragged. Raises CheckpointError where the
-    grid's shape or dtype is not what config.json's block size asks for.
+    grid's shape or dtype does not match config.json's block size.
     """
     tensor = parts[SCALE]
     block_rows, block_cols = _block_size(tensor, view, config)

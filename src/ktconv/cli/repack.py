@@ -1,4 +1,4 @@
-"""`ktconv merge`."""
+"""`ktconv merge` and `ktconv reshard`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ktconv.cli.exits import errors_shown
+from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.options import (
     PACKED_HINTS,
     CopyThreadsOption,
@@ -19,7 +19,10 @@ from ktconv.cli.options import (
     convert,
 )
 from ktconv.cli.output import JsonOption
+from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
+
+RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 
 def merge_command(
@@ -70,11 +73,46 @@ def merge_command(
             verify=verify,
             overwrite=overwrite,
         )
-        preflight = prepare(request)
-        convert(
-            preflight,
-            lambda observer: merge(request, observer, preflight),
-            dry_run,
-            as_json,
-            "Merged",
+        convert(request, prepare(request), merge, dry_run, as_json, "Merged")
+
+
+def reshard_command(
+    packed: Annotated[
+        Path, typer.Argument(help="Converted weights: shards or layer folders.", metavar="PACKED")
+    ],
+    output: OutputArgument,
+    numa: Annotated[int, typer.Option(min=1, help="New number of NUMA parts.", metavar="N")],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert again from this model instead, which is always exact.", metavar="MODEL"
+        ),
+    ] = None,
+    max_shard_size: ShardSizeOption = "5GB",
+    threads: CopyThreadsOption = 0,
+    verify: VerifyOption = True,
+    overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Change the number of NUMA parts of a conversion without changing any weight.
+
+    Splitting always works: the parts of down inherit the row scales. Joining needs equal scales in
+    the joined parts, or --source.
+
+    Example: ktconv reshard qwen3-int4 qwen3-int4-numa2 --numa 2
+    """
+    with errors_shown(as_json, RESHARD_HINTS):
+        from ktconv.repack.reshard import Request, prepare, reshard
+
+        request = Request(
+            packed=packed,
+            output=output,
+            numa=numa,
+            source=source,
+            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+            threads=threads or None,
+            verify=verify,
+            overwrite=overwrite,
         )
+        convert(request, prepare(request), reshard, dry_run, as_json, "Resharded")
