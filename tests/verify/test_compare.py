@@ -37,7 +37,8 @@ from ktconv.formats import (
 )
 from ktconv.formats.kt_layout import offsets
 from ktconv.packed.weights import PackedWeights, open_packed
-from ktconv.verify.compare import Comparison, compare, make_plan, sizes_of
+from ktconv.verify.compare import Comparison, compare, make_plan
+from ktconv.verify.runner import sizes_by_unit
 
 HIDDEN, INNER, EXPERTS, LAYERS = 128, 256, 4, 2
 MATRICES = LAYERS * EXPERTS * len(PROJECTIONS)
@@ -594,7 +595,7 @@ class Watcher:
 @pytest.mark.parametrize("sample", [1.0, 0.5])
 def test_observer(sample: float, made: Make) -> None:
     pair = made(), made(method="int8")
-    sizes = sizes_of(make_plan(*pair, sample, 3))
+    sizes = sizes_by_unit(make_plan(*pair, sample, 3).tasks)
     watcher = Watcher(sizes)
     check(*pair, "different", sample=sample, seed=3, observer=watcher)
     assert watcher.keys == watcher.finished == list(sizes)

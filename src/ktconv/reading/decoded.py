@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv import native
 from ktconv.checkpoint import ExpertMatrix
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, chunk_rows
 from ktconv.reading.reader import SourceReader
 
 U16 = NDArray[np.uint16]
@@ -33,16 +32,12 @@ def decoded_rows(
     Calls `advance` with the bytes read. Raises CheckpointError for a NaN or an infinity.
     """
     source = MatrixReader(reader, matrix, round_to_bf16=matrix.tensor.dtype != "F16")
-    with source.open() as fd:
-        grid = source.load_scales()
-        for chunk in chunks(matrix, matrix.rows):
-            count = source.read(fd, chunk, buffers.source, buffers.bounce)
-            values = native.decode(source.view(chunk, grid, buffers.source, 0, matrix.cols))
-            if not np.isfinite(values).all():
-                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-                raise source.not_finite(chunk.start + row, col)
-            yield chunk.start, _half(values) if matrix.tensor.dtype == "F16" else _bf16(values)
-            advance(count)
+    for chunk, values in source.decoded(buffers.source, buffers.bounce):
+        if not np.isfinite(values).all():
+            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+            raise source.not_finite(chunk.start + row, col)
+        yield chunk.start, _half(values) if matrix.tensor.dtype == "F16" else _bf16(values)
+        advance(matrix.nbytes(chunk.stop - chunk.start))
 
 
 def _half(values: NDArray[np.float32]) -> U16:

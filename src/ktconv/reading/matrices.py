@@ -164,6 +164,14 @@ class MatrixReader:
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
         return len(data)
 
+    def decoded(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, F32]]:
+        """All rows as float32, a chunk at a time; `buffer` is large enough for any of them."""
+        with self.open() as fd:
+            scales = self.load_scales()
+            for chunk in chunks(self.matrix, self.matrix.rows):
+                self.read(fd, chunk, buffer, bounce)
+                yield chunk, native.decode(self.view(chunk, scales, buffer, 0, self.matrix.cols))
+
     def view(
         self, chunk: range, scales: Scales | None, data: U8, first_col: int, cols: int
     ) -> native.Matrix:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.encodings import ENCODINGS
 from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
 from ktconv.checkpoint.others import other_matrix
 from ktconv.errors import CheckpointError
 from ktconv.moe.streamed import Piece, Streamed, Streams
-from ktconv.reading.matrices import MatrixReader, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 
 F32 = NDArray[np.float32]
@@ -68,9 +67,5 @@ class SourceTensors:
         rows = min(chunk_rows(matrix), matrix.rows)
         buffer = np.empty(matrix.nbytes(rows), np.uint8)
         bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        with source.open() as fd:
-            grid = source.load_scales()
-            for chunk in chunks(matrix, matrix.rows):
-                source.read(fd, chunk, buffer, bounce)
-                values = native.decode(source.view(chunk, grid, buffer, 0, matrix.cols))
-                yield Piece(slice(chunk.start, chunk.stop), slice(0, matrix.cols), values)
+        for chunk, values in source.decoded(buffer, bounce):
+            yield Piece(slice(chunk.start, chunk.stop), slice(0, matrix.cols), values)

@@ -1,4 +1,4 @@
-"""`ktconv verify`: a request in; facts, lines for people and the verdict out."""
+"""`ktconv verify`: from a request to facts, lines for people and the verdict."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ktconv.verify.findings import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import prepare, verify
+from ktconv.verify.runner import sizes_by_unit
 from ktconv.verify.text import lines_of
 
 Outcome = tuple[dict[str, Any], list[str], bool]
@@ -27,7 +28,7 @@ def run(
     other: Path | None = None,
     report: Path | None = None,
 ) -> Outcome:
-    """Verifies, or compares with `other`. Raises KtconvError where that cannot be run."""
+    """Verifies, or compares with `other`. Raises KtconvError where that is not possible."""
     _check_report(report)
     if other is not None:
         outcome = _compare(request, other, progression, notify)
@@ -48,8 +49,7 @@ def _announce(budget: Budget, notify: Notify) -> None:
 def _compare(
     request: VerifyRequest, other: Path, progression: Progression, notify: Notify
 ) -> Outcome:
-    from ktconv.verify.compare import make_plan, sizes_of, thread_bytes
-    from ktconv.verify.compare import run as compare_planned
+    from ktconv.verify import compare
 
     for option, value in (
         ("source", request.source),
@@ -66,16 +66,17 @@ def _compare(
                 f"--{option} does not apply when comparing two conversions",
                 "omit it, or verify each against its --source",
             )
-    plan = make_plan(request.output, other, request.sample, request.seed)
-    budget = plan_memory(Need(thread_bytes(plan)), request.max_memory, request.threads, None)
+    plan = compare.make_plan(request.output, other, request.sample, request.seed)
+    need = Need(max((task.memory for task in plan.tasks), default=0))
+    budget = plan_memory(need, request.max_memory, request.threads, None)
     _announce(budget, notify)
-    with progression(sizes_of(plan)) as observer:
-        found = compare_planned(plan, budget.threads, observer)
+    with progression(sizes_by_unit(plan.tasks)) as observer:
+        found = compare.run(plan, budget.threads, observer)
     return found.as_dict() | memory_facts(budget), list(found.lines()), found.equal
 
 
 def _check_report(path: Path | None) -> None:
-    """Before an hour of work: can the report be written?"""
+    """Raises KtconvError for a report that cannot be written, before an hour of work."""
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
@@ -84,7 +85,7 @@ def _check_report(path: Path | None) -> None:
 
 
 def _write_report(path: Path, outcome: Outcome, notify: Notify) -> None:
-    """In one step, or not at all; what was found is printed even if the disk is full."""
+    """Writes the report atomically; prints the lines if that fails, as on a full disk."""
     from ktconv.verify.report import render_report
 
     facts, lines, _ = outcome
@@ -97,7 +98,7 @@ def _write_report(path: Path, outcome: Outcome, notify: Notify) -> None:
 
 
 def in_json(value: Any) -> Any:
-    """JSON has no numbers for what is not finite: "nan", "inf" and "-inf" in their place."""
+    """The value with "nan", "inf" and "-inf" as strings, since JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Level 1, other tensors: byte for byte what the source has."""
+"""Level structure: non-expert tensors, byte for byte what the source has."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ktconv.verify.totals import ItemResult
 U8 = NDArray[np.uint8]
 
 COPY_BYTES = 4 << 20
-OTHER = "other"  # the unit of tensors of no expert
+OTHER = "other"  # the unit of non-expert tensors
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCheck:
-    """One non-expert tensor: checksum, and byte for byte what the source has."""
+    """The checksum of one tensor and its equality with the source."""
 
     context: Context
     unit: str
@@ -40,7 +40,7 @@ class CopyCheck:
             advance(len(piece))
         if not equal:
             self.context.fail_copy(self.tensor, "differs from the source")
-        return ItemResult(self.nbytes, stream.check().compared, int(self.origin is not None))
+        return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
         if self.origin is None or self.context.reader is None:

@@ -1,4 +1,4 @@
-"""What verification found wrong: collected from all threads, cut where it repeats itself."""
+"""Failures of a verification, collected from all threads; of many alike only some are listed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]  # a section of the report
-Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # observer of sizes
+Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # sizes -> observer
 
 LISTED_PER_CHECK = 50  # of one kind: a swapped layer has thousands
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that does not hold. `message` is a whole sentence; the rest locates it."""
+    """A failed check. `message` is a whole sentence; the other fields locate it."""
 
     level: str
     check: str
@@ -40,7 +40,7 @@ class Failure:
 
 
 class Findings:
-    """Failures by level and check; may be added to from any thread."""
+    """Failures by level and check. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,16 +48,12 @@ class Findings:
         self._counts: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []
 
-    def add(self, failure: Failure) -> None:
-        with self._lock:
-            key = (failure.level, failure.check)
-            self._counts[key] += 1
-            if self._counts[key] <= LISTED_PER_CHECK:
-                self._listed.append(failure)
-
     def fail(self, level: str, check: str, message: str, **where: Any) -> None:
-        """`add` with the fields of Failure."""
-        self.add(Failure(level, check, message, **where))
+        """Adds a Failure with these fields."""
+        with self._lock:
+            self._counts[level, check] += 1
+            if self._counts[level, check] <= LISTED_PER_CHECK:
+                self._listed.append(Failure(level, check, message, **where))
 
     def fail_tensor(
         self, level: str, check: str, name: str, file: Path, words: str, **where: Any
@@ -75,7 +71,7 @@ class Findings:
 
     @property
     def listed(self) -> list[Failure]:
-        """Worst first within a check, checks in the order in which they were met."""
+        """Worst first within a check, checks in the order in which they first failed."""
         order = list(self._counts)
         return sorted(
             self._listed, key=lambda f: (order.index((f.level, f.check)), -(f.steps or 0))

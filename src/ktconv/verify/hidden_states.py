@@ -1,4 +1,4 @@
-"""What the experts of a layer are called with when level layers computes them."""
+"""Hidden states, expert ids and weights that level layers calls the experts of a layer with."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ from ktconv.system.text import Notify
 from ktconv.system.units import format_ranges, format_size
 from ktconv.verify.corpus import read_text
 from ktconv.verify.findings import Findings
-from ktconv.verify.layer_tensors import (
-    LayerTensors,
-    Router,
-    by_note,
-    layer_tensors,
-    top_k_of_layer,
-)
+from ktconv.verify.layer_tensors import LayerTensors, Router, by_note, top_k_of_layer
 from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import VerifyRequest
@@ -41,7 +35,7 @@ LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the mode
 U16 = NDArray[np.uint16]
 
 LEVEL = "layers"
-_SHARE_OF_MEMORY = 4  # a model is loaded for its hidden states if it takes 1 / 4 at most
+_SHARE_OF_MEMORY = 4  # a model is loaded for its hidden states if it takes at most 1 / 4
 _STATES = {
     "captured": "hidden states captured from a text",
     "random": "random hidden states with the scale of each channel",
@@ -50,16 +44,16 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the experts of a layer are called with."""
+    """Arguments of a call of a layer's experts."""
 
     x: U16  # [M, H], bf16 bits
     ids: I64  # [M, K], -1 is skipped
     weights: F32  # [M, K]
-    routing: str  # who chose the experts: the model, our router or chance
+    routing: str  # what chose the experts: model, router (ours) or random
     router_agreement: float | None = None  # of our router with the model's own, where known
 
     def only(self, experts: Sequence[int]) -> Inputs:
-        """Without what goes to other experts."""
+        """The same without calls of other experts."""
         return replace(self, ids=np.where(np.isin(self.ids, experts), self.ids, -1))
 
     @property
@@ -69,8 +63,8 @@ class Inputs:
 
 
 def check_source(output: OpenedOutput) -> None:
-    """Before anything is read: KtconvError for an activation that the kernels lack, a layer
-    without any router, or a config.json that contradicts itself about them."""
+    """Raises KtconvError, before anything is read, for an activation that kernels do not have, a
+    layer without a router, or a config.json that contradicts itself about them."""
     try:
         activation_of(output.source.config)
         _tensors_of(output)
@@ -80,7 +74,7 @@ def check_source(output: OpenedOutput) -> None:
 
 
 def experts_per_token(output: OpenedOutput) -> int:
-    """The most that any layer has."""
+    """The largest number of any layer."""
     config, layers = output.source.config, output.source_layers.values()
     return max((top_k_of_layer(config, layer) for layer in layers), default=1)
 
@@ -88,11 +82,11 @@ def experts_per_token(output: OpenedOutput) -> int:
 def _tensors_of(output: OpenedOutput) -> dict[int, LayerTensors]:
     source, config = SourceTensors(output.source), output.source.config
     layers = output.source_layers.items()
-    return {index: layer_tensors(source, config, layer) for index, layer in layers}
+    return {index: LayerTensors(source, config, layer) for index, layer in layers}
 
 
 class HiddenStates:
-    """Inputs of every layer: captured from the source model where that can be, else made up."""
+    """Inputs of every layer: captured from the source model if possible, else random."""
 
     def __init__(
         self,
@@ -111,7 +105,7 @@ class HiddenStates:
         self._captured = self._capture(output.source.path, budget.why_not_captured, notify)
 
     def _capture(self, model: Path, reason: str | None, notify: Notify) -> dict[int, LayerInput]:
-        """Inputs of every layer when the source model reads a text; empty where that cannot be."""
+        """Inputs of every layer when the source model reads a text; empty if it cannot."""
         if reason is None:
             notify("loading the source model for its hidden states")
             try:
@@ -122,7 +116,7 @@ class HiddenStates:
                 return capture_layer_inputs(*load_model(model), text, self._tokens)
             except MemoryError:
                 raise
-            except Exception as error:  # whatever a model's own code raises: random states will do
+            except Exception as error:  # of a model's own code; random states are enough
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         self._findings.note(f"level layers: {_STATES['random']}, because {reason}")
         return {}
@@ -140,15 +134,15 @@ class HiddenStates:
         return {"states": kind, "states_are": _STATES[kind], "tokens": self._tokens}
 
     def of(self, layer: MoELayer, here: Sequence[int]) -> Inputs:
-        """Without what goes to experts other than `here`. Where nothing else remains, tokens go
-        to those that are here instead, so that these are computed at all."""
+        """Inputs for the experts `here` alone. If no token goes to these, all tokens are sent to
+        them, so that they are computed at all."""
         inputs = self._inputs(layer).only(here)
         if not inputs.experts:
             inputs = replace(inputs, ids=np.resize(np.array(here, np.int64), inputs.ids.shape))
         return inputs
 
     def _inputs(self, layer: MoELayer) -> Inputs:
-        """Captured with the model's own choice of experts, or made up and routed by us."""
+        """Captured with the model's own choice of experts, or random and routed by us."""
         router = self._tensors[layer.index].router
         if layer.index in self._captured:
             hidden, ids, weights = self._captured[layer.index]
@@ -163,7 +157,7 @@ class HiddenStates:
         return Inputs(x, ids, weights, "router")
 
     def _random_states(self, layer: MoELayer) -> F32:
-        """Normal values as an RMS norm leaves them: each channel with its weight in the norm."""
+        """Normal values, each channel scaled by its weight in the RMS norm."""
         states = self._rng.standard_normal((self._tokens, layer.hidden_size), dtype=np.float32)
         norm = self._tensors[layer.index].norm
         return states if norm is None else states * self._source.vector(norm)
@@ -192,7 +186,7 @@ class HiddenStates:
         return float(np.mean(np.sort(ours, axis=1) == np.sort(ids, axis=1)))
 
     def shared(self, layer: MoELayer, x: F32) -> F32 | None:
-        """What the shared expert adds, where there is one."""
+        """The output of the shared expert, if there is one."""
         found = self._tensors[layer.index].shared
         if found is None:
             return None
@@ -206,7 +200,7 @@ class HiddenStates:
 
 
 def why_not_captured(output: OpenedOutput) -> str | None:
-    """Why hidden states cannot come from the source model, whatever --max-memory allows."""
+    """Why the source model cannot be loaded for hidden states, apart from --max-memory."""
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             return f"{package} is not installed"

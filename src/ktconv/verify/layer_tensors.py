@@ -1,13 +1,13 @@
-"""What stands beside the experts of a layer, as headers tell: router, norm and shared expert.
+"""Finds router, norm and shared expert of a layer by headers.
 
 A tensor that is missing or has a wrong shape is a fault of the checkpoint, found before anything
-is read. Level layers then does without it, so that the kernels are proven all the same.
+is read. Level layers then runs without it, so that kernels are checked all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
@@ -26,7 +26,7 @@ from ktconv.reading.tensors import SourceTensors
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router that can be run: bias and correction are there exactly where `spec` has them."""
+    """A router that can be run; bias and correction are None unless `spec` has them."""
 
     spec: RouterSpec
     weight: TensorRef
@@ -36,7 +36,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """A shared expert; `gating` scales its output where it exists."""
+    """A shared expert; `gating`, if there is one, scales its output."""
 
     gate: TensorRef
     up: TensorRef
@@ -53,34 +53,19 @@ class Fault:
     tensor: str
 
 
-@dataclass(slots=True)
 class LayerTensors:
-    """Of one layer; None for what is not there or cannot be used."""
+    """The tensors of one layer; None for what is not there or cannot be used.
 
-    router: Router | None = None
-    norm: TensorRef | None = None
-    shared: SharedTensors | None = None
-    faults: list[Fault] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    Raises CheckpointError where config.json contradicts itself, or there is no router at all.
+    """
 
-
-def layer_tensors(
-    tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer
-) -> LayerTensors:
-    """Raises CheckpointError where config.json contradicts itself, or there is no router at all."""
-    return _Search(tensors, config, layer).run()
-
-
-class _Search:
     def __init__(self, tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer) -> None:
         self._tensors, self._config, self._layer = tensors, config, layer
-        self._found = LayerTensors()
-
-    def run(self) -> LayerTensors:
-        self._found.router = self._router()
-        self._found.norm = self._norm()
-        self._found.shared = self._shared()
-        return self._found
+        self.faults: list[Fault] = []
+        self.notes: list[str] = []
+        self.router = self._router()
+        self.norm = self._norm()
+        self.shared = self._shared()
 
     # ---- router ----
 
@@ -88,7 +73,7 @@ class _Search:
         try:
             spec = router_of(self._config, self._layer.index)
         except UnknownRouter as error:
-            self._found.notes.append(f"experts are chosen at random, because {error}")
+            self.notes.append(f"experts are chosen at random, because {error}")
             return None
         experts, names = len(self._layer.experts), router_tensors(self._layer.source)
         check_experts(spec, experts)
@@ -110,26 +95,22 @@ class _Search:
     def _vector(
         self, what: str, names: Sequence[str], wanted: bool, router: TensorRef
     ) -> tuple[TensorRef | None, bool]:
-        """A vector of the router, if it is wanted; whether it is as it should be."""
+        """A vector of the router, if `spec` has it, and whether the router can be run with it."""
         tensor = self._tensors.find(names)
         if not wanted:
             if tensor is not None:
-                self._found.notes.append(
-                    f"the {what} of routers is not used: {self._family} has none"
+                self.notes.append(
+                    f"the {what} of routers is not used: {self._config.get('model_type')} has none"
                 )
             return None, True
         if tensor is None:
             message = f"the router {router.name} has no {what}: none of {', '.join(names)} exists."
-            self._found.faults.append(Fault("router", message, router.name))
+            self.faults.append(Fault("router", message, router.name))
             return None, False
         count = len(self._layer.experts)
-        if tensor.shape == (1, count):  # as Ernie has it
+        if tensor.shape == (1, count):  # as in ERNIE
             return tensor, True
         return tensor, self._fits("router", tensor, (count,))
-
-    @property
-    def _family(self) -> str:
-        return str(self._config.get("model_type"))
 
     # ---- norm and shared expert ----
 
@@ -145,9 +126,9 @@ class _Search:
             missing = [name for name in wanted if self._tensors.find([name]) is None]
             if not missing:
                 return self._shared_of(names)
-            if len(missing) == 1:  # else it is a shared expert under other names, or none
+            if len(missing) == 1:  # else there is none, or under other names
                 message = f"the shared expert of layer {self._layer.index} has no {missing[0]}."
-                self._found.faults.append(Fault("shared expert", message, missing[0]))
+                self.faults.append(Fault("shared expert", message, missing[0]))
                 return None
         return None
 
@@ -164,15 +145,15 @@ class _Search:
         return SharedTensors(gate, up, down, gating) if all(fit) else None
 
     def _fits(self, check: str, tensor: TensorRef, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor can be used: another shape is a fault, another encoding a note."""
+        """Whether a tensor can be used. A wrong shape is a fault, an unknown encoding a note."""
         if tensor.shape != shape:
             message = f"{tensor.name} has shape {list(tensor.shape)}, not {list(shape)}."
-            self._found.faults.append(Fault(check, message, tensor.name))
+            self.faults.append(Fault(check, message, tensor.name))
             return False
         try:
             self._tensors.matrix(tensor)
         except CheckpointError as error:
-            self._found.notes.append(f"the {check} is left out, because {error}")
+            self.notes.append(f"the {check} is left out, because {error}")
             return False
         return True
 
@@ -186,7 +167,7 @@ def top_k_of_layer(config: Mapping[str, Any], layer: MoELayer) -> int:
 
 
 def by_note(found: Mapping[int, LayerTensors]) -> Iterator[tuple[str, list[int]]]:
-    """Every note once, with the layers that it is about."""
+    """Each different note with the layers that it applies to."""
     layers: dict[str, list[int]] = {}
     for index, one in found.items():
         for note in one.notes:

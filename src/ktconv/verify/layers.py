@@ -1,5 +1,5 @@
-"""Level 3: each MoE layer computed on the packed weights and, in float32, on the source's, with
-the same hidden states and the model's own router.
+"""Level layers: each MoE layer on the packed weights and, in float32, on the source's, with the
+same hidden states and the model's own router.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.reference import F32
 from ktconv.verify.request import VerifyRequest
+from ktconv.verify.runner import Progress, unit_of
 
 
 class LayersCheck(ABC):
-    """One layer after the other, some experts of it in memory at a time."""
+    """Computes one layer after the other, with some of its experts in memory at a time."""
 
     compared: ClassVar[str]  # "kernels against float32"
 
@@ -54,41 +55,34 @@ class LayersCheck(ABC):
         return {**self._states.facts, **self._kernels(), "layers": rows}
 
     def _kernels(self) -> Facts:
-        """Which kernels run, and how exact they have to be."""
+        """Which kernels run, and the largest error that they may have."""
         return {"isas": [], "kernel_bound": None}
 
     def _each(self, layers: Sequence[MoELayer], progression: Progression) -> list[Facts]:
-        """What is found of every layer, with progress by the bytes of their experts."""
+        """A row of the report for each layer, with progress by the bytes of its experts."""
         rows = []
-        sizes = {_unit(layer): expert_bytes(layer) * len(layer.experts) for layer in layers}
+        sizes = {unit_of(layer.index): expert_bytes(layer) * len(layer.experts) for layer in layers}
         with progression(sizes) as observer:
-            if observer:
-                observer.begin(list(sizes))
-            for layer in layers:
-                if observer:
-                    observer.unit_started(_unit(layer))
+            progress = Progress(sizes, observer)
+            for layer, (unit, nbytes) in zip(layers, sizes.items(), strict=True):
+                progress.start(unit)
                 rows.append(self._layer(layer))
-                if observer:
-                    observer.advanced(sizes[_unit(layer)])
-                    observer.unit_finished(_unit(layer))
+                progress.advance(nbytes)
+                progress.finish(unit)
         return rows
 
     def _layer(self, layer: MoELayer) -> Facts:
         inputs = self._states.of(layer, self._output.experts_in(layer.index))
-        with np.errstate(all="ignore"):  # damaged scales are named by level weights
+        with np.errstate(all="ignore"):  # level weights reports damaged scales
             return self._compare(layer, inputs, bf16_to_f32(inputs.x))
 
     @abstractmethod
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
-        """A layer's row of the report; x [M, H] is what its experts are called with."""
-
-
-def _unit(layer: MoELayer) -> str:
-    return f"layer-{layer.index:05d}"
+        """A layer's row of the report; x [M, H] are the hidden states of `inputs` in float32."""
 
 
 def _sampled(layers: Sequence[MoELayer], request: VerifyRequest) -> list[MoELayer]:
-    """At least one of them; the same for the same seed."""
+    """A random sample, at least one layer; the same for the same seed."""
     count = max(1, round(len(layers) * request.sample))
     chosen = random.Random(request.seed).sample(range(len(layers)), count)
     return [layers[index] for index in sorted(chosen)]

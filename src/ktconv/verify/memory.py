@@ -1,7 +1,7 @@
-"""How much memory a verification takes, from headers and options, before anything is read.
+"""The memory that a verification takes, from headers and options, before anything is read.
 
-Work that does not fit is done in smaller portions: with fewer threads, and the packed experts of a
-layer some at a time. Kinds of outputs say what each portion needs.
+Work that does not fit is done in smaller portions: with fewer threads, and fewer packed experts of
+a layer in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ktconv.system.units import format_size
 from ktconv.verify.request import VerifyRequest
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
-LIBRARIES_MEMORY = 400 << 20  # PyTorch and transformers once imported
+LIBRARIES_MEMORY = 400 << 20  # of PyTorch and transformers after import
 F32 = 4
-# How many float32 arrays there are at once: of all tokens of a layer [M, H]; of those of an expert
-# that is computed, as wide as hidden states and as the expert is inside.
+# Number of float32 arrays at the same time: of all tokens of a layer [M, H]; of the tokens of an
+# expert, of hidden and of intermediate size.
 _OF_ALL_TOKENS, _OF_EXPERT_TOKENS, _OF_MIDDLE = 12, 16, 24
 _WINDOW = 512  # tokens, of level model
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNeed:
-    """Bytes of level layers: in all, of each thread that computes experts, and of the packed
-    weights of an expert, `experts` of which could run together."""
+    """Bytes of level layers: in total, per thread that computes experts, and per expert of packed
+    weights, of which `experts` could run together."""
 
     fixed: int
     thread: int
@@ -52,8 +52,8 @@ class LayerNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes: of each thread that reads weights, of level layers, of loading the source model for
-    its hidden states, and of level model. None where that is not done."""
+    """Bytes per thread that reads weights, of level layers, of loading the source model for hidden
+    states, and of level model. None for what is not done."""
 
     thread: int
     layers: LayerNeed | None = None
@@ -63,12 +63,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is done at once, and the memory that it takes at the peak."""
+    """Sizes of portions, and the peak memory that they take."""
 
     threads: int
     peak: int
     layer_threads: int = 1
-    packed: int = 0  # bytes of packed weights that level layers has in memory
+    packed: int = 0  # bytes of packed weights in memory at level layers
     why_not_captured: str | None = None  # None: hidden states come from the source model
 
     def experts_at_once(self, expert_bytes: int) -> int:
@@ -76,7 +76,7 @@ class Budget:
 
 
 def memory_facts(budget: Budget) -> dict[str, int]:
-    """Of the JSON: what was announced, and what it came to."""
+    """For the JSON: the announced peak and the measured one."""
     return {
         "threads": budget.threads,
         "peak_memory_bytes": budget.peak,
@@ -87,8 +87,8 @@ def memory_facts(budget: Budget) -> dict[str, int]:
 def plan_memory(
     need: Need, asked: int | None, threads: int | None, why_not_captured: str | None
 ) -> Budget:
-    """Portions for `asked` bytes in all; by default for 1.5 GiB beyond what is used now, or what
-    the smallest ones need. Raises MemoryLimitError where these need more than was asked for."""
+    """Portions for `asked` bytes in total; by default for 1.5 GiB beyond what is used now, or what
+    the smallest portions need. Raises MemoryLimitError where these need more than `asked`."""
     return _Planner(need, asked, threads).plan(why_not_captured)
 
 
@@ -116,9 +116,9 @@ class _Planner:
         return Budget(self._threads, self._base + peak, threads, packed, why_not)
 
     def _portions(self, room: int) -> tuple[int, int, int]:
-        """Of level layers: threads, each with an expert of its own at least, bytes of packed
-        weights, and bytes in all. Allocators keep what the threads that read weights had, but
-        give it to as many other threads."""
+        """Of level layers: threads, each with at least one expert, bytes of packed weights, and
+        bytes in total. Allocators keep the memory of threads that read weights, and reuse it for
+        as many threads."""
         need, reader = self._layers, self._need.thread
         most = (room - need.fixed - self._threads * reader) // max(
             1, need.thread + need.expert - reader
@@ -129,7 +129,7 @@ class _Planner:
         return threads, packed, fixed + packed
 
     def _why_not_captured(self) -> str | None:
-        """Why the source model is not loaded for its hidden states, if memory is the reason."""
+        """Why there is too little memory to load the source model for hidden states; else None."""
         loading = max(self._need.capture or 0, LIBRARIES_MEMORY + self._layers.least)
         needed = self._base + self._threads * self._need.thread + loading
         if needed <= self._limit:
@@ -158,7 +158,7 @@ def layers_need(
     request: VerifyRequest,
     top_k: int,
 ) -> LayerNeed:
-    """Level layers on the layers of a source; `geometries` of those that our kernels run."""
+    """Memory of level layers; `geometries` are those of the layers that our kernels run."""
     layers, tokens = list(layers), request.tokens
     hidden = max((layer.hidden_size for layer in layers), default=0)
     inner = max((layer.intermediate_size for layer in layers), default=0)
@@ -178,7 +178,7 @@ def layers_need(
 
 
 def _pieces(matrix: ExpertMatrix) -> int:
-    """Of a source or packed matrix: what is read, and two pieces as float32."""
+    """Memory to read a source or packed matrix, with two pieces as float32."""
     rows = min(chunk_rows(matrix), matrix.rows)
     source = matrix.nbytes(rows) + rows * matrix.cols * 2 * F32 + BOUNCE_BYTES
     packed = min(piece_rows(matrix.cols), matrix.rows) * matrix.cols * (2 + 2 * F32)
@@ -192,7 +192,7 @@ def _expert_bytes(geometry: Geometry) -> int:
 
 
 def _scratch(geometry: Geometry, tokens: int, top_k: int, threads: int | None) -> int:
-    """What the kernels ask for, of a layer of that size without experts."""
+    """The scratch memory of the kernels for a layer of that size."""
     assert geometry.format is not None
     layer = native.Layer(
         METHODS[geometry.format.key].layout,
@@ -206,21 +206,21 @@ def _scratch(geometry: Geometry, tokens: int, top_k: int, threads: int | None) -
 
 
 def loading_bytes(checkpoint: Checkpoint) -> int:
-    """Of transformers with a model: its weights, and once more those of a layer's experts, which
-    are there twice while they are stacked. Pages of mapped files, which the system can take
-    back, are not counted."""
+    """Memory of transformers with a loaded model: its weights, and the experts of one layer again,
+    which are there twice while they are stacked. Does not count pages of mapped files, which the
+    system can drop."""
     weights = sum(source.nbytes for source in checkpoint.sources)
     experts = (expert_bytes(layer) * len(layer.experts) for layer in checkpoint.layers)
     return LIBRARIES_MEMORY + weights + max(experts, default=0)
 
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
-    """`loading_bytes` of so many models at once, and the logits of both on a window."""
+    """`loading_bytes` of so many models, and the logits of both on a window."""
     vocabulary = text_section(checkpoint.config).get("vocab_size")
     logits = 2 * F32 * _WINDOW * vocabulary if isinstance(vocabulary, int) else 0
     return LIBRARIES_MEMORY + models * (loading_bytes(checkpoint) - LIBRARIES_MEMORY) + logits
 
 
 def capture_bytes(checkpoint: Checkpoint) -> int:
-    """`loading_bytes` with the pages of the files that are mapped meanwhile."""
+    """`loading_bytes` with the pages of mapped files."""
     return loading_bytes(checkpoint) + sum(source.nbytes for source in checkpoint.sources)

@@ -1,4 +1,4 @@
-"""Level 4: the model itself, with its own experts and with the converted ones, on the same text."""
+"""Level model: the model with its own and with the converted experts, on the same text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ktconv.errors import UsageError
+from ktconv.errors import ResourceError, UsageError
 from ktconv.model.load import load_config, running, way_out
+from ktconv.system import machine
 from ktconv.system.text import Notify
+from ktconv.system.units import format_size
 from ktconv.verify.corpus import read_text
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.output import OpenedOutput
@@ -23,8 +25,9 @@ MODEL_PACKAGES = {"transformers": "'ktconv[model]'", "torch": "'ktconv[model]'"}
 WITHOUT_MODEL = "run --level layers, which needs no model code"
 MORE_MEMORY = "run --level layers, or use a machine with more memory"
 PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
+_LOADING = 1.1  # memory while a model is loaded, relative to its weights
 # Relative increase of perplexity and mean KL divergence in nats, by bits per weight. Small trained
-# models lie at 0.01 and 0.01 (4 bits), 0.001 and 0.001 (8); larger ones lie lower.
+# models have 0.01 and 0.01 (4 bits), 0.001 and 0.001 (8); larger ones less.
 DEFAULTS = {4: Thresholds(0.05, 0.05), 8: Thresholds(0.01, 0.01)}
 _WORDS = {
     "perplexity_increase": "the perplexity increases by",
@@ -33,7 +36,7 @@ _WORDS = {
 
 
 def require(**packages: str) -> None:
-    """UsageError for the first package that is not installed; each with what pip installs."""
+    """Raises UsageError for the first package that is not installed; values are pip's names."""
     for package, installed in packages.items():
         if find_spec(package) is None:
             raise UsageError(
@@ -44,17 +47,19 @@ def require(**packages: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The model with converted experts, and what exchanges them for the source's for a while:
-    its `originals()` is that of what `ktconv.model.replace_experts` returns."""
+    """The model with converted experts. `experts.originals()`, as of what
+    `ktconv.model.replace_experts` returns, is a context in which it has the source's."""
 
     model: Any
     experts: Any
-    from_source: int  # experts that are not in the output, so that the source's run in both
+    from_source: int  # experts missing in the output: the source's run in both
     facts: Facts = field(default_factory=dict)
 
 
 class ModelCheck(ABC):
-    """Perplexities, divergence and a generation."""
+    """Compares perplexity, divergence and generated text."""
+
+    models_loaded: ClassVar[int]  # at the same time
 
     def __init__(
         self, output: OpenedOutput, request: VerifyRequest, findings: Findings, notify: Notify
@@ -63,23 +68,31 @@ class ModelCheck(ABC):
         self._findings, self._notify = findings, notify
 
     def check_request(self) -> None:
-        """Before anything is read: UsageError without the packages, ResourceError for what does
-        not fit into memory, CheckpointError for what transformers does not have."""
+        """Raises, before anything is read, UsageError for missing packages, ResourceError for too
+        little memory, CheckpointError for a model that transformers does not support."""
         require(**MODEL_PACKAGES)
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
             self._check_memory()
             load_config(self._output.source.path)
 
-    @abstractmethod
-    def _check_memory(self) -> None: ...
+    def _check_memory(self) -> None:
+        size = sum(source.nbytes for source in self._output.source.sources)
+        needed, free = int(self.models_loaded * _LOADING * size), machine.available_memory()
+        if needed > free:
+            models = "both models" if self.models_loaded > 1 else "the source model"
+            raise ResourceError(
+                f"--level model needs about {format_size(needed)} of memory for {models}, but only "
+                f"{format_size(free)} are free",
+                MORE_MEMORY,
+            )
 
     @property
     @abstractmethod
     def _named(self) -> Path:
-        """In errors of the model's own code."""
+        """The directory to name in errors of the model's own code."""
 
     def run(self) -> Facts | None:
-        """Facts for the report, None where the experts are not the model's.
+        """Facts for the report; None if these are experts of another model.
 
         Raises ResourceError where the model does not fit, CheckpointError where its own code
         fails.
@@ -125,15 +138,15 @@ class ModelCheck(ABC):
 
     @abstractmethod
     def _pair(self, model: Any) -> AbstractContextManager[ModelPair]:
-        """`model` with the converted experts, until the comparison ends."""
+        """A context in which `model` can be run with the converted experts."""
 
     @property
     @abstractmethod
     def _bits(self) -> int:
-        """Of a weight, the fewest."""
+        """The smallest number of bits per weight."""
 
     def _thresholds(self) -> Thresholds:
-        """What is accepted: as asked for, else the default."""
+        """The requested thresholds, else the defaults."""
         asked, default = self._request.thresholds, DEFAULTS[self._bits]
         return Thresholds(
             default.max_ppl_increase if asked.max_ppl_increase is None else asked.max_ppl_increase,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint.agreement import Dimensions
 from ktconv.conversion.plan import Plan
 from ktconv.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record
@@ -39,6 +40,11 @@ class OpenedOutput(ABC):
     @abstractmethod
     def experts_in(self, layer: int) -> Sequence[int]:
         """Ids of the experts of a layer that are there, or should be."""
+
+    @property
+    @abstractmethod
+    def dimensions(self) -> Mapping[int, Dimensions]:
+        """Dimensions of the layers by their tensors, to be compared with config.json."""
 
     @property
     def ours(self) -> bool:

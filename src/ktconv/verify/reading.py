@@ -1,11 +1,10 @@
-"""Bytes of an output: read, and held against the checksums of its manifest."""
+"""Reads bytes of an output and compares them with the checksums of its manifest."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,36 +22,25 @@ U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all checks share."""
+    """Shared by all checks of an output."""
 
     findings: Findings
     records: Mapping[str, Record]  # of the manifest, by tensor
     reader: SourceReader | None
-    compare: bool  # with the source
+    compare: bool  # weights with the source's
 
     def fail_copy(self, tensor: TensorRef, words: str) -> None:
         self.findings.fail_tensor("structure", "copied tensor", tensor.name, tensor.file, words)
 
 
-@dataclass(frozen=True, slots=True)
-class SumCheck:
-    """A checksum compared with the manifest's, if that has one."""
-
-    compared: int = 0  # or 1
-    equal: bool = False  # False where nothing was compared
-
-
-def read_tensor(tensor: TensorRef) -> U8:
-    """The bytes of a packed tensor."""
-    data = np.empty(tensor.nbytes, np.uint8)
-    with opened_regular(tensor.file) as fd:
-        read_into(fd, tensor.file, data, tensor.offset)
-    return data
+def read_tensor(tensor: TensorRef, start: int = 0, nbytes: int | None = None) -> U8:
+    """The bytes of a tensor, or `nbytes` of them from `start` on."""
+    data = np.empty(tensor.nbytes if nbytes is None else nbytes, np.uint8)
+    return read_into(tensor, data, start)
 
 
 class TensorStream:
-    """The bytes of a packed tensor from the first to the last, some at a time, and whether they
-    have the checksum of the manifest."""
+    """Reads a tensor from its first to its last byte, some at a time, and checks its checksum."""
 
     def __init__(self, context: Context, tensor: TensorRef) -> None:
         self._context, self._tensor = context, tensor
@@ -61,36 +49,38 @@ class TensorStream:
         self._done = 0
 
     def read(self, target: U8) -> U8:
-        """`target`, filled with the next bytes."""
-        with opened_regular(self._tensor.file) as fd:
-            read_into(fd, self._tensor.file, target, self._tensor.offset + self._done)
+        """Fills `target` with the next bytes and returns it."""
+        read_into(self._tensor, target, self._done)
         self._done += target.nbytes
         if self._digest is not None:
             self._digest.update(target.data)
         return target
 
     def read_rest(self, buffer: U8) -> None:
-        """What is left, through `buffer`."""
+        """Reads what is left, through `buffer`."""
         while left := self._tensor.nbytes - self._done:
             self.read(buffer[: min(left, buffer.nbytes)])
 
-    def check(self) -> SumCheck:
-        """Compares the checksum, after everything was read."""
+    def check(self) -> bool | None:
+        """Whether everything that was read has the checksum of the manifest; None: it has none."""
         if self._digest is None:
-            return SumCheck()
+            return None
         equal = self._digest.hexdigest() == self._expected
         if not equal:
             words = "differs from the checksum in the manifest"
             self._context.findings.fail_tensor(
                 "structure", "checksum", self._tensor.name, self._tensor.file, words
             )
-        return SumCheck(1, equal)
+        return equal
 
 
-def read_into(fd: int, path: Any, target: U8, offset: int) -> None:
+def read_into(tensor: TensorRef, target: U8, start: int) -> U8:
+    """Fills `target` with the tensor's bytes from `start` on and returns it."""
     try:
-        read_exactly(fd, target.data, offset)
+        with opened_regular(tensor.file) as fd:
+            read_exactly(fd, target.data, tensor.offset + start)
     except FileTooShortError:
-        raise CheckpointError(f"{path} became shorter while it was read") from None
+        raise CheckpointError(f"{tensor.file} became shorter while it was read") from None
     except OSError as error:
-        raise io_error("read", path, error) from error
+        raise io_error("read", tensor.file, error) from error
+    return target

@@ -1,7 +1,7 @@
 """A layer's routed experts in float32, on the packed and on the source's weights.
 
 Threads compute one expert each, from a few rows of its matrices at a time, so that memory depends
-neither on the size nor on the number of experts. ErrorStats are formed in the order of the experts.
+neither on the size nor on the number of experts. Sums are formed in the order of the experts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ I64 = NDArray[np.int64]
 
 
 class Outputs(NamedTuple):
-    """What an expert makes of its tokens [M, H]. `rounded`: on the packed weights, activations
-    rounded as the kernels round them; as `packed` where no kernel of ours runs."""
+    """Outputs [M, H] of an expert. `rounded`: on the packed weights, with activations rounded as
+    our kernels round them; the same as `packed` where none of our kernels runs."""
 
     packed: F32
     rounded: F32
@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
 
 
 class LayerReference:
-    """Adds up what `compute` makes of each expert's tokens x [M, H]."""
+    """Sums of the outputs that `compute` returns for each expert's tokens x [M, H]."""
 
     def __init__(self, x: F32, compute: Callable[[int, F32], Outputs], threads: int) -> None:
         self._x, self._compute, self._threads = x, compute, threads
@@ -41,12 +41,12 @@ class LayerReference:
         self.errors: dict[int, float] = {}
 
     def add(self, inputs: Inputs) -> F32:
-        """Adds what these inputs give. Returns the same alone, with rounded activations."""
+        """Adds the outputs for these inputs. Returns their own sum with rounded activations."""
         together = np.zeros_like(self._x)
 
         def outputs(expert: int) -> Outputs:
             token, _ = np.nonzero(inputs.ids == expert)
-            with np.errstate(all="ignore"):  # which is a thread's own
+            with np.errstate(all="ignore"):  # is set per thread
                 return Outputs(*in_blocks(partial(self._compute, expert), self._x[token]))
 
         experts = inputs.experts
@@ -70,7 +70,7 @@ class LayerReference:
         y: F32,
         shared: F32 | None,
     ) -> dict[str, Any]:
-        """The layer's row of the report; y is what the layer computes after conversion."""
+        """The layer's row of the report; y is the layer's output after conversion."""
         worst = max(self.errors, key=lambda expert: self.errors[expert])
         return {
             "layer": layer.index,

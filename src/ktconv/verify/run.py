@@ -1,4 +1,4 @@
-"""The levels in order, each with the ones before; see `verify`."""
+"""Runs the levels of verification in order; see `verify`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ktconv.verify.verifier import OutputVerifier
 
 
 def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
-    """A progression that nobody watches."""
+    """A progression without an observer."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An opened output, and what there is to do."""
+    """An opened output with the results of level structure, and what is to be read."""
 
     verifier: OutputVerifier
     budget: Budget
     checks: Sequence[Check[ItemResult]]
     structure: Facts
-    more: Mapping[str, Facts | None]  # that only this kind has; None: not asked for
+    more: Mapping[str, Facts | None]  # sections of this kind of output; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that was found. `facts` is the document of `verify --json`, but for numbers that are
-    not finite, which JSON lacks."""
+    """All findings. `facts` is the document of `verify --json`, in which numbers that are not
+    finite are strings."""
 
     passed: bool
     failures: Sequence[Failure]
@@ -50,22 +50,19 @@ class Result:
 
 
 def prepare(request: VerifyRequest) -> Prepared:
-    """Opens everything and checks what headers tell. Raises KtconvError if it cannot be run."""
+    """Opens everything and runs level structure on headers. Raises KtconvError for what cannot be
+    verified."""
     level = _level(request)
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
-    verifier = verifier_of(request, level)
+    is_gpu = request.output.is_dir() and is_gpu_output(request.output)
+    # CpuVerifier says what is wrong with anything that is neither.
+    verifier = GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
     verifier.check_request()
     more = verifier.check_more()
     structure = verifier.check_structure()
     return Prepared(verifier, verifier.budget(), verifier.checks(), structure, more)
-
-
-def verifier_of(request: VerifyRequest, level: str) -> OutputVerifier:
-    """By what lies there; for anything unknown, the kind that says what is wrong with it."""
-    is_gpu = request.output.is_dir() and is_gpu_output(request.output)
-    return GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
 
 
 def _level(request: VerifyRequest) -> str:
@@ -87,11 +84,10 @@ def verify(
     prepared: Prepared | None = None,
     notify: Notify = silent,
 ) -> Result:
-    """Runs all levels up to the wanted one. `notify` gets what begins; `progression` makes an
-    observer from sizes of units, first for what is read, then for the layers that are computed.
+    """Runs all levels up to the requested one. `notify` gets a line for each step; `progression`
+    makes an observer from sizes of units, first for reading, then for the computed layers.
 
-    Raises KtconvError where something cannot be run at all; what does not hold is a failure of
-    the result.
+    Raises KtconvError where something cannot be run; failed checks are failures of the result.
     """
     started = time.monotonic()
     ready = prepared or prepare(request)
@@ -117,10 +113,10 @@ def verify(
 
 
 def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict[str, Facts | None]:
-    """Levels layers and model, as far as they are wanted and can be run."""
+    """Levels layers and model, as far as they are requested and can be run."""
     verifier, findings = ready.verifier, ready.verifier.findings
     wanted = LEVELS[2 : LEVELS.index(verifier.level) + 1]
-    if wanted and findings.count("structure"):  # kernels have nothing to run on
+    if wanted and findings.count("structure"):  # nothing to run kernels on
         findings.note("levels layers and model were not run: level structure failed")
         return {}
     levels: dict[str, Facts | None] = {}
@@ -133,13 +129,15 @@ def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict
         except KtconvError as error:
             if not findings.count():
                 raise
-            # What was found wrong explains it, and must be reported.
+            # The failures explain it and must be reported.
             findings.note(f"level {name} could not be run: {error}")
             break
     return levels
 
 
 def _result(ready: Prepared, levels: dict[str, Facts | None], seconds: float) -> Result:
+    from ktconv.bench.fingerprint import fingerprint
+
     verifier, findings = ready.verifier, ready.verifier.findings
     output, request = verifier.output, verifier.request
     for name, about in levels.items():
@@ -165,16 +163,10 @@ def _result(ready: Prepared, levels: dict[str, Facts | None], seconds: float) ->
         **levels,
         "provenance": {
             "manifest": {key: record.get(key) for key in _ORIGIN} if record else None,
-            "machine": _machine(),
+            "machine": fingerprint(),
         },
     }
     return Result(findings.count() == 0, findings.listed, facts)
 
 
 _ORIGIN = ("ktconv_version", "options", "source", "geometry")
-
-
-def _machine() -> dict[str, Any]:
-    from ktconv.bench.fingerprint import fingerprint
-
-    return fingerprint()

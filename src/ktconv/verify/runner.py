@@ -1,4 +1,4 @@
-"""Many checks through worker threads, one after the other, in one pass over the bytes."""
+"""Runs checks in worker threads, in one pass over the bytes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ Advance = Callable[[int], None]
 
 
 class Check(Protocol[Found]):
-    """Something to read and check: a matrix, or a tensor that was copied."""
+    """Something to read and check: a matrix or a copied tensor."""
 
     @property
     def unit(self) -> str:
-        """What it counts to for progress: a layer."""
+        """The unit of progress that it belongs to, such as a layer."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of progress."""
+        """Bytes that it reports as progress."""
 
     def run(self, buffers: Buffers, advance: Advance) -> Found: ...
 
 
+def unit_of(layer: int) -> str:
+    """The unit of progress of a layer, as conversions call it."""
+    return f"layer-{layer:05d}"
+
+
 def sizes_by_unit(checks: Iterable[Check[R]]) -> dict[str, int]:
-    """Bytes of progress."""
+    """Bytes of progress of each unit."""
     sizes: Counter[str] = Counter()
     for check in checks:
         sizes[check.unit] += check.nbytes
@@ -42,22 +47,27 @@ def sizes_by_unit(checks: Iterable[Check[R]]) -> dict[str, int]:
 def run_checks(
     checks: Sequence[Check[R]], sizes: BufferSizes, threads: int, observer: Observer | None
 ) -> Iterator[R]:
-    """What each finds, in order, by threads with buffers of their own. The first error ends it."""
-    local, progress = threading.local(), _Progress(checks, observer)
+    """Results in the order of the checks. Each thread has its own buffers. The first error is
+    raised."""
+    local, progress = threading.local(), Progress((check.unit for check in checks), observer)
 
     def run(check: Check[R]) -> R:
         if not hasattr(local, "buffers"):
             local.buffers = Buffers(sizes)
         return check.run(local.buffers, progress.advance)
 
-    started = map(progress.start, checks)
-    for check, found in zip(checks, in_order(run, started, threads, 2 * threads), strict=True):
+    def started() -> Iterator[Check[R]]:
+        for check in checks:
+            progress.start(check.unit)
+            yield check
+
+    for check, found in zip(checks, in_order(run, started(), threads, 2 * threads), strict=True):
         progress.finish(check.unit)
         yield found
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
-    """Results in the order of the items, `ahead` of which run or wait. The first error ends it."""
+    """Results in the order of the items, `ahead` of which run or wait. Raises the first error."""
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -72,12 +82,12 @@ def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: in
             raise
 
 
-class _Progress:
-    """Tells an observer about units, whose checks come one after the other."""
+class Progress:
+    """Reports to an observer, if there is one, on units whose checks come one after the other."""
 
-    def __init__(self, checks: Sequence[Check[R]], observer: Observer | None) -> None:
+    def __init__(self, units: Iterable[str], observer: Observer | None) -> None:
         self._observer, self._lock = observer, threading.Lock()
-        self._left = Counter(check.unit for check in checks)
+        self._left = Counter(units)  # checks by unit
         self._started: set[str] = set()
         if observer:
             observer.begin(list(self._left))
@@ -87,15 +97,15 @@ class _Progress:
             with self._lock:
                 self._observer.advanced(nbytes)
 
-    def start(self, check: Check[R]) -> Check[R]:
-        if self._observer and check.unit not in self._started:
-            self._started.add(check.unit)
+    def start(self, unit: str) -> None:
+        """A check of a unit begins."""
+        if self._observer and unit not in self._started:
+            self._started.add(unit)
             with self._lock:
-                self._observer.unit_started(check.unit)
-        return check
+                self._observer.unit_started(unit)
 
     def finish(self, unit: str) -> None:
-        """Of the checks of a unit, one more is."""
+        """A check of a unit is done."""
         self._left[unit] -= 1
         if self._observer and not self._left[unit]:
             with self._lock:

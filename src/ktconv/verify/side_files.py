@@ -163,7 +163,7 @@ def _why_no_json(directory: Path, name: Path) -> str | None:
 
 
 def _config(output: OpenedOutput, findings: Findings) -> None:
-    """The layers, experts and sizes that config.json tells are those of the tensors."""
+    """Checks that config.json describes the layers, experts and sizes of the tensors."""
     if not os.path.lexists(output.directory / CONFIG_NAME):
         return
     try:
@@ -171,16 +171,13 @@ def _config(output: OpenedOutput, findings: Findings) -> None:
     except CheckpointError as error:
         findings.fail(LEVEL, "damaged file", f"{str(error).rstrip('.')}.", file=CONFIG_NAME)
         return
-    layers = {
-        index: (here.experts, here.hidden, here.intermediate)
-        for index, here in output.packed.layers.items()
-        if here.format is not None
-    }
-    for message, layer in contradictions(config, layers):
+    dimensions = output.dimensions
+    for message, layer in contradictions(config, dimensions):
         findings.fail(LEVEL, "dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
-    if output.plan or output.manifest or not output.packed.layers:  # nothing is absent, or known
+    present = output.packed.layers or dimensions
+    if output.plan or output.manifest or not present:  # absent layers are known, or unknown
         return
-    for layer in absent_layers(config, output.packed.layers):
+    for layer in absent_layers(config, present):
         message = f"layer {layer} is an MoE layer by {CONFIG_NAME}, but has no experts."
         findings.fail(LEVEL, "dimensions", message, file=CONFIG_NAME, layer=layer)
 

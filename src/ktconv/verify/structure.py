@@ -1,13 +1,14 @@
-"""Level 1: every tensor that should be there is there, once, and described rightly."""
+"""Level structure: every expected tensor is there once, and index and manifest describe it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import TensorRef, source_identity
+from ktconv.conversion.plan import Unit
 from ktconv.formats import TensorId, parse_tensor_name
 from ktconv.packed.weights import name_of
 from ktconv.verify.findings import Findings
@@ -67,7 +68,7 @@ class StructureCheck(ABC):
             )
 
     def manifest(self) -> None:
-        """Files as the manifest records them, and a source that is still the same."""
+        """Checks that files and source are those that the manifest records."""
         manifest = self._output.manifest
         if manifest is None:
             if (self._directory / MANIFEST).exists():
@@ -120,10 +121,37 @@ class StructureCheck(ABC):
 
     @abstractmethod
     def tensors(self) -> int:
-        """How many tensors should be there."""
+        """Checks the tensors. Returns how many there should be."""
+
+    def _check_planned(self, units: Iterable[Unit], checked: Iterable[str] = ()) -> int:
+        """Checks the tensors of these units; others than these and those that are `checked`
+        already are unexpected. Returns how many tensors that makes."""
+        expected, missing = set(checked), []
+        for unit in units:
+            for tensor in unit.tensors():
+                expected.add(tensor.name)
+                if not self._check_tensor(tensor):
+                    missing.append(tensor.name)
+        recorded, found = self._recorded(), self._found()
+        self._missing(missing + sorted(recorded - expected - found))
+        self._unexpected(expected)
+        if self._output.manifest is not None:
+            self._unlisted(found - recorded)
+        return len(expected)
+
+    def _check_names(self, expected: set[str]) -> int:
+        """Checks that exactly these are there, of tensors that are not checked otherwise."""
+        self._missing(sorted(expected - self._found()))
+        self._unexpected(expected)
+        return len(expected)
+
+    def _unexpected(self, expected: set[str]) -> None:
+        for name, ref in self._output.others.items():
+            if name not in expected:
+                self._unexpected_tensor(name, ref.file)
 
     def _unlisted(self, names: set[str]) -> None:
-        """Without a checksum nothing tells a flipped bit that rounding might have made too."""
+        """Without a checksum, a changed bit that could be due to rounding is not found."""
         if names:
             self._fail(
                 "manifest",
@@ -134,7 +162,7 @@ class StructureCheck(ABC):
             )
 
     def _check_tensor(self, tensor: Tensor) -> bool:
-        """Whether it is there; says so if it is not as planned."""
+        """Whether it is there; a failure if it has another type or shape than planned."""
         key = parse_tensor_name(tensor.name)
         packed = self._packed
         place = packed.others.get(tensor.name) if key is None else packed.tensors.get(key)
@@ -157,7 +185,7 @@ class StructureCheck(ABC):
             return place.nbytes == tensor.nbytes
         found = place.dtype
         if packed and not self._output.ours and (found, tensor.dtype) == ("U8", "I8"):
-            found = "I8"  # others may spell it so
+            found = "I8"  # as other tools write it
         return (found, tuple(place.shape)) == (tensor.dtype, tuple(tensor.shape))
 
     def _missing(self, names: list[str]) -> None:
@@ -213,7 +241,7 @@ class StructureCheck(ABC):
 
 
 def where_of(tensor: TensorId | None) -> dict[str, Any]:
-    """The fields of a failure that tell which tensor it is about."""
+    """The fields of a failure that locate a packed tensor."""
     if tensor is None:
         return {}
     return {

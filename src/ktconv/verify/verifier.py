@@ -1,10 +1,11 @@
-"""What can be verified: each kind of output does every level in its own way."""
+"""The levels of verification on one output; a subclass for CPU and for GPU experts."""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from ktconv.checkpoint import TensorRef
 from ktconv.packed.weights import Geometry
@@ -34,10 +35,11 @@ LEVELS_WITH_MODEL_CODE = ("layers", "model")
 
 
 class OutputVerifier(ABC):
-    """All levels on one opened output; a class for each kind."""
+    """Runs every level on one opened output."""
 
     output: OpenedOutput
-    models_loaded: int  # at once, by level model
+    layers_class: ClassVar[type[LayersCheck]]
+    model_class: ClassVar[type[ModelCheck]]
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
@@ -45,7 +47,7 @@ class OutputVerifier(ABC):
     # ---- before anything is read ----
 
     def check_request(self) -> None:
-        """KtconvError for what cannot be run: now, not after an hour of reading."""
+        """Raises KtconvError for what cannot be run, before an hour of reading."""
         self.check_options()
         if self.level in LEVELS_WITH_MODEL_CODE:
             hidden_states.check_source(self.output)
@@ -54,22 +56,23 @@ class OutputVerifier(ABC):
 
     @abstractmethod
     def check_options(self) -> None:
-        """UsageError for options that are about another kind of output."""
+        """Raises UsageError for options that apply to another kind of output."""
 
     @abstractmethod
     def check_structure(self) -> Facts: ...
 
     @abstractmethod
     def check_more(self) -> dict[str, Facts | None]:
-        """Facts by name that only this kind has, from headers alone; None: not asked for."""
+        """Sections of the report that only this kind has, from headers; None: not requested."""
 
     def budget(self) -> Budget:
-        """What is done at once, up to the level."""
+        """Threads and memory for all levels up to the requested one."""
         need, why_not = Need(self.thread_bytes()), None
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             layers = self.output.source_layers.values()
-            model = level_model_bytes(source, self.models_loaded) if self.level == "model" else None
+            models = self.model_class.models_loaded
+            model = level_model_bytes(source, models) if self.level == "model" else None
             need = Need(
                 need.thread,
                 layers_need(layers, self.geometries(), self.request, top_k),
@@ -81,21 +84,21 @@ class OutputVerifier(ABC):
 
     @abstractmethod
     def thread_bytes(self) -> int:
-        """Of a thread that reads and compares."""
+        """Memory of a thread that reads and compares."""
 
     def geometries(self) -> Iterable[Geometry]:
-        """Of the layers that our kernels run."""
+        """Dimensions of the layers that our kernels run."""
         return ()
 
     # ---- levels structure and weights ----
 
     @abstractmethod
     def buffer_sizes(self) -> BufferSizes:
-        """What a worker needs to read any matrix of the source."""
+        """Buffers that a worker needs to read any matrix of the source."""
 
     def checks(self) -> Sequence[Check[ItemResult]]:
-        """What to read, in the order of the output; a sample of it if that was asked for. A
-        sample has at least one expert of every layer."""
+        """What to read, in the order of the output; with --sample a part of it, which has at least
+        one expert of every layer."""
         source, reader = self.output.checkpoint, None
         if source is not None:
             reader = SourceReader(source.files, source.sources)
@@ -117,7 +120,7 @@ class OutputVerifier(ABC):
     def copy_checks(
         self, context: Context, tensor: TensorRef, origin: TensorRef | None
     ) -> Iterator[Check[ItemResult]]:
-        """Of a tensor of no expert."""
+        """Checks of a non-expert tensor."""
         yield CopyCheck(context, OTHER, tensor, origin)
 
     @abstractmethod
@@ -125,8 +128,8 @@ class OutputVerifier(ABC):
 
     # ---- levels layers and model ----
 
-    @abstractmethod
-    def layers_check(self, budget: Budget, notify: Notify) -> LayersCheck: ...
+    def layers_check(self, budget: Budget, notify: Notify) -> LayersCheck:
+        return self.layers_class(self.output, self.request, budget, self.findings, notify)
 
-    @abstractmethod
-    def model_check(self, notify: Notify) -> ModelCheck: ...
+    def model_check(self, notify: Notify) -> ModelCheck:
+        return self.model_class(self.output, self.request, self.findings, notify)

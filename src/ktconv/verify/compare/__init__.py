@@ -3,8 +3,8 @@
     found = compare(Path("ours"), Path("theirs"))
     found.verdict        # "equal bytes", "equal weights" or "different"
 
-Needs no manifest and no source: headers tell what is there, the bytes tell the rest. Unpacking
-is the audit's (native/src/audit). A worker holds one matrix of both sides at a time.
+Needs no manifest and no source, only headers and tensors. Unpacking is the audit's
+(native/src/audit). A worker has one matrix of both sides in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.system import machine
 from ktconv.verify.compare.comparison import Comparison
-from ktconv.verify.compare.pairs import task_bytes
 from ktconv.verify.compare.planning import Plan, make_plan
 from ktconv.verify.compare.tally import Tally
-from ktconv.verify.runner import run_checks, sizes_by_unit
+from ktconv.verify.runner import run_checks
 
 if TYPE_CHECKING:
     from ktconv.conversion.pipeline import Observer
 
-__all__ = ["Comparison", "compare", "make_plan", "run", "sizes_of", "thread_bytes"]
+__all__ = ["Comparison", "compare", "make_plan", "run"]
 
 
 def compare(
@@ -38,15 +37,15 @@ def compare(
 ) -> Comparison:
     """Compares the packed weights of two directories: shards or layer folders.
 
-    Names and sizes are compared completely; of the bytes, those of a `sample` of the experts of
-    each layer (at least one) and of the other tensors. Whatever is wrong with a file that can be
-    read is a difference. Raises UsageError for a directory without packed weights.
+    Compares all names and sizes, and the bytes of a `sample` of each layer's experts (at least
+    one) and of the other tensors. Faults of a readable file are differences. Raises UsageError for
+    a directory without packed weights.
     """
     return run(make_plan(a, b, sample, seed), threads, observer)
 
 
 def run(plan: Plan, threads: int | None = None, observer: Observer | None = None) -> Comparison:
-    """`compare` where headers are read already."""
+    """`compare` after headers were read."""
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads} is not a positive number")
     tally = Tally(plan)
@@ -54,13 +53,3 @@ def run(plan: Plan, threads: int | None = None, observer: Observer | None = None
     for found in run_checks(plan.tasks, BufferSizes(), threads, observer):
         tally.add(found)
     return tally.result()
-
-
-def thread_bytes(plan: Plan) -> int:
-    """Memory that a worker needs."""
-    return max(map(task_bytes, plan.tasks), default=0)
-
-
-def sizes_of(plan: Plan) -> dict[str, int]:
-    """Bytes that will be read of both sides, by the units of progress."""
-    return sizes_by_unit(plan.tasks)

@@ -1,11 +1,11 @@
-"""Reading and comparing, in worker threads: one matrix or tensor of both at a time."""
+"""Reads and compares one matrix or tensor of both conversions at a time, in worker threads."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
 from ktconv.reading.buffers import Buffers
-from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values, part_shape
+from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values
 from ktconv.verify.compare.words import finite
 from ktconv.verify.copies import OTHER
 from ktconv.verify.reading import read_tensor
-from ktconv.verify.runner import Advance
+from ktconv.verify.runner import Advance, unit_of
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
-_CHUNK_ARRAYS = 64  # bytes per element of a chunk
+_CHUNK_ARRAYS = 64  # bytes of memory per element of a chunk
 CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
 
 
@@ -33,7 +33,7 @@ class DifferenceStats:
     squared_b: float = 0.0
     product: float = 0.0
     squared_difference: float = 0.0
-    max_steps: float = 0.0  # of the coarser step of both; NaN if a difference is not finite
+    max_steps: float = 0.0  # in the larger of both steps; NaN if a difference is not finite
     differing: int = 0
 
     def add(self, other: DifferenceStats) -> None:
@@ -45,7 +45,7 @@ class DifferenceStats:
         self.differing += other.differing
 
     def as_dict(self) -> dict[str, Any]:
-        """Relative to A, or to B where A is all zero. None: not finite."""
+        """Relative to A, or to B where A is zero everywhere. None: not finite."""
         whole = self.squared_a or self.squared_b
         relative = math.sqrt(self.squared_difference / whole) if whole else 0.0
         length = math.sqrt(self.squared_a) * math.sqrt(self.squared_b)
@@ -58,7 +58,7 @@ class DifferenceStats:
         }
 
 
-_UNKNOWN = DifferenceStats(*(math.nan,) * 5)  # of what could only be compared as bytes
+_UNKNOWN = DifferenceStats(*(math.nan,) * 5)  # where only bytes could be compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +73,20 @@ class _First:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What comparing a matrix or a tensor found."""
+    """The comparison of a matrix or a tensor."""
 
     task: Task
     same_bytes: bool
     equal: bool
     sums: DifferenceStats | None = None  # None: equal
     first: _First | None = None  # None: equal, or only bytes could be compared
-    digests: tuple[bytes, bytes] | None = None  # of what A and B have, where they differ
+    digests: tuple[bytes, bytes] | None = None  # of the bytes of A and B, where they differ
     offset: int = 0  # of the first byte that differs, of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixTask:
-    """One projection of one expert, all parts, of both sides."""
+    """All parts of one projection of one expert on both sides."""
 
     layer: int
     expert: int
@@ -96,7 +96,7 @@ class MatrixTask:
 
     @property
     def unit(self) -> str:
-        return f"layer-{self.layer:05d}"
+        return unit_of(self.layer)
 
     @property
     def nbytes(self) -> int:
@@ -104,8 +104,13 @@ class MatrixTask:
 
     @property
     def elements(self) -> int:
-        rows, cols = part_shape(self.a.geometry, self.proj)
+        rows, cols = self.a.geometry.shape(self.proj)
         return rows * cols * self.a.geometry.parts
+
+    @property
+    def memory(self) -> int:
+        """Bytes while it runs: both sides, codes in parts and joined, and rows in float64."""
+        return self.nbytes + 4 * self.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
 
     def run(self, _: Buffers, advance: Advance) -> TaskResult:
         found = self._compare()
@@ -136,7 +141,7 @@ def _digest(data: Mapping[Piece, U8]) -> bytes:
 
 
 def _measure(a: Values, b: Values) -> tuple[DifferenceStats, _First | None]:
-    """Some rows at a time, so that float64 copies stay small."""
+    """Compares some rows at a time, so that float64 copies stay small."""
     rows, cols = a.codes.shape
     height = max(1, CHUNK_ELEMENTS // cols)
     total, first = DifferenceStats(), None
@@ -180,9 +185,8 @@ class TensorTask:
     a: TensorRef
     b: TensorRef
 
-    @property
-    def unit(self) -> str:
-        return OTHER
+    unit = OTHER
+    memory = 2 * CHUNK_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -196,20 +200,10 @@ class TensorTask:
     def _compare(self) -> TaskResult:
         for offset in range(0, self.a.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.a.nbytes - offset)
-            a, b = (
-                read_tensor(replace(tensor, offset=tensor.offset + offset, nbytes=size))
-                for tensor in (self.a, self.b)
-            )
+            a, b = (read_tensor(tensor, offset, size) for tensor in (self.a, self.b))
             if not np.array_equal(a, b):
                 return TaskResult(self, False, False, offset=offset + int((a != b).argmax()))
         return TaskResult(self, same_bytes=True, equal=True)
 
 
 Task = MatrixTask | TensorTask
-
-
-def task_bytes(task: Task) -> int:
-    """Memory while it runs: what both have, codes in parts and joined, and rows in float64."""
-    if isinstance(task, TensorTask):
-        return 2 * CHUNK_BYTES
-    return task.nbytes + 4 * task.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS

@@ -1,4 +1,4 @@
-"""What is to be compared, and what differs already by its headers."""
+"""What is to be compared, and the differences that headers show."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ktconv.verify.compare.side_files import SideFiles, compare_side_files
 from ktconv.verify.compare.sides import ORDER, SAID, Expert, Input, Side, side_of
 from ktconv.verify.compare.words import NAMED, at_most, counted, matrix_words, place_words
 from ktconv.verify.request import check_sample
-from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.journal import Journal
 
 
 @dataclass(slots=True)
 class Plan:
-    """All that headers tell, and what is to be read."""
+    """Differences by headers, and what is to be read."""
 
     a: Input
     b: Input
@@ -42,7 +42,7 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     plan = Plan(Input("A", a), Input("B", b), sample, seed)
     for here in (plan.a, plan.b):
         plan.differences += at_most(SAID, list(here.flaws()), f"flaw of {here.name}")
-        if (here.packed.directory / STATE_DIRECTORY / "run.json").exists():
+        if Journal(here.packed.directory).run_file.exists():
             plan.notes.append(f"{here.name} is incomplete: run quantize-cpu again.")
     rng, faults = random.Random(seed), list[str]()
     for layer in sorted(plan.a.layers.keys() & plan.b.layers.keys()):
@@ -50,18 +50,14 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     plan.differences += at_most(SAID, faults, "incomplete matrix")
     _plan_only(plan)
     _plan_others(plan, rng)
-    _add_side_files(plan)
+    plan.side_files = compare_side_files(a, b)
+    plan.differences += at_most(SAID, plan.side_files.differences, "difference of a side file")
+    plan.notes += plan.side_files.notes
     return plan
 
 
-def _add_side_files(plan: Plan) -> None:
-    plan.side_files = compare_side_files(plan.a.packed.directory, plan.b.packed.directory)
-    plan.differences += at_most(SAID, plan.side_files.differences, "difference of a side file")
-    plan.notes += plan.side_files.notes
-
-
 def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:
-    """Adds the matrices that both have; sentences about those that one has incompletely."""
+    """Adds the matrices that both have; sentences about incomplete ones."""
     here, there = (side.packed.layers[layer] for side in (plan.a, plan.b))
     if (here.hidden, here.intermediate) != (there.hidden, there.intermediate):
         plan.differences.append(
@@ -83,7 +79,7 @@ def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:
 
 
 def _one_sided(plan: Plan, layer: int, a: Side, b: Side) -> str | None:
-    """Why a pair is different without reading it. What both lack is compared as bytes."""
+    """Why a pair differs without being read; None where it can be compared, if only as bytes."""
     sizes = [{piece: place.nbytes for piece, place in side.pieces.items()} for side in (a, b)]
     if a.fault is None and b.fault is None:
         return None
@@ -108,10 +104,10 @@ def _plan_only(plan: Plan) -> None:
     for index, (here, there) in enumerate(((plan.a, plan.b), (plan.b, plan.a))):
         places = list(_only_in(here, there))
         extra = [place for place in places if is_backward(place.get("projection", "gate"))]
-        lacking = [place for place in places if place not in extra]
+        missing = [place for place in places if place not in extra]
         plan.only[index].extend(places)
-        if lacking:
-            plan.differences.append(f"Only in {here.name}: {place_words(lacking)}.")
+        if missing:
+            plan.differences.append(f"Only in {here.name}: {place_words(missing)}.")
         if extra:
             plan.same_tensors = False
             plan.notes.append(
@@ -121,7 +117,7 @@ def _plan_only(plan: Plan) -> None:
 
 
 def _only_in(here: Input, there: Input) -> Iterator[dict[str, Any]]:
-    """The largest things that `there` lacks: layers, then projections, experts, matrices."""
+    """What is missing in `there`: layers, then projections, experts, matrices."""
     for layer, matrices in sorted(here.layers.items()):
         if layer in there.layers:
             for place in _only_in_layer(matrices.keys(), there.layers[layer].keys()):

@@ -1,4 +1,4 @@
-"""The two conversions as their headers tell, and the values of one matrix of one of them."""
+"""The two conversions by their headers, and the values of one matrix of either."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import UsageError
-from ktconv.formats import Kind, Matrix, TensorId, packed_shape
+from ktconv.formats import BACKWARD, KINDS, PROJECTIONS, Kind, Matrix, TensorId
 from ktconv.packed.weights import Geometry, PackedWeights, name_of, open_packed
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
@@ -24,13 +24,13 @@ Expert = tuple[int, Matrix]  # expert, projection
 Piece = tuple[int, Kind]  # part, weight or scale
 
 SAID = 50  # sentences of one kind
-# Matrices whose rows are cut: each part has scales of its own, so other parts, other weights.
+# Matrices whose rows are cut: each part has its own scales, so weights depend on the parts.
 CUT_ROWS: frozenset[Matrix] = frozenset(("down", "gate_bwd", "up_bwd"))
-ORDER: Sequence[Matrix] = ("gate", "up", "down", "gate_bwd", "up_bwd", "down_bwd")
+ORDER: Sequence[Matrix] = (*PROJECTIONS, *BACKWARD)
 
 
 class Input:
-    """An opened directory, its packed tensors by layer and matrix."""
+    """An opened directory and its packed tensors by layer and matrix."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Input:
             pieces[tensor.part, tensor.kind] = place
 
     def about(self) -> dict[str, Any]:
-        """What it is; None for what is not the same in all layers."""
+        """Its description for the report; None for what differs between layers."""
         layers = self.packed.layers.values()
         methods = {layer.format.key if layer.format else None for layer in layers}
         parts = {layer.parts for layer in layers}
@@ -62,7 +62,7 @@ class Input:
         }
 
     def flaws(self) -> Iterator[str]:
-        """What is wrong with its files, and keeps it from being equal to anything."""
+        """What is wrong with its files, so that it equals nothing."""
         for file, why in sorted(self.packed.damaged.items()):
             yield f"{self.name} has the damaged file {file}: {why.rstrip('.')}."
         for tensor, first, second in self.packed.doubles:
@@ -74,7 +74,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One matrix as one directory has it: all its parts."""
+    """All parts of one matrix of one directory."""
 
     pieces: Mapping[Piece, TensorRef]
     proj: Matrix
@@ -92,7 +92,7 @@ class Side:
         """Codes and steps of the whole matrix."""
         fmt, parts = self.geometry.format, range(self.geometry.parts)
         assert fmt is not None and self.fault is None
-        rows, cols = part_shape(self.geometry, self.proj)
+        rows, cols = self.geometry.shape(self.proj)
         codes = [native.audit_codes(fmt.key, data[part, "weight"], rows, cols) for part in parts]
         scales = [data[part, "scale"].view("<f4").astype(np.float32) for part in parts]
         axis = 1 if self.proj in CUT_ROWS else 0
@@ -123,41 +123,32 @@ class Values:
         return found
 
     def same_as(self, other: Values) -> bool:
-        """Surely the same values; if not, they may still be."""
+        """True only for the same values; values may be equal where it is False."""
         return np.array_equal(self.step, other.step) and np.array_equal(self.codes, other.codes)
-
-
-def part_shape(geometry: Geometry, proj: Matrix) -> tuple[int, int]:
-    return packed_shape(proj, geometry.hidden, geometry.intermediate, geometry.parts)
 
 
 def side_of(here: Input, layer: int, expert: int, proj: Matrix) -> Side:
     pieces, geometry = here.layers[layer][expert, proj], here.packed.layers[layer]
-    fault = None
     if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
-        fault = f"{here.name} has an unknown format"
+        fault: str | None = f"{here.name} has an unknown format"
     else:
-        fault = _fault(here.name, TensorId(layer, proj, expert, 0, "weight"), pieces, geometry)
+        tensors = (
+            TensorId(layer, proj, expert, part, kind)
+            for part in range(geometry.parts)
+            for kind in KINDS
+        )
+        faults = (_fault(here.name, tensor, pieces, geometry) for tensor in tensors)
+        fault = next(filter(None, faults), None)
     return Side(pieces, proj, geometry, fault)
 
 
 def _fault(
-    name: str, about: TensorId, pieces: Mapping[Piece, TensorRef], geometry: Geometry
+    name: str, tensor: TensorId, pieces: Mapping[Piece, TensorRef], geometry: Geometry
 ) -> str | None:
-    """Which tensor of a matrix is missing or not as large as it must be."""
-    fmt = geometry.format
-    assert fmt is not None
-    rows, cols = part_shape(geometry, about.proj)
-    sizes: dict[Kind, int] = {
-        "weight": fmt.weight_nbytes(rows, cols),
-        "scale": fmt.scale_nbytes(rows),
-    }
-    for part in range(geometry.parts):
-        for kind, size in sizes.items():
-            tensor = name_of(TensorId(about.layer, about.proj, about.expert, part, kind))
-            place = pieces.get((part, kind))
-            if place is None:
-                return f"{name} has no {tensor}"
-            if place.nbytes != size:
-                return f"{name} has {place.nbytes} bytes of {tensor}, not {size}"
+    """Whether a tensor is missing or has a wrong size."""
+    place, size = pieces.get((tensor.part, tensor.kind)), geometry.nbytes(tensor.proj, tensor.kind)
+    if place is None:
+        return f"{name} has no {name_of(tensor)}"
+    if place.nbytes != size:
+        return f"{name} has {place.nbytes} bytes of {name_of(tensor)}, not {size}"
     return None

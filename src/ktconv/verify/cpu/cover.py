@@ -1,14 +1,13 @@
 """Whether two outputs together contain every expert of a model exactly once.
 
-The other output can be anything that holds experts: what quantize-gpu wrote, a checkpoint, or
-packed experts in another format. What counts is which tensors are there; manifests only tell
-what to expect and whether both come from the same model.
+The other output can be anything with experts: an output of quantize-gpu, a checkpoint, or packed
+experts in another format. Tensors decide which experts are there; manifests say what to expect and
+whether both outputs come from the same model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.system.units import format_ranges
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Findings
-from ktconv.writer.journal import STATE_DIRECTORY, Record
+from ktconv.writer.journal import Journal, Record
 from ktconv.writer.manifest import Manifest, read_manifest
 
 LEVEL = "coverage"
@@ -30,21 +29,15 @@ _GATE_UP = "gate and up"
 _WHOLE = ({"gate", "up", "down"}, {_GATE_UP, "down"})
 
 Ids = dict[int, set[int]]  # experts by layer
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What a model has: the number of experts, and under which names."""
-
-    experts: int
-    source: str  # "model.layers.3.mlp.experts"
+# Number of experts by layer, and where they are: "model.layers.3.mlp.experts".
+Layers = dict[int, tuple[int, str]]
 
 
 def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str, Any]:
-    """Holds both against the model; facts for the report.
+    """Compares both with the model; facts for the report.
 
-    Raises UsageError where nothing tells what the model has or `other` holds no experts,
-    CheckpointError for one that cannot be read.
+    Raises UsageError where the experts of the model are not known or `other` has none,
+    CheckpointError where `other` cannot be read.
     """
     if not other.is_dir():
         raise UsageError(
@@ -52,7 +45,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         )
     layers = _layers(output)
     manifest = read_manifest(other)
-    if (other / STATE_DIRECTORY / "run.json").exists():
+    if Journal(other).run_file.exists():
         findings.fail(
             LEVEL,
             "unfinished",
@@ -62,10 +55,8 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
     _same_source(output.manifest, manifest, other, findings)
     here = _packed_ids(output.packed)
     there = _ids_of(other, layers, findings)
-    for layer, about in layers.items():
-        _check_layer(
-            layer, about.experts, here.get(layer, set()), there.get(layer, set()), findings
-        )
+    for layer, (count, _) in layers.items():
+        _check_layer(layer, count, here.get(layer, set()), there.get(layer, set()), findings)
     for layer in sorted(there.keys() - layers.keys()):
         findings.fail(
             LEVEL,
@@ -78,17 +69,17 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         "with": str(other),
         "with_options": manifest.options if manifest else None,
         "layers": len(layers),
-        "experts": sum(about.experts for about in layers.values()),
+        "experts": sum(count for count, _ in layers.values()),
         "experts_here": sum(map(len, here.values())),
         "experts_there": sum(map(len, there.values())),
     }
 
 
-def _layers(output: CpuOutput) -> dict[int, _Layer]:
-    """By the source if it is given, else by the manifest."""
+def _layers(output: CpuOutput) -> Layers:
+    """Of the source if it is given, else of the manifest."""
     if output.checkpoint is not None:
         return {
-            layer.index: _Layer(len(layer.experts), layer.source)
+            layer.index: (len(layer.experts), layer.source)
             for layer in output.checkpoint.layers
             if output.options.mtp or not layer.is_mtp
         }
@@ -97,10 +88,8 @@ def _layers(output: CpuOutput) -> dict[int, _Layer]:
             f"the experts of the model of {output.directory} are not known",
             "give the original checkpoint with --source MODEL",
         )
-    return {
-        index: _Layer(about["experts"], about["source"])
-        for index, about in output.manifest.layers.items()
-    }
+    layers = output.manifest.layers.items()
+    return {index: (about["experts"], about["source"]) for index, about in layers}
 
 
 def _check_layer(
@@ -125,7 +114,7 @@ def _check_layer(
 def _same_source(
     ours: Manifest | None, theirs: Manifest | None, other: Path, findings: Findings
 ) -> None:
-    """Both manifests must tell of the same files; their times do not matter."""
+    """Checks that both manifests name the same source files, apart from their times."""
     here, there = (_source_files(manifest) for manifest in (ours, theirs))
     if not (here and there):
         findings.note(f"whether {other} was made from the same model is not known")
@@ -160,7 +149,7 @@ def _packed_ids(packed: PackedWeights) -> Ids:
     return found
 
 
-def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Ids:
+def _ids_of(other: Path, layers: Layers, findings: Findings) -> Ids:
     packed = open_packed(other)
     if packed.tensors:
         return _packed_ids(packed)
@@ -171,7 +160,7 @@ def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Id
         raise UsageError(
             f"--with {other} contains no experts", "give an output of ktconv quantize-gpu"
         )
-    numbers = {about.source: layer for layer, about in layers.items()}
+    numbers = {source: layer for layer, (_, source) in layers.items()}
     return {
         layer: set(_whole(stack, layer, findings))
         for stack in stacks
@@ -180,10 +169,10 @@ def _ids_of(other: Path, layers: Mapping[int, _Layer], findings: Findings) -> Id
 
 
 def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
-    """The experts of a stack; one that lacks a matrix is a failure, but there."""
+    """The experts of a stack. An incomplete expert is a failure, but counts as there."""
     found: dict[int, set[str]] = {}
     for rest, tensor in stack.tensors.items():
-        for expert, matrix in _matrix(rest, tensor):
+        for expert, matrix in _matrices(rest, tensor):
             found.setdefault(expert, set()).add(matrix)
     for expert, matrices in sorted(found.items()):
         if matrices not in _WHOLE:
@@ -198,16 +187,15 @@ def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
         yield expert
 
 
-def _matrix(rest: str, tensor: TensorRef) -> Sequence[tuple[int, str]]:
+def _matrices(rest: str, tensor: TensorRef) -> Sequence[tuple[int, str]]:
     """(expert, matrix) of a tensor's name; of every expert where they are fused."""
-    first, _, name = rest.partition(".")
     known = table.FAMILIES
     fused = dict.fromkeys(known.fused, _GATE_UP) | dict.fromkeys(known.fused.values(), "down")
-    if first in fused or first in known.projections:
-        matrix = fused.get(first) or known.projections[first]
-        return [(expert, matrix) for expert in range(tensor.shape[0])]
+    words: dict[str, str] = {**fused, **known.projections}
+    first, _, name = rest.partition(".")
+    if first in words:
+        return [(expert, words[first]) for expert in range(tensor.shape[0])]
     word = name.partition(".")[0]
-    found = known.projections.get(word) or fused.get(word)
-    if found is None or not (first.isascii() and first.isdecimal()):
-        return []
-    return [(int(first), found)]
+    if word in words and first.isascii() and first.isdecimal():
+        return [(int(first), words[word])]
+    return []

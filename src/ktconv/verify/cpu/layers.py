@@ -1,7 +1,7 @@
-"""Level 3 for experts on CPUs: what our kernels compute on the packed weights.
+"""Level layers for experts on CPUs: our kernels on the packed weights.
 
-Two questions: do the kernels compute what the packed weights stand for, on every level
-that has its own on this machine (tight), and how far is that from the source's weights (reported).
+Checks that the kernels of every ISA level that has its own on this machine agree with float32
+arithmetic on the same weights, and reports how far the result is from that of the source's weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CpuLayersCheck(LayersCheck):
     def _outputs(
         self, experts: Experts, inputs: Inputs, reference: LayerReference
     ) -> tuple[dict[str, float], F32]:
-        """The largest error by level of the kernels, and what the last of these computes.
+        """The largest error of each ISA level, and the output of the last one.
 
         Experts whose packed weights fit into memory together run in one call.
         """

@@ -1,4 +1,4 @@
-"""Level 4 for experts on CPUs: our kernels run in place of the model's own experts."""
+"""Level model for experts on CPUs: our kernels run in place of the model's own experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.formats import FORMATS
-from ktconv.model.replace import UnlikeExperts
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Facts
 from ktconv.verify.model import LEVEL, ModelCheck, ModelPair
@@ -16,6 +15,7 @@ from ktconv.verify.model import LEVEL, ModelCheck, ModelPair
 
 class CpuModelCheck(ModelCheck):
     _output: CpuOutput
+    models_loaded = 1
 
     @property
     def _named(self) -> Path:
@@ -25,12 +25,9 @@ class CpuModelCheck(ModelCheck):
     def _bits(self) -> int:
         return FORMATS[self._output.options.method].bits
 
-    def _check_memory(self) -> None:
-        from ktconv.model.evaluate import check_memory
-
-        check_memory(self._output.source.path, "auto")
-
     def run(self) -> Facts | None:
+        from ktconv.model.replace import UnlikeExperts
+
         try:
             return super().run()
         except UnlikeExperts as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint.agreement import Dimensions
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS
 from ktconv.packed.weights import PackedWeights, open_packed
@@ -26,6 +27,16 @@ class CpuOutput(OpenedOutput):
     @property
     def described(self) -> dict[str, Any]:
         return {"method": self.options.method, "numa": self.options.numa}
+
+    @property
+    def dimensions(self) -> dict[int, Dimensions]:
+        """Of layers in a known format."""
+        layers = self.packed.layers.items()
+        return {
+            index: (here.experts, here.hidden, here.intermediate)
+            for index, here in layers
+            if here.format is not None
+        }
 
     def experts_in(self, layer: int) -> Sequence[int]:
         geometry = self.packed.layers.get(layer)

@@ -1,10 +1,7 @@
-"""Level 1 for experts on CPUs: every tensor of the plan, manifest or layers, and no other."""
+"""Level structure for experts on CPUs: every tensor of the plan, manifest or layers, no other."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ktconv.conversion.plan import Plan
 from ktconv.formats import FORMATS, TensorId, is_backward, parse_kt_path
 from ktconv.packed.weights import name_of
 from ktconv.verify.cpu.output import CpuOutput
@@ -17,28 +14,24 @@ class CpuStructureCheck(StructureCheck):
     _output: CpuOutput
 
     def tensors(self) -> int:
-        """How many tensors should be there."""
         output = self._output
         if output.contradiction and output.manifest:
             self._fail("manifest", f"{output.contradiction}.", file=MANIFEST)
         self._kinds()
         self._kt_files()
-        if self._output.plan is not None:
-            return self._tensors_of_plan(self._output.plan)
+        if output.plan is not None:
+            return self._check_planned(output.plan.units)
         self._wrong_sizes()
-        if self._output.manifest is not None:
-            return self._names(self._recorded())
-        return self._names(
-            {
-                name_of(tensor)
-                for layer, geometry in self._packed.layers.items()
-                for tensor in geometry.tensors(layer)
-            },
-            others_too=False,
-        )
+        if output.manifest is not None:
+            return self._check_names(self._recorded())
+        layers = self._packed.layers.items()
+        names = {name_of(one) for index, here in layers for one in here.tensors(index)}
+        self._missing(sorted(names - self._found()))
+        self._unexpected_packed(names)
+        return len(names)
 
     def _kinds(self) -> None:
-        """All layers are of one method and have as many parts."""
+        """Checks that all layers have the same method and number of parts."""
         options = self._output.options
         for layer, geometry in self._packed.layers.items():
             if geometry.format is None or geometry.format.key != options.method:
@@ -56,7 +49,7 @@ class CpuStructureCheck(StructureCheck):
                 )
 
     def _kt_files(self) -> None:
-        """`.kt` files are found by names that begin with the method."""
+        """Checks that names of `.kt` files begin with the method, as readers expect."""
         if self._packed.layout != "layers":
             return
         method = FORMATS[self._output.options.method].name
@@ -68,40 +61,22 @@ class CpuStructureCheck(StructureCheck):
                     "damaged file", f"{name} is named {file.method}, not {method}.", file=name
                 )
 
-    def _tensors_of_plan(self, plan: Plan[Any]) -> int:
-        missing, expected = [], set()
-        for unit in plan.units:
-            for tensor in unit.tensors():
-                expected.add(tensor.name)
-                if not self._check_tensor(tensor):
-                    missing.append(tensor.name)
-        recorded = self._recorded()
-        self._missing(missing + sorted(recorded - expected - self._found()))
-        self._unexpected(expected)
-        if self._output.manifest is not None:
-            self._unlisted(self._found() - recorded)
-        return len(expected)
+    def _unexpected(self, expected: set[str]) -> None:
+        self._unexpected_packed(expected)
+        extra = self._packed.others.keys() - expected
+        if self._output.ours:
+            super()._unexpected(expected)
+        elif extra:
+            self._findings.note(f"{len(extra)} other tensors do not exist in the source")
 
-    def _names(self, expected: set[str], *, others_too: bool = True) -> int:
-        self._missing(sorted(expected - self._found()))
-        self._unexpected(expected, others_too=others_too)
-        return len(expected)
-
-    def _unexpected(self, expected: set[str], *, others_too: bool = True) -> None:
+    def _unexpected_packed(self, expected: set[str]) -> None:
         for tensor, place in self._packed.tensors.items():
             name = name_of(tensor)
             if name not in expected and not self._is_extra(tensor):
                 self._unexpected_tensor(name, place.file, **where_of(tensor))
-        others = self._packed.others.items() if others_too else ()
-        extra = [(name, ref) for name, ref in others if name not in expected]
-        if extra and not self._output.ours:
-            self._findings.note(f"{len(extra)} other tensors do not exist in the source")
-            return
-        for name, ref in extra:
-            self._unexpected_tensor(name, ref.file)
 
     def _is_extra(self, tensor: TensorId) -> bool:
-        """Backward matrices: the reference converter can write them, and merge keeps them."""
+        """Whether it is a backward matrix that the reference converter, merge or reshard wrote."""
         manifest = self._output.manifest
         kept = manifest is None or manifest.merged or manifest.resharded_from is not None
         return is_backward(tensor.proj) and kept

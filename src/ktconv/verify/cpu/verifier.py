@@ -5,32 +5,33 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 
+from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS
+from ktconv.formats import FORMATS, PROJECTIONS, is_backward
 from ktconv.packed.weights import Geometry
+from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import BufferSizes
-from ktconv.system.text import Notify
 from ktconv.verify.copies import CopyCheck
-from ktconv.verify.cpu import weights
 from ktconv.verify.cpu.cover import LEVEL as COVERAGE
 from ktconv.verify.cpu.cover import check_cover
+from ktconv.verify.cpu.layers import CpuLayersCheck
+from ktconv.verify.cpu.model import CpuModelCheck
 from ktconv.verify.cpu.output import CpuOutput, open_cpu_output
 from ktconv.verify.cpu.structure import CpuStructureCheck
+from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
-from ktconv.verify.layers import LayersCheck
-from ktconv.verify.memory import Budget
-from ktconv.verify.model import ModelCheck
 from ktconv.verify.reading import Context
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier
 
-_CHECK_BYTES = 2 << 20  # of a thread: what the check of a matrix has of each of its rows
+_CHECK_BYTES = 2 << 20  # per thread: what the check of a matrix keeps for each of its rows
 
 
 class CpuVerifier(OutputVerifier):
     output: CpuOutput
-    models_loaded = 1
+    layers_class = CpuLayersCheck
+    model_class = CpuModelCheck
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         super().__init__(request, level)
@@ -48,7 +49,7 @@ class CpuVerifier(OutputVerifier):
         return CpuStructureCheck(self.output, self.findings).run()
 
     def check_more(self) -> dict[str, Facts | None]:
-        """Whether this output and another hold every expert once, if that was asked for."""
+        """Whether this output and another together contain every expert once, for --with."""
         other = self.request.beside
         return {COVERAGE: check_cover(self.output, other, self.findings) if other else None}
 
@@ -59,23 +60,49 @@ class CpuVerifier(OutputVerifier):
         return self.output.packed.layers.values()
 
     def buffer_sizes(self) -> BufferSizes:
-        return weights.buffer_sizes(self.output)
+        layers = list(self.output.checkpoint.layers) if self.output.checkpoint else []
+        return quantize_buffers(layers, FORMATS[self.output.options.method])
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
-    ) -> Iterator[weights.ExpertMatrixCheck | CopyCheck]:
-        return weights.expert_checks(self.output, context, share, rng)
+    ) -> Iterator[ExpertMatrixCheck | CopyCheck]:
+        packed, options, checkpoint = (
+            self.output.packed,
+            self.output.options,
+            self.output.checkpoint,
+        )
+        sources = checkpoint.layers if checkpoint and context.compare else ()
+        source_of = {layer.index: layer for layer in sources}
+        for layer, geometry in packed.layers.items():
+            if geometry.format is None or geometry.format.key != options.method:
+                continue  # reported by level structure
+            source = self._matching(layer, geometry, source_of.get(layer))
+            count = max(1, round(len(geometry.here) * share))
+            for expert in sorted(rng.sample(geometry.here, count)):
+                for proj in PROJECTIONS:
+                    yield ExpertMatrixCheck(context, self.output, layer, expert, proj, source)
+        for tensor, place in packed.tensors.items():
+            # Transposed matrices, which only fine-tuning uses: checksums.
+            if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
+                yield CopyCheck(context, "backward", place, None)
+
+    def _matching(self, layer: int, geometry: Geometry, source: MoELayer | None) -> MoELayer | None:
+        """The source of a layer, if it has the same dimensions."""
+        if source is None:
+            return None  # an unexpected layer, which level structure reports
+        there = len(source.experts), source.hidden_size, source.intermediate_size
+        here = geometry.experts, geometry.hidden, geometry.intermediate
+        if there == here:
+            return source
+        self.findings.fail(
+            "structure",
+            "dimensions",
+            f"layer {layer} has {here[0]} experts of hidden {here[1]} and intermediate {here[2]}, "
+            f"its source {there[0]} of {there[1]} and {there[2]}.",
+            layer=layer,
+        )
+        return None
 
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {layer: geometry.experts for layer, geometry in self.output.packed.layers.items()}
         return totals.as_dict(FORMATS[self.output.options.method].max_error_steps, counts)
-
-    def layers_check(self, budget: Budget, notify: Notify) -> LayersCheck:
-        from ktconv.verify.cpu.layers import CpuLayersCheck
-
-        return CpuLayersCheck(self.output, self.request, budget, self.findings, notify)
-
-    def model_check(self, notify: Notify) -> ModelCheck:
-        from ktconv.verify.cpu.model import CpuModelCheck
-
-        return CpuModelCheck(self.output, self.request, self.findings, notify)

@@ -5,35 +5,23 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import MoELayer, TensorRef
-from ktconv.formats import (
-    FORMATS,
-    KINDS,
-    PROJECTIONS,
-    Format,
-    Projection,
-    TensorId,
-    is_backward,
-    packed_shape,
-)
+from ktconv.checkpoint import MoELayer
+from ktconv.formats import FORMATS, KINDS, Projection, TensorId, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
-from ktconv.packed.weights import Geometry, name_of
-from ktconv.quantize_cpu.task import quantize_buffers
-from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.packed.weights import name_of
+from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, chunks, source_bytes
 from ktconv.verify.claims import check_claims
-from ktconv.verify.copies import CopyCheck
 from ktconv.verify.cpu.output import CpuOutput
-from ktconv.verify.reading import Context, SumCheck, TensorStream
-from ktconv.verify.runner import Advance
+from ktconv.verify.reading import Context, TensorStream
+from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.totals import ItemResult
 
 F32 = NDArray[np.float32]
@@ -43,7 +31,7 @@ LEVEL = "weights"
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrixCheck:
-    """One projection of one expert, all parts."""
+    """All parts of one projection of one expert."""
 
     context: Context
     output: CpuOutput
@@ -54,23 +42,20 @@ class ExpertMatrixCheck:
 
     @property
     def unit(self) -> str:
-        return f"layer-{self.layer:05d}"
+        return unit_of(self.layer)
 
     @property
     def nbytes(self) -> int:
-        """Of progress: source bytes if they are read, else packed ones."""
+        """Bytes of progress: of the source if it is read, else packed ones."""
         if self.source is not None:
             return source_bytes(self.source.experts[self.expert][self.proj])
-        return sum(place.nbytes for place in self._places())
-
-    def _places(self) -> list[TensorRef]:
-        tensors = self.output.packed.tensors
-        found = (
-            tensors.get(TensorId(self.layer, self.proj, self.expert, part, kind))
+        tensors = (
+            TensorId(self.layer, self.proj, self.expert, part, kind)
             for part in range(self.output.options.numa)
-            for kind in ("weight", "scale")
+            for kind in KINDS
         )
-        return [place for place in found if place is not None]
+        places = self.output.packed.tensors
+        return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         parts = [_Part(self, part) for part in range(self.output.options.numa)]
@@ -86,8 +71,7 @@ class ExpertMatrixCheck:
     def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
-        compat = self.output.options.compat
-        source = MatrixReader(self.context.reader, matrix, compat)
+        source = MatrixReader(self.context.reader, matrix, self.output.options.compat)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
         with source.open() as fd:
             grid = source.load_scales()
@@ -112,8 +96,8 @@ class ExpertMatrixCheck:
 
 
 def _parts_before(output: CpuOutput) -> tuple[int, bool] | None:
-    """The fewest parts that down ever had before it was cut anew, and whether its scales follow
-    from those alone; None: it never was."""
+    """The fewest parts that down had before it was resharded, and whether its scales follow from
+    those alone; None: it was never resharded."""
     record = output.manifest.resharded_from if output.manifest else None
     if record is None:
         return None
@@ -123,19 +107,19 @@ def _parts_before(output: CpuOutput) -> tuple[int, bool] | None:
     if not parts:
         return None
     if any(count % now and now % count for count in parts):
-        return 1, False  # parts that were cut and joined at once
+        return 1, False  # parts that were cut and joined in one step
     return min([*parts, now]), True
 
 
 def _within(part: int, parts: int, before: int) -> range:
-    """The parts that were one with `part` when there were `before`, which divides `parts`."""
+    """The parts that `part` was cut from when there were `before`, a divisor of `parts`."""
     width = parts // before
     return range(part // width * width, part // width * width + width)
 
 
 class _Part:
-    """One part's packed matrix, read a few rows at a time, and the check that they hold their
-    source. A tensor of another size is not read: level structure says so."""
+    """One part's packed matrix, compared with its source a few rows at a time. A tensor of a wrong
+    size is not read: level structure reports it."""
 
     def __init__(self, item: ExpertMatrixCheck, index: int) -> None:
         self._context, self._packed, self.index = item.context, item.output.packed, index
@@ -143,13 +127,13 @@ class _Part:
         self.rows, self.cols = packed_shape(
             item.proj, geometry.hidden, geometry.intermediate, options.numa
         )
-        self._fmt: Format = FORMATS[options.method]
+        self._fmt = FORMATS[options.method]
         self.nbytes = 0
         weight, scale = (TensorId(item.layer, item.proj, item.expert, index, k) for k in KINDS)
         self._id = weight
         self._weight = self._stream(weight, self._fmt.weight_nbytes(self.rows, self.cols))
         self._scales = self._stream(scale, self._fmt.scale_nbytes(self.rows))
-        self._checked: Sequence[SumCheck] = ()
+        self._checked: Sequence[bool | None] = ()
         self._scale = np.empty(self.rows, np.float32)
         if self._scales is not None:
             self._scales.read(self._scale.view(np.uint8))
@@ -167,24 +151,24 @@ class _Part:
         return self._weight is not None and self._scales is not None
 
     def compare(self, view: native.Matrix, first: int, buffers: Buffers) -> None:
-        """The next rows, which begin at `first` and which `view` has the source of."""
+        """Compares the next rows, which begin at `first`, with their source `view`."""
         assert self._weight is not None
         packed = self._weight.read(buffers.packed[: self._fmt.weight_nbytes(view.rows, self.cols)])
         scale = self._scale[first : first + view.rows]
         self.check.compare(view, first, Packed(packed, scale, view.rows))
 
     def read_rest(self, buffers: Buffers) -> int:
-        """Reads what was not compared; how many checksums were."""
+        """Reads what was not compared. Returns how many checksums were checked."""
         streams = [one for one in (self._weight, self._scales) if one is not None]
         for one in streams:
             one.read_rest(buffers.source)
         self._checked = [one.check() for one in streams]
-        return sum(one.compared for one in self._checked)
+        return sum(equal is not None for equal in self._checked)
 
     def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
-        """What the check found, after all rows and checksums were compared; see MatrixCheck."""
+        """Errors, after all rows and checksums were compared; see MatrixCheck.finish."""
         found = self.check.finish(widest, exact)
-        if all(one.equal for one in self._checked):  # of other bytes the manifest tells nothing
+        if all(self._checked):  # of other bytes the manifest says nothing
             check_claims(self._context, name_of(self._id), found)
         return found
 
@@ -199,49 +183,3 @@ class _Part:
             projection=weight.proj,
             part=weight.part,
         )
-
-
-def expert_checks(
-    output: CpuOutput, context: Context, share: float, rng: random.Random
-) -> Iterator[ExpertMatrixCheck | CopyCheck]:
-    """Of a share of the experts, at least one in every layer."""
-    sources = output.checkpoint.layers if output.checkpoint else ()
-    source_of = {layer.index: layer for layer in sources} if context.compare else {}
-    for layer, geometry in output.packed.layers.items():
-        if geometry.format is None or geometry.format.key != output.options.method:
-            continue  # level structure says so
-        source = _matching(context, layer, geometry, source_of.get(layer))
-        count = max(1, round(len(geometry.here) * share))
-        for expert in sorted(rng.sample(geometry.here, count)):
-            for proj in PROJECTIONS:
-                yield ExpertMatrixCheck(context, output, layer, expert, proj, source)
-    for tensor, place in output.packed.tensors.items():
-        # Transposed matrices, which only fine-tuning uses: their checksums.
-        if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
-            yield CopyCheck(context, "backward", place, None)
-
-
-def _matching(
-    context: Context, layer: int, geometry: Geometry, source: MoELayer | None
-) -> MoELayer | None:
-    """The source of a layer, if it has the same dimensions."""
-    if source is None:
-        return None  # an unexpected layer: level 1 says so
-    there = len(source.experts), source.hidden_size, source.intermediate_size
-    here = geometry.experts, geometry.hidden, geometry.intermediate
-    if there == here:
-        return source
-    context.findings.fail(
-        "structure",
-        "dimensions",
-        f"layer {layer} has {here[0]} experts of hidden {here[1]} and intermediate {here[2]}, its "
-        f"source {there[0]} of {there[1]} and {there[2]}.",
-        layer=layer,
-    )
-    return None
-
-
-def buffer_sizes(output: CpuOutput) -> BufferSizes:
-    """What a worker needs."""
-    layers = list(output.checkpoint.layers) if output.checkpoint else []
-    return quantize_buffers(layers, FORMATS[output.options.method])

@@ -1,6 +1,6 @@
-"""Level 3 for experts on GPUs: what the dequantized weights compute, in float32.
+"""Level layers for experts on GPUs: the dequantized weights in float32.
 
-No kernel of a GPU runs here: this says how far quantization moves a layer's output.
+No GPU kernel runs here: this reports the error that quantization causes in a layer's output.
 """
 
 from __future__ import annotations

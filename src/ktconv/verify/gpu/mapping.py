@@ -1,4 +1,4 @@
-"""Whether a serving engine can load the experts and share them out among GPUs.
+"""Whether a serving engine can load the experts and distribute them over GPUs.
 
 Engines hold a layer's experts in two tensors: w13, the rows of gate (w1) and below them those of up
 (w3), and w2, which is down. Every tensor of the checkpoint must have exactly one place there.
@@ -16,12 +16,13 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.families.family import USUAL
 from ktconv.placement.parallel import LayerShape, Split, expert_parallel, tensor_parallel
+from ktconv.targets.pack_quantized.scheme import PARTS
 from ktconv.verify.findings import Facts, Findings
-from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
+from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.request import VerifyRequest
 
 LEVEL = "mapping"
-SIZES = (1, 2, 4, 8)  # that are reported where none are asked for
+SIZES = (1, 2, 4, 8)  # reported by default
 SLOTS: Mapping[Projection, str] = {
     "gate": "w13, first half (w1)",
     "up": "w13, second half (w3)",
@@ -30,7 +31,7 @@ SLOTS: Mapping[Projection, str] = {
 
 
 def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
-    """UsageError for numbers of GPUs that cannot be."""
+    """Raises UsageError for numbers of GPUs below 1."""
     for size in sizes or ():
         if size < 1:
             raise UsageError(
@@ -39,28 +40,26 @@ def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
 
 
 def check_mapping(output: GpuOutput, request: VerifyRequest, findings: Findings) -> Facts:
-    """Slots, then sizes; those that were asked for must be possible."""
+    """Checks slots, then sizes; those that were requested must be possible."""
     slots = _Slots(output, findings)
     slots.fill()
     slots.look_for_gaps()
     shapes = list(_shapes(output))
-    return {
+    facts: Facts = {
         "experts": sum(len(shape.experts) for shape in shapes),
         "slots": len(slots.filled),
-        "tensor_parallel": [
-            _size(size, tensor_parallel(shapes, size), request.tp, "tensor", findings)
-            for size in request.tp or SIZES
-        ],
-        "expert_parallel": [
-            _size(size, expert_parallel(shapes, size), request.ep, "expert", findings)
-            for size in request.ep or SIZES
-        ],
     }
+    for kind, split, sizes in (
+        ("tensor", tensor_parallel, request.tp),
+        ("expert", expert_parallel, request.ep),
+    ):
+        facts[f"{kind}_parallel"] = [
+            _size(size, split(shapes, size), bool(sizes), kind, findings) for size in sizes or SIZES
+        ]
+    return facts
 
 
-def _size(
-    size: int, split: Split, demanded: Sequence[int] | None, kind: str, findings: Findings
-) -> Facts:
+def _size(size: int, split: Split, demanded: bool, kind: str, findings: Findings) -> Facts:
     if demanded and not split.possible:
         findings.fail(
             LEVEL,
@@ -69,7 +68,7 @@ def _size(
             value=float(size),
         )
     shares = {} if split.first_layer is None else {"first_layer": split.first_layer}
-    about = {"size": size, "demanded": bool(demanded), "possible": split.possible}
+    about = {"size": size, "demanded": demanded, "possible": split.possible}
     return {**about, "reason": split.reason, **shares}
 
 
@@ -77,7 +76,7 @@ def _size(
 
 
 class _Slots:
-    """Which tensor fills which place of w13 and w2."""
+    """Assigns tensors to places in w13 and w2."""
 
     def __init__(self, output: GpuOutput, findings: Findings) -> None:
         self._output, self._findings = output, findings
@@ -86,7 +85,7 @@ class _Slots:
     def fill(self) -> None:
         for module in self._output.modules.values():
             if module.where is None:
-                continue  # level structure says so
+                continue  # reported by level structure
             if module.layer is None:
                 self._fail("slot", f"{module.name} is not in a numbered layer.", module)
                 continue
@@ -100,14 +99,14 @@ class _Slots:
                     self._fail("slot", f"{message} of one expert.", module)
 
     def _known_as_packed(self, module: Module) -> None:
-        """Engines ask by the usual names, whatever the model calls its own, and want one group
-        for a whole layer."""
+        """Checks what engines need: config.json covers the usual names, whatever those of the model
+        are, and has one group for a whole layer."""
         assert module.where is not None
         quantization = self._output.quantization
         usual = f"{module.where.source}.{module.where.expert}.{USUAL.of(module.where.proj)}"
         first = f"{module.where.source}.0.{USUAL.gate}"
         if quantization.group_of(usual) is None:
-            if quantization.group_of(module.name) is not None:  # else level structure tells
+            if quantization.group_of(module.name) is not None:  # else reported by level structure
                 message = f"{CONFIG_NAME} does not say that {usual} is packed"
                 self._fail("scheme", f"{message}: engines ask for that name.", module)
         elif quantization.group_of(first) not in (None, quantization.group_of(usual)):
@@ -117,13 +116,13 @@ class _Slots:
         for layer, experts in self._output.layers.items():
             for expert in experts:
                 for proj in PROJECTIONS:
-                    lacking = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
-                    if lacking:
+                    missing = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
+                    if missing:
                         self._findings.fail(
                             LEVEL,
                             "slot",
                             f"layer {layer}, expert {expert}: nothing fills {SLOTS[proj]} "
-                            f"({', '.join(lacking)}).",
+                            f"({', '.join(missing)}).",
                             layer=layer,
                             expert=expert,
                             projection=proj,
@@ -137,7 +136,7 @@ class _Slots:
 
 
 def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
-    """By the columns of down; layers whose tensors are damaged are left out."""
+    """Shapes of layers by the columns of down, without damaged layers."""
     layers, seen = output.layers, set()
     for module in output.modules.values():
         packed = module.parts.get(PARTS[0])

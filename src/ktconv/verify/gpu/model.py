@@ -1,8 +1,7 @@
-"""Level 4 for experts on GPUs: the source model against the checkpoint, reading the same text.
+"""Level model for experts on GPUs: the source model and the checkpoint, reading the same text.
 
-A checkpoint with every expert is loaded by transformers, as a user would: compressed-tensors
-unpacks it. One that holds only some experts is no model by itself; its experts are dequantized by
-us and put into the source model, whose other experts stay as they are.
+A checkpoint with every expert is loaded by transformers, as users would: compressed-tensors unpacks
+it. If it has only some of the experts, we dequantize these and put them into the source model.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
-from ktconv.errors import CheckpointError, ResourceError
-from ktconv.system import machine
-from ktconv.system.units import format_size
+from ktconv.errors import CheckpointError
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
-from ktconv.verify.model import MODEL_PACKAGES, MORE_MEMORY, ModelCheck, ModelPair, require
+from ktconv.verify.model import MODEL_PACKAGES, ModelCheck, ModelPair, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +26,11 @@ _MODULES_WITH_BARS = (
     "compressed_tensors.offload.dispatch",
     "compressed_tensors.quantization.lifecycle.apply",
 )
-_BESIDE = 1.1  # of a model's weights while it is loaded
 
 
 class GpuModelCheck(ModelCheck):
     _output: GpuOutput
+    models_loaded = 2  # experts are unpacked when they are loaded
 
     @property
     def _named(self) -> Path:
@@ -47,17 +44,6 @@ class GpuModelCheck(ModelCheck):
         if not self._output.is_partial:
             require(**MODEL_PACKAGES, compressed_tensors="compressed-tensors")
         super().check_request()
-
-    def _check_memory(self) -> None:
-        """Two models as the source has them: experts are unpacked when they are loaded."""
-        size = sum(source.nbytes for source in self._output.source.sources)
-        free, total = machine.available_memory(), int(2 * _BESIDE * size)
-        if total > free:
-            raise ResourceError(
-                f"--level model needs about {format_size(total)} of memory for both "
-                f"models, but only {format_size(free)} are free",
-                MORE_MEMORY,
-            )
 
     def _run(self) -> Facts:
         if self._output.is_partial:
@@ -85,14 +71,14 @@ class GpuModelCheck(ModelCheck):
 
 
 class _Pair:
-    """Two models, of which one answers: what `ktconv.model.evaluate` compares."""
+    """Two models behind the interface of one, for `ktconv.model.evaluate`."""
 
     def __init__(self, source: Any, converted: Any) -> None:
         self._source, self._current = source, converted
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """The source's model for a while."""
+        """A context in which the source's model runs."""
         converted, self._current = self._current, self._source
         try:
             yield
@@ -107,11 +93,11 @@ class _Pair:
 
 
 class _Swapped(_Pair):
-    """One model, with dequantized experts in place of some of its own."""
+    """One model with dequantized experts in place of some of its own."""
 
     def __init__(self, model: Any, output: GpuOutput) -> None:
         super().__init__(model, model)
-        self._kept: list[tuple[Tensor, Tensor]] = []  # of a parameter: view, and other content
+        self._kept: list[tuple[Tensor, Tensor]] = []  # view of a parameter, its other content
         self.experts_of_source = 0
         self._put_all(model, output)
 

@@ -1,4 +1,4 @@
-"""A compressed-tensors checkpoint as it lies on the disk: which modules are packed, by whom."""
+"""A compressed-tensors checkpoint on disk: which modules are packed, and by which tool."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, Projection, TensorRef, open_checkpoint
+from ktconv.checkpoint.agreement import Dimensions
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
@@ -16,27 +17,26 @@ from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL
+from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL, PARTS
 from ktconv.targets.pack_quantized.target import RECIPE, Options, PackQuantizedTarget
 from ktconv.verify.gpu.quantization import (
     FORMAT,
     Group,
     Quantization,
+    quantization_section_of,
     read_quantization,
-    told_quantization,
 )
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
-from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
-PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
 _PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A packed module: its tensors by the last word of their names."""
+    """A packed module and its tensors by the last component of their names."""
 
     name: str
     parts: Mapping[str, TensorRef]
@@ -53,7 +53,7 @@ class Module:
 
     @property
     def at(self) -> dict[str, Any]:
-        """The fields of a failure that tell which module it is about."""
+        """The fields of a failure that locate this module."""
         if self.where is None:
             return {}
         return {
@@ -66,9 +66,9 @@ class Module:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOutput(OpenedOutput):
     quantization: Quantization
-    why_not: str | None  # what is wrong with config.json, if `quantization` is the manifest's
+    why_not: str | None  # the fault of config.json, if `quantization` is the manifest's
     modules: Mapping[str, Module]
-    layers: Mapping[int, Sequence[int]]  # ids of the experts of which anything is there
+    layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
     method: str  # rtn, gptq or unknown
     config: Mapping[str, Any]
 
@@ -82,6 +82,28 @@ class GpuOutput(OpenedOutput):
         return self.layers.get(layer, ())
 
     @property
+    def dimensions(self) -> dict[int, Dimensions]:
+        """By the rows of packed matrices; empty with a source, whose config.json is compared
+        instead. The number of experts is that of the manifest, if it says how many there are."""
+        if self.checkpoint is not None:
+            return {}
+        recorded = self.manifest.layers if self.manifest else {}
+        rows: dict[int, dict[str, int]] = {}
+        for (layer, _, proj), module in self.experts.items():
+            packed = module.parts.get(PARTS[0])
+            if layer is not None and packed and packed.shape:
+                rows.setdefault(layer, {}).setdefault(proj, packed.shape[0])
+        return {
+            layer: (
+                recorded.get(layer, {}).get("experts", len(self.layers[layer])),
+                found["down"],
+                found["gate"],
+            )
+            for layer, found in sorted(rows.items())
+            if {"gate", "down"} <= found.keys()
+        }
+
+    @property
     def experts(self) -> dict[tuple[int | None, int, Projection], Module]:
         """Modules by layer, expert and projection."""
         return {
@@ -92,7 +114,7 @@ class GpuOutput(OpenedOutput):
 
     @property
     def decoded(self) -> Mapping[str, ExpertMatrix]:
-        """Tensors of no expert that were block-quantized in the source and are bf16 here."""
+        """Non-expert tensors that are block-quantized in the source and bf16 here, by name."""
         if self.plan is None:
             return {}
         assert isinstance(self.plan.target, PackQuantizedTarget)
@@ -106,8 +128,8 @@ class GpuOutput(OpenedOutput):
 
 
 def is_gpu_output(directory: Path) -> bool:
-    """Whether it is a compressed-tensors checkpoint: by its manifest, else by its config.json or
-    the names of its tensors, unless there are KTransformers' (which keep their source's config)."""
+    """Whether it is a compressed-tensors checkpoint: by its manifest, else by config.json or names
+    of tensors, unless it has experts for KTransformers, which keep their source's config.json."""
     manifest = read_manifest(directory)
     if manifest is not None:
         return bool(manifest.options.get("format") == FORMAT)
@@ -117,14 +139,14 @@ def is_gpu_output(directory: Path) -> bool:
     if any(name.endswith(f".{PARTS[0]}") for name in packed.others):
         return True
     try:
-        return told_quantization(read_config(directory).content) is not None
+        return quantization_section_of(read_config(directory).content) is not None
     except KtconvError:
         return False
 
 
 def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
-    """Raises CheckpointError for a checkpoint of a kind that ktconv does not verify, UsageError
-    where no module is packed."""
+    """Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
+    modules."""
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     quantization, why_not, config = _quantization(output, manifest)
@@ -150,7 +172,7 @@ def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
 
 
 def _usable(manifest: Manifest | None) -> Manifest | None:
-    """A manifest of the form of ours; None for any other."""
+    """The manifest if it is a valid one of ours, else None."""
     if manifest is None or not manifest.has_source:
         return None
     options = manifest.options
@@ -162,16 +184,16 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
 def _quantization(
     output: Path, manifest: Manifest | None
 ) -> tuple[Quantization, str | None, Mapping[str, Any]]:
-    """What config.json says; where it cannot be used and the manifest is ours, what that says."""
+    """By config.json; by our manifest where config.json cannot be used, with the reason."""
     config: Mapping[str, Any] = {}
     try:
         config = read_config(output).content
-        section = told_quantization(config)
+        section = quantization_section_of(config)
         if section is None:
             raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
         return read_quantization(section), None, config
     except CheckpointError as error:
-        if manifest is None and (output / STATE_DIRECTORY / "run.json").exists():
+        if manifest is None and Journal(output).run_file.exists():
             raise CheckpointError(
                 f"{output} is incomplete", "run the same quantize-gpu command again, then verify"
             ) from error
@@ -184,8 +206,8 @@ def _quantization(
 
 
 def _plan(checkpoint: Checkpoint, manifest: Manifest | None) -> Any:
-    """What the source should have become: its copies and side files, and which experts. Scheme and
-    group size are the output's own affair."""
+    """The planned copies, side files and experts. Scheme and group size are not those of the
+    output: they are checked elsewhere."""
     options = manifest.options if manifest else {}
     selection = None
     if options.get("experts"):
@@ -196,7 +218,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None) -> Any:
 
 
 def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[str, int]:
-    """Where experts lie -> layer, as far as source or manifest tell."""
+    """Layers by the path of their experts, as far as source or manifest say."""
     if checkpoint is not None:
         return {layer.source: layer.index for layer in checkpoint.layers}
     return {
@@ -209,7 +231,7 @@ def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[s
 def _sort(
     packed: PackedWeights, numbers: Mapping[str, int]
 ) -> tuple[dict[str, Module], dict[str, TensorRef]]:
-    """Tensors of packed modules, and all others."""
+    """Packed modules and all other tensors."""
     parts: dict[str, dict[str, TensorRef]] = {}
     others = {}
     for name, tensor in packed.others.items():
@@ -235,7 +257,7 @@ def _experts_by_layer(modules: Mapping[str, Module]) -> dict[int, list[int]]:
 
 
 def _method(output: Path, manifest: Manifest | None, quantization: Quantization) -> str:
-    """How weights were rounded: by the manifest; another tool's by its recipe, if it has one."""
+    """How weights were rounded, by the manifest or by another tool's recipe."""
     if manifest is not None:
         return str(manifest.options["method"])
     try:

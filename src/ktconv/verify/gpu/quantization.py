@@ -19,13 +19,13 @@ QUANT_METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
 BITS = (4, 8)
 _WRITTEN = "in what ktconv writes"
-# Of another tool: what `read_quantization` judges, and what only informs.
-_JUDGED = frozenset(("config_groups", "ignore"))
-_INFORMATION = frozenset(("version", "global_compression_ratio"))
-_GROUP_JUDGED = frozenset(
+# Keys of other tools that `read_quantization` checks, and those that have no effect.
+_CHECKED = frozenset(("config_groups", "ignore"))
+_NO_EFFECT = frozenset(("version", "global_compression_ratio"))
+_GROUP_CHECKED = frozenset(
     ("targets", "weights", "input_activations", "output_activations", "format")
 )
-_WEIGHTS_JUDGED = frozenset((
+_WEIGHTS_CHECKED = frozenset((
     "num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "observer",
     "observer_kwargs", "zp_dtype", "scale_dtype",
 ))  # fmt: skip
@@ -36,7 +36,7 @@ _HINT = "ktconv verifies W4A16 and W8A16 in the pack-quantized format"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules that are quantized alike."""
+    """Modules that are quantized in the same way."""
 
     name: str
     targets: Sequence[str]
@@ -70,29 +70,29 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """All groups, and what none of them means."""
+    """All groups, and the modules that none of them applies to."""
 
     groups: Sequence[Group]
     ignore: Sequence[str]
 
     def group_of(self, module: str, linear: bool = True) -> Group | None:
-        """The group whose targets mean `module`; `linear`: whether it is a linear layer."""
+        """The group whose targets match `module`; `linear`: whether it is a linear layer."""
         for group in self.groups:
-            if any(_means(target, module, linear) for target in group.targets):
+            if any(_matches(target, module, linear) for target in group.targets):
                 return group
         return None
 
     def ignores(self, module: str, linear: bool = True) -> bool:
-        return any(_means(target, module, linear) for target in self.ignore)
+        return any(_matches(target, module, linear) for target in self.ignore)
 
 
-def _means(target: str, module: str, linear: bool) -> bool:
+def _matches(target: str, module: str, linear: bool) -> bool:
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
     return target == module or (linear and target == LINEAR)
 
 
-def told_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The section of config.json; None if it is another method's, or there is none."""
     section = config.get("quantization_config")
     if isinstance(section, Mapping) and section.get("quant_method") == QUANT_METHOD:
@@ -101,16 +101,16 @@ def told_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def unlike_ours(section: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Where a quantization_config of ktconv is not `ours`, what it writes for such an output."""
+    """How a quantization_config of ktconv differs from `ours`, which it writes for this output."""
     here, there = dict(section), dict(ours)
     found = _ignored_otherwise(here.pop("ignore", None), there.pop("ignore"))
     return [*differences(flat(here), flat(there), _WRITTEN), *found]
 
 
 def _ignored_otherwise(here: Any, there: Sequence[str]) -> list[str]:
-    """In any order; the list is long."""
+    """Differences of the ignore list, apart from its order."""
     if not _is_texts(here):
-        return []  # which `read_quantization` refuses
+        return []  # refused by `read_quantization`
     more, fewer = sorted(set(here) - set(there)), sorted(set(there) - set(here))
     found = [f"ignore names {shown(name)}, which is not a non-expert module" for name in more]
     if fewer:
@@ -120,15 +120,15 @@ def _ignored_otherwise(here: Any, there: Sequence[str]) -> list[str]:
 
 
 def unusual(section: Mapping[str, Any]) -> list[str]:
-    """What another tool's quantization_config says beside the format that ktconv verifies. Its
-    groups, targets and ignore list are judged by what they mean, see `read_quantization`."""
-    here = {key: value for key, value in section.items() if key not in _JUDGED | _INFORMATION}
+    """Unsupported settings in another tool's quantization_config. Groups, targets and ignore list
+    are checked by `read_quantization`."""
+    here = {key: value for key, value in section.items() if key not in _CHECKED | _NO_EFFECT}
     sparsity = here.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format") == "dense":
-        del here["sparsity_config"]  # nothing is sparse, the rest are statistics
+        del here["sparsity_config"]  # nothing is sparse, and the rest is statistics
     for name, group in section["config_groups"].items():
-        weights = {k: v for k, v in group["weights"].items() if k not in _WEIGHTS_JUDGED}
-        about = {k: v for k, v in group.items() if k not in _GROUP_JUDGED}
+        weights = {k: v for k, v in group["weights"].items() if k not in _WEIGHTS_CHECKED}
+        about = {k: v for k, v in group.items() if k not in _GROUP_CHECKED}
         here[f"config_groups.{name}"] = about | {"weights": weights}
     given = {key: value for key, value in flat(here).items() if value not in _EMPTY}
     expected = {key: _USUAL[key] for key in given if key in _USUAL}
@@ -136,7 +136,7 @@ def unusual(section: Mapping[str, Any]) -> list[str]:
 
 
 def quantization_elsewhere(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Paths of sections that tell of quantization too: engines differ in which one they read."""
+    """Paths of other sections about quantization: engines differ in which one they read."""
     found = []
     for key, value in config.items():
         if key in QUANTIZATION_KEYS and (path or key != QUANTIZATION_KEYS[0]) and value:
@@ -147,7 +147,7 @@ def quantization_elsewhere(config: Mapping[str, Any], path: str = "") -> list[st
 
 
 def read_quantization(section: Mapping[str, Any]) -> Quantization:
-    """Raises CheckpointError for what ktconv cannot verify, or engines cannot read."""
+    """Raises CheckpointError for what ktconv cannot verify or engines cannot read."""
     groups, ignore = section.get("config_groups"), section.get("ignore") or []
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError("config.json: quantization_config has no config_groups", _HINT)
@@ -160,8 +160,8 @@ def read_quantization(section: Mapping[str, Any]) -> Quantization:
 
 def _group(name: str, about: Any, outer: Any) -> Group:
     where = f"config.json: quantization group {name!r}"
-    weights = about.get("weights") if isinstance(about, Mapping) else None
-    targets = about.get("targets") if isinstance(about, Mapping) else None
+    about = about if isinstance(about, Mapping) else {}
+    weights, targets = about.get("weights"), about.get("targets")
     if not isinstance(weights, Mapping) or not _is_texts(targets) or not targets:
         raise CheckpointError(f"{where} has no targets or no weights", _HINT)
     _check_patterns(targets)

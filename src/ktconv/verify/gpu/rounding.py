@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from ktconv.verify.gpu.unpack import I8, values
 
 F32 = NDArray[np.float32]
 
-NAMED = 3  # elements of some rows that are named
+NAMED = 3  # reported elements of some rows
 AT_ONCE = 1 << 16  # elements that are compared at once: they stay in the cache
 SLOP = 2.0**-21  # relative, of quotients
 # Of a whole matrix where elements have no bound. Rounding to nearest gives about 0.11 (4 bits,
@@ -52,7 +53,7 @@ SMALLEST_NORMAL = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What can be asked of a matrix, by how it was made."""
+    """What can be checked of a matrix, by how it was made."""
 
     elements: bool  # every level is its weight's, rounded to nearest
     scales: bool  # every scale follows from the largest weight of its group
@@ -71,7 +72,7 @@ def bound_steps(group: Group, dtype: str = "BF16") -> float:
 
 @dataclass(slots=True)
 class RoundingCheck:
-    """The check of one matrix, whose rows may come in pieces."""
+    """Checks one matrix, whose rows may come in pieces."""
 
     group: Group
     rules: Rules
@@ -112,7 +113,7 @@ class RoundingCheck:
             self._elements(source, level, scale, flat, first)
 
     def finish(self) -> ErrorStats:
-        """What only the whole matrix tells."""
+        """Errors of the whole matrix, which are checked where elements have no bound."""
         if self.rules.elements:
             return self.sums
         relative = self.sums.as_dict()["relative_rms_error"]
@@ -134,7 +135,7 @@ class RoundingCheck:
     # ---- scales ----
 
     def _scales(self, source: F32, scale: F32, first: int) -> NDArray[np.bool_]:
-        """Which groups have a usable scale; says which have not, or another than they should."""
+        """Which groups have a usable scale. Reports unusable and wrong ones."""
         sound: NDArray[np.bool_] = np.isfinite(scale) & (scale > 0)
         if not sound.all():
             row, group = (int(i) for i in np.argwhere(~sound)[0])
@@ -143,8 +144,8 @@ class RoundingCheck:
                 "weight_scale",
                 f"is {scale[row, group]} at [{first + row}, {group}]: scales are finite and "
                 "positive.",
-                first + row,
-                group,
+                row=first + row,
+                column=group,
                 value=float(scale[row, group]),
             )
         if self.rules.scales:
@@ -160,8 +161,8 @@ class RoundingCheck:
                     f"is {scale[row, group]:.9g} at [{first + row}, {group}], but the largest "
                     f"weight of the group makes {high[row, group]:.9g} "
                     f"({int(wrong.sum())} scales differ).",
-                    first + row,
-                    group,
+                    row=first + row,
+                    column=group,
                     source_value=float(high[row, group]),
                     value=float(scale[row, group]),
                 )
@@ -172,7 +173,7 @@ class RoundingCheck:
         return np.where(rounded == 0, np.float32(2 * UNIT[self.dtype]), rounded)
 
     def _round(self, exact: NDArray[np.float64]) -> F32:
-        """To the precision of scales, by way of float32 as hardware divides."""
+        """Rounds to the precision of scales, by way of float32 as hardware divides."""
         single = exact.astype(np.float32)
         if self.dtype == "BF16":
             return round_to_bf16(single)
@@ -181,7 +182,7 @@ class RoundingCheck:
     # ---- elements ----
 
     def _elements(self, source: F32, level: I8, scale: F32, steps: F32, first: int) -> None:
-        """Elements near half a step off are rounded again."""
+        """Rounds elements again that are about half a step off."""
         unit = np.float32(UNIT[self.dtype])
         off = level.astype(np.float32)
         np.abs(off, out=off)
@@ -209,8 +210,8 @@ class RoundingCheck:
                 f"[{first + row}, {col}] is {float(source[row, col]):.9g} in the source, but "
                 f"{value:.9g} here: level {got[index]} where rounding makes {one[index]:g}, "
                 f"{error:.4g} steps off ({len(found)} levels of these rows are wrong).",
-                first + row,
-                col,
+                row=first + row,
+                column=col,
                 source_value=float(source[row, col]),
                 value=value,
                 steps=error,
@@ -227,24 +228,14 @@ class RoundingCheck:
             "source",
             "weight_packed",
             f"has a source that contains {source[row, col]} at [{first + row}, {col}].",
-            first + row,
-            col,
+            row=first + row,
+            column=col,
         )
 
-    def _violation(
-        self,
-        check: str,
-        part: str,
-        words: str,
-        row: int | None = None,
-        column: int | None = None,
-        source_value: float | None = None,
-        value: float | None = None,
-        steps: float | None = None,
-    ) -> None:
+    def _violation(self, check: str, part: str, words: str, **where: Any) -> None:
+        """Reports a Violation with these fields."""
         name = f"{self.module}.{part}"
-        message = f"{name} ({self.where}) {words}"
-        self.report(Violation(check, message, name, row, column, source_value, value, steps))
+        self.report(Violation(check, f"{name} ({self.where}) {words}", name, **where))
 
 
 def _squares(values: F32) -> float:

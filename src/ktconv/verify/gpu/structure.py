@@ -1,5 +1,5 @@
-"""Level 1 for experts on GPUs: every expert packed once and as config.json says, nothing else
-packed, everything else as the source has it."""
+"""Level structure for experts on GPUs: every expert is packed once, as config.json says, and
+everything else is as in the source."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
-from ktconv.checkpoint.agreement import Dimensions, absent_layers, contradictions
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config
-from ktconv.errors import KtconvError
+from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.targets.pack_quantized.config import quantization_section
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
-from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
+from ktconv.targets.pack_quantized.scheme import CHANNEL, PARTS, Scheme
 from ktconv.targets.pack_quantized.target import weight_dtype
 from ktconv.verify.config_differences import (
     QUANTIZATION_KEYS,
@@ -21,7 +19,7 @@ from ktconv.verify.config_differences import (
     differences,
     flat,
 )
-from ktconv.verify.gpu.output import PARTS, GpuOutput, Module
+from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
@@ -31,8 +29,6 @@ NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no 
 
 
 class GpuStructureCheck(StructureCheck):
-    """Files, manifest and index are those of any output; tensors are not."""
-
     _output: GpuOutput
 
     def tensors(self) -> int:
@@ -49,7 +45,12 @@ class GpuStructureCheck(StructureCheck):
             if name not in planned:
                 self._stray(module, known=bool(self._output.plan))
         self._plain_weights()
-        return len(PARTS) * len(planned) + self._copies(planned)
+        checked = {f"{name}.{part}" for name in planned for part in PARTS}
+        if self._output.plan is not None:
+            return self._check_planned(self._output.plan.others, checked)
+        if self._output.manifest is not None:
+            return len(checked) + self._check_names(self._recorded() - checked)
+        return len(checked) + len(self._output.others)
 
     # ---- config.json ----
 
@@ -60,21 +61,18 @@ class GpuStructureCheck(StructureCheck):
             return
         if output.manifest is not None:
             options = output.manifest.options
-            size = None if options["group_size"] == CHANNEL else options["group_size"]
+            recorded = f"{options['scheme']} with group size {options['group_size']}"
             for group in output.quantization.groups:
-                if (group.scheme, group.group_size) != (options["scheme"], size):
+                if _words(group) != recorded:
                     self._wrong_config(
-                        f"{CONFIG_NAME} says {_words(group)}, but {MANIFEST} says "
-                        f"{options['scheme']} with group size {options['group_size']}."
+                        f"{CONFIG_NAME} says {_words(group)}, but {MANIFEST} says {recorded}."
                     )
         self._quantization()
-        if output.checkpoint is None:
-            self._dimensions()
-        else:
+        if output.checkpoint is not None:
             self._unlike(output.checkpoint.config)
 
     def _quantization(self) -> None:
-        """quantization_config as a whole: engines act on keys that nothing else here reads."""
+        """Checks all of quantization_config, since engines use keys that are not read elsewhere."""
         output = self._output
         section = output.config["quantization_config"]
         found = unlike_ours(section, self._written()) if output.ours else unusual(section)
@@ -84,7 +82,7 @@ class GpuStructureCheck(StructureCheck):
             self._wrong_config(f"{CONFIG_NAME} also describes quantization in {path}.")
 
     def _written(self) -> dict[str, Any]:
-        """What ktconv writes for the experts and other tensors that are there, or should be."""
+        """The quantization_config that ktconv writes for these experts and other tensors."""
         output = self._output
         assert output.manifest is not None
         options = output.manifest.options
@@ -97,7 +95,7 @@ class GpuStructureCheck(StructureCheck):
         return quantization_section(scheme, pattern, output.others.values())
 
     def _unlike(self, source: Mapping[str, Any]) -> None:
-        """Engines build the model by this file: beside the quantization it is the source's."""
+        """Checks that config.json, by which engines build the model, is otherwise the source's."""
         here, there = _plain(self._output.config), _plain(source)
         if self._output.ours:
             found = differences(flat(here), flat(there), "in the source")
@@ -110,29 +108,14 @@ class GpuStructureCheck(StructureCheck):
                 f"{CONFIG_NAME} is written differently from the source's, but equal in content"
             )
 
-    def _dimensions(self) -> None:
-        """Without a source: the sizes, experts and layers of config.json are those there are."""
-        output = self._output
-        try:
-            config = interpret_config(output.config)
-        except KtconvError:
-            return  # what lies beside the tensors is checked elsewhere
-        layers = dict(_dimensions_of(output))
-        for message, layer in contradictions(config, layers):
-            self._fail("dimensions", f"{message}.", file=CONFIG_NAME, layer=layer)
-        if output.manifest is None:
-            for layer in absent_layers(config, layers):
-                message = f"layer {layer} is an MoE layer by {CONFIG_NAME}, but has no experts."
-                self._fail("dimensions", message, file=CONFIG_NAME, layer=layer)
-
     def _wrong_config(self, message: str, **where: Any) -> None:
         self._fail("config", message, file=CONFIG_NAME, **where)
 
     # ---- experts ----
 
     def _planned(self) -> Iterator[tuple[str, ExpertMatrix | None]]:
-        """Modules that should be there: by the source, else the manifest, else by what is there
-        of every expert. The matrix is that of the source."""
+        """Expected modules by the source, else the manifest, else by the experts that are there;
+        with their matrix in the source."""
         output = self._output
         if output.plan is not None:
             for unit in output.plan.layers:
@@ -151,20 +134,19 @@ class GpuStructureCheck(StructureCheck):
 
     def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
         module = self._output.modules.get(name, Module(name, {}, None, None))
-        lacking = [f"{name}.{part}" for part in PARTS if part not in module.parts]
-        for missing in lacking:
+        missing_parts = [f"{name}.{part}" for part in PARTS if part not in module.parts]
+        for missing in missing_parts:
             self._fail("missing tensor", f"{missing} is missing.", tensor=missing, **module.at)
         for part in sorted(module.parts.keys() - set(PARTS)):
             tensor = module.parts[part]
             self._unexpected_tensor(tensor.name, tensor.file, **module.at)
-        if not lacking:
+        if not missing_parts:
             group = self._group(module)
             if group is not None:
                 self._shapes(module, group, matrix)
 
     def _group(self, module: Module) -> Group | None:
-        """The group that config.json gives it; says so if engines would not know that it is
-        packed."""
+        """Its group in config.json. A failure if engines would not know that it is packed."""
         quantization = self._output.quantization
         group = quantization.group_of(module.name)
         if group is None:
@@ -181,7 +163,7 @@ class GpuStructureCheck(StructureCheck):
     def _shapes(self, module: Module, group: Group, matrix: ExpertMatrix | None) -> None:
         packed, scale, shape = (module.parts[part] for part in PARTS)
         rows = matrix.rows if matrix else (packed.shape[0] if packed.shape else 0)
-        # Without a source the number of words tells the columns: groups fill whole words.
+        # Without a source, columns follow from the number of words, which groups fill.
         cols = matrix.cols if matrix else packed.shape[-1] * 32 // group.bits if packed.shape else 0
         per_row = group.scales(cols)
         if per_row is None:
@@ -205,7 +187,7 @@ class GpuStructureCheck(StructureCheck):
         self._fail_tensor("wrong shape", tensor.name, tensor.file, words, **module.at)
 
     def _stray(self, module: Module, known: bool) -> None:
-        """A packed module that is none of the experts that should be."""
+        """Reports a packed module that is not one of the expected experts."""
         if module.where is None:
             for tensor in module.parts.values():
                 words = "is packed, but is not a routed expert"
@@ -217,8 +199,7 @@ class GpuStructureCheck(StructureCheck):
     # ---- everything else ----
 
     def _plain_weights(self) -> None:
-        """Weights that are not packed, though an engine would expect them to be, or would not
-        know."""
+        """Reports weights that engines would take for packed, or would not know."""
         quantization, unnamed = self._output.quantization, []
         for name, tensor in self._output.others.items():
             if not name.endswith(".weight") or len(tensor.shape) != 2:
@@ -241,49 +222,6 @@ class GpuStructureCheck(StructureCheck):
                 "before 0.24, refuse to load such a checkpoint."
             )
 
-    def _copies(self, experts: Mapping[str, Any]) -> int:
-        """Copies against the plan, everything against the manifest; how many copies there are."""
-        output, recorded = self._output, self._recorded()
-        expected = {f"{name}.{part}" for name in experts for part in PARTS}
-        if output.plan is None:
-            if output.manifest is None:
-                return len(output.others)
-            copies = recorded - expected
-            self._missing(sorted(copies - self._found()))
-            for name, tensor in output.others.items():
-                if name not in copies:
-                    self._unexpected_tensor(name, tensor.file)
-            return len(copies)
-        copies = set()
-        for unit in output.plan.others:
-            for planned in unit.tensors():
-                copies.add(planned.name)
-                if not self._check_tensor(planned):
-                    self._missing([planned.name])
-        for name, ref in output.others.items():
-            if name not in copies:
-                self._unexpected_tensor(name, ref.file)
-        self._missing(sorted(recorded - expected - copies - self._found()))
-        if output.manifest is not None:
-            self._unlisted(self._found() - recorded)
-        return len(copies)
-
-
-def _dimensions_of(output: GpuOutput) -> Iterator[tuple[int, Dimensions]]:
-    """Layers with their sizes by rows of packed matrices. Where a manifest tells that experts are
-    left out, it tells how many the model has."""
-    experts = output.layers
-    recorded = output.manifest.layers if output.manifest else {}
-    rows: dict[int, dict[str, int]] = {}
-    for module in output.modules.values():
-        packed = module.parts.get(PARTS[0])
-        if module.where is not None and module.layer is not None and packed and packed.shape:
-            rows.setdefault(module.layer, {}).setdefault(module.where.proj, packed.shape[0])
-    for layer, found in sorted(rows.items()):
-        if {"gate", "down"} <= found.keys():
-            count = recorded.get(layer, {}).get("experts", len(experts[layer]))
-            yield layer, (count, found["down"], found["gate"])
-
 
 def _words(group: Group) -> str:
     size = CHANNEL if group.group_size is None else group.group_size
@@ -291,7 +229,7 @@ def _words(group: Group) -> str:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what tells of quantization, at any depth."""
+    """Without sections about quantization, at any depth."""
     return {
         key: _plain(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -5,29 +5,33 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
-from ktconv.system.text import Notify
+from ktconv.reading.matrices import chunk_rows
 from ktconv.verify.findings import Facts
-from ktconv.verify.gpu import weights
+from ktconv.verify.gpu.layers import GpuLayersCheck
 from ktconv.verify.gpu.mapping import LEVEL as MAPPING
 from ktconv.verify.gpu.mapping import check_mapping, check_sizes
+from ktconv.verify.gpu.model import GpuModelCheck
 from ktconv.verify.gpu.output import GpuOutput, open_gpu_output
+from ktconv.verify.gpu.rounding import rules_of
 from ktconv.verify.gpu.structure import GpuStructureCheck
-from ktconv.verify.layers import LayersCheck
-from ktconv.verify.memory import Budget
-from ktconv.verify.model import ModelCheck
+from ktconv.verify.gpu.weights import DecodedCheck, ModuleCheck, largest_error
 from ktconv.verify.reading import Context
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Check
 from ktconv.verify.totals import ItemResult, Totals
 from ktconv.verify.verifier import OutputVerifier
 
+_PER_ELEMENT = 6  # bytes of a chunk: float32, a level, and at most as much of packed words
+_ROUNDING_BYTES = 8 << 20
+
 
 class GpuVerifier(OutputVerifier):
     output: GpuOutput
-    models_loaded = 2
+    layers_class = GpuLayersCheck
+    model_class = GpuModelCheck
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         super().__init__(request, level)
@@ -47,19 +51,47 @@ class GpuVerifier(OutputVerifier):
         return GpuStructureCheck(self.output, self.findings).run()
 
     def check_more(self) -> dict[str, Facts | None]:
-        """How an engine would load and split the experts."""
+        """How engines would load and split the experts."""
         return {MAPPING: check_mapping(self.output, self.request, self.findings)}
 
     def thread_bytes(self) -> int:
-        return weights.thread_bytes(self.output)
+        """Its buffers, a chunk as float32 with its levels, and what some of its rows take while
+        they are rounded again."""
+        sizes = (min(chunk_rows(one), one.rows) * one.cols for one in self._matrices())
+        return self.buffer_sizes().nbytes + _PER_ELEMENT * max(sizes, default=0) + _ROUNDING_BYTES
 
     def buffer_sizes(self) -> BufferSizes:
-        return weights.buffer_sizes(self.output)
+        sizes = (one.nbytes(min(chunk_rows(one), one.rows)) for one in self._matrices())
+        return BufferSizes(max(sizes, default=0))
+
+    def _matrices(self) -> list[ExpertMatrix]:
+        """One of each kind that is decoded."""
+        layers = self.output.source_layers.values()
+        experts = [matrix for layer in layers for matrix in layer.experts[0].values()]
+        return [*experts, *self.output.decoded.values()]
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
-    ) -> Iterator[weights.ModuleCheck]:
-        return weights.expert_checks(self.output, context, share, rng)
+    ) -> Iterator[ModuleCheck]:
+        """Also of packed modules that are not routed experts."""
+        output = self.output
+        chosen = {
+            (layer, expert)
+            for layer, experts in output.layers.items()
+            for expert in rng.sample(experts, max(1, round(len(experts) * share)))
+        }
+        sources = output.source_layers if context.compare else {}
+        rules = rules_of(output.method, output.ours)
+        for module in output.modules.values():
+            group = output.quantization.group_of(module.name) or output.quantization.groups[0]
+            matrix = None
+            if module.where is not None and module.layer is not None:
+                if (module.layer, module.where.expert) not in chosen:
+                    continue
+                layer = sources.get(module.layer)
+                if layer is not None and module.where.expert < len(layer.experts):
+                    matrix = layer.experts[module.where.expert][module.where.proj]
+            yield ModuleCheck(context, module, group, rules, matrix)
 
     def copy_checks(
         self, context: Context, tensor: TensorRef, origin: TensorRef | None
@@ -68,18 +100,8 @@ class GpuVerifier(OutputVerifier):
         if matrix is None:
             yield from super().copy_checks(context, tensor, origin)
         elif tensor.dtype == "BF16" and tensor.shape == (matrix.rows, matrix.cols):
-            yield weights.DecodedCheck(context, tensor, matrix)
+            yield DecodedCheck(context, tensor, matrix)
 
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {index: len(layer.experts) for index, layer in self.output.source_layers.items()}
-        return totals.as_dict(weights.largest_error(self.output), counts)
-
-    def layers_check(self, budget: Budget, notify: Notify) -> LayersCheck:
-        from ktconv.verify.gpu.layers import GpuLayersCheck
-
-        return GpuLayersCheck(self.output, self.request, budget, self.findings, notify)
-
-    def model_check(self, notify: Notify) -> ModelCheck:
-        from ktconv.verify.gpu.model import GpuModelCheck
-
-        return GpuModelCheck(self.output, self.request, self.findings, notify)
+        return totals.as_dict(largest_error(self.output), counts)
