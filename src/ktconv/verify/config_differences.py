@@ -1,33 +1,32 @@
-"""Two config.json of one model: which keys let them compute, or be read, differently.
+"""Differences between two config.json of a model that affect what it computes, or how it is read.
 
-Tools that save a model again rewrite its config.json: other spellings, values that are the default
-anyway. Those are equal here. Every other difference counts, whatever the key: what is not known to
-be harmless is not.
+Tools that save a model again rewrite its config.json with other spellings and explicit defaults.
+These count as equal; every other difference counts, unless it is known to be harmless.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ktconv.families import table
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# Notes of the tool that wrote the file, and what only training uses.
+# Information about the tool that wrote the file, and settings for training.
 _NO_EFFECT = frozenset((
     "transformers_version", "_name_or_path", "_commit_hash", "use_cache", "initializer_range",
     "attention_dropout", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
     "aux_loss_alpha", "seq_aux", "return_dict", "output_attentions", "output_hidden_states",
     "torchscript", "problem_type",
 ))  # fmt: skip
-# A key with this value says what models do without it.
+# Values that have the same effect as a missing key.
 _DEFAULTS: Mapping[str, Any] = {
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "rope_scaling": None,
     "head_dim": None, "quantization_config": None, "attention_bias": False, "pretraining_tp": 1,
     "ep_size": 1, "mlp_only_layers": [], "qkv_bias": True, "rope_interleave": True,
 }  # fmt: skip
-_ROPE = ("rope_theta", "partial_rotary_factor")  # inside of rope_parameters, or beside rope_scaling
+_ROPE = ("rope_theta", "partial_rotary_factor")  # in rope_parameters, or next to rope_scaling
 _FULL = "full_attention"
 _NO_SECTIONS = (*QUANTIZATION_KEYS, "rope_scaling", "rope_parameters")  # of a model
 _SHOWN = 60  # characters of a value
@@ -47,7 +46,7 @@ def config_differences(
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], other: str) -> list[str]:
-    """The same sentence for every key whose values differ, types included."""
+    """Such a sentence for every key whose values or types differ."""
     found = []
     for key in sorted(here.keys() | there.keys()):
         one, two = here.get(key, _NOTHING), there.get(key, _NOTHING)
@@ -57,22 +56,20 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any], other: str) -
 
 
 def shown(value: object) -> str:
-    """A value of JSON, in part if it is long."""
+    """A JSON value, cut if it is long."""
     text = "not given" if value is _NOTHING else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def flat(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of all sections inside by their paths: "weights.num_bits"."""
-    return dict(_flat(section))
-
-
-def _flat(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Values of nested sections by their paths: "weights.num_bits"."""
+    found: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}{key}.")
+            found |= flat(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}", value
+            found[f"{path}{key}"] = value
+    return found
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -85,7 +82,7 @@ def _same(one: Any, two: Any) -> bool:
 
 
 def _canonical(section: Mapping[str, Any]) -> dict[str, Any]:
-    """One spelling, without what says nothing."""
+    """The section in one spelling, without keys that have no effect."""
     kept = {
         key: _canonical(value) if isinstance(value, dict) and key not in _NO_SECTIONS else value
         for key, value in section.items()
@@ -98,7 +95,7 @@ def _canonical(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_default(section: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether models do the same without this key."""
+    """Whether a missing key has the same effect."""
     if key in _DEFAULTS and _same(value, _DEFAULTS[key]):
         return not (key == "attention_bias" and section.get("model_type") == "gpt_oss")
     sliding = section.get("use_sliding_window") is not False and section.get("sliding_window")
@@ -130,7 +127,7 @@ def _spell_rope(kept: dict[str, Any]) -> None:
         for key, value in found.items():
             name = "rope_type" if key == "type" else key
             if not _same(rope.setdefault(name, value), value):
-                rope[f"other {name}"] = value  # two that contradict each other
+                rope[f"other {name}"] = value  # contradicts the first
     if rope.get("rope_type") == "default":
         del rope["rope_type"]
     kept.pop("rope_scaling", None)

@@ -1,4 +1,4 @@
-"""The text that levels layers and model read."""
+"""The text for levels layers and model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ktconv.errors import UsageError
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
-    """The text, and how to call it; the one that ships where no file is given.
+    """The text of a file, or the built-in one, and its name in the report.
 
-    Raises UsageError for a file that cannot be read, or that holds no text.
+    Raises UsageError for a file that cannot be read or is empty.
     """
     if path is None:
         shipped = resources.files("ktconv.model").joinpath("sample.txt")

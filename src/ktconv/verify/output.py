@@ -1,4 +1,4 @@
-"""An output opened again: what lies on the disk, its manifest, and the plan it came from."""
+"""An opened output: its tensors on disk, its manifest, and the plan that it should match."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ktconv.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record
 from ktconv.writer.manifest import Manifest
 
-NO_LIMIT = 1 << 62  # of shards: which of them holds what means nothing
+NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedOutput(ABC):
-    """What all kinds of outputs have. `plan` and `checkpoint` are None without a source."""
+    """Common to all kinds of outputs. `plan` and `checkpoint` are None without a source."""
 
-    packed: PackedWeights  # has all tensors of experts for GPUs among its others
+    packed: PackedWeights  # `packed.others` contains experts for GPUs
     manifest: Manifest | None  # None: another tool's output, or an unusable one
     checkpoint: Checkpoint | None
     plan: Plan[Any] | None
-    others: Mapping[str, TensorRef]  # of no expert
+    others: Mapping[str, TensorRef]  # non-expert tensors
 
     @property
     def directory(self) -> Path:
@@ -35,11 +35,11 @@ class OpenedOutput(ABC):
     @property
     @abstractmethod
     def described(self) -> dict[str, Any]:
-        """How the output was made, for the report: method, and parts or groups."""
+        """For the report: method, and parts or groups."""
 
     @abstractmethod
     def experts_in(self, layer: int) -> Sequence[int]:
-        """Ids of the experts of a layer that are there, or should be."""
+        """Ids of the experts of a layer that are, or should be, in the output."""
 
     @property
     @abstractmethod
@@ -52,28 +52,28 @@ class OpenedOutput(ABC):
 
     @property
     def unfinished(self) -> bool:
-        """Whether a conversion into it was begun; manifest, index and side files come last."""
+        """Whether a conversion into it is incomplete. Manifest and side files are written last."""
         return Journal(self.directory).run_file.exists()
 
     @property
     def source(self) -> Checkpoint:
-        """The checkpoint that was converted, which all levels above structure have."""
+        """The checkpoint that was converted; levels above structure always have it."""
         assert self.checkpoint is not None
         return self.checkpoint
 
     @property
     def source_layers(self) -> dict[int, MoELayer]:
-        """The layers of the source that should be there."""
+        """The layers of the source that should be in the output."""
         units = self.plan.layers if self.plan else ()
         return {unit.layer.index: unit.layer for unit in units}
 
     @property
     def source_tensors(self) -> dict[str, TensorRef]:
-        """What other tensors were copied from, by their names here."""
+        """The source tensors of non-expert tensors, by their names in the output."""
         units = self.plan.others if self.plan else ()
         return {name: ref for unit in units for ref, name in unit.copies}
 
     @property
     def records(self) -> Mapping[str, Record]:
-        """What the manifest says of each tensor; empty without one."""
+        """The manifest's record of each tensor; empty without a manifest."""
         return self.manifest.tensors if self.manifest else {}

@@ -13,7 +13,7 @@ LEVELS = ("structure", "weights", "layers", "model")
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What level model accepts; None: the method's default."""
+    """Limits of level model; None: the method's default."""
 
     max_ppl_increase: float | None = None  # relative: 0.02 is 2 %
     max_kl: float | None = None  # mean, in nats
@@ -21,20 +21,20 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """What to verify and how thoroughly. Without a source only level structure is possible."""
+    """An output and the checks to run on it. Without a source only level structure is possible."""
 
     output: Path
     source: str | None = None
     level: str | None = None  # None: layers, or structure without a source
-    sample: float = 1.0  # share of experts and of other tensors whose bytes are read
+    sample: float = 1.0  # fraction of experts and of other tensors that is read
     seed: int = 0
     threads: int | None = None
     tokens: int = 16  # of level layers, per layer
     text: Path | None = None  # None: the text that ships with ktconv
     windows: int = 40  # of 512 tokens, of level model
-    beside: Path | None = None  # an output that must hold the experts that this one lacks
-    tp: Sequence[int] | None = None  # tensor-parallel sizes that must be possible
-    ep: Sequence[int] | None = None  # expert-parallel sizes that must be possible
+    beside: Path | None = None  # the output that must have all other experts
+    tp: Sequence[int] | None = None  # required tensor-parallel sizes
+    ep: Sequence[int] | None = None  # required expert-parallel sizes
     thresholds: Thresholds = field(default_factory=Thresholds)
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
 

@@ -1,7 +1,7 @@
-"""Two versions of a side file: what differs, as far as it matters to a model.
+"""Differences between two versions of a side file that matter to a model.
 
-Tools that save a tokenizer again rewrite its files; what only tells how they were made, or how they
-are laid out, is equal here.
+Tools that save a tokenizer again rewrite its files. Differences in layout, or in information about
+the tool, do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.verify.config_differences import config_differences, differences, flat
 
-# Every saving writes them anew, in other forms: that they differ says nothing.
+# Written anew in another form whenever a tokenizer is saved: differences do not matter.
 _REWRITTEN = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _DECIDING = (".py", ".jinja", ".txt", ".model", ".tiktoken")
 _UNUSED = {
@@ -26,9 +26,9 @@ _REGEX = ("use_regex", True)
 
 
 def content_differences(name: Path, here: bytes, there: bytes, other: str) -> list[str] | None:
-    """What makes a model compute, read or write otherwise: "temperature is 1, but 2 in the source".
+    """Differences that affect a model's input or output: "temperature is 1, but 2 in the source".
 
-    Empty where nothing does. None for a file of which nothing is known. `other` ends the sentences.
+    None for a file that ktconv does not know. `other` ends the sentences.
     """
     if name.name in _REWRITTEN:
         return None
@@ -57,8 +57,8 @@ def _differences(
 
 
 def _tokenizer(value: Any, key: str = "") -> Any:
-    """tokenizer.json in one spelling: newer versions add flags that say what is so anyway, and
-    write a merge as a pair."""
+    """tokenizer.json in one spelling: newer versions add flags with default values, and write a
+    merge as a pair."""
     if isinstance(value, dict):
         return {
             name: _tokenizer(inner, name)

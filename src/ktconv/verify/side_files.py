@@ -1,4 +1,4 @@
-"""Level 1, what lies beside the tensors: configuration, tokenizer, leftovers of other runs."""
+"""Level structure: configuration, tokenizer and leftovers of other runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ LEVEL = "structure"
 
 
 def check_side_files(output: OpenedOutput, findings: Findings) -> int:
-    """They are there, can be read, are what was written and the source's, and fit the tensors.
+    """Checks that they exist, are readable, equal what was written and the source's, and fit the
+    tensors.
 
-    Returns how many were held against their checksums.
+    Returns how many were compared with their checksums.
     """
     records = _records(output, findings)
     flawed = set()
@@ -48,7 +49,7 @@ def check_side_files(output: OpenedOutput, findings: Findings) -> int:
 
 
 def _records(output: OpenedOutput, findings: Findings) -> dict[str, Record] | None:
-    """What the manifest records of them; None if it does not."""
+    """The records of the manifest; None if it has none."""
     if output.manifest is None:
         return None
     try:
@@ -62,20 +63,20 @@ def _records(output: OpenedOutput, findings: Findings) -> dict[str, Record] | No
 
 
 def _earlier(output: OpenedOutput, findings: Findings) -> None:
-    """A manifest of an earlier version knows config.json of the source alone."""
+    """Checks config.json, of which alone manifests of earlier versions have a checksum."""
     findings.note(
         f"{MANIFEST} was written by an earlier version, which recorded no checksums of side files: "
         f"of these only {CONFIG_NAME} can be checked without the source"
     )
     for name, record in _earlier_record(output).items():
-        with suppress(CheckpointError):  # which other checks report
+        with suppress(CheckpointError):  # reported by other checks
             if record_of(output.directory, name)["sha256"] != record["sha256"]:
                 message = f"{name} differs from the file that was copied."
                 findings.fail(LEVEL, "changed file", message, file=name)
 
 
 def _earlier_record(output: OpenedOutput) -> dict[str, Record]:
-    """Of config.json, where it was copied: outputs for GPUs have one of their own."""
+    """The record of config.json if it was copied: outputs for GPUs have another one."""
     manifest = output.manifest
     if manifest is None or RECORDS in manifest.record:
         return {}
@@ -87,7 +88,7 @@ def _earlier_record(output: OpenedOutput) -> dict[str, Record]:
 def _against_source(
     output: OpenedOutput, findings: Findings, flawed: Set[str], recorded: bool
 ) -> None:
-    """Everything that the source has is there, byte for byte; `flawed` is known already."""
+    """Checks that files equal the source's; those in `flawed` are reported already."""
     planned = output.plan.sidecars if output.plan else []
     if CONFIG_NAME not in map(str, planned) and not (output.directory / CONFIG_NAME).exists():
         planned = [*planned, Path(CONFIG_NAME)]
@@ -101,8 +102,8 @@ def _against_source(
 
 
 def _absent(output: OpenedOutput, findings: Findings, name: str) -> None:
-    """A failure for our own outputs; other tools leave files out, and folders that were merged
-    without a source may have had none."""
+    """A failure for our own outputs, a note for others: tools omit files, and folders that were
+    merged without a source may have had none."""
     manifest = output.manifest
     if manifest and (manifest.source_files or not manifest.merged):
         findings.fail(LEVEL, "missing file", f"{output.directory} has no {name}.", file=name)
@@ -111,7 +112,7 @@ def _absent(output: OpenedOutput, findings: Findings, name: str) -> None:
 
 
 def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: bool) -> None:
-    """A file with the source's, which it was copied from."""
+    """Compares a file with that of the source, which it was copied from."""
     try:
         here = read_small(output.directory, name)
     except CheckpointError as error:
@@ -122,7 +123,7 @@ def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: boo
         return
     if not output.ours:
         _compare_content(name, here, there, findings)
-    elif recorded and name.name != CONFIG_NAME:  # of which the source's identity tells
+    elif recorded and name.name != CONFIG_NAME:  # whose changes the source's identity shows
         message = f"{name} of the source differs from the file that was copied."
         findings.fail(LEVEL, "changed source", message, file=str(name))
     elif not recorded:
@@ -131,7 +132,7 @@ def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: boo
 
 
 def _compare_content(name: Path, here: bytes, there: bytes, findings: Findings) -> None:
-    """Other tools may rewrite a file, if it still means the same."""
+    """Compares by content, since other tools may rewrite a file."""
     found = content_differences(name, here, there, "in the source")
     for difference in found or ():
         findings.fail(LEVEL, "changed file", f"{name}: {difference}.", file=str(name))
@@ -141,22 +142,19 @@ def _compare_content(name: Path, here: bytes, there: bytes, findings: Findings) 
 
 
 def _readable(output: OpenedOutput, findings: Findings) -> None:
-    """Every JSON file is JSON; config.json is read elsewhere."""
+    """Checks that JSON files can be parsed, apart from config.json, which is read elsewhere."""
     for name in list_side_files(output.directory):
         if name.suffix != ".json" or name.name == CONFIG_NAME:
             continue
-        if why := _why_no_json(output.directory, name):
+        why = None
+        try:
+            json.loads(read_small(output.directory, name))
+        except (ValueError, RecursionError) as error:
+            why = f"{name} is not JSON: {error}"
+        except CheckpointError as error:
+            why = str(error)
+        if why is not None:
             findings.fail(LEVEL, "damaged file", f"{why}.", file=name.as_posix())
-
-
-def _why_no_json(directory: Path, name: Path) -> str | None:
-    try:
-        json.loads(read_small(directory, name))
-    except (ValueError, RecursionError) as error:
-        return f"{name} is not JSON: {error}"
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 # ---- config.json against the tensors ----
@@ -186,14 +184,14 @@ def _config(output: OpenedOutput, findings: Findings) -> None:
 
 
 def _leftovers(output: OpenedOutput, findings: Findings) -> None:
-    """KTransformers reads every shard below the directory, whatever the index says."""
+    """Checks subdirectories: KTransformers reads every shard in them, whatever the index says."""
     for shard in sorted(output.directory.rglob("*.safetensors")):
         if shard.parent == output.directory:
             continue
         try:
             names = [ref.name for ref in read_header(shard).tensors]
         except CheckpointError:
-            continue  # nobody can read it
+            continue  # no tool can read it
         if any(parse_tensor_name(name) for name in names):
             inside = shard.relative_to(output.directory).as_posix()
             findings.fail(

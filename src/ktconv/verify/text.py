@@ -1,4 +1,4 @@
-"""What a verification found, as lines for people."""
+"""The result of a verification as lines for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 10  # failures; --json and --report have more
 
 
 def lines_of(result: Result) -> Iterator[str]:
-    """The verdict, the worst offenders first, then a line or two per level."""
+    """The worst failures, a line or two per level, notes, and the verdict."""
     facts = result.facts
     yield from _failures(result)
     yield from _structure(facts["structure"])
@@ -83,7 +83,7 @@ def _allowed(bound: float | None) -> str:
 
 
 def _badness(error: float) -> float:
-    """NaN is worse than everything."""
+    """NaN counts as the worst error."""
     return math.inf if math.isnan(error) else error
 
 
@@ -122,7 +122,7 @@ def _model(about: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mapping(about: Mapping[str, Any]) -> Iterator[str]:
-    """The slots, then which sizes are possible; what is not, with its reason."""
+    """Slots, then possible sizes, and the reasons why others are not."""
     count = f"{about['slots']} tensors of {about['experts']} experts"
     yield f"mapping    {_mark(about)}: {count}, one per slot"
     for kind in ("tensor", "expert"):

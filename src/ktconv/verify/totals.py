@@ -1,4 +1,4 @@
-"""What items found, added up for the report."""
+"""Results of checks, added up for the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORST_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What one item found."""
+    """The result of one check."""
 
     nbytes: int
     checksums: int = 0
@@ -26,7 +26,7 @@ class ItemResult:
 
 @dataclass(slots=True)
 class Totals:
-    """What was read and found. Added to by one thread."""
+    """Sums over all results; for one thread."""
 
     bytes_checked: int = 0
     checksums: int = 0
@@ -57,7 +57,7 @@ class Totals:
         del self.worst[WORST_KEPT:]
 
     def as_dict(self, bound: float | None, experts: Mapping[int, int]) -> dict[str, Any]:
-        """`bound`: of the largest error in steps; `experts`: how many each layer has."""
+        """`bound`: the largest allowed error in steps; `experts`: number of experts by layer."""
         self._keep_worst()
         return {
             "matrices": self.matrices,

@@ -22,12 +22,12 @@ WORST_SAID = 5  # matrices in the summary
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What comparing found. `differences` and `notes` are whole sentences about A and B."""
+    """The result. `differences` and `notes` are whole sentences about A and B."""
 
     a: Mapping[str, Any]  # path, layout, method, numa, layers
     b: Mapping[str, Any]
     verdict: Verdict
-    expected: bool  # different, but no more than the options of both conversions explain
+    expected: bool  # different only as far as the options of both conversions explain it
     sample: float
     seed: int
     matrices: int  # compared
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same weights, as far as they were compared."""
+        """Whether both have the same weights, as far as they were compared."""
         return self.verdict != "different"
 
     def as_dict(self) -> dict[str, Any]:

@@ -44,14 +44,19 @@ class DifferenceStats:
         self.max_steps = float(np.maximum(self.max_steps, other.max_steps))
         self.differing += other.differing
 
-    def as_dict(self) -> dict[str, Any]:
-        """Relative to A, or to B where A is zero everywhere. None: not finite."""
+    @property
+    def relative(self) -> float | None:
+        """RMS relative to A, or to B where A is zero everywhere. None: not finite."""
         whole = self.squared_a or self.squared_b
-        relative = math.sqrt(self.squared_difference / whole) if whole else 0.0
+        return finite(math.sqrt(self.squared_difference / whole)) if whole else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """None: not finite."""
+        whole = self.squared_a or self.squared_b
         length = math.sqrt(self.squared_a) * math.sqrt(self.squared_b)
         cosine = min(self.product / length, 1.0) if length else 1.0 - bool(whole)
         return {
-            "relative_rms_difference": finite(relative),
+            "relative_rms_difference": self.relative,
             "cosine": finite(cosine),
             "max_difference_steps": finite(self.max_steps),
             "differing_elements": self.differing,

@@ -15,7 +15,7 @@ from ktconv.verify.side_content import content_differences
 
 @dataclass(slots=True)
 class SideFiles:
-    """What comparing them found; whole sentences."""
+    """Differences and notes are whole sentences."""
 
     compared: int = 0
     same_bytes: bool = True
@@ -24,7 +24,7 @@ class SideFiles:
 
 
 def compare_side_files(a: Path, b: Path) -> SideFiles:
-    """Compares all of two outputs. Other tools write none at all, which is no difference."""
+    """Compares all side files. An output without any, as other tools write it, is not different."""
     found, names = SideFiles(), (set(list_side_files(a)), set(list_side_files(b)))
     if not names[0] or not names[1]:
         if names[0] or names[1]:
@@ -62,7 +62,7 @@ def _compare(found: SideFiles, name: Path, a: Path, b: Path) -> None:
 
 
 def _differences(name: Path, here: bytes, there: bytes) -> Iterator[str]:
-    """Both were copied from a model, so bytes count where nothing is known of a file."""
+    """Differences in content; of unknown files, which were copied from the model, in bytes."""
     known = content_differences(name, here, there, "in B")
     if known is not None:
         yield from known

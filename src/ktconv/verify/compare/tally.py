@@ -1,4 +1,4 @@
-"""From pairs to a verdict: per layer, worst first, with the likely cause."""
+"""Adds up compared pairs to a verdict, by layer and worst first, with the likely cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORST_KEPT = 20  # matrices
 
 @dataclass(slots=True)
 class _Layer:
-    """What was found in one layer."""
+    """Differences of one layer."""
 
     matrices: int = 0
     equal_bytes: int = 0
@@ -40,7 +40,7 @@ class _Layer:
             self.experts[task.expert].add(done.sums)
 
     def as_dict(self, layer: int) -> dict[str, Any]:
-        """Numbers are over the matrices that differ: those that are equal are not unpacked."""
+        """Errors are of the matrices that differ, since equal ones are not unpacked."""
         different = self.different.total()
         return {
             "layer": layer,
@@ -50,25 +50,20 @@ class _Layer:
             "different": {proj: self.different[proj] for proj in ORDER if proj in self.different},
             **self.sums.as_dict(),
             "experts": [
-                {"expert": expert, "relative_rms_difference": _relative(sums)}
+                {"expert": expert, "relative_rms_difference": sums.relative}
                 for expert, sums in sorted(self.experts.items())
             ],
         }
 
 
-def _relative(sums: DifferenceStats) -> float | None:
-    found: float | None = sums.as_dict()["relative_rms_difference"]
-    return found
-
-
 class Tally:
-    """Collects what the workers found; from one thread, in the order of the plan."""
+    """Collects results in the order of the plan; for one thread."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._layers: dict[int, _Layer] = {}
         self._worst: list[TaskResult] = []
-        self.sums_of = DifferenceStats()
+        self._sums = DifferenceStats()
         self._tensors: list[str] = []
         self._digests: tuple[dict[bytes, MatrixTask], dict[bytes, MatrixTask]] = ({}, {})
         self._elements = self._others = 0
@@ -91,7 +86,7 @@ class Tally:
         if len(self._worst) > 10 * WORST_KEPT:
             self._keep_worst()
         assert done.sums is not None and done.digests is not None
-        self.sums_of.add(done.sums)
+        self._sums.add(done.sums)
         for known, digest in zip(self._digests, done.digests, strict=True):
             known.setdefault(digest, task)
 
@@ -103,7 +98,7 @@ class Tally:
         plan = self._plan
         self._keep_worst()
         matrices = self._matrices()
-        cause, explained = _cause(plan, self._layers, self.sums_of)
+        cause, explained = _cause(plan, self._layers, self._sums)
         explained = explained and not (plan.differences or self._tensors)
         moved = at_most(SAID, list(_moved(*self._digests)), "moved expert")
         tensors = at_most(SAID, self._tensors, "non-expert tensor")
@@ -129,7 +124,7 @@ class Tally:
         )
 
     def _matrices(self) -> list[str]:
-        """The one sentence about all matrices that differ."""
+        """A sentence about all matrices that differ, if there are any."""
         different = _by_projection(self._layers.values())
         if not different:
             return []
@@ -150,8 +145,8 @@ def _by_projection(layers: Iterable[_Layer]) -> Counter[Matrix]:
 
 
 def _badness(done: TaskResult) -> float:
-    """The relative RMS difference; what has none is worst."""
-    relative = _relative(done.sums) if done.sums else None
+    """The relative RMS difference; infinite if there is none."""
+    relative = done.sums.relative if done.sums else None
     return math.inf if relative is None else relative
 
 
@@ -174,7 +169,7 @@ def _worst_dict(done: TaskResult) -> dict[str, Any]:
 def _cause(
     plan: Plan, layers: Mapping[int, _Layer], sums: DifferenceStats
 ) -> tuple[list[str], bool]:
-    """What options explain matrices that differ, in words, and whether they explain all."""
+    """A sentence about options that cause the differences, and whether they explain all."""
     differing = {number: layer for number, layer in layers.items() if layer.different.total()}
     pairs = [(plan.a.packed.layers[n], plan.b.packed.layers[n]) for n in differing]
     reason = _reason(pairs, _by_projection(differing.values()).keys())
@@ -189,7 +184,7 @@ def _cause(
 
 
 def _reason(pairs: Sequence[tuple[Geometry, Geometry]], different: Set[Matrix]) -> str | None:
-    """Which option makes all these layers differ, if it can make these projections differ."""
+    """The option that all these layers differ in, if it can affect these projections."""
     known = [(here.format, there.format) for here, there in pairs]
     if not known or any(None in formats for formats in known):
         return None
@@ -206,12 +201,12 @@ def _reason(pairs: Sequence[tuple[Geometry, Geometry]], different: Set[Matrix]) 
 
 
 def _bound(geometry: Geometry) -> float:
-    """Farthest that rounding takes a value from its source, in steps."""
+    """The largest error of rounding, in steps."""
     return geometry.format.max_error_steps if geometry.format else 0.0
 
 
 def _moved(a: Mapping[bytes, MatrixTask], b: Mapping[bytes, MatrixTask]) -> Iterator[str]:
-    """Matrices of A that lie somewhere else in B."""
+    """Sentences about matrices of A that are in another place in B."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for digest in a.keys() & b.keys():
         here, there = a[digest], b[digest]

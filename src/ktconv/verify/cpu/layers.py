@@ -6,7 +6,7 @@ arithmetic on the same weights, and reports how far the result is from that of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -40,21 +40,17 @@ class CpuLayersCheck(LayersCheck):
         reference = LayerReference(x, compute, self._budget.layer_threads)
         kernel_error, y = self._outputs(experts, inputs, reference)
         for isa, error in kernel_error.items():
-            self._check_kernel(layer.index, isa, error)
+            if not error <= KERNEL_BOUND:
+                self._findings.fail(
+                    LEVEL,
+                    "kernel",
+                    f"layer {layer.index} on {isa}: the kernels have an error of {error:.3g} from "
+                    "float32 arithmetic on the same packed weights; the limit is "
+                    f"{KERNEL_BOUND:g}.",
+                    layer=layer.index,
+                    value=error,
+                )
         return reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
-
-    def _check_kernel(self, layer: int, isa: str, error: float) -> None:
-        if error <= KERNEL_BOUND:
-            return
-        self._findings.fail(
-            LEVEL,
-            "kernel",
-            f"layer {layer} on {isa}: the kernels have an error of {error:.3g} from "
-            "float32 arithmetic on the same packed weights; the limit is "
-            f"{KERNEL_BOUND:g}.",
-            layer=layer,
-            value=error,
-        )
 
     def _outputs(
         self, experts: Experts, inputs: Inputs, reference: LayerReference
@@ -66,10 +62,9 @@ class CpuLayersCheck(LayersCheck):
         errors: dict[str, float] = {}
         total = np.zeros(inputs.x.shape, np.float32)
         with Pool(self._request.threads) as pool:
-            for group in _groups(
-                inputs.experts, self._budget.experts_at_once(experts.expert_bytes)
-            ):
-                part = inputs.only(group)
+            ids, count = inputs.experts, self._budget.experts_at_once(experts.expert_bytes)
+            for first in range(0, len(ids), count):
+                part = inputs.only(ids[first : first + count])
                 expected, y = reference.add(part), total
                 for isa, y in _on_all_levels(experts, part, pool):
                     error = relative(y, expected)
@@ -87,8 +82,3 @@ def _on_all_levels(experts: Experts, inputs: Inputs, pool: Pool) -> Iterator[tup
             yield isa, bf16_to_f32(experts.forward(inputs.x, inputs.ids, inputs.weights, pool))
     finally:
         native.use_isa(before)
-
-
-def _groups(experts: Sequence[int], count: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(experts), count):
-        yield experts[first : first + count]

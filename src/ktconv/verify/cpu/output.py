@@ -1,4 +1,4 @@
-"""Packed experts for CPUs as they lie on the disk, and how they were converted."""
+"""Packed experts for CPUs on disk, and how they were converted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuOutput(OpenedOutput):
     options: Options
-    contradiction: str | None  # of manifest and tensors: then `options` are the tensors'
+    contradiction: str | None  # between manifest and tensors; then `options` are the tensors'
 
     @property
     def described(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def open_cpu_output(output: Path, source: str | None) -> CpuOutput:
 
 
 def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
-    """A manifest whose options and source have the form of ours; None for any other."""
+    """The manifest if it is a valid one of ours, else None."""
     options = _options_of(manifest) if manifest and manifest.has_source else None
     if options is None:
         return None
@@ -93,13 +93,13 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
 
 
 def _options_of(manifest: Manifest) -> Options | None:
-    """How it was converted; None where that has not the form of ours."""
+    """How it was converted; None if the manifest does not say it as ours do."""
     complete = {"method", "numa"} <= manifest.options.keys()
     return options_of_record(manifest.options) if complete else None
 
 
 def _options_of_run(output: Path) -> Options | None:
-    """How a conversion that is not finished was begun."""
+    """The options of an incomplete conversion."""
     journal = Journal(output)
     run = journal.peek_run()
     options = _options_of(Manifest(journal.run_file, run)) if is_run_record(run) else None
@@ -107,7 +107,7 @@ def _options_of_run(output: Path) -> Options | None:
 
 
 def _contradiction(packed: PackedWeights, options: Options) -> str | None:
-    """Why these cannot be the options of a conversion: no layer is of that kind."""
+    """A sentence if no layer has this method and number of parts."""
     kinds = {(one.format.key, one.parts) for one in packed.layers.values() if one.format}
     if not kinds or (options.method, options.numa) in kinds:
         return None
@@ -119,7 +119,7 @@ def _contradiction(packed: PackedWeights, options: Options) -> str | None:
 
 
 def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) -> Options:
-    """How it was converted, as its tensors tell: as most layers are."""
+    """How it was converted, by the tensors of most layers."""
     kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
     if not kinds:
         raise CheckpointError(
@@ -138,7 +138,7 @@ def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) ->
 
 
 def _has_mtp(packed: PackedWeights, checkpoint: Checkpoint | None) -> bool:
-    """Whether experts of MTP layers are there; the reference converter leaves them out."""
+    """Whether there are experts of MTP layers, which the reference converter omits."""
     if checkpoint is None:
         return True
     return any(layer.is_mtp and layer.index in packed.layers for layer in checkpoint.layers)

@@ -1,11 +1,12 @@
 """The result of a verification as one HTML page that needs nothing else.
 
-The page contains its style and pictures, loads nothing from a network, reads without its script,
-and treats every text of the result as hostile: tensor names and generated text come from anywhere.
-Its content security policy lets no other script run even if an escape were forgotten.
+The page contains its style and pictures, loads nothing from a network and can be read without its
+script. It treats every text of the result as hostile, since tensor names and generated text can
+come from anywhere: its content security policy forbids other scripts even if an escape were
+forgotten.
 
-`templates` has the pages, their style and their script; `values` says how a value looks,
-`sections` computes what the pages show, `charts` and `heat` draw.
+`templates` has the pages, their style and their script; `values` formats values, `sections`
+computes what the pages show, `charts` and `heat` draw.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from ktconv.verify.report.values import escape, figure
 
-_HUGE = 1e30  # what is larger is drawn like an infinity: no axis could hold it
+_HUGE = 1e30  # larger values are drawn as infinities
 _TINY = 1e-30
-_LOG_FROM = 20.0  # a range this many times its start is drawn in powers of ten,
+_LOG_FROM = 20.0  # the ratio of largest to smallest value from which a scale is logarithmic
 
 
 def drawable(value: float | None) -> bool:
@@ -21,7 +21,7 @@ def drawable(value: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where values lie between low and high; both are powers of ten if the scale is one."""
+    """An axis from low to high; both are exponents of ten on a logarithmic scale."""
 
     low: float
     high: float
@@ -31,17 +31,17 @@ class Scale:
     def around(
         values: Iterable[float | None], *, narrow: float = 0.0, log_from: float = _LOG_FROM
     ) -> Scale:
-        """The scale of what can be drawn; never narrower than this share of the largest value."""
+        """The scale of the drawable values; at least `narrow` times the largest value wide."""
         given = [value for value in values if value is not None and drawable(value)]
         low, high = min(given, default=0.0), max(given, default=1.0)
         positive = [value for value in given if value > _TINY]
         if low >= 0 and positive and high > log_from * min(positive):
             return Scale(math.log10(min(positive)), math.log10(high), True)
-        lacking = max(narrow * max(abs(low), abs(high)) - (high - low), 0.0)
-        if high - low + lacking <= _TINY:
-            lacking = 1.0 if high == 0 else abs(high) * 0.1
-        start = low - lacking / 2
-        return Scale(0.0 if low >= 0 > start else start, high + lacking / 2, False)
+        added = max(narrow * max(abs(low), abs(high)) - (high - low), 0.0)
+        if high - low + added <= _TINY:
+            added = 1.0 if high == 0 else abs(high) * 0.1
+        start = low - added / 2
+        return Scale(0.0 if low >= 0 > start else start, high + added / 2, False)
 
     def padded(self, share: float) -> Scale:
         room = (self.high - self.low) * share
@@ -51,7 +51,7 @@ class Scale:
         )
 
     def share(self, value: float) -> float:
-        """0 at the start, 1 at the end; what lies outside is at the nearer end."""
+        """0 at the start, 1 at the end; values outside are moved to the nearer end."""
         place = math.log10(max(value, _TINY)) if self.log else value
         return min(max((place - self.low) / (self.high - self.low), 0.0), 1.0)
 
@@ -60,7 +60,7 @@ class Scale:
         return float(10.0**place) if self.log else place
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values inside."""
+        """Round values within the scale."""
         if not self.log:
             return _round_steps(self.low, self.high, about)
         first, last = math.floor(self.low), math.ceil(self.high)
@@ -87,7 +87,7 @@ def _round_steps(low: float, high: float, about: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line; values are by layer, None where nothing was measured."""
+    """A line with a value for each layer, None where nothing was measured."""
 
     name: str
     values: Sequence[float | None]
@@ -105,7 +105,7 @@ def _points(values: Sequence[float]) -> list[str]:
 
 
 def _marker(style: int, x: float, y: float, size: float) -> str:
-    """The path of a circle, square, triangle or diamond: lines differ without their colours."""
+    """The path of a circle, square, triangle or diamond, so that lines differ without colours."""
     s = size
     u, v = _points([x, y])
     return (
@@ -136,7 +136,7 @@ class _Plane:
         )
 
     def zero_off(self, value: float | None) -> bool:
-        """A zero that a scale in powers of ten has no place for."""
+        """Whether the value is a zero, which a logarithmic scale cannot show."""
         return self.scale.log and value == 0
 
     def y(self, value: float) -> float:
@@ -144,7 +144,7 @@ class _Plane:
 
 
 def line_chart(labels: Sequence[str], layers: Sequence[float], series: Sequence[Series]) -> Markup:
-    """The lines over the layers: labels (as in the result) and places on the axis, in step."""
+    """Lines over layers, which have labels (as in the result) and places on the axis."""
     plane = _Plane(layers, series)
     parts = [_axes(plane, labels), _unmeasured(plane, labels, series)]
     parts += [_band(plane, one) for one in series if one.band]
@@ -190,7 +190,7 @@ def _axes(plane: _Plane, labels: Sequence[str]) -> str:
 
 
 def _unmeasured(plane: _Plane, labels: Sequence[str], series: Sequence[Series]) -> str:
-    """A hatched column where no line has a value."""
+    """A hatched column for each layer without values."""
     parts = []
     for index, label in enumerate(labels):
         if any(one.values[index] is not None for one in series):
@@ -205,7 +205,7 @@ def _unmeasured(plane: _Plane, labels: Sequence[str], series: Sequence[Series]) 
 
 
 def _runs(plane: _Plane, values: Sequence[float | None]) -> list[list[tuple[float, float]]]:
-    """The corners of a line; what cannot be drawn interrupts it."""
+    """The corners of a line, which values that cannot be drawn interrupt."""
     runs: list[list[tuple[float, float]]] = [[]]
     for layer, value in zip(plane.layers, values, strict=True):
         if value is not None and drawable(value) and not plane.zero_off(value):
@@ -230,20 +230,19 @@ def _band(plane: _Plane, one: Series) -> str:
 
 
 def _line(plane: _Plane, index: int, one: Series) -> str:
+    runs = _runs(plane, one.values)
+    return "".join(f"{_stroke(index, _path(run))}\n" for run in runs if len(run) > 1)
+
+
+def _stroke(index: int, d: str) -> str:
     dash = _DASHES[index % len(_DASHES)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return "".join(
-        f'<path class="line s{index % 6}"{dashes} d="{_path(run)}"></path>\n'
-        for run in _runs(plane, one.values)
-        if len(run) > 1
-    )
+    return f'<path class="line s{index % 6}"{dashes} d="{d}"></path>'
 
 
 def _dots(plane: _Plane, index: int, one: Series, labels: Sequence[str]) -> str:
-    """A marker per value; where the axis has no place for it, a mark at its end.
-
-    A cross at the upper end is no finite number, a hollow marker at the lower end is 0.
-    """
+    """A marker per value. A cross at the top is not a finite number, a hollow marker at the bottom
+    is a 0 on a logarithmic axis."""
     size = 4.0 if len(plane.layers) <= 24 else 2.6
     parts = []
     for layer, label, value in zip(plane.layers, labels, one.values, strict=True):
@@ -261,30 +260,31 @@ def _dots(plane: _Plane, index: int, one: Series, labels: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def swatch(body: str, width: int = 34) -> str:
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """A list of drawings with what they mean."""
+    items = "".join(f"<li>{drawing}{words}</li>\n" for drawing, words in entries)
+    return f'<ul class="legend">\n{items}</ul>\n'
+
+
+def swatch(body: str, width: int = 20) -> str:
     return f'<svg width="{width}" height="14" aria-hidden="true">{body}</svg>'
 
 
 def _legend(plane: _Plane, series: Sequence[Series], unmeasured: str) -> str:
-    parts = []
+    entries: list[tuple[str, str]] = []
     for index, one in enumerate(series):
-        dash = _DASHES[index % len(_DASHES)]
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        drawn = (
-            f'<path class="line s{index % 6}"{dashes} d="M1 7H33"></path>'
-            f'<path class="dot s{index % 6}" d="{_marker(index, 17, 7, 4)}"></path>'
-        )
-        parts.append(f"<li>{swatch(drawn)}{escape(one.name)}</li>\n")
+        marker = f'<path class="dot s{index % 6}" d="{_marker(index, 17, 7, 4)}"></path>'
+        entries.append((swatch(_stroke(index, "M1 7H33") + marker, 34), escape(one.name)))
         if any(one.band):
             area = '<rect class="band" y="1" width="34" height="12"></rect>'
-            parts.append(f"<li>{swatch(area)}{escape(one.band_name)}</li>\n")
-    if any(value is not None and not drawable(value) for one in series for value in one.values):
+            entries.append((swatch(area, 34), escape(one.band_name)))
+    values = [value for one in series for value in one.values]
+    if any(value is not None and not drawable(value) for value in values):
         cross = '<path class="off" d="M5 2l10 10m0 -10l-10 10"></path>'
-        parts.append(f"<li>{swatch(cross, 20)}not a finite number</li>\n")
-    if any(plane.zero_off(value) for one in series for value in one.values):
+        entries.append((swatch(cross), "not a finite number"))
+    if any(map(plane.zero_off, values)):
         hollow = f'<path class="hollow s5" d="{_marker(0, 10, 7, 4)}"></path>'
-        parts.append(f"<li>{swatch(hollow, 20)}exactly 0, below the axis</li>\n")
+        entries.append((swatch(hollow), "exactly 0, below the axis"))
     if unmeasured:
-        hatch = '<rect class="m" width="20" height="14"></rect>'
-        parts.append(f"<li>{swatch(hatch, 20)}not measured</li>\n")
-    return f'<ul class="legend">\n{"".join(parts)}</ul>\n'
+        entries.append((swatch('<rect class="m" width="20" height="14"></rect>'), "not measured"))
+    return legend(entries)

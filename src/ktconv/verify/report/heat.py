@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from ktconv.verify.report.charts import WIDTH, Scale, drawable, swatch
+from ktconv.verify.report.charts import WIDTH, Scale, drawable, legend, swatch
 from ktconv.verify.report.values import escape, figure
 
 SHADES = 16  # colours in report.css
-_LOG_SHADES_FROM = 4.0  # a range this many times its start: one bad expert must not make all alike
+_LOG_SHADES_FROM = 4.0  # from this ratio on, so that one bad expert leaves others distinct
 
 
 def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> Markup:
@@ -105,7 +105,7 @@ def _highest(rows: Sequence[Sequence[float | None]]) -> tuple[float, int, int] |
 def _ring(
     rows: Sequence[Sequence[float | None]], cell: float, gap: float, height: float, left: float
 ) -> str:
-    """A frame around the highest value: in a large map one cell is hard to find."""
+    """A frame around the highest value, which is hard to find in a large map."""
     highest = _highest(rows)
     if highest is None:
         return ""
@@ -134,21 +134,19 @@ def _ramp(scale: Scale) -> str:
 
 def _heat_legend(rows: Sequence[Sequence[float | None]], scale: Scale) -> str:
     flat = [value for row in rows for value in row]
-    parts = []
+    entries = []
     if _highest(rows):
-        parts.append(f"<li>{_ramp(scale)}{'log scale' if scale.log else ''}</li>\n")
+        entries.append((_ramp(scale), "log scale" if scale.log else ""))
         ring = '<rect class="ring" x="2" y="1" width="16" height="12" rx="2"></rect>'
-        parts.append(f"<li>{swatch(ring, 20)}highest</li>\n")
+        entries.append((swatch(ring), "highest"))
     kinds = (
         ("z", "exactly 0", any(value == 0 for value in flat)),
         ("m", "not sampled", any(value is None for value in flat)),
         ("x", "not a finite number", any(v is not None and not drawable(v) for v in flat)),
     )
-    parts += [
-        "<li>"
-        + swatch(f'<rect class="{kind}" width="20" height="14"></rect>', 20)
-        + f"{name}</li>\n"
+    entries += [
+        (swatch(f'<rect class="{kind}" width="20" height="14"></rect>'), name)
         for kind, name, found in kinds
         if found
     ]
-    return f'<ul class="legend">\n{"".join(parts)}</ul>\n'
+    return legend(entries)

@@ -1,4 +1,4 @@
-"""What the templates show but cannot compute: groups of failures, merged rows, pictures."""
+"""Computes what the templates show: groups of failures, merged rows, pictures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def name_of(path: Any) -> str:
 
 
 def failure_count(result: Facts) -> int:
-    """As the result says, but no fewer than it lists."""
+    """The count in the result, but at least the number of listed failures."""
     return max(int(finite(result["failure_count"]) or 0), len(items(result["failures"])))
 
 
@@ -67,7 +67,7 @@ def tone_of(result: Facts) -> str:
 
 
 def failure_groups(result: Facts) -> list[list[Facts]]:
-    """By level and check. Lower levels first: what fails there explains much of the rest."""
+    """By level and check; lower levels first, since they often explain the others."""
     groups: dict[tuple[str, str], list[Facts]] = {}
     for item in items(result["failures"]):
         failure = Facts(item if isinstance(item, Mapping) else {"message": item})
@@ -81,7 +81,7 @@ def failure_groups(result: Facts) -> list[list[Facts]]:
 
 
 def _what(failure: Facts) -> Markup:
-    """The message, the place below it, and whatever else the failure says."""
+    """The message, and below it the place and all other fields."""
     places = [show_path(failure[name]) for name in _PLACE if failure[name] is not None]
     others = [
         f'<span class="code">{escape(name)}: {show_id(value)}</span>'
@@ -93,7 +93,7 @@ def _what(failure: Facts) -> Markup:
 
 
 def _badness(failure: Facts) -> float:
-    """How far off, in steps or else in value; NaN is the worst, the unknown comes last."""
+    """The error in steps, or else in value; NaN comes first, unknown errors last."""
     steps = number(failure["steps"])
     if steps is not None:
         return math.inf if math.isnan(steps) else abs(steps)
@@ -108,7 +108,7 @@ def _badness(failure: Facts) -> float:
 
 
 def isas_of(section: Facts) -> list[str]:
-    """Levels of the kernels: those announced, then any other that a layer names."""
+    """ISA levels: those of the section, then others that layers name."""
     named = [str(isa) for isa in items(section["isas"])]
     found = [str(isa) for row in records(section["layers"]) for isa in mapping(row["kernel_error"])]
     return list(dict.fromkeys(named + found))
@@ -119,7 +119,7 @@ def kernel_columns(isas: Sequence[str]) -> list[Column]:
 
 
 def layer_rows(result: Facts) -> list[Facts]:
-    """One row per layer with what both levels found."""
+    """One row per layer with the results of levels weights and layers."""
     rows: dict[str, Facts] = {}
     for level in ("weights", "layers"):
         for layer in records(mapping(result[level])["layers"]):
@@ -127,8 +127,6 @@ def layer_rows(result: Facts) -> list[Facts]:
     for row in rows.values():
         experts = items(row["experts"])
         row["sampled"] = sum(value is not None for value in experts) if experts else None
-        run = items(row["experts_run"])  # a count, or the experts' numbers
-        row["experts_run"] = len(run) if run else row["experts_run"]
     return list(rows.values())
 
 
@@ -157,7 +155,7 @@ def outputs_chart(section: Facts) -> Markup:
 
 
 def compared_layers(result: Facts) -> list[Facts]:
-    """With how many matrices differ, by projection, as `counts`."""
+    """Layers with the number of different matrices by projection as `counts`."""
     layers = records(result["layers"])
     for layer in layers:
         counts = mapping(layer["different"]).items()
@@ -189,7 +187,7 @@ def _heat(layers: Sequence[Facts], experts: Sequence[Sequence[float | None]]) ->
 
 
 def _chart(layers: Sequence[Facts], series: Sequence[Series]) -> Markup:
-    """Lines over the layers; nothing where nothing was measured."""
+    """Lines over the layers; empty if nothing was measured."""
     used = [one for one in series if any(value is not None for value in one.values)]
     if not used:
         return Markup()
@@ -197,7 +195,7 @@ def _chart(layers: Sequence[Facts], series: Sequence[Series]) -> Markup:
 
 
 def _spread(row: Sequence[float | None]) -> tuple[float, float] | None:
-    """Least and greatest, of what can be drawn."""
+    """The least and the greatest drawable value."""
     given = [value for value in row if value is not None and drawable(value)]
     return (min(given), max(given)) if len(given) > 1 else None
 
@@ -208,7 +206,7 @@ def _label(layer: Facts) -> str:
 
 
 def _places(layers: Sequence[Facts]) -> list[float]:
-    """Where layers lie on the axis: by their numbers, or in order if those are unusable."""
+    """Places of layers on the axis: their numbers, or their order if these are unusable."""
     places = [number(layer["layer"]) for layer in layers]
     usable = [place for place in places if place is not None and 0 <= place < 100_000]
     if len(usable) < len(places) or usable != sorted(set(usable)):
@@ -227,7 +225,7 @@ def perplexity_change(model: Facts) -> str | None:
 
 
 def measures_of(model: Facts) -> list[Facts]:
-    """Measures beside their limits, then limits of anything else."""
+    """Measures with their limits, then all other limits."""
     limits = dict(mapping(model["thresholds"]))
     rows = [
         {"name": words, "value": model[name], "limit": limits.pop(name, None)}
@@ -238,7 +236,7 @@ def measures_of(model: Facts) -> list[Facts]:
 
 
 def texts_of(generation: Facts) -> dict[str, Any]:
-    """Both texts, marked from where they differ, and how far they agree (None: one is missing)."""
+    """Both texts, marked from their first difference on, and where it is (None: one is missing)."""
     source, converted = generation["source"], generation["converted"]
     if not isinstance(source, str) or not isinstance(converted, str):
         return {"source": source, "converted": converted, "shared": None}
@@ -260,7 +258,7 @@ def _marked(text: str, shared: int) -> Markup:
 
 
 def flat(value: Any, name: str = "", depth: int = 0) -> list[tuple[str, Markup]]:
-    """Facts one below another, a.b for what is nested; long lists become their length."""
+    """Nested facts as a list with names such as a.b; long lists become their length."""
     if isinstance(value, Mapping) and value and depth < 4 and len(value) <= _MAX_ENTRIES:
         return [
             pair

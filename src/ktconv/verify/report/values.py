@@ -1,4 +1,4 @@
-"""Values of a result as HTML: hostile text made harmless, numbers rounded, gaps marked."""
+"""Values of a result as HTML: text escaped, numbers rounded, missing values marked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mapping(value: Any) -> Facts:
 
 
 def items(value: Any) -> Sequence[Any]:
-    """The items of a list; nothing for anything else."""
+    """The items of a list; none of any other value."""
     return value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
 
 
@@ -38,7 +38,7 @@ def records(value: Any) -> list[Facts]:
 
 
 def number(value: Any) -> float | None:
-    """A number of the result, NaN and infinities included, also where JSON made words of them."""
+    """A number of the result, also NaN and infinities, which JSON has as strings."""
     if isinstance(value, str) and value.strip().lower() in _NOT_FINITE:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -70,12 +70,12 @@ def figure(value: float) -> str:
 
 
 def escape(value: Any) -> Markup:
-    """Text for an element or a quoted attribute; what cannot be seen is written as \\uXXXX."""
+    """Text for an element or a quoted attribute; invisible characters become \\uXXXX."""
     return markupsafe.escape(printable(str(value), keep="\t\n"))
 
 
 def show(value: Any) -> Markup:
-    """A value as HTML: what is missing differs from 0 and from an empty text."""
+    """A value as HTML; a missing value looks different from 0 and from empty text."""
     if isinstance(value, Markup):
         return value
     if value is None:
@@ -92,7 +92,7 @@ def show(value: Any) -> Markup:
 
 
 def show_id(value: Any) -> Markup:
-    """Numbers that name something are not grouped: seed 12345, layer 1000."""
+    """A value whose digits are not grouped if it is an id: seed 12345, layer 1000."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return escape(value) if whole else show(value)
 
@@ -135,7 +135,7 @@ def show_duration(value: Any) -> Markup:
 
 
 def size_words(value: Any) -> str | None:
-    """Bytes in a larger unit; None where there is none that would help."""
+    """Bytes in a larger unit; None if that is not possible."""
     given = number(value)
     return None if given is None or not abs(given) < 1e30 else format_size(given)
 
@@ -156,7 +156,7 @@ def plural(count: int, word: str) -> str:
 
 # --- tables -----------------------------------------------------------------------------
 
-# How a column shows its values; "text" is the one that is not aligned as numbers.
+# How a column shows its values; all but "text" are aligned as numbers.
 _KINDS: dict[str, Callable[[Any], Markup]] = {
     "number": show,
     "text": show,
