@@ -249,7 +249,7 @@ kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix, voi
 /* ---- Audit ------------------------------------------------------------------ *
  *
  * A second opinion on packed weights, sharing no code with what packs them: places and values
- * follow from docs/formats.md alone. INT8 and INT4. */
+ * follow from docs/formats.md alone. INT8, INT4 and GINT4. */
 
 typedef struct kt_audit {
   double squared_source; /* sums over the rows compared: w^2, */
@@ -257,7 +257,7 @@ typedef struct kt_audit {
   double squared_value;  /* v^2; so w * v is (w^2 + v^2 - (w - v)^2) / 2 */
   double max_steps;      /* largest |w - v| in steps of its scale, of scales > 0 */
   int64_t zeros;         /* codes that are 0 */
-  int64_t invalid;       /* codes outside -127..127 or -7..7, and codes not 0 under scale 0 */
+  int64_t invalid; /* codes outside -127..127 (INT8) or -7..7 (INT4), codes not 0 under scale 0 */
 } kt_audit;
 
 /* Compares rows first .. first + source->rows (multiples of 32) of the packed matrix

@@ -187,6 +187,6 @@ def test_what_the_library_does_not_do_is_refused(layout: Layout) -> None:
         scale = np.empty(layout.scale_size(32, 128), np.uint8)
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.quantize_pack(layout, matrix, packed, scale)
-    if layout.format not in ("int8", "int4"):
+    if layout.format not in ("int8", "int4", "gint4"):
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.audit_codes(layout, packed, 32, 128)

@@ -7,7 +7,7 @@
 
 /* ---- The rules of docs/formats.md, once more --------------------------------- *
  *
- * Scales: SPEC 3.2. Denormals on the way become 0. */
+ * Scales: SPEC 3.2 and 8.4. Denormals on the way become 0. */
 
 static float flushed(float value) { return value < 0x1p-126f ? 0.0f : value; }
 
@@ -17,22 +17,33 @@ static float int8_rule(float amax) {
 
 static float int4_rule(float amax) { return flushed((float)((double)amax / 112.0)); }
 
+static float gint4_rule(float amax) { return flushed((float)((double)amax / 7.0)); }
+
 static const kt_audit_format int8 = {1, 64, 1.0f, int8_rule};
 static const kt_audit_format int4 = {2, 128, 16.0f, int4_rule};
+static const kt_audit_format gint4 = {2, 0, 1.0f, gint4_rule};
+
+static const kt_audit_format *format_of(const kt_layout *layout) {
+  switch (layout->format) {
+  case KT_FORMAT_INT8: return &int8;
+  case KT_FORMAT_INT4: return &int4;
+  case KT_FORMAT_GINT4: return &gint4;
+  default: return NULL;
+  }
+}
 
 /* *found: what a layout is audited by. */
 static kt_status check_packed(const kt_layout *layout, int64_t rows, int64_t cols,
                               const kt_audit_format **found) {
-  if (!layout || rows < 1 || cols < 1) return KT_ERR_ARGUMENT;
-  const kt_audit_format *format = layout->format == KT_FORMAT_INT8   ? &int8
-                                  : layout->format == KT_FORMAT_INT4 ? &int4
-                                                                     : NULL;
   kt_layout_traits traits;
-  if (!format) return kt_layout_describe(layout, &traits) ? KT_ERR_ARGUMENT : KT_ERR_UNSUPPORTED;
-  if (layout->group || layout->scale_dtype != KT_SCALE_F32) return KT_ERR_ARGUMENT;
+  if (!layout || rows < 1 || cols < 1 || kt_layout_describe(layout, &traits))
+    return KT_ERR_ARGUMENT;
+  const kt_audit_format *format = format_of(layout);
+  if (!format) return KT_ERR_UNSUPPORTED;
   if (cols > INT64_MAX / 8 / rows) return KT_ERR_SHAPE;
   *found = format;
-  return rows % 32 || cols % (format->planes * KT_AUDIT_COLS) ? KT_ERR_SHAPE : KT_OK;
+  const int64_t whole = layout->group ? layout->group : kt_audit_tile_cols(format);
+  return rows % 32 || cols % whole ? KT_ERR_SHAPE : KT_OK;
 }
 
 static kt_audit_fn *const audits[KT_LEVELS] = {
@@ -54,12 +65,16 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t
   if (source->rows % 32 || first % 32 || first < 0 || first > rows - source->rows)
     return KT_ERR_SHAPE;
   *audit = (kt_audit){0};
+  const int64_t group = layout->group ? layout->group : source->cols;
   const kt_audit_job job = {.format = format,
                             .source = source,
                             .rows = rows,
                             .first = first,
                             .packed = packed,
                             .scale = packed_scale,
+                            .group = group,
+                            .groups = source->cols / group,
+                            .bf16_scales = layout->scale_dtype == KT_SCALE_BF16,
                             .error = error,
                             .amax = amax,
                             .rule = rule};

@@ -10,13 +10,14 @@
 #include "ktconv.h"
 
 enum {
-  KT_AUDIT_ROWS = 16, /* rows of half a tile */
-  KT_AUDIT_COLS = 64, /* columns that its 1024 bytes hold, once (INT8) or twice (INT4) */
-  KT_AUDIT_HALF = KT_AUDIT_ROWS * KT_AUDIT_COLS
+  KT_AUDIT_ROWS = 16,      /* rows that are compared at once, half of a tile's */
+  KT_AUDIT_COLS = 64,      /* columns of them: of INT8 half a tile, of INT4 a quarter */
+  KT_AUDIT_GROUP_COLS = 32 /* the same of GINT4, half a tile */
 };
 
-/* A layout as docs/formats.md defines it, independent of the packers: tiles of 32 rows x
- * planes * 64 columns, in row blocks of `row_block`; a code is a byte, or (2 planes) a nibble. */
+/* A format as docs/formats.md defines it, independent of the packers. A code is a byte, or
+ * (2 planes) a nibble. Tiles of INT8 and INT4 have 32 rows x planes * 64 columns in row blocks of
+ * `row_block`, those of GINT4 (row_block 0) 32 x 32. */
 typedef struct kt_audit_format {
   int32_t planes;
   int64_t row_block;
@@ -24,14 +25,20 @@ typedef struct kt_audit_format {
   float (*rule)(float amax);
 } kt_audit_format;
 
+static inline int kt_audit_tile_cols(const kt_audit_format *format) {
+  return format->row_block ? format->planes * KT_AUDIT_COLS : KT_AUDIT_GROUP_COLS;
+}
+
 /* One pass over rows `first` .. first + m->rows of a packed matrix [rows, m->cols]. */
 typedef struct kt_audit_job {
   const kt_audit_format *format;
   const kt_matrix *source;
   int64_t rows, first;
   const uint8_t *packed;
-  const float *scale;
-  float *error, *amax, *rule; /* of the rows compared */
+  const void *scale;
+  int64_t group, groups;      /* columns that share a scale: all, or a group; how many groups */
+  int bf16_scales;            /* else binary32 */
+  float *error, *amax, *rule; /* [rows compared][groups] */
 } kt_audit_job;
 
 typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);

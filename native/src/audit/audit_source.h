@@ -59,7 +59,7 @@ INLINE float to_bf16(float value) {
   return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-/* ---- Numbers of 64 columns of a row -------------------------------------- */
+/* ---- Numbers of some columns of a row: a constant number, for vectors ------- */
 
 /* `units` units of `size` bytes, `step` bytes apart, side by side. */
 INLINE void side_by_side(const uint8_t *from, int64_t step, int64_t size, int64_t units,
@@ -73,59 +73,60 @@ INLINE void side_by_side(const uint8_t *from, int64_t step, int64_t size, int64_
 
 /* <name>_values: of the units from `from` on, which hold row `row` of the matrix. */
 
-INLINE void bf16_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+INLINE void bf16_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
+                        float *out) {
   uint16_t half[KT_AUDIT_COLS];
   (void)row;
-  side_by_side(from, step, 2, KT_AUDIT_COLS, half);
-  for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = from_bits((uint32_t)half[c] << 16);
+  side_by_side(from, step, 2, cols, half);
+  for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half[c] << 16);
 }
 
-INLINE void f16_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+INLINE void f16_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
   uint16_t half[KT_AUDIT_COLS];
   (void)row;
-  side_by_side(from, step, 2, KT_AUDIT_COLS, half);
-  for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f16_value(half[c]);
+  side_by_side(from, step, 2, cols, half);
+  for (int c = 0; c < cols; c++) out[c] = f16_value(half[c]);
 }
 
-INLINE void f32_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+INLINE void f32_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
   (void)row;
-  side_by_side(from, step, 4, KT_AUDIT_COLS, out);
+  side_by_side(from, step, 4, cols, out);
 }
 
-INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
   uint8_t byte[KT_AUDIT_COLS];
   (void)row;
-  side_by_side(from, step, 1, KT_AUDIT_COLS, byte);
-  for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = f8_value(byte[c]);
+  side_by_side(from, step, 1, cols, byte);
+  for (int c = 0; c < cols; c++) out[c] = f8_value(byte[c]);
 }
 
-static void f4_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+static void f4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
   static const float value[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
                                   -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
   uint8_t pair[KT_AUDIT_COLS / 2];
   (void)row;
-  side_by_side(from, step, 1, KT_AUDIT_COLS / 2, pair);
-  for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = value[pair[c / 2] >> c % 2 * 4 & 15];
+  side_by_side(from, step, 1, cols / 2, pair);
+  for (int c = 0; c < cols; c++) out[c] = value[pair[c / 2] >> c % 2 * 4 & 15];
 }
 
 INLINE uint32_t word_of(const uint8_t *at) {
   return (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
-static void u4_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+static void u4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
   uint8_t word[KT_AUDIT_COLS / 8][4];
   (void)row;
-  side_by_side(from, step, 4, KT_AUDIT_COLS / 8, word);
-  for (int c = 0; c < KT_AUDIT_COLS; c++)
-    out[c] = (float)(word_of(word[c / 8]) >> 4 * (c % 8) & 15);
+  side_by_side(from, step, 4, cols / 8, word);
+  for (int c = 0; c < cols; c++) out[c] = (float)(word_of(word[c / 8]) >> 4 * (c % 8) & 15);
 }
 
 /* Even rows are in the lower half of the word, odd ones in the upper. */
-static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, float *out) {
+static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
+                          float *out) {
   const int shift = (int)(row % 8 / 2 * 4 + row % 2 * 16);
   uint8_t word[KT_AUDIT_COLS][4];
-  side_by_side(from, step, 4, KT_AUDIT_COLS, word);
-  for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = (float)(word_of(word[c]) >> shift & 15);
+  side_by_side(from, step, 4, cols, word);
+  for (int c = 0; c < cols; c++) out[c] = (float)(word_of(word[c]) >> shift & 15);
 }
 
 /* Of each dtype: its name here, and a unit in bytes, rows and columns. */
@@ -196,25 +197,25 @@ INLINE int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
   return least(cols, m->block_cols - (m->col_origin + col) % m->block_cols);
 }
 
-/* What the packed weights of 64 columns of row `row` should stand for; `r`: that row in s. */
+/* The values of the source at row `row`, columns col .. col + cols; `r`: that row in s. */
 INLINE void source_values(const kt_matrix *m, stored s, int64_t r, int64_t row, int64_t col,
-                          float *out) {
+                          const int cols, float *out) {
   const uint8_t *const from = stored_on(s, r, 0).data;
   const int64_t step = s.col_stride * s.unit.bytes;
   switch (m->dtype) {
-#define VALUES(dtype, name, bytes, rows, cols)                                                     \
-  case dtype: name##_values(from, step, row, out); break;
+#define VALUES(dtype, name, size, high, wide)                                                      \
+  case dtype: name##_values(from, step, row, cols, out); break;
     AUDIT_DTYPES(VALUES)
   }
   if (m->block_scale)
-    for (int64_t c = 0, run; c < KT_AUDIT_COLS; c += run) {
+    for (int64_t c = 0, run; c < cols; c += run) {
       const int64_t at = grid_at(m, row, col + c);
       const float scale = m->block_scale[at], zero = m->zero_point ? m->zero_point[at] : 0.0f;
-      run = block_run(m, col + c, KT_AUDIT_COLS - c);
+      run = block_run(m, col + c, cols - c);
       for (int64_t i = c; i < c + run; i++) out[i] = (out[i] - zero) * scale;
     }
   if (m->round_to_bf16)
-    for (int c = 0; c < KT_AUDIT_COLS; c++) out[c] = to_bf16(out[c]);
+    for (int c = 0; c < cols; c++) out[c] = to_bf16(out[c]);
 }
 
 #endif
