@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
@@ -25,6 +25,12 @@ _CONTRADICTION = "Check that config.json and the weights belong to one checkpoin
 
 # Expert id -> projection -> part name -> tensor.
 _Found = dict[int, dict[Projection, dict[str, TensorRef]]]
+# Number of experts, and by expert id the parts and the views of its projections.
+_Contents = tuple[
+    int,
+    Callable[[int], Mapping[Projection, Parts]],
+    Callable[[int], Mapping[Projection, StoredView]],
+]
 
 
 def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
@@ -33,27 +39,24 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
     Raises CheckpointError naming the tensor for anything missing, left over, of an
     unsupported encoding, or of a shape that the config or the other experts contradict.
     """
-    if not any(rest[0].isdecimal() for rest in stack.tensors if rest):
-        return _fused_layer(stack, index, is_mtp, config)
-    return _numbered_layer(stack, index, is_mtp, config)
-
-
-def _numbered_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
-    found = _group_by_expert(stack)
-    _check_complete(stack, found, config.num_experts)
-    views = _plain_views(stack, found, config)
+    numbered = any(rest[0].isdecimal() for rest in stack.tensors if rest)
+    count, parts, views = (_numbered if numbered else _fused)(stack, config)
     encodings = _EncodingOfLayer(config)
     experts = []
-    for expert in range(len(found)):
-        matrices: dict[Projection, ExpertMatrix] = {}
-        for projection in PROJECTIONS:
-            parts = found[expert][projection]
-            matrices[projection] = encodings.matrix(parts, views[projection])
-        experts.append(matrices)
-    gate = views["gate"]
+    for expert in range(count):
+        of, where = parts(expert), views(expert)
+        experts.append({p: encodings.matrix(of[p], where[p]) for p in PROJECTIONS})
+    gate = experts[0]["gate"]
     return MoELayer(
         index, stack.source, is_mtp, gate.cols, gate.rows, encodings.name, tuple(experts)
     )
+
+
+def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
+    found = _group_by_expert(stack)
+    _check_complete(stack, found, config.num_experts)
+    views = _plain_views(stack, found, config)
+    return len(found), found.__getitem__, lambda expert: views
 
 
 def _group_by_expert(stack: Stack) -> _Found:
@@ -136,24 +139,15 @@ def _plain_views(
     return {"gate": view(inner, hidden), "up": view(inner, hidden), "down": view(hidden, inner)}
 
 
-def _fused_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
+def _fused(stack: Stack, config: ModelConfig) -> _Contents:
     gate_up, down = fused_parts(stack)
-    of: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
-    stored = [_stored(owner) for owner in (gate_up, down)]
-    layout = fused_layout(stored[0], stored[1], config)
-    name = stored[0].tensor.name
+    weight = _stored(gate_up)
+    layout, name = fused_layout(weight, _stored(down), config), weight.tensor.name
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
-    encodings = _EncodingOfLayer(config)
-    experts = []
-    for expert in range(layout.experts):
-        views = layout.views(expert)
-        experts.append({p: encodings.matrix(of[p], views[p]) for p in PROJECTIONS})
-    return MoELayer(
-        index, stack.source, is_mtp, layout.hidden, layout.intermediate, encodings.name,
-        tuple(experts),
-    )  # fmt: skip
+    parts: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
+    return layout.experts, lambda expert: parts, layout.views
 
 
 def _stored(parts: Parts) -> StoredWeight:

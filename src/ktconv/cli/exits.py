@@ -55,11 +55,11 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
             as_json,
         )
     except KeyboardInterrupt as error:
-        way_out = error.way_out if isinstance(error, _Interrupted) else None
-        if way_out:
+        next_step = error.next_step if isinstance(error, _Interrupted) else None
+        if next_step:
             notify("")  # leaves the line on which the terminal shows ^C
-            notify(f"Interrupted. {way_out}")
-        _end("interrupted", way_out, INTERRUPTED, as_json)
+            notify(f"Interrupted. {next_step}")
+        _end("interrupted", next_step, INTERRUPTED, as_json)
 
 
 def _hint(error: BaseException, hints: Hints) -> str | None:
@@ -91,19 +91,19 @@ def print_error(message: str, hint: str | None, code: int) -> None:
 class _Interrupted(KeyboardInterrupt):
     """An interrupt of work, with the sentence that says how to continue."""
 
-    def __init__(self, way_out: str) -> None:
+    def __init__(self, next_step: str) -> None:
         super().__init__()
-        self.way_out = way_out
+        self.next_step = next_step
 
 
 @contextmanager
-def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
+def interruptible(next_step: Callable[[], str]) -> Iterator[None]:
     """End the work cleanly on Ctrl-C, SIGTERM and SIGHUP; used inside `errors_shown`.
 
-    `way_out` returns the sentence that says how to continue. A second signal during the cleanup
+    `next_step` returns the sentence that says how to continue. A second signal during the cleanup
     ends the process at once.
     """
-    handler = _Handler(way_out)
+    handler = _Handler(next_step)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     caught = [number for number, action in before.items() if action is not signal.SIG_IGN]
     for number in caught:
@@ -111,7 +111,7 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise _Interrupted(way_out()) from None
+        raise _Interrupted(next_step()) from None
     finally:
         for number in caught:
             signal.signal(number, before[number])
@@ -120,8 +120,8 @@ def interruptible(way_out: Callable[[], str]) -> Iterator[None]:
 class _Handler:
     """Handler of signals during work: the first one raises KeyboardInterrupt."""
 
-    def __init__(self, way_out: Callable[[], str]) -> None:
-        self._way_out = way_out
+    def __init__(self, next_step: Callable[[], str]) -> None:
+        self._way_out = next_step
         self._first: float | None = None
 
     def __call__(self, *_: Any) -> None:

@@ -100,13 +100,13 @@ def run_job(request: Any, preflight: Preflight[Any], job: Job) -> Report:
     for skipped in preflight.plan.skipped:
         notify(f"skipped: {skipped}")
     gc.freeze()  # the plan lives as long as the process, so collections need not walk it
-    with interruptible(lambda: _way_on(request.output, request.overwrite)):
+    with interruptible(lambda: _next_step(request.output, request.overwrite)):
         observer = progress_of(preflight)
         with observer:
             return job(request, observer, preflight)
 
 
-def _way_on(output: Path, overwrite: bool) -> str:
+def _next_step(output: Path, overwrite: bool) -> str:
     """What an interrupted run left in `output`, and how to continue."""
     from ktconv.writer.journal import STATE_DIRECTORY
     from ktconv.writer.manifest import MANIFEST

@@ -17,7 +17,7 @@ from ktconv.bench.measure import (
     routed,
     timed,
 )
-from ktconv.bench.peers.base import Array, Layer, Peer, PeerError, reference
+from ktconv.bench.peers.base import Layer, Peer, PeerError, reference
 from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import PEERS
 from ktconv.bench.routing import parse_routing
@@ -52,12 +52,15 @@ def _measure(
         raise PeerError("its result is wrong here: it contains NaN or infinity")
     ids = batch.ids[batch.checked]
     tokens = checked_tokens(np.where(ids >= 0, np.array(origins)[ids], -1), request.different)
-    values, before = cache(peer.values), cache(source.expert)
     seen = replace(batch, ids=[ids])
-    error, source_error = (
-        relative_error(result[tokens], _expected(request, seen, tokens, origins, matrices))
-        for matrices in (values, before)
-    )
+
+    def error_against(matrices: Callable[[int], Matrices]) -> float:
+        expected = reference(
+            request.shape.activation, lambda expert: matrices(origins[expert]), seen, tokens
+        )
+        return relative_error(result[tokens], expected)
+
+    error, source_error = error_against(cache(peer.values)), error_against(cache(source.expert))
     if not error <= BOUND:
         raise PeerError(f"its result is wrong here: relative error {error:.2g} against float32")
     for call in steps.calls[1:WARM_UP]:  # one was checked
@@ -73,16 +76,4 @@ def _measure(
         relative_error=error,
         source_error=source_error,
         detail=str(getattr(peer, "layout", "")),
-    )
-
-
-def _expected(
-    request: Request,
-    batch: Batch,
-    tokens: list[int],
-    origins: list[int],
-    matrices: Callable[[int], Matrices],
-) -> Array:
-    return reference(
-        request.shape.activation, lambda expert: matrices(origins[expert]), batch, tokens
     )
