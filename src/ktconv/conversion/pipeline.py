@@ -20,6 +20,7 @@ from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span
+from ktconv.system.files import opened_fd
 from ktconv.writer.staging import Staging
 
 PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
@@ -221,12 +222,8 @@ class _Stopped(BaseException):
 
 def advise(span: Span) -> None:
     """Ask the kernel to read ahead. Advice only: errors show when the bytes are read."""
-    with contextlib.suppress(OSError):
-        fd = os.open(span.file, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), opened_fd(span.file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class _Thread(threading.Thread):

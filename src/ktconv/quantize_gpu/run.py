@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint.config import interpret_config
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
@@ -21,7 +23,6 @@ from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.common import Preflight, Request, buffer_sizes
 from ktconv.quantize_gpu.gptq.run import Gptq
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rtn
-from ktconv.quantize_gpu.transformers_compat import loading_notes
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import count_classes
@@ -45,7 +46,7 @@ def prepare(request: Request) -> Preflight:
     plan = plan_checkpoint(checkpoint, PackQuantizedTarget(options, checkpoint), selection)
     plan = replace(
         plan,
-        notes=[*plan.notes, *loading_notes(checkpoint)],
+        notes=[*plan.notes, *_loading_notes(checkpoint)],
         skipped=[*plan.skipped, *_left_out(plan)],
     )
     classes = count_classes(plan.layers, [tensor for u in plan.others for tensor, _ in u.copies])
@@ -90,6 +91,30 @@ def _left_out(plan: Plan) -> list[str]:
     """Experts that --experts does not name."""
     left = [unit.omitted for unit in plan.layers if unit.omitted]
     return [f"{sum(left)} experts of {len(left)} layers: not in --experts"] if left else []
+
+
+def _loading_notes(checkpoint: Checkpoint) -> list[str]:
+    """A note if transformers cannot load the output: some families with fused experts are read in
+    that form alone, and weights that are not found are initialised at random with a warning."""
+    if all(len(layer.experts[0]["gate"].tensor.shape) < 3 for layer in checkpoint.layers):
+        return []
+    types = sorted(interpret_config(checkpoint.config).model_types)
+    if any(map(_reads_experts_one_by_one, types)):
+        return []
+    name = checkpoint.config.get("model_type", "this model")
+    return [
+        f"transformers reads the experts of {name} only in fused form: it cannot load this "
+        "output, which is for engines that read them one by one, as vLLM does"
+    ]
+
+
+def _reads_experts_one_by_one(model_type: str) -> bool:
+    from transformers import conversion_mapping as untyped
+
+    mapping: Any = untyped
+    changes = mapping.get_checkpoint_conversion_mapping(model_type) or []
+    patterns = [p for change in changes for p in getattr(change, "source_patterns", ())]
+    return any("experts.*." in pattern for pattern in patterns)
 
 
 def _per_thread(plan: Plan) -> int:

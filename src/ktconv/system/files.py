@@ -59,6 +59,16 @@ def translated(action: str, path: str | Path) -> Iterator[None]:
         raise io_error(action, path, error) from error
 
 
+@contextmanager
+def opened_fd(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor of a file or directory, closed at the end."""
+    fd = os.open(path, flags, 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def write_all(fd: int, data: memoryview, offset: int) -> None:
     """pwrite until everything is written."""
     done = 0
@@ -92,11 +102,8 @@ def allocate(fd: int, size: int) -> None:
 
 def sync(path: Path) -> None:
     """Make a file, or what was created or renamed in a directory, survive a power loss."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with opened_fd(path, os.O_RDONLY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from ktconv.system.files import (
     allocate,
     make_directory,
+    opened_fd,
     read_exactly,
     remove,
     sync,
@@ -130,21 +131,13 @@ class FolderStaging:
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
         path = self._path(name)
-        with translated("write", path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                write_all(fd, data, offset)
-            finally:
-                os.close(fd)
+        with translated("write", path), opened_fd(path, os.O_WRONLY | os.O_CREAT) as fd:
+            write_all(fd, data, offset)
 
     def read(self, name: str, target: memoryview, offset: int) -> None:
         path = self._path(name)
-        with translated("read back", path):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                read_exactly(fd, target, offset)
-            finally:
-                os.close(fd)
+        with translated("read back", path), opened_fd(path, os.O_RDONLY) as fd:
+            read_exactly(fd, target, offset)
 
     def commit(self) -> list[dict[str, object]]:
         with translated("write", self._staged):

@@ -48,17 +48,6 @@ if TYPE_CHECKING:
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
 
 
-def _check_encodings(plan: Plan) -> None:
-    """The whole model is loaded by transformers, which computes with FP8 weights only on GPUs."""
-    for layer in plan.moe_layers:
-        if layer.encoding == "fp8-block":
-            raise CheckpointError(
-                f"the experts of layer {layer.index} are FP8, and --method gptq needs a model "
-                "that is not quantized",
-                "--method rtn reads FP8; or use the bf16 version of this model",
-            )
-
-
 def need(plan: Plan) -> Need:
     """The memory that calibration takes."""
     chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}
@@ -107,7 +96,13 @@ class Gptq(Rtn):
                 "omit it; an interrupted run continues where it stopped",
             )
         check_settings(options.calibration)
-        _check_encodings(plan)
+        for layer in plan.moe_layers:
+            if layer.encoding == "fp8-block":  # transformers computes with FP8 only on GPUs
+                raise CheckpointError(
+                    f"the experts of layer {layer.index} are FP8, and --method gptq needs a model "
+                    "that is not quantized",
+                    "--method rtn reads FP8; or use the bf16 version of this model",
+                )
         return need(plan).cpu(gpu=False)
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
