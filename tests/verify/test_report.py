@@ -428,6 +428,14 @@ def test_model_side_by_side() -> None:
         assert words in section
 
 
+def test_thresholds_stand_beside_their_measures() -> None:
+    result = a_result()
+    result["model"]["thresholds"] = {"max_ppl_increase": 0.0777, "max_kl": 0.0888}
+    (table,) = Page(render_report(result)).all("table")[-1:]
+    rows = [line for line in table.splitlines() if "0.0777" in line or "0.0888" in line]
+    assert rows == ["increase of perplexity0.01230.0777", "KL divergence, mean0.01820.0888"]
+
+
 # --- in a browser -----------------------------------------------------------------------
 
 

@@ -32,10 +32,10 @@ LEVELS = {
     "model": "perplexity and text",
 }
 _MEASURES = (
-    ("perplexity_increase", "increase of perplexity"),
-    ("kl_mean", "KL divergence, mean"),
-    ("kl_p99", "KL divergence, 99th percentile"),
-    ("top1_agreement", "same likeliest token"),
+    ("perplexity_increase", "increase of perplexity", "max_ppl_increase"),
+    ("kl_mean", "KL divergence, mean", "max_kl"),
+    ("kl_p99", "KL divergence, 99th percentile", None),
+    ("top1_agreement", "same likeliest token", None),
 )
 _MAX_ENTRIES = 24  # of a mapping or list that is shown entry by entry
 _MOST_EXPERTS = 10_000
@@ -228,8 +228,8 @@ def measures_of(model: Facts) -> list[Facts]:
     """Measures with their limits, then all other limits."""
     limits = dict(mapping(model["thresholds"]))
     rows = [
-        {"name": words, "value": model[name], "limit": limits.pop(name, None)}
-        for name, words in _MEASURES
+        {"name": words, "value": model[name], "limit": limits.pop(limit, None)}
+        for name, words, limit in _MEASURES
     ]
     rows += [{"name": str(name), "limit": limit} for name, limit in limits.items()]
     return [Facts(row) for row in rows]
