@@ -170,7 +170,7 @@ def layers_need(
     return LayerNeed(
         fixed=tokens * hidden * F32 * _OF_ALL_TOKENS
         + max((_scratch(one, tokens, top_k, request.threads) for one in known), default=0),
-        # Of more tokens than are computed at once: hidden states, and results by block and whole.
+        # If tokens are computed in blocks: hidden states, and results of blocks and in total.
         thread=arrays + pieces + 7 * max(0, tokens - TOKENS_AT_ONCE) * hidden * F32,
         expert=expert,
         experts=max((len(one.here) for one in known), default=0),

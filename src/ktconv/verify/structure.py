@@ -220,24 +220,24 @@ class StructureCheck(ABC):
         found = {name_of(tensor): place.file.name for tensor, place in self._packed.tensors.items()}
         found |= {name: ref.file.name for name, ref in self._packed.others.items()}
         for name in sorted(found.keys() | weight_map.keys()):
-            said, actual = weight_map.get(name), found.get(name)
-            if said == actual:
+            listed, actual = weight_map.get(name), found.get(name)
+            if listed == actual:
                 continue
-            entry = "does not list it" if said is None else f"says {said}"
+            entry = "does not list it" if listed is None else f"says {listed}"
             place = "does not exist" if actual is None else f"is in {actual}"
             self._fail("index", f"{name} {place}, but {INDEX} {entry}.", file=INDEX, tensor=name)
 
     def _total_size(self, content: Mapping[str, Any]) -> None:
         metadata = content.get("metadata")
-        said = metadata.get("total_size") if isinstance(metadata, dict) else None
+        recorded = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(place.nbytes for place in self._packed.tensors.values())
         actual += sum(ref.nbytes for ref in self._packed.others.values())
-        if said == actual:
+        if recorded == actual:
             return
         if self._output.ours:
-            self._fail("index", f"{INDEX} says total_size {said}, not {actual}.", file=INDEX)
+            self._fail("index", f"{INDEX} says total_size {recorded}, not {actual}.", file=INDEX)
         else:
-            self._findings.note(f"{INDEX} says total_size {said}, not {actual}")
+            self._findings.note(f"{INDEX} says total_size {recorded}, not {actual}")
 
 
 def where_of(tensor: TensorId | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ktconv.verify.output import OpenedOutput
 from ktconv.verify.reading import Context
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Check
+from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
 
 LEVELS_WITH_MODEL_CODE = ("layers", "model")
@@ -38,6 +39,7 @@ class OutputVerifier(ABC):
     """Runs every level on one opened output."""
 
     output: OpenedOutput
+    structure_class: ClassVar[type[StructureCheck]]
     layers_class: ClassVar[type[LayersCheck]]
     model_class: ClassVar[type[ModelCheck]]
 
@@ -58,8 +60,8 @@ class OutputVerifier(ABC):
     def check_options(self) -> None:
         """Raises UsageError for options that apply to another kind of output."""
 
-    @abstractmethod
-    def check_structure(self) -> Facts: ...
+    def check_structure(self) -> Facts:
+        return self.structure_class(self.output, self.findings).run()
 
     @abstractmethod
     def check_more(self) -> dict[str, Facts | None]:

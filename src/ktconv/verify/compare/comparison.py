@@ -17,7 +17,7 @@ from ktconv.verify.compare.words import (
 Verdict = Literal["equal bytes", "equal weights", "different"]
 
 SCHEMA = 1
-WORST_SAID = 5  # matrices in the summary
+WORST_SHOWN = 5  # matrices in the summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,6 @@ class Comparison:
             f"B: {words_about(self.b)}",
             *self.differences[:NAMED],
             *more_words(len(self.differences) - NAMED, "difference"),
-            *(words_of_matrix(matrix) for matrix in self.worst[:WORST_SAID]),
+            *(words_of_matrix(matrix) for matrix in self.worst[:WORST_SHOWN]),
             *self.notes,
         ]

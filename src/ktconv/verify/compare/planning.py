@@ -13,8 +13,8 @@ from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
 from ktconv.verify.compare.side_files import SideFiles, compare_side_files
-from ktconv.verify.compare.sides import ORDER, SAID, Expert, Input, Side, side_of
-from ktconv.verify.compare.words import NAMED, at_most, counted, matrix_words, place_words
+from ktconv.verify.compare.sides import ORDER, Expert, Input, Side, side_of
+from ktconv.verify.compare.words import NAMED, counted, matrix_words, place_words, shortened
 from ktconv.verify.request import check_sample
 from ktconv.writer.journal import Journal
 
@@ -41,17 +41,17 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     check_sample(sample)
     plan = Plan(Input("A", a), Input("B", b), sample, seed)
     for here in (plan.a, plan.b):
-        plan.differences += at_most(SAID, list(here.flaws()), f"flaw of {here.name}")
+        plan.differences += shortened(list(here.flaws()), f"flaw of {here.name}")
         if Journal(here.packed.directory).run_file.exists():
             plan.notes.append(f"{here.name} is incomplete: run quantize-cpu again.")
     rng, faults = random.Random(seed), list[str]()
     for layer in sorted(plan.a.layers.keys() & plan.b.layers.keys()):
         faults += _plan_layer(plan, layer, rng)
-    plan.differences += at_most(SAID, faults, "incomplete matrix")
+    plan.differences += shortened(faults, "incomplete matrix")
     _plan_only(plan)
     _plan_others(plan, rng)
     plan.side_files = compare_side_files(a, b)
-    plan.differences += at_most(SAID, plan.side_files.differences, "difference of a side file")
+    plan.differences += shortened(plan.side_files.differences, "difference of a side file")
     plan.notes += plan.side_files.notes
     return plan
 

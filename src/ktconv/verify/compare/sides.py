@@ -23,7 +23,6 @@ F32 = NDArray[np.float32]
 Expert = tuple[int, Matrix]  # expert, projection
 Piece = tuple[int, Kind]  # part, weight or scale
 
-SAID = 50  # sentences of one kind
 # Matrices whose rows are cut: each part has its own scales, so weights depend on the parts.
 CUT_ROWS: frozenset[Matrix] = frozenset(("down", "gate_bwd", "up_bwd"))
 ORDER: Sequence[Matrix] = (*PROJECTIONS, *BACKWARD)

@@ -14,8 +14,8 @@ from ktconv.system.units import format_ranges
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan
-from ktconv.verify.compare.sides import CUT_ROWS, ORDER, SAID
-from ktconv.verify.compare.words import at_most, counted, finite, step_words
+from ktconv.verify.compare.sides import CUT_ROWS, ORDER
+from ktconv.verify.compare.words import counted, finite, shortened, step_words
 
 WORST_KEPT = 20  # matrices
 
@@ -100,8 +100,8 @@ class Tally:
         matrices = self._matrices()
         cause, explained = _cause(plan, self._layers, self._sums)
         explained = explained and not (plan.differences or self._tensors)
-        moved = at_most(SAID, list(_moved(*self._digests)), "moved expert")
-        tensors = at_most(SAID, self._tensors, "non-expert tensor")
+        moved = shortened(list(_moved(*self._digests)), "moved expert")
+        tensors = shortened(self._tensors, "non-expert tensor")
         differences = [*plan.differences, *matrices, *cause, *moved, *tensors]
         same = self._equal_bytes and plan.same_tensors and plan.side_files.same_bytes
         return Comparison(

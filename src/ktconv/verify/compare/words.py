@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NAMED = 8  # places in one sentence
+LISTED = 50  # sentences of one kind
 
 
 def finite(value: float) -> float | None:
@@ -28,8 +29,9 @@ def more_words(count: int, word: str) -> list[str]:
     return [f"... and {counted(count, f'more {word}')}"] if count > 0 else []
 
 
-def at_most(limit: int, sentences: Sequence[str], word: str) -> list[str]:
-    return [*sentences[:limit], *more_words(len(sentences) - limit, word)]
+def shortened(sentences: Sequence[str], word: str) -> list[str]:
+    """The first sentences of one kind, and how many more there are."""
+    return [*sentences[:LISTED], *more_words(len(sentences) - LISTED, word)]
 
 
 def matrix_words(layer: int, expert: int, proj: str) -> str:

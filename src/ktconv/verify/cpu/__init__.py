@@ -1,1 +1,1 @@
-"""`ktconv verify` of expert weights for CPUs: packed for KTransformers, by whatever tool."""
+"""`ktconv verify` of experts for CPUs, packed for KTransformers by ktconv or other tools."""

@@ -30,6 +30,7 @@ _CHECK_BYTES = 2 << 20  # per thread: what the check of a matrix keeps for each 
 
 class CpuVerifier(OutputVerifier):
     output: CpuOutput
+    structure_class = CpuStructureCheck
     layers_class = CpuLayersCheck
     model_class = CpuModelCheck
 
@@ -44,9 +45,6 @@ class CpuVerifier(OutputVerifier):
                     f"--{option} applies to GPU experts, but {self.output.directory} contains none",
                     "omit it",
                 )
-
-    def check_structure(self) -> Facts:
-        return CpuStructureCheck(self.output, self.findings).run()
 
     def check_more(self) -> dict[str, Facts | None]:
         """Whether this output and another together contain every expert once, for --with."""

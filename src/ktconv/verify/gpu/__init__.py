@@ -1,7 +1,6 @@
-"""`ktconv verify` of expert weights for GPUs: compressed-tensors checkpoints, ours or others'.
+"""`ktconv verify` of experts for GPUs: compressed-tensors checkpoints of ktconv or other tools.
 
-`quantization` reads what config.json tells engines, `opened` what files hold, `unpack` turns
-packed words into numbers without compressed-tensors' code. `structure`, `weights` (with
-`rounding`), `layers` and `model` are the levels, `mapping` is whether an engine can load and
-split it, `run` the job.
+`output` opens a checkpoint, `quantization` reads config.json as engines do, `unpack` turns packed
+words into numbers without compressed-tensors' code. `structure`, `weights` (with `rounding`),
+`layers` and `model` are the levels; `mapping` is whether an engine can load and split the experts.
 """

@@ -1,7 +1,7 @@
 """Whether a serving engine can load the experts and distribute them over GPUs.
 
-Engines hold a layer's experts in two tensors: w13, the rows of gate (w1) and below them those of up
-(w3), and w2, which is down. Every tensor of the checkpoint must have exactly one place there.
+Engines store a layer's experts in two tensors: w13, the rows of gate (w1) and below them those of
+up (w3), and w2, which is down. Every tensor of the checkpoint must have exactly one place there.
 Tensor parallelism gives each GPU a part of the intermediate size: rows of w13, columns of w2, which
 must begin and end with a group of scales and an int32 word. Expert parallelism gives each GPU whole
 experts: neighbours (linear) or every n-th (round robin).

@@ -173,9 +173,9 @@ class GpuStructureCheck(StructureCheck):
                 **module.at,
             )
             return
-        held = (weight_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
+        dtypes = (weight_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
         self._as_expected(packed, ("I32",), (rows, group.words(cols)), module)
-        self._as_expected(scale, held, (rows, per_row), module)
+        self._as_expected(scale, dtypes, (rows, per_row), module)
         self._as_expected(shape, ("I64", "I32"), (2,), module)
 
     def _as_expected(

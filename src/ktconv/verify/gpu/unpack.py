@@ -1,7 +1,7 @@
-"""The pack-quantized format as numbers, by its published layout and none of its code.
+"""Numbers of the pack-quantized format, by its published layout, without its code.
 
-A row of levels lies in int32 words, little-endian, 32 / bits levels each, the first column in the
-lowest bits; level q is stored as q + 2^(bits - 1). The value of a weight is its level times the
+A row of levels is stored in int32 words, little-endian, 32 / bits levels each, the first column in
+the lowest bits; level q is stored as q + 2^(bits - 1). The value of a weight is its level times the
 scale of its group, or of its row.
 """
 
@@ -55,8 +55,8 @@ def scales(data: U8, dtype: str, rows: int) -> F32:
 
 
 def values(level: I8, scale: F32) -> F32:
-    """What levels [rows, cols] with scales [rows, groups] stand for, in float32, exactly: a
-    product of 8 bits and a scale of at most 16 has no more than 24."""
+    """Weights [rows, cols] of levels [rows, cols] and scales [rows, groups]. Exact: a level of 8
+    bits times a scale with at most 16 significant bits has no more than the 24 of float32."""
     found: F32 = level.astype(np.float32)
     grouped: NDArray[Any] = found.reshape(*scale.shape, -1)
     grouped *= scale[:, :, None]

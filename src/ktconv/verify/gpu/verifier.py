@@ -30,6 +30,7 @@ _ROUNDING_BYTES = 8 << 20
 
 class GpuVerifier(OutputVerifier):
     output: GpuOutput
+    structure_class = GpuStructureCheck
     layers_class = GpuLayersCheck
     model_class = GpuModelCheck
 
@@ -46,9 +47,6 @@ class GpuVerifier(OutputVerifier):
                 f"--with is for an output of quantize-cpu, and {directory} is one of quantize-gpu",
                 f"swap them: ktconv verify {other} --with {directory}",
             )
-
-    def check_structure(self) -> Facts:
-        return GpuStructureCheck(self.output, self.findings).run()
 
     def check_more(self) -> dict[str, Facts | None]:
         """How engines would load and split the experts."""
