@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -10,12 +12,18 @@ from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
 
+MEMORY = "/dev/shm"  # where Linux keeps files in memory
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Scripts in the background and nohup ignore signals, and so would every process of a test.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    # Conversions wait for their disk more than they compute. What matters is that and when they
+    # sync, which tests find by hooks: the files may be in memory.
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 

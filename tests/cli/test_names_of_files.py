@@ -7,24 +7,46 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers.cli import write_model
 from helpers.convert import all_files, ktconv
+from helpers.disk_calls import Commands
 
 PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ASCII_OUT = {"PYTHONIOENCODING": "ascii"}
 NAMES = {"bytes": b"bad\xff", "letters": "größe".encode()}
-Ways = tuple[str, dict[str, str]]
+PLACES = {"UTF-8": {"PYTHONUTF8": "1"}, "C": PLAIN_C, "ASCII output": ASCII_OUT}
+Ways = tuple[str, Commands]
+Servers = Callable[[str], Commands]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """One interpreter per environment, which the commands are forked from."""
+    slow = ("ktconv.quantize_gpu.llm_compressor", "llmcompressor", "ktconv.quantize_gpu.rtn")
+    modules = slow if find_spec("llmcompressor") else ()
+    started: dict[str, Commands] = {}
+
+    def server(where: str) -> Commands:
+        if where not in started:
+            directory = tmp_path_factory.mktemp("streams")
+            started[where] = Commands(directory, *modules, **PLACES[where])
+        return started[where]
+
+    yield server
+    for commands in started.values():
+        commands.close()
 
 
 @pytest.fixture(params=["bytes, UTF-8", "bytes, C", "letters, C", "letters, ASCII output"])
-def ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-    """A name and the environment of the command."""
+def ways(request: pytest.FixtureRequest, servers: Servers) -> Ways:
+    """A name and what runs commands in an environment."""
     name, where = request.param.split(", ")
-    changes = {"UTF-8": {"PYTHONUTF8": "1"}, "C": PLAIN_C, "ASCII output": ASCII_OUT}[where]
-    return os.fsdecode(NAMES[name]), changes
+    return os.fsdecode(NAMES[name]), servers(where)
 
 
 def assert_utf8(directory: Path) -> None:
@@ -37,60 +59,61 @@ def assert_utf8(directory: Path) -> None:
             json.dumps(json.loads(text), ensure_ascii=False).encode()
 
 
-def done(changes: dict[str, str], *words: object, code: int = 0) -> str:
-    result = ktconv(*words, **changes)
+def done(where: Commands | dict[str, str], *words: object, code: int = 0) -> str:
+    """In a process forked in an environment, or in an interpreter that starts in a changed one."""
+    result = where.run(words) if isinstance(where, Commands) else ktconv(*words, **where)
     assert "Traceback" not in result.stderr, result.stderr
     assert result.returncode == code, result.stderr
     return result.stdout
 
 
-def document(changes: dict[str, str], *words: object) -> None:
-    text = done(changes, *words, "--json")
+def document(where: Commands, *words: object) -> None:
+    text = done(where, *words, "--json")
     assert text.isascii()
     json.dumps(json.loads(text), ensure_ascii=False).encode()
 
 
 def test_commands_finish(ways: Ways, tmp_path: Path) -> None:
-    name, changes = ways
+    name, where = ways
     model = write_model(tmp_path / name, layers=1, inner=256)
     out, folders = tmp_path / f"out-{name}", tmp_path / f"folders-{name}"
     one = ("--numa", "1")
-    document(changes, "inspect", model)
-    done(changes, "inspect", model)
-    done(changes, "quantize-cpu", model, out, *one, "--dry-run")
-    done(changes, "quantize-cpu", model, out, *one)
+    document(where, "inspect", model)
+    done(where, "inspect", model)
+    done(where, "quantize-cpu", model, out, *one, "--dry-run")
+    done(where, "quantize-cpu", model, out, *one)
     assert_utf8(out)
-    document(changes, "inspect", out)
-    assert "nothing to do" in done(changes, "quantize-cpu", model, out, *one)
-    done(changes, "quantize-cpu", model, folders, *one, "--layout", "layers")
-    done(changes, "merge", folders, tmp_path / f"merged-{name}", "--source", model)
+    document(where, "inspect", out)
+    assert "nothing to do" in done(where, "quantize-cpu", model, out, *one)
+    done(where, "quantize-cpu", model, folders, *one, "--layout", "layers")
+    done(where, "merge", folders, tmp_path / f"merged-{name}", "--source", model)
     assert_utf8(tmp_path / f"merged-{name}")
-    done(changes, "reshard", out, tmp_path / f"two-{name}", "--numa", "2")
+    done(where, "reshard", out, tmp_path / f"two-{name}", "--numa", "2")
     report = tmp_path / f"report-{name}.html"
     words = ("verify", out, "--source", model, "--level", "weights")
-    done(changes, *words, "--report", report)
+    done(where, *words, "--report", report)
     report.read_bytes().decode()
-    document(changes, *words)
-    document(changes, "verify", out, tmp_path / f"merged-{name}")
+    document(where, *words)
+    document(where, "verify", out, tmp_path / f"merged-{name}")
 
 
 def test_bench_of_a_model(ways: Ways, tmp_path: Path) -> None:
-    name, changes = ways
+    name, where = ways
     out = tmp_path / f"out-{name}"
-    done(changes, "quantize-cpu", write_model(tmp_path / "model", layers=1), out, "--numa", "1")
-    done(changes, "bench", "--model", out, "--iters", "1", "--top-k", "2", "--seconds", "0")
+    done(where, "quantize-cpu", write_model(tmp_path / "model", layers=1), out, "--numa", "1")
+    done(where, "bench", "--model", out, "--iters", "1", "--top-k", "2", "--seconds", "0")
 
 
 def test_commands_that_use_transformers_end_in_a_sentence(ways: Ways, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
-    name, changes = ways
+    name, where = ways
     model = write_model(tmp_path / name, layers=1, inner=256)
     out = tmp_path / f"out-{name}"
-    done(changes, "quantize-gpu", model, out)
+    done(where, "quantize-gpu", model, out)
     assert_utf8(out)
-    assert "nothing to do" in done(changes, "quantize-gpu", model, out)
-    done(changes, "verify", out, "--source", model, "--level", "weights")
-    done(changes, "stats", model, code=2)  # the model has no attention: a sentence, no traceback
+    assert "nothing to do" in done(where, "quantize-gpu", model, out)
+    done(where, "verify", out, "--source", model, "--level", "weights")
+    done(where, "stats", model, code=2)  # the model has no attention: a sentence, no traceback
 
 
 @pytest.mark.parametrize(("first", "then"), [(PLAIN_C, {}), ({}, PLAIN_C)], ids=["C", "UTF-8"])

@@ -1,4 +1,4 @@
-"""Faults at every single write, fsync and rename; and the order that survives power loss."""
+"""Faults at every place that writes, syncs or renames; and the order that survives power loss."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import errno
 import os
 import shutil
 import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cli import STATE, check_reader, contents, done, refused, run, staged, write_model
-from helpers.disk_calls import CALLS, hooked
+from helpers.disk_calls import CALLS, Site, Sites, call_site, hooked
 
 LAYOUTS = {
     "shards": (),
@@ -19,10 +22,26 @@ LAYOUTS = {
     "layer folders": ("--layout=layers",),
 }
 
+CleanRuns = Callable[[str], tuple[dict[str, str], Counter[Site]]]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "model", layers=2, experts=2)
+
+
+@pytest.fixture(scope="module")
+def clean_runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> CleanRuns:
+    """By layout: what a clean run writes, and how often it calls from which site."""
+
+    @cache
+    def run_once(layout: str) -> tuple[dict[str, str], Counter[Site]]:
+        output, sites = tmp_path_factory.mktemp("clean") / "output", Sites()
+        with hooked(sites):
+            done(model, output, *LAYOUTS[layout])
+        return contents(output), Counter(sites.found)
+
+    return run_once
 
 
 class Recorder:
@@ -103,6 +122,7 @@ class Snapshots:
 
     def __init__(self, output: Path, target: Path) -> None:
         self.output, self.target, self.count = output, target, 0
+        self.sites = Sites()
         self._synced: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -111,6 +131,7 @@ class Snapshots:
             if self.output.exists():
                 self._copy(self.target / str(self.count))
                 self.count += 1
+                self.sites(name, arguments)
             if name == "fsync":
                 status = os.fstat(arguments[0])
                 self._synced[status.st_ino] = status.st_size, status.st_mtime_ns
@@ -128,39 +149,43 @@ class Snapshots:
             Path(target).write_bytes(bytes(status.st_size))
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_power_loss_at_every_call(model: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    done(model, tmp_path / "clean", *options)
-    clean, snapshots = contents(tmp_path / "clean"), tmp_path / "snapshots"
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_power_loss_at_every_call(
+    model: Path, tmp_path: Path, clean_runs: CleanRuns, layout: str
+) -> None:
+    """What is there is sound after each; the run goes on from the first and last of each site."""
+    options, (clean, _) = LAYOUTS[layout], clean_runs(layout)
+    snapshots = tmp_path / "snapshots"
     taken = Snapshots(tmp_path / "output", snapshots)
     with hooked(taken):
         done(model, tmp_path / "output", *options, "--threads=1")
     assert taken.count > 40
     for number in range(taken.count):
+        check_reader(snapshots / str(number), clean)
+    for number in taken.sites.ends():
         after_crash = snapshots / str(number)
-        check_reader(after_crash, clean)
-        if number % 2 == 0 or number > taken.count - 12:
-            done(model, after_crash, *options)
-            assert contents(after_crash) == clean, f"after a crash at call {number}"
+        done(model, after_crash, *options)
+        assert contents(after_crash) == clean, f"after a crash at call {number}"
 
 
 class Fault:
-    """Raises at the k-th call of a kind."""
+    """Raises at the k-th call for which `hits` is true."""
 
-    def __init__(self, call: str, k: int, code: int) -> None:
-        self.call, self.left, self.code, self.hit = call, k, code, False
+    def __init__(self, hits: Callable[[str], bool], k: int, code: int) -> None:
+        self._hits, self.left, self.code, self.hit = hits, k, code, False
         self._lock = threading.Lock()
 
     def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
         with self._lock:
-            self.left -= name == self.call
-            if name == self.call and self.left == 0:
+            hits = self._hits(name)
+            self.left -= hits
+            if hits and self.left == 0:
                 self.hit = True
                 raise OSError(self.code, os.strerror(self.code), str(arguments[-1]))
 
 
-STEPS = {"pwrite": 5}  # every how many calls there is a fault; others at each
-RARE = ("posix_fallocate", "rename", "mkdir")  # not in every layout
+NOT_EVERYWHERE = {("posix_fallocate", "layer folders"), ("rename", "shards"),
+                  ("rename", "several shards per layer")}  # fmt: skip
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EIO: "the device reports an I/O error",
@@ -169,33 +194,38 @@ REASONS = {
 CODES = list(REASONS)
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def calls_from(site: Site) -> Callable[[str], bool]:
+    return lambda name: call_site(name) == site
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_fault_at_every_call(
-    model: Path, tmp_path: Path, call: str, options: tuple[str, ...]
+def test_a_fault_at_every_call_site(
+    model: Path, tmp_path: Path, clean_runs: CleanRuns, call: str, layout: str
 ) -> None:
-    done(model, tmp_path / "clean", *options)
-    clean = contents(tmp_path / "clean")
-    for number in range(1000):
-        k, code = 1 + number * STEPS.get(call, 1), CODES[number % len(CODES)]
-        fault, output = Fault(call, k, code), tmp_path / str(number)
+    """At the first and at the last call from each: with nothing finished and all but the end."""
+    options, (clean, sites) = LAYOUTS[layout], clean_runs(layout)
+    chosen = [(s, k) for s, count in sites.items() if s[0] == call for k in sorted({1, count})]
+    assert chosen or (call, layout) in NOT_EVERYWHERE
+    for number, (site, k) in enumerate(chosen):
+        code, output = CODES[number % len(CODES)], tmp_path / str(number)
+        fault = Fault(calls_from(site), k, code)
         with hooked(fault):
             result = run(model, output, *options)
-        if not fault.hit:
-            break
+        assert fault.hit, f"{site} {k}"
         if result.exit_code:  # all but an fsync that only hardens a new directory's name
             refused(result, 3, REASONS[code], str(output))
         check_reader(output, clean)
-        assert staged(output) == [], f"{call} {k}"
+        assert staged(output) == [], f"{site} {k}"
         done(model, output, *options)
-        assert contents(output) == clean, f"{call} {k}"
-    assert result.exit_code == 0
-    assert number > 3 or call in RARE
+        assert contents(output) == clean, f"{site} {k}"
 
 
 def test_finished_layers_survive_a_fault(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    with hooked(Fault("replace", 4, errno.ENOSPC)):  # run.json, shard, record, shard
+    with hooked(
+        Fault(lambda name: name == "replace", 4, errno.ENOSPC)
+    ):  # run.json, shard, record, shard
         refused(run(model, output, "--threads=1"), 3, "the disk is full")
     finished = [path.name for path in output.glob("*.safetensors")]
     assert len(finished) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import check_reader, contents, done, staged, words, write_model
-from helpers.disk_calls import Commands
+from helpers.disk_calls import Commands, Site, Sites, hooked
 
 LAYERS = 10
 VARIANTS = {
@@ -33,30 +33,40 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def struck() -> set[Site]:
+    """Call sites at which a variant was killed."""
+    return set()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_kill_9_at_a_third_of_all_calls(commands: Commands, tmp_path: Path, variant: str) -> None:
-    """Another third in each variant; test_faults.py has a fault at each call."""
-    options, first = VARIANTS[variant], 1 + list(VARIANTS).index(variant)
+def test_kill_9_at_every_call_site(
+    commands: Commands, tmp_path: Path, struck: set[Site], variant: str
+) -> None:
+    """Ahead of the first call from one site, of the last call from the next; in each variant from
+    sites that those before do not have. test_crash_points.py has faults at both calls of all."""
+    options, sites = (*VARIANTS[variant], "--threads=1"), Sites()
     model = write_model(tmp_path / "model", layers=2, experts=1)
-    done(model, tmp_path / "clean", *options)
+    with hooked(sites):
+        done(model, tmp_path / "clean", *options)
     clean = contents(tmp_path / "clean")
-    for call in itertools.count(first, 3):
-        output = tmp_path / str(call)
+    fresh = [site for site in dict.fromkeys(sites.found) if site not in struck]
+    struck.update(fresh)
+    for number, site in enumerate(fresh):
+        first, *more = (call for call, found in enumerate(sites.found, start=1) if found == site)
+        call, output = more[-1] if more and number % 2 else first, tmp_path / str(number)
         ended = commands.run(words(model, output, *options), call)
         check_reader(output, clean)
-        if ended.returncode == 0:
-            break
         assert ended.returncode == -signal.SIGKILL, ended.stderr
         done(model, output, *options)
         assert contents(output) == clean, f"killed at call {call}"
-    assert call > 40
+    assert len(struck) > 20
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_kill_9_until_done(
-    commands: Commands, model: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_kill_9_until_done(commands: Commands, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Each run is given a few calls more than the one before, and goes on from what that left."""
+    model = write_model(tmp_path / "model", layers=6, experts=2)
     done(model, tmp_path / "clean", *options)
     clean, output = contents(tmp_path / "clean"), tmp_path / "output"
     for call in itertools.count(8, 8):

@@ -1,12 +1,14 @@
 """Calls that change the disk: hooks ahead of them, and commands that a signal hits at the n-th.
 
 Signals are placed by counting, never by time, so a test sees the same on a busy machine. As a
-program: `disk_calls.py N WORDS...` runs `ktconv WORDS...` and stops ahead of the N-th call. Without
-arguments it is the server of `Commands`, which has ktconv imported and forks a process per command.
+program: `disk_calls.py N WORDS...` runs `ktconv WORDS...` and stops ahead of the N-th call. With
+names of modules, or nothing, it is the server of `Commands`, which has them and ktconv imported and
+forks a process per command.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,9 +24,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import ktconv
+
 CALLS: dict[str, Any] = {
     "fsync": os, "pwrite": os, "posix_fallocate": os, "replace": Path, "rename": Path, "mkdir": Path
 }  # fmt: skip
+SOURCES = str(Path(ktconv.__file__).parent)
 Hook = Callable[[str, tuple[Any, ...]], None]
 
 
@@ -43,6 +49,34 @@ def _hook(name: str, call: Callable[..., Any], before: Hook) -> Callable[..., An
         return call(*arguments, **named)
 
     return replacement
+
+
+Site = tuple[str | int, ...]
+
+
+def call_site(name: str) -> Site:
+    """Which call of our code this is: its name, and the lines that led to it. For hooks."""
+    frames = traceback.walk_stack(None)
+    ours = [(frame.f_code.co_filename, line) for frame, line in frames]
+    return name, *(part for path, line in ours if SOURCES in path for part in (path, line))
+
+
+class Sites:
+    """Records the call site of every call, in order."""
+
+    def __init__(self) -> None:
+        self.found: list[Site] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            self.found.append(call_site(name))
+
+    def ends(self) -> list[int]:
+        """Positions of the first and of the last call from every site."""
+        last = {site: position for position, site in enumerate(self.found)}
+        first = {site: self.found.index(site) for site in last}
+        return sorted({*first.values(), *last.values()})
 
 
 class Strike:
@@ -84,22 +118,28 @@ class Ended:
 
 
 class Commands:
-    """Runs `ktconv` commands in processes of their own, without a new interpreter for each."""
+    """Runs `ktconv` commands in processes of their own, without a new interpreter for each.
 
-    def __init__(self, directory: Path) -> None:
+    The interpreter that they are forked from starts with changed environment `variables`, so its
+    locale and the encodings of its streams are theirs, and has imported `modules` as well."""
+
+    def __init__(self, directory: Path, *modules: str, **variables: str) -> None:
         self._directory = directory
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
+            # Threads do not survive a fork.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"} | variables,
         )
 
     def run(self, words: Sequence[object], call: int = 0, number: int = signal.SIGKILL) -> Ended:
         """The command's end; with `call`, hit by `number` ahead of that call (counted from 1)."""
         streams = [str(self._directory / name) for name in ("stdout", "stderr")]
-        order = {"words": [*map(str, words)], "call": call, "number": number, "streams": streams}
+        # One character per byte: the process decodes its arguments by its own locale.
+        encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
+        order = {"words": encoded, "call": call, "number": number, "streams": streams}
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
         code = int(self._server.stdout.readline())
@@ -110,10 +150,9 @@ class Commands:
         self._server.communicate()
 
 
-def _serve() -> None:
-    import ktconv.cli
-    import ktconv.quantize_cpu.run  # noqa: F401
-
+def _serve(modules: list[str]) -> None:
+    for module in ("ktconv.cli", "ktconv.quantize_cpu.run", *modules):
+        importlib.import_module(module)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -129,11 +168,12 @@ def _run(words: list[str], call: int, number: int) -> None:
 
 def _execute(words: list[str], call: int, number: int, streams: list[str]) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     code = 1
     try:
-        _run(words, call, number)
+        _run([os.fsdecode(word.encode("latin-1")) for word in words], call, number)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -145,7 +185,7 @@ def _execute(words: list[str], call: int, number: int, streams: list[str]) -> No
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] and sys.argv[1].isdecimal():
         _run(sys.argv[2:], int(sys.argv[1]), signal.SIGSTOP)
     else:
-        _serve()
+        _serve(sys.argv[1:])

@@ -138,9 +138,21 @@ def test_forward_is_near_the_reference(
     tokens: int,
 ) -> None:
     layer = make(method, hidden, intermediate, experts, parts)
-    x, ids, weights = inputs(tokens, hidden, experts, top_k)
+    x, ids, weights, expected = with_reference(
+        method, hidden, intermediate, experts, top_k, parts, tokens
+    )
     y = layer.forward(x, ids, weights, pools["two"])
-    assert_true(layer, y, x, ids, weights)
+    assert relative(y, expected) < KERNEL_BOUND
+
+
+@cache
+def with_reference(
+    method: str, hidden: int, intermediate: int, experts: int, top_k: int, parts: int, tokens: int
+) -> tuple[Array, Array, Array, Array]:
+    """Inputs and what every level must compute from them."""
+    given = inputs(tokens, hidden, experts, top_k)
+    layer = make(method, hidden, intermediate, experts, parts)
+    return *given, layer.reference(*given, rounded=True)
 
 
 def test_levels_with_kernels_of_their_own() -> None:
@@ -171,15 +183,15 @@ def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, to
 
 @pytest.mark.parametrize("method", ["int4", "gint4-32", "bf16", "fp8", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("tokens", [1, 6, 40])
+@pytest.mark.parametrize("tokens", [1, 6, 24])  # 18 for an expert: more than an AMX tile's 16
 def test_threads_and_nodes_do_not_matter(
     isa: str, pools: dict[str, Pool], method: str, parts: int, tokens: int
 ) -> None:
     layer = make(method, 256, 512, 4, parts)
     x, ids, weights = inputs(tokens, 256, 4, 3)
     expected = layer.forward(x, ids, weights, pools["one"])
-    for name, pool in pools.items():
-        assert np.array_equal(layer.forward(x, ids, weights, pool), expected), name
+    for name in pools.keys() - {"one"}:
+        assert np.array_equal(layer.forward(x, ids, weights, pools[name]), expected), name
 
 
 @pytest.mark.parametrize("method", ["int8", "bf16"])

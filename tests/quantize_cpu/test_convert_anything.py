@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def check_elements_aligned(output: Path) -> None:
 @given(cases())
 def test_anything(case: dict[str, Any]) -> None:
     event(f"{case['encoding']} {case.get('style', '')}")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as folder:
         root = Path(folder)
         model, layers = build(case, root)
         matrices = matrices_of(layers)
