@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -192,3 +194,24 @@ def test_decode_f32_samples(isa: str, cols: int, rounded: bool) -> None:
     flipped = np.ascontiguousarray(bits.T).reshape(-1).view(np.uint8)
     found = decoded(flipped, "F32", 16, cols, row_stride=1, col_stride=16, round_to_bf16=rounded)
     assert_decoded(found, expected)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 1e-40, 3e36, np.inf, -np.inf, np.nan])
+def test_fp8_has_the_same_bits_on_every_level(isa: str, scale: float, rounded: bool) -> None:
+    """Also those of its NaNs; only which of two NaNs a product is, is up to the compiler."""
+    codes = np.arange(256, dtype=np.uint8)
+    if np.isnan(scale):
+        codes[[0x7F, 0xFF]] = 0
+    grid = np.full((1, 1), scale, np.float32)
+
+    def bits(rows: int, **strides: int) -> F32:
+        cols = 256 // rows
+        options: Any = {"block_scale": grid, "block": (rows, cols), "round_to_bf16": rounded}
+        return decoded(codes, "F8_E4M3", rows, cols, **options, **strides)
+
+    found = [bits(1), bits(16), bits(16, row_stride=1, col_stride=16)]
+    native.use_isa("scalar")  # the fixture restores the level
+    expected = [bits(1), bits(16), bits(16, row_stride=1, col_stride=16)]
+    for ours, scalar in zip(found, expected, strict=True):
+        assert_same("bits", ours, scalar)

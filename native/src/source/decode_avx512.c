@@ -19,9 +19,11 @@ KT_INLINE __m512 widen_e4m3(__m128i bytes, __mmask16 valid) {
   const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
   const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)) & valid;
   const __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
-  const __m512i payload = _mm512_set1_epi32(0x7fc00000);
-  return _mm512_castsi512_ps(
-      _mm512_mask_or_epi32(_mm512_castps_si512(value), nan, _mm512_castps_si512(value), payload));
+  const __m512i sign_exponent = _mm512_set1_epi32((int)0xff800000u);
+  const __m512i quiet = _mm512_set1_epi32(0x7fc00000);
+  enum { AND_OR = 0xea }; /* (value & sign_exponent) | quiet */
+  return _mm512_castsi512_ps(_mm512_mask_ternarylogic_epi32(_mm512_castps_si512(value), nan,
+                                                            sign_exponent, quiet, AND_OR));
 }
 
 /* Bytes of a number of the dtypes here; each is a unit. */
