@@ -20,7 +20,8 @@ from ktconv.checkpoint import Quantization, encodings, open_checkpoint
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import ELEMENTS, F4_E2M1, U4, U4_AWQ
 from ktconv.checkpoint.encodings.base import Encoding, Parts
-from ktconv.checkpoint.types import BlockGrid, GroupIndex, OuterScale
+from ktconv.checkpoint.encodings.grids import load_groups
+from ktconv.checkpoint.types import BlockGrid, GroupIndex, OuterScale, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
@@ -212,6 +213,19 @@ def test_fused_experts(tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int4", numa=3)
     truth = matrices_of({0: Weights(gate, up, values[1])})
     assert_output(tmp_path / "out", truth, {}, method="int4", numa=3)
+
+
+def test_groups_of_a_slice_are_those_of_its_grid() -> None:
+    """Numbers in the file count from the tensor's first group, the grid from the slice's."""
+    tensor = TensorRef("down_proj.g_idx", Path("model.safetensors"), "I32", (256,), 0, 1024)
+    slice_ = BlockGrid(tensor, "F16", 0, 1, 1, 1, 64, 0, 128)
+    index = GroupIndex(tensor, 128)
+    numbers = np.array([3, 2, 2, 3], "<i4")
+    assert load_groups(index, slice_, 2, numbers.tobytes()).tolist() == [1, 0, 0, 1]
+    for beyond in (1, 4):
+        numbers[1] = beyond
+        with pytest.raises(CheckpointError, match="its scales are those of groups 2 to 3"):
+            load_groups(index, slice_, 2, numbers.tobytes())
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class MatrixReader:
             zero_point = load_grid(found.zero_point, rows, cols, self._grid(found.zero_point))
         if found.groups is not None:
             index = self._bytes(found.groups.tensor, 4 * found.groups.start, 4 * cols)
-            groups = load_groups(found.groups, scale.shape[1], index)
+            groups = load_groups(found.groups, found.scale, scale.shape[1], index)
         outer = found.scale.outer
         if outer is not None:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))

@@ -156,18 +156,27 @@ def load_outer_scale(
     return both
 
 
-def load_groups(groups: GroupIndex, count: int, data: Buffer) -> NDArray[np.int32]:
-    """The group of each column; CheckpointError for one outside of 0..count-1."""
+def load_groups(
+    groups: GroupIndex, scale: BlockGrid, count: int, data: Buffer
+) -> NDArray[np.int32]:
+    """The column of the matrix's loaded grid, which has `count`, for each column of the matrix.
+
+    The stored numbers count the groups of the whole tensor, of which a matrix that is a slice has
+    those from `col_origin` on. CheckpointError for one that it does not have.
+    """
     import numpy as np
 
-    found = np.frombuffer(data, "<i4")
-    if len(found) and (found.min() < 0 or found.max() >= count):
+    found, (_, first) = np.frombuffer(data, "<i4"), _first_block(scale)
+    if len(found) and (found.min() < first or found.max() >= first + count):
+        beyond = f"but there are only {count} groups of scales"
+        if first:
+            beyond = f"but its scales are those of groups {first} to {first + count - 1}"
         raise CheckpointError(
-            f"{groups.tensor.name} has group numbers {found.min()} to {found.max()}, "
-            f"but there are only {count} groups of scales",
+            f"{groups.tensor.name} has group numbers {found.min()} to {found.max()}, {beyond}",
             _HINT,
         )
-    return found
+    relative: NDArray[np.int32] = found - np.int32(first)
+    return relative
 
 
 def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
