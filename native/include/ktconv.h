@@ -212,9 +212,11 @@ typedef struct kt_layout {
 
 /* What follows from a layout. */
 typedef struct kt_layout_traits {
-  int32_t bits;                       /* of a packed code */
+  int32_t bits, plain_bits;           /* of a packed code and of a plain one */
+  int32_t code_bias;                  /* a plain code is stored as code + this */
   int32_t row_multiple, col_multiple; /* that rows and cols must be multiples of */
   int32_t scale_size;                 /* bytes of one scale, 0 without scales */
+  int32_t scale_rows;                 /* rows that share a plain scale */
   int32_t max_level;                  /* quantize chooses codes -max_level..max_level; 0: it does
                                          not do this layout */
   int32_t scale_units;                /* a step between two codes is so many scales */

@@ -32,7 +32,8 @@ from ktconv.cli.app import app
 from ktconv.cli.bench import BenchFormat
 from ktconv.cli.process import OutputStream
 from ktconv.errors import ResourceError, UsageError
-from ktconv.moe import METHODS, Experts
+from ktconv.formats import FORMATS as WEIGHT_FORMATS
+from ktconv.moe import Experts
 from ktconv.system.units import parse_size
 
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")
@@ -68,12 +69,12 @@ def test_stdout_is_data_and_progress_goes_to_stderr(form: str) -> None:
 
 
 def test_all_methods_and_all_levels() -> None:
-    layouts = [method.layout for method in METHODS.values()]
+    layouts = [method.layout for method in WEIGHT_FORMATS.values()]
     levels = [level for level in native.kernel_levels(*layouts) if level != "amx"]
     result = bench(*SMALL, "--method", "all", "--isa", ",".join(levels), "--format", "json")
     rows = json.loads(result.stdout)["rows"]
     found = {(row["method"], row["isa"]) for row in rows}
-    assert found == {(method, level) for method in METHODS for level in levels}
+    assert found == {(method, level) for method in WEIGHT_FORMATS for level in levels}
 
 
 def test_the_command_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +217,9 @@ def test_levels_are_only_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_levels_are_those_with_kernels() -> None:
     """Packing has code for avx2, products have none."""
-    assert "avx2" not in command.parse_isas("all", tuple(METHODS.values()))
+    assert "avx2" not in command.parse_isas("all", tuple(WEIGHT_FORMATS.values()))
     if native.isa() == "avx512":
-        assert command.parse_isas("all", (METHODS["int4"],)) == ("scalar", "avx512")
+        assert command.parse_isas("all", (WEIGHT_FORMATS["int4"],)) == ("scalar", "avx512")
         assert command.parse_isas("all") == ("scalar", "avx2", "avx512")
 
 

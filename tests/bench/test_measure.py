@@ -24,8 +24,9 @@ from ktconv.bench.measure import (
 from ktconv.bench.routing import parse_routing
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import VerificationError
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, METHODS, Experts, pack_experts
+from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
 from ktconv.system.pool import Pool
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 256, 6, 2
@@ -34,7 +35,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 256, 6, 2
 def experts_of(method: str) -> Experts:
     source = RandomWeights(0, HIDDEN, INTERMEDIATE)
     origins = [index % 3 for index in range(EXPERTS)]
-    return pack_experts(METHODS[method], source.expert, origins, HIDDEN, INTERMEDIATE)
+    return pack_experts(FORMATS[method], source.expert, origins, HIDDEN, INTERMEDIATE)
 
 
 def batch_of(tokens: int, **effort: Any) -> Batch:
@@ -50,13 +51,13 @@ def test_batches_repeat_and_weights_sum_to_one() -> None:
     assert len(batch_of(5).ids) > 100 > len(batch_of(20_000).ids) > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FORMATS)
 def test_a_right_kernel_passes(method: str) -> None:
     experts, batch = experts_of(method), batch_of(33, iterations=1)
     with Pool(2) as pool:
         errors = check(experts, batch, Reference(experts, batch), pool)
     assert errors.kernel and errors.kernel < KERNEL_BOUND / 2
-    assert 0.9 * errors.kernel < errors.relative <= METHODS[method].bound
+    assert 0.9 * errors.kernel < errors.relative <= FORMATS[method].tolerance
     assert errors.source and errors.source >= 0.9 * errors.relative
 
 

@@ -19,7 +19,7 @@ from ktconv.bench.peers.table import Availability, Spec
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
-from ktconv.moe import method_named
+from ktconv.formats import format_named
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -30,7 +30,7 @@ def spec(name: str, *methods: str) -> Spec:
 
 def request(**changes: Any) -> BenchRequest:
     fields: dict[str, Any] = {
-        "methods": (method_named("int4"),),
+        "methods": (format_named("int4"),),
         "shapes": (parse_shape("128,128,6,2"),),
         "tokens": (1, 4),
         "threads": (1,),

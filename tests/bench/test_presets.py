@@ -6,7 +6,7 @@ import pytest
 
 from ktconv.bench.presets import PRESETS, parse_shape
 from ktconv.errors import UsageError
-from ktconv.moe.methods import methods_that_hold
+from ktconv.formats import formats_for
 from ktconv.native import Activation
 
 # hidden, intermediate, experts, top-k of each model's config.json
@@ -38,7 +38,7 @@ def test_activations_of_presets() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_preset_can_be_held(name: str) -> None:
     shape = PRESETS[name]
-    able = methods_that_hold(shape.hidden, shape.intermediate, 1)
+    able = formats_for(shape.hidden, shape.intermediate, 1)
     assert {"bf16", "mxfp4", "int8"} <= set(able)
     assert ("int4" in able) == (name != "gpt-oss-120b")
 

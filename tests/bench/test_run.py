@@ -27,7 +27,8 @@ from ktconv.bench.routing import parse_routing
 from ktconv.bench.run import bench
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.moe import METHODS, method_named, pack_experts
+from ktconv.formats import FORMATS, format_named
+from ktconv.moe import pack_experts
 from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -37,7 +38,7 @@ def request(
     methods: Iterable[str] = ("int4",), shape: str = "128,256,5,2", **changes: Any
 ) -> Request:
     defaults = Request(
-        methods=tuple(map(method_named, methods)),
+        methods=tuple(map(format_named, methods)),
         shapes=(parse_shape(shape),),
         tokens=(1,),
         threads=(1,),
@@ -53,12 +54,12 @@ def quiet(_: str) -> None:
 
 def test_rows_of_all_that_was_asked_for() -> None:
     heard: list[str] = []
-    asked = request(METHODS, tokens=(1, 9), threads=(1, 2), isas=("scalar",))
+    asked = request(FORMATS, tokens=(1, 9), threads=(1, 2), isas=("scalar",))
     report = bench(asked, heard.append)
     found = [(row.method, row.tokens, row.threads, row.isa) for row in report.rows]
     assert found == [
         (method, tokens, threads, "scalar")
-        for method in METHODS
+        for method in FORMATS
         for tokens in (1, 9)
         for threads in (1, 2)
     ]
@@ -75,7 +76,7 @@ def test_every_level(isa: str, tiles: amx.Emulator | None) -> None:
     assert [row.isa for row in report.rows] == [isa] * 3
     assert native.isa() == before
     for row in report.rows:
-        assert 0 < row.relative_error <= METHODS[row.method].bound
+        assert 0 < row.relative_error <= FORMATS[row.method].tolerance
         assert row.source_error is not None and row.source_error >= 0.9 * row.relative_error
 
 
@@ -263,7 +264,7 @@ def test_batches_that_do_not_fit(
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FORMATS)
 def test_scratch_is_foreseen(method: str, parts: int) -> None:
     """At most what the library asks for, and not many times as much."""
     for shape in ("128,256,5,2", "1024,512,3,3", "256,2048,17,1"):

@@ -25,7 +25,7 @@ from ktconv import native
 from ktconv.cli.app import app
 from ktconv.cli.quantize_cpu import Layout, Method, Scale
 from ktconv.conversion.run import DISK_MARGIN
-from ktconv.formats import FORMATS
+from ktconv.formats import output_formats
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -375,8 +375,8 @@ def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
 
 
 def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
-    assert [method.value for method in Method] == list(FORMATS)
-    assert set(FORMATS) <= set(native.FORMATS)
+    assert [method.value for method in Method] == list(output_formats())
+    assert set(output_formats()) <= set(native.FORMATS)
     assert [layout.value for layout in Layout] == ["safetensors", "layers"]
     assert [scale.value for scale in Scale] == ["amax"]
 

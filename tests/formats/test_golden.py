@@ -44,7 +44,10 @@ def test_names_and_sizes(case: golden.Case) -> None:
         t = parse_tensor_name(key)
         assert t is not None, key
         rows, cols = packed_shape(t.proj, case.hidden, case.intermediate, case.parts)
-        sizes = {"weight": fmt.weight_nbytes(rows, cols), "scale": fmt.scale_nbytes(rows)}
+        sizes = {
+            "weight": fmt.layout.weight_size(rows, cols),
+            "scale": fmt.layout.scale_size(rows, cols),
+        }
         assert sizes[t.kind] == entry["nbytes"], key
         path = kt_path(fmt.name, t.layer, t.proj, t.expert, t.part, t.kind, entry["nbytes"])
         assert path == entry["kt_file"]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ktconv.formats import FORMATS, INT4, INT8, Format
-from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
+from ktconv.formats import FORMATS, INT4, INT8, Format, output_formats
+from ktconv.formats.kt_layout import TILINGS, offsets, pack_codes, unpack_codes
 
-both_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.key)
+both_formats = pytest.mark.parametrize("fmt", output_formats().values(), ids=lambda fmt: fmt.key)
 
 # Shapes beyond one column block with more than one row block, where the block sizes
 # show, and with a ragged last block of either kind.
@@ -22,7 +22,7 @@ WIDE = {
 
 
 def random_codes(fmt: Format, rows: int, cols: int, seed: int) -> NDArray[np.int8]:
-    half = 1 << (fmt.bits - 1)
+    half = 1 << (TILINGS[fmt.code].bits - 1)
     return np.random.default_rng(seed).integers(-half, half, (rows, cols), np.int8)
 
 
@@ -56,13 +56,14 @@ def test_offset_examples(
 @both_formats
 def test_block_height_shows_only_in_wide_and_high_matrices(fmt: Format) -> None:
     """SPEC 4.2, last paragraph: in one column block strips simply follow one another."""
-    strip, rows = fmt.n_block + 32, 2 * fmt.n_block
-    byte, _ = offset(fmt, rows, fmt.k_block, strip, 0)
-    assert byte == fmt.weight_nbytes(strip, fmt.k_block)
-    wide = fmt.k_block + fmt.k_tile
+    tiling = TILINGS[fmt.code]
+    strip, rows = tiling.n_block + 32, 2 * tiling.n_block
+    byte, _ = offset(fmt, rows, tiling.k_block, strip, 0)
+    assert byte == fmt.layout.weight_size(strip, tiling.k_block)
+    wide = tiling.k_block + tiling.k_tile
     byte, _ = offset(fmt, rows, wide, strip, 0)
-    above = fmt.weight_nbytes(fmt.n_block, wide)
-    assert byte == above + fmt.weight_nbytes(32, fmt.k_block)
+    above = fmt.layout.weight_size(tiling.n_block, wide)
+    assert byte == above + fmt.layout.weight_size(32, tiling.k_block)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_every_field_is_used_once(fmt: Format, shape: tuple[int, int]) -> None:
     rows, cols = shape
     n, k = np.arange(rows)[:, None], np.arange(cols)[None, :]
     byte, plane = offsets(fmt, n, k, rows, cols)
-    fields = np.sort((byte * (8 // fmt.bits) + plane).ravel())
+    fields = np.sort((byte * (8 // TILINGS[fmt.code].bits) + plane).ravel())
     assert np.array_equal(fields, np.arange(rows * cols))
     codes = random_codes(fmt, rows, cols, 0)
     assert np.array_equal(unpack_codes(fmt, pack_codes(fmt, codes), rows, cols), codes)
@@ -82,11 +83,11 @@ def test_every_field_is_used_once(fmt: Format, shape: tuple[int, int]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_unpack_undoes_pack(fmt: Format, data: st.DataObject) -> None:
-    rows = fmt.n_step * data.draw(st.integers(1, 9), "strips")
-    cols = fmt.k_tile * data.draw(st.integers(1, 6), "tiles")
+    rows = 32 * data.draw(st.integers(1, 9), "strips")
+    cols = TILINGS[fmt.code].k_tile * data.draw(st.integers(1, 6), "tiles")
     codes = random_codes(fmt, rows, cols, data.draw(st.integers(0, 99), "seed"))
     packed = pack_codes(fmt, codes)
-    assert packed.shape == (fmt.weight_nbytes(rows, cols),)
+    assert packed.shape == (fmt.layout.weight_size(rows, cols),)
     assert np.array_equal(unpack_codes(fmt, packed, rows, cols), codes)
 
 
@@ -99,13 +100,13 @@ def test_int4_nibbles_are_twos_complement() -> None:
 @both_formats
 def test_wrong_shapes_are_refused(fmt: Format) -> None:
     with pytest.raises(ValueError, match="33 rows"):
-        pack_codes(fmt, np.zeros((33, fmt.k_tile), np.int8))
+        pack_codes(fmt, np.zeros((33, TILINGS[fmt.code].k_tile), np.int8))
     with pytest.raises(ValueError, match="32 columns"):
         pack_codes(fmt, np.zeros((32, 32), np.int8))
     with pytest.raises(ValueError, match="payload"):
-        unpack_codes(fmt, np.zeros(7, np.uint8), 32, fmt.k_tile)
+        unpack_codes(fmt, np.zeros(7, np.uint8), 32, TILINGS[fmt.code].k_tile)
     with pytest.raises(TypeError, match="int16"):
-        pack_codes(fmt, np.zeros((32, fmt.k_tile), np.int16))
+        pack_codes(fmt, np.zeros((32, TILINGS[fmt.code].k_tile), np.int16))
 
 
 def test_codes_beyond_a_nibble_are_refused() -> None:

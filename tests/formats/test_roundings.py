@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from ktconv.formats import FORMATS, INT4, INT8, SMALLEST_NORMAL, Format
+from ktconv.formats import INT4, INT8, SMALLEST_NORMAL, Format, output_formats
 from ktconv.formats import int4 as int4_rules
 from ktconv.formats import int8 as int8_rules
 from ktconv.formats.decode import bf16_to_f32
@@ -18,7 +18,7 @@ from ktconv.formats.reference import dequantize, quantize
 F32 = NDArray[np.float32]
 
 FLT_MAX = float(np.finfo(np.float32).max)
-both_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.key)
+both_formats = pytest.mark.parametrize("fmt", output_formats().values(), ids=lambda fmt: fmt.key)
 
 
 def row(*values: float) -> F32:
@@ -36,7 +36,7 @@ def bits_of(scale: F32) -> list[int]:
 def check_bounds(fmt: Format, matrix: F32) -> None:
     """Every element of `matrix` is restored as nearly as the format's bounds say."""
     codes, scale = quantize(fmt, matrix)
-    assert int(np.abs(codes.astype(int)).max(initial=0)) <= fmt.max_level
+    assert int(np.abs(codes.astype(int)).max(initial=0)) <= fmt.traits.max_level
     restored = dequantize(fmt, codes, scale).astype(np.float64)
     error = np.abs(matrix.astype(np.float64) - restored)
     bound = np.array([fmt.error_bound(d) for d in scale])
@@ -163,7 +163,7 @@ def test_other_dtypes_are_refused(fmt: Format) -> None:
 @pytest.mark.parametrize("first", [0x0380, 0x0400, 0x0480, 0x1000, 0x3F80, 0x7F00])
 def test_bounds_at_every_decision(fmt: Format, first: int) -> None:
     """Both sides of every point where q changes, for all bf16 maxima of one octave."""
-    halves = np.arange(0.5, fmt.max_level * fmt.scale_units)
+    halves = np.arange(0.5, fmt.traits.max_level * fmt.traits.scale_units)
     for amax in from_bits(*range(first, first + 128))[0]:
         scale = quantize(fmt, row(amax))[1]
         points = (halves * scale.astype(np.float64)).astype(np.float32)
@@ -176,7 +176,7 @@ def test_bounds_at_every_decision(fmt: Format, first: int) -> None:
 @pytest.mark.parametrize(("fmt", "needed"), [(INT8, 0.5), (INT4, 0.5 + 2.0**-5)])
 def test_bounds_are_nearly_reached(fmt: Format, needed: float) -> None:
     y = {"int8": 126.5, "int4": 103.5}[fmt.key]
-    matrix = row(fmt.max_level * fmt.scale_units, y)
+    matrix = row(fmt.traits.max_level * fmt.traits.scale_units, y)
     codes, scale = quantize(fmt, matrix)
     error = abs(y - float(dequantize(fmt, codes, scale)[0, 1])) / fmt.step(scale[0])
     assert error == needed
@@ -187,7 +187,7 @@ def test_bounds_are_nearly_reached(fmt: Format, needed: float) -> None:
 def test_largest_floats_do_not_overflow(fmt: Format) -> None:
     matrix = row(FLT_MAX, -FLT_MAX)
     codes, scale = quantize(fmt, matrix)
-    assert codes.tolist() == [[fmt.max_level, -fmt.max_level]]
+    assert codes.tolist() == [[fmt.traits.max_level, -fmt.traits.max_level]]
     assert np.isfinite(dequantize(fmt, codes, scale)).all()
     check_bounds(fmt, matrix)
 

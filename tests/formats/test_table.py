@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from ktconv.formats import (
     BACKWARD,
-    FORMATS,
     INT4,
     INT8,
     PROJECTIONS,
     Format,
     Matrix,
     matrix_shape,
+    output_formats,
     packed_shape,
     split,
 )
 
-both_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.key)
+both_formats = pytest.mark.parametrize("fmt", output_formats().values(), ids=lambda fmt: fmt.key)
 
 
 def allowed(fmt: Format, hidden: int, intermediate: int, parts: int) -> bool:
@@ -68,10 +68,13 @@ def test_reasons_name_the_numbers() -> None:
 def test_sizes() -> None:
     """The example of SPEC 2.1: H = I = 256, two parts."""
     rows, cols = packed_shape("gate", 256, 256, 2)
-    assert (INT4.weight_nbytes(rows, cols), INT4.scale_nbytes(rows)) == (16384, 512)
+    assert (INT4.layout.weight_size(rows, cols), INT4.layout.scale_size(rows, cols)) == (16384, 512)
     rows, cols = packed_shape("down", 256, 256, 2)
-    assert (INT4.weight_nbytes(rows, cols), INT4.scale_nbytes(rows)) == (16384, 1024)
-    assert INT8.weight_nbytes(rows, cols) == rows * cols
+    assert (INT4.layout.weight_size(rows, cols), INT4.layout.scale_size(rows, cols)) == (
+        16384,
+        1024,
+    )
+    assert INT8.layout.weight_size(rows, cols) == rows * cols
 
 
 @pytest.mark.parametrize("proj", PROJECTIONS + BACKWARD)

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.formats import FORMATS, format_named, formats_for
 from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32, f32_to_bf16
-from ktconv.moe import METHODS, experts_per_token, method_named, open_experts, pack_experts
-from ktconv.moe.experts import gated
+from ktconv.formats.mxfp4 import MAGNITUDES
+from ktconv.moe import experts_per_token, open_experts, pack_experts
+from ktconv.moe.experts import gated, quantized
 from ktconv.moe.load import activation_of, moe_layers
-from ktconv.moe.methods import ALIASES, E2M1_VALUES, methods_that_hold
 from ktconv.native import Activation
 from ktconv.system.pool import Pool
 
@@ -55,86 +56,85 @@ TYPICAL = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_quantizers_lose_what_their_formats_do(name: str) -> None:
-    values, method = gaussian(256, 512), METHODS[name]
-    restored = method.quantize(values, method.layout).values
+    values = gaussian(256, 512)
+    restored = quantized(FORMATS[name], values).values
     error = np.linalg.norm(restored - values) / np.linalg.norm(values)
     assert 0.5 * TYPICAL[name] <= error <= TYPICAL[name]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["zeros", "tiny", "large", "one outlier"])
 def test_quantizers_stand_extremes(name: str, kind: str) -> None:
     values = gaussian(128, 256)
     values *= {"zeros": 0.0, "tiny": 1e-20, "large": 1e20, "one outlier": 1.0}[kind]
     values[3, 5] *= 100 if kind == "one outlier" else 1
     values = bf16_to_f32(f32_to_bf16(values))
-    quantized = METHODS[name].quantize(values, METHODS[name].layout)
-    assert np.isfinite(quantized.values).all()
+    found = quantized(FORMATS[name], values)
+    assert np.isfinite(found.values).all()
     if kind == "zeros":
-        assert not quantized.values.any()
-    pack_experts(METHODS[name], lambda _: (values, values, values.T.copy()), [0], 256, 128)
+        assert not found.values.any()
+    pack_experts(FORMATS[name], lambda _: (values, values, values.T.copy()), [0], 256, 128)
 
 
 def test_e4m3_rounds_to_the_nearest_value() -> None:
     values = gaussian(128, 128)
-    method = METHODS["fp8-channel"]
-    quantized = method.quantize(values, method.layout)
-    assert quantized.scale is not None and quantized.codes.max() <= 0xFE
-    scaled = values / quantized.scale[:, None]
+    found = quantized(FORMATS["fp8-channel"], values)
+    assert found.scale is not None and found.codes.max() <= 0xFE
+    scaled = values / found.scale[:, None]
     finite = E4M3FN_VALUES[np.isfinite(E4M3FN_VALUES)]
     nearest = np.abs(scaled[..., None] - finite).min(axis=2)
-    restored = E4M3FN_VALUES[quantized.codes] * quantized.scale[:, None]
-    assert np.array_equal(restored, quantized.values)
-    assert np.allclose(np.abs(restored / quantized.scale[:, None] - scaled), nearest, atol=1e-3)
+    restored = E4M3FN_VALUES[found.codes] * found.scale[:, None]
+    assert np.array_equal(restored, found.values)
+    assert np.allclose(np.abs(restored / found.scale[:, None] - scaled), nearest, atol=1e-3)
 
 
 def test_mxfp4_has_power_of_two_scales_and_nibbles_low_first() -> None:
     values = gaussian(32, 64)
-    quantized = METHODS["mxfp4"].quantize(values, METHODS["mxfp4"].layout)
-    assert quantized.scale is not None and quantized.scale.dtype == np.uint8
-    steps = np.ldexp(1.0, quantized.scale.astype(int) - 127).repeat(32, axis=1)
-    codes = np.stack([quantized.codes & 15, quantized.codes >> 4], axis=2).reshape(32, 64)
+    found = quantized(FORMATS["mxfp4"], values)
+    assert found.scale is not None and found.scale.dtype == np.uint8
+    steps = np.ldexp(1.0, found.scale.astype(int) - 127).repeat(32, axis=1)
+    codes = np.stack([found.codes & 15, found.codes >> 4], axis=2).reshape(32, 64)
     signs = np.where(codes & 8, -1.0, 1.0)
-    assert np.array_equal(signs * E2M1_VALUES[codes & 7] * steps, quantized.values)
-    assert np.abs(quantized.values - values).max() <= (steps * 2).max()  # saturation at 6
+    assert np.array_equal(signs * MAGNITUDES[codes & 7] * steps, found.values)
+    assert np.abs(found.values - values).max() <= (steps * 2).max()  # saturation at 6
 
 
 def test_gint4_codes_and_scales_give_the_values() -> None:
     for group in (32, 64, 128):
-        method = METHODS[f"gint4-{group}"]
-        quantized = method.quantize(gaussian(32, 256), method.layout)
-        assert quantized.scale is not None and quantized.scale.shape == (32, 256 // group)
-        codes = np.stack([quantized.codes & 15, quantized.codes >> 4], axis=2).reshape(32, 256)
-        steps = bf16_to_f32(quantized.scale).repeat(group, axis=1)
-        assert np.array_equal((codes.astype(np.float32) - 8) * steps, quantized.values)
+        found = quantized(FORMATS[f"gint4-{group}"], gaussian(32, 256))
+        assert found.scale is not None and found.scale.shape == (32, 256 // group)
+        codes = np.stack([found.codes & 15, found.codes >> 4], axis=2).reshape(32, 256)
+        steps = bf16_to_f32(found.scale).repeat(group, axis=1)
+        assert np.array_equal((codes.astype(np.float32) - 8) * steps, found.values)
 
 
 def test_names_and_aliases() -> None:
-    for alias, name in ALIASES.items():
-        assert method_named(alias.upper()) is METHODS[name]
+    for row in FORMATS.values():
+        for name in (row.key, *row.aliases):
+            assert format_named(name.upper()) is row
     with pytest.raises(UsageError, match="unknown method 'int5'"):
-        method_named("int5")
+        format_named("int5")
 
 
 def test_methods_that_hold() -> None:
-    assert set(methods_that_hold(128, 128, 1)) == set(METHODS)
-    assert set(methods_that_hold(2880, 2880, 1)) == set(METHODS) - {"int4", "fp8", "gint4-128"}
-    assert set(methods_that_hold(128, 64, 2)) == {"bf16", "mxfp4", "gint4-32"}
-    assert methods_that_hold(128, 128, 3) == methods_that_hold(100, 128, 1) == []
+    assert set(formats_for(128, 128, 1)) == set(FORMATS)
+    assert set(formats_for(2880, 2880, 1)) == set(FORMATS) - {"int4", "fp8", "gint4-128"}
+    assert set(formats_for(128, 64, 2)) == {"bf16", "mxfp4", "gint4-32"}
+    assert formats_for(128, 128, 3) == formats_for(100, 128, 1) == []
 
 
 # ---- packing ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_packed_layers_compute_what_their_values_say(name: str, parts: int) -> None:
     hidden, intermediate = 128, 256
     origins = [0, 1, None, 0]
     experts = pack_experts(
-        METHODS[name],
+        FORMATS[name],
         lambda origin: matrices(hidden, intermediate, origin),
         origins,
         hidden,
@@ -147,7 +147,7 @@ def test_packed_layers_compute_what_their_values_say(name: str, parts: int) -> N
     with Pool(2) as pool:
         y = bf16_to_f32(experts.forward(x, ids, weights, pool))
     expected = experts.reference(x, ids, weights)
-    assert np.linalg.norm(y - expected) <= METHODS[name].bound * np.linalg.norm(expected)
+    assert np.linalg.norm(y - expected) <= FORMATS[name].tolerance * np.linalg.norm(expected)
     assert not y[3].any() and not expected[3].any()
     source = experts.reference(x, ids, weights, experts.source)
     assert np.linalg.norm(expected - source) <= 2 * TYPICAL[name] * np.linalg.norm(source) + 1e-6
@@ -156,7 +156,7 @@ def test_packed_layers_compute_what_their_values_say(name: str, parts: int) -> N
 def test_the_reference_is_the_plain_sum() -> None:
     """Token by token, expert by expert, in float64."""
     gate, up, down = matrices(128, 128)
-    experts = pack_experts(METHODS["bf16"], lambda _: (gate, up, down), [0, 0], 128, 128)
+    experts = pack_experts(FORMATS["bf16"], lambda _: (gate, up, down), [0, 0], 128, 128)
     x = f32_to_bf16(gaussian(3, 128))
     ids = np.array([[0, 1], [1, -1], [0, 0]])
     weights = np.array([[0.3, 0.7], [1, 5], [0.5, 0.5]], np.float32)
@@ -167,7 +167,7 @@ def test_the_reference_is_the_plain_sum() -> None:
 
 
 def test_missing_experts_cannot_be_asked_for() -> None:
-    experts = pack_experts(METHODS["bf16"], lambda _: matrices(64, 64), [0, None], 64, 64)
+    experts = pack_experts(FORMATS["bf16"], lambda _: matrices(64, 64), [0, None], 64, 64)
     x, weights = np.zeros((1, 64), np.uint16), np.ones((1, 1), np.float32)
     with pytest.raises(IndexError, match="not present"):
         experts.reference(x, np.array([[1]]), weights)
@@ -182,7 +182,7 @@ def test_experts_of_a_part_lie_in_one_block_that_can_be_bound() -> None:
         bound.append((part, memory.ctypes.data, memory.nbytes))
 
     experts = pack_experts(
-        METHODS["int8"], lambda o: matrices(64, 128, o), [0, 1, 0], 64, 128, parts=2, bind=bind
+        FORMATS["int8"], lambda o: matrices(64, 128, o), [0, 1, 0], 64, 128, parts=2, bind=bind
     )
     assert [part for part, _, _ in bound] == [0, 1]
     seen = set()
@@ -250,7 +250,7 @@ def test_an_opened_layer_computes_the_source_layer(method: str, numa: int, tmp_p
         source |= _load(shard)
     for layer in moe_layers(tmp_path / "out"):
         experts = open_experts(tmp_path / "out", layer)
-        assert (experts.method.name, experts.parts) == (method, numa)
+        assert (experts.format.key, experts.parts) == (method, numa)
         x = f32_to_bf16(
             np.random.default_rng(layer).standard_normal((9, experts.hidden), np.float32)
         )
@@ -261,7 +261,7 @@ def test_an_opened_layer_computes_the_source_layer(method: str, numa: int, tmp_p
             experts.layer.touch(pool)
             y = bf16_to_f32(experts.forward(x, ids, weights, pool))
         for truth, bound in (
-            (experts.reference(x, ids, weights), experts.method.bound),
+            (experts.reference(x, ids, weights), experts.format.tolerance),
             (experts.reference(x, ids, weights, _source(source, layer)), 2 * TYPICAL[method]),
         ):
             assert np.linalg.norm(y - truth) <= bound * np.linalg.norm(truth)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, int4, int8
+from ktconv.formats import FORMATS, int4, int8, output_formats
 from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
 
-formats = pytest.mark.parametrize("fmt", FORMATS)
+formats = pytest.mark.parametrize("fmt", output_formats())
 
 
 def restored(source: Source, packed: U8, scale: F32) -> F32:
     codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
-    step: F32 = scale * np.float32(source.fmt.scale_units)
+    step: F32 = scale * np.float32(source.fmt.traits.scale_units)
     values: F32 = codes * step[:, None]
     return values
 
@@ -40,13 +40,13 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     mine = found.squared_source, found.squared_error, found.squared_value
     for one, other in zip(mine, sums, strict=True):
         assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * sums[0])
-    step = scale.astype(np.float64) * source.fmt.scale_units
+    step = scale.astype(np.float64) * source.fmt.traits.scale_units
     with np.errstate(all="ignore"):
         steps = np.where(step > 0, off.max(axis=1) / step, 0)
     assert found.max_steps == steps.max()
     codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
     assert found.zeros == int((codes == 0).sum())
-    assert found.invalid == int((np.abs(codes.astype(int)) > source.fmt.max_level).sum())
+    assert found.invalid == int((np.abs(codes.astype(int)) > source.fmt.traits.max_level).sum())
     return found
 
 
@@ -54,7 +54,7 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60
 )
 @given(
-    fmt=st.sampled_from(list(FORMATS)),
+    fmt=st.sampled_from(list(output_formats())),
     dtype=st.sampled_from(list(STORED)),
     strips=st.integers(1, 5),
     tiles=st.integers(1, 4),
@@ -81,7 +81,7 @@ def test_sound_payload(
     source = Source(
         fmt,
         32 * strips,
-        FORMATS[fmt].k_tile * tiles,
+        FORMATS[fmt].traits.col_multiple * tiles,
         dtype,
         transposed=transposed,
         rounded=rounded,
@@ -107,7 +107,7 @@ def test_every_block(isa: str, fmt: str, rows: int) -> None:
 def test_any_codes(isa: str, fmt: str) -> None:
     """Also those that no packer writes."""
     source = Source(fmt, 64, 256, kinds=("ordinary",))
-    bits = source.fmt.bits - 1
+    bits = source.fmt.traits.bits - 1
     rng = np.random.default_rng(1)
     codes = rng.integers(-(1 << bits), 1 << bits, (64, 256)).astype(np.int8)
     scale = rng.uniform(0.01, 1, 64).astype(np.float32)
@@ -148,7 +148,7 @@ def test_levels_agree_to_the_bit(fmt: str) -> None:
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_not_finite_source(isa: str, fmt: str, value: float) -> None:
-    source = Source(fmt, 32, FORMATS[fmt].k_tile, "F32", kinds=("ordinary",))
+    source = Source(fmt, 32, FORMATS[fmt].traits.col_multiple, "F32", kinds=("ordinary",))
     packed, scale = quantize_pack(source, source.matrix())
     bits = source.bits()
     bits[7, 9] = np.float32(value).view(np.uint32)
@@ -196,7 +196,7 @@ def test_reads_and_does_not_write(isa: str) -> None:
 
 
 def planted(fmt: str) -> tuple[Source, U8, F32]:
-    source = Source(fmt, 64, 2 * FORMATS[fmt].k_tile, kinds=("ordinary",), seed=5)
+    source = Source(fmt, 64, 2 * FORMATS[fmt].traits.col_multiple, kinds=("ordinary",), seed=5)
     packed, scale = quantize_pack(source, source.matrix())
     assert assert_audit(source, packed, scale).max_steps <= source.fmt.max_error_steps
     return source, packed, scale
@@ -208,15 +208,15 @@ def audited(source: Source, packed: U8, scale: F32) -> native.Audit:
 
 def set_code(source: Source, packed: U8, n: int, k: int, code: int) -> None:
     byte, plane = offsets(source.fmt, np.array(n), np.array(k), source.rows, source.cols)
-    mask = (1 << source.fmt.bits) - 1
-    shift = source.fmt.bits * int(plane)
+    mask = (1 << source.fmt.traits.bits) - 1
+    shift = source.fmt.traits.bits * int(plane)
     rest = int(packed[byte]) & ~(mask << shift)
     packed[byte] = rest & 0xFF | (code & mask) << shift
 
 
 def rows_beyond(source: Source, found: native.Audit, scale: F32) -> list[int]:
     """Rows with an error that no rounding makes."""
-    allowed = source.fmt.max_error_steps * source.fmt.scale_units * scale.astype(np.float64)
+    allowed = source.fmt.max_error_steps * source.fmt.traits.scale_units * scale.astype(np.float64)
     return [int(row) for row in np.flatnonzero(~(found.row_error <= allowed))]
 
 
@@ -229,12 +229,12 @@ def test_a_flipped_bit_shows(isa: str, fmt: str) -> None:
     """A code that is off by one or more is off by 1 - max_error_steps or more, and beyond
     the bound unless the source was near the middle of two codes."""
     source, packed, scale = planted(fmt)
-    step = scale.astype(np.float64)[:, None] * source.fmt.scale_units
+    step = scale.astype(np.float64)[:, None] * source.fmt.traits.scale_units
     codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
     near_the_middle = np.abs(source.values() / step - codes) > 0.4
     rng = np.random.default_rng(2)
     for n, k in rng.permutation(np.argwhere(~near_the_middle))[:40]:
-        flipped = int(codes[n, k]) ^ 1 << int(rng.integers(source.fmt.bits))
+        flipped = int(codes[n, k]) ^ 1 << int(rng.integers(source.fmt.traits.bits))
         damaged = packed.copy()
         set_code(source, damaged, n, k, flipped)
         found = audited(source, damaged, scale)
@@ -268,13 +268,13 @@ def test_a_wrong_scale_shows(isa: str, fmt: str, factor: float) -> None:
 @formats
 def test_a_code_under_a_zero_scale_is_invalid(isa: str, fmt: str) -> None:
     """It restores to 0 all the same, so neither errors nor scales tell."""
-    source = Source(fmt, 32, FORMATS[fmt].k_tile, kinds=("zeros",))
+    source = Source(fmt, 32, FORMATS[fmt].traits.col_multiple, kinds=("zeros",))
     packed, scale = quantize_pack(source, source.matrix())
     assert not packed.any()
     assert audited(source, packed, scale).invalid == 0
     set_code(source, packed, 3, 5, 1)
     set_code(source, packed, 3, 6, -2)
-    set_code(source, packed, 9, 0, -(1 << (source.fmt.bits - 1)))  # counts once
+    set_code(source, packed, 9, 0, -(1 << (source.fmt.traits.bits - 1)))  # counts once
     found = audited(source, packed, scale)
     assert found.invalid == 3
     assert found.zeros == 32 * source.cols - 3

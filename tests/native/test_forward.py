@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, METHODS, Experts, pack_experts
-from ktconv.moe.experts import check_shape
+from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
+from ktconv.moe.experts import check_shape, round_activations
 from ktconv.native import Activation, Layer, Layout, Pool, Projection
 
 Array = NDArray[Any]
@@ -52,7 +53,7 @@ def weights_of(seed: int, hidden: int, intermediate: int) -> Any:
 @pytest.fixture
 def isa(isa: str) -> str:
     """The levels at which the forward runs code of its own."""
-    if isa not in native.kernel_levels(*(method.layout for method in METHODS.values())):
+    if isa not in native.kernel_levels(*(method.layout for method in FORMATS.values())):
         pytest.skip(f"there are no kernels for {isa}")
     return isa
 
@@ -63,7 +64,7 @@ def packed(
 ) -> Experts:
     source = weights_of(7, hidden, intermediate)
     return pack_experts(
-        METHODS[method],
+        FORMATS[method],
         source,
         list(range(experts)),
         hidden,
@@ -87,7 +88,7 @@ def make(
         chosen = activation or Activation()
         return packed(method, hidden, intermediate, experts, parts, chosen)
     source = weights_of(7, hidden, intermediate)
-    return pack_experts(METHODS[method], source, ids, hidden, intermediate, parts=parts)
+    return pack_experts(FORMATS[method], source, ids, hidden, intermediate, parts=parts)
 
 
 def inputs(
@@ -156,7 +157,7 @@ def with_reference(
 
 
 def test_levels_with_kernels_of_their_own() -> None:
-    for method in METHODS.values():
+    for method in FORMATS.values():
         levels = native.kernel_levels(method.layout)
         assert levels[0] == "scalar" and set(levels) <= set(native.isa_available())
         assert {"avx2", "neon"}.isdisjoint(levels)
@@ -172,7 +173,7 @@ def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, to
     layer = make(method, 256, 384, 3, 1)
     x, ids, weights = inputs(tokens, 256, 3, 2)
     before, found = native.isa(), []
-    levels = native.kernel_levels(METHODS[method].layout)
+    levels = native.kernel_levels(FORMATS[method].layout)
     for level in levels:
         native.use_isa(level)
         found.append(layer.forward(x, ids, weights, pools["two"]))
@@ -388,7 +389,7 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
         token, slot = np.nonzero(ids == e)
         g = wide[token] @ w_gate.T + gate[e]
         u = wide[token] @ w_up.T + up[e]
-        middle = layer.method.activations(g / (1 + np.exp(-g)) * u)
+        middle = round_activations(layer.format, g / (1 + np.exp(-g)) * u)
         product = middle @ w_down.T + down[e]
         np.add.at(expected, token, weights[token, slot, None] * product)
     assert relative(y, expected) < KERNEL_BOUND
@@ -643,8 +644,8 @@ def test_matrices_that_are_too_wide() -> None:
         ((128, 131072), "intermediate size of a part 65536"),
     ):
         with pytest.raises(UsageError, match=f"{what}: kernels read at most 32768 columns"):
-            check_shape(METHODS["bf16"], *shape, parts=2)
-    check_shape(METHODS["bf16"], 32768, 65536, parts=2)
+            check_shape(FORMATS["bf16"], *shape, parts=2)
+    check_shape(FORMATS["bf16"], 32768, 65536, parts=2)
 
 
 def test_the_callers_float_mode_does_not_matter(pools: dict[str, Pool]) -> None:

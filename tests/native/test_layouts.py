@@ -8,10 +8,9 @@ import pytest
 from native.support import STORED, Source, assert_same
 
 from ktconv import native
-from ktconv.formats import FORMATS as OUTPUTS
-from ktconv.formats import Format
+from ktconv.formats import Format, fp8, gint4, groups, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.kernels import fp8, gint4, groups
+from ktconv.formats.kt_layout import TILINGS
 from ktconv.native import FORMATS, Layout
 
 LAYOUTS = [
@@ -36,7 +35,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 
 def some_codes(layout: Layout, rows: int, cols: int) -> np.ndarray:
     rng = np.random.default_rng(5)
-    if largest := layout.traits()["max_level"] if layout.code_array == np.int8 else 0:
+    if largest := layout.traits.max_level if layout.code_array == np.int8 else 0:
         return rng.integers(-largest, largest + 1, (rows, cols), np.int8)
     codes = rng.integers(0, 256, (rows, cols * layout.code_array.itemsize), np.uint8)
     codes[codes & 0x7F == 0x7F] = 0  # the NaN of FP8
@@ -73,35 +72,35 @@ def test_given_codes_and_scales_come_back(layout: Layout, shape: tuple[int, int]
 
 @layouts
 def test_sizes_follow_from_the_traits(layout: Layout) -> None:
-    traits = layout.traits()
-    rows, cols = 2 * traits["row_multiple"], 3 * traits["col_multiple"]
-    assert layout.weight_size(rows, cols) == rows * cols * traits["bits"] // 8
+    traits = layout.traits
+    rows, cols = 2 * traits.row_multiple, 3 * traits.col_multiple
+    assert layout.weight_size(rows, cols) == rows * cols * traits.bits // 8
     assert layout.multiplies(rows, cols)
-    for shape in ((rows + 1, cols), (rows, cols + traits["col_multiple"] // 2)):
+    for shape in ((rows + 1, cols), (rows, cols + traits.col_multiple // 2)):
         assert layout.weight_size(*shape) == layout.scale_size(*shape) == 0
         assert not layout.multiplies(*shape)
     if layout.scale_dtype == "none":
-        assert layout.scale_size(rows, cols) == traits["scale_size"] == 0
+        assert layout.scale_size(rows, cols) == traits.scale_size == 0
     elif layout.format != "fp8" or not layout.group:
         count = int(np.prod(layout.scale_shape(rows, cols)))
-        assert layout.scale_size(rows, cols) == count * traits["scale_size"]
+        assert layout.scale_size(rows, cols) == count * traits.scale_size
 
 
-@pytest.mark.parametrize("row", OUTPUTS.values(), ids=list(OUTPUTS))
-def test_the_table_in_python_says_the_same(row: Format) -> None:
-    layout = Layout(row.key)
-    assert layout.traits() == {
-        "bits": row.bits,
-        "row_multiple": row.n_step,
-        "col_multiple": row.k_tile,
-        "scale_size": row.scale_nbytes(1),
-        "max_level": row.max_level,
-        "scale_units": row.scale_units,
-    }
-    for rows, cols in ((row.n_step, row.k_tile), (5 * row.n_step, 3 * row.k_tile)):
-        assert layout.weight_size(rows, cols) == row.weight_nbytes(rows, cols)
-        assert layout.scale_size(rows, cols) == row.scale_nbytes(rows)
-        assert row.scale_rows(row.scale_nbytes(rows)) == rows
+# SPEC 4.1: bits, KT, bytes of a scale, levels, scales per step.
+SPECIFIED = {"int4": (4, 128, 4, 7, 16), "int8": (8, 64, 4, 127, 1)}
+
+
+@pytest.mark.parametrize("row", output_formats().values(), ids=list(output_formats()))
+def test_the_table_follows_the_specification(row: Format) -> None:
+    traits, layout = row.traits, row.layout
+    bits, k_tile, scale_size, max_level, scale_units = SPECIFIED[row.key]
+    tiling = TILINGS[row.code]
+    assert (traits.bits, traits.col_multiple) == (bits, k_tile) == (tiling.bits, tiling.k_tile)
+    assert (traits.row_multiple, traits.scale_size) == (32, scale_size)
+    assert (traits.max_level, traits.scale_units) == (max_level, scale_units)
+    for rows, cols in ((32, k_tile), (5 * 32, 3 * k_tile)):
+        assert layout.weight_size(rows, cols) == rows * cols * bits // 8
+        assert layout.scale_size(rows, cols) == rows * scale_size
 
 
 def test_packed_scales_lie_where_the_kernels_read_them() -> None:
@@ -120,7 +119,7 @@ def test_packed_scales_lie_where_the_kernels_read_them() -> None:
 def test_packing_in_layouts_that_do_not_exist(format: str) -> None:
     for layout in (Layout(format, 16), Layout(format, -1), Layout(format, 32, "none")):
         with pytest.raises(ValueError, match="does not exist"):
-            layout.traits()
+            layout.traits  # noqa: B018
         assert layout.weight_size(128, 128) == layout.scale_size(128, 128) == 0
 
 
@@ -152,7 +151,7 @@ def test_group_scales(isa: str, layout: Layout, dtype: str, transposed: bool) ->
     codes, scale = native.quantize(layout, source.matrix())
     expected, scales = reference(layout, source.values())
     stored = (expected + 8).astype(np.uint8)
-    assert np.abs(expected).max() == layout.traits()["max_level"]
+    assert np.abs(expected).max() == layout.traits.max_level
     assert_same("codes", codes, groups.nibbles(stored))
     wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
     assert_same("scales", wide, scales)
@@ -183,7 +182,7 @@ def test_a_group_that_is_not_finite_is_named() -> None:
 def test_what_the_library_does_not_do_is_refused(layout: Layout) -> None:
     matrix = native.Matrix(np.zeros(32 * 128 * 4, np.uint8), "F32", 32, 128)
     packed = np.empty(layout.weight_size(32, 128), np.uint8)
-    if not layout.traits()["max_level"]:
+    if not layout.traits.max_level:
         scale = np.empty(layout.scale_size(32, 128), np.uint8)
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.quantize_pack(layout, matrix, packed, scale)

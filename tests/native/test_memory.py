@@ -21,7 +21,7 @@ from helpers.paths import ROOT
 from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, reference
+from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -44,10 +44,16 @@ def guarded(size: int) -> Iterator[U8]:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", output_formats())
 def test_guard_pages(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
     source = Source(
-        fmt, 96, 3 * FORMATS[fmt].k_tile, dtype, transposed=transposed, pad=5, block=(7, 13)
+        fmt,
+        96,
+        3 * FORMATS[fmt].traits.col_multiple,
+        dtype,
+        transposed=transposed,
+        pad=5,
+        block=(7, 13),
     )
     stored = source.stored(source.bits())
     size = native.packed_size(fmt, source.rows, source.cols)
@@ -69,10 +75,10 @@ def test_guard_pages(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", output_formats())
 def test_canaries(isa: str, fmt: str, shift: int) -> None:
     """Outputs at any alignment; the bytes around them stay."""
-    source = Source(fmt, 64, 2 * FORMATS[fmt].k_tile, "F16")
+    source = Source(fmt, 64, 2 * FORMATS[fmt].traits.col_multiple, "F16")
     size = native.packed_size(fmt, source.rows, source.cols)
     memory = np.full((2, size + 2 * MARGIN + 4 * source.rows), 0xA5, np.uint8)
     first = MARGIN + shift
@@ -100,7 +106,7 @@ def test_a_misaligned_grid() -> None:
 
 def test_threads(isa: str) -> None:
     """Calls do not disturb one another."""
-    sources = [Source(fmt, 64, 1024, seed=seed) for fmt in FORMATS for seed in range(4)]
+    sources = [Source(fmt, 64, 1024, seed=seed) for fmt in output_formats() for seed in range(4)]
     expected = [quantize_pack(source, source.matrix()) for source in sources]
     gate = threading.Barrier(len(sources))
 

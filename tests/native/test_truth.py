@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native.support import F32, ROWS, STORED, U8, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, reference
+from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32, round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
 
@@ -33,7 +33,7 @@ def sources(draw: st.DrawFn, formats: tuple[str, ...] = ("int8", "int4")) -> Sou
     return Source(
         fmt.key,
         rows=32 * draw(st.integers(1, 5)),
-        cols=fmt.k_tile * draw(st.integers(1, 4)),
+        cols=fmt.traits.col_multiple * draw(st.integers(1, 4)),
         dtype=dtype,
         transposed=draw(st.booleans()),
         pad=draw(st.sampled_from([0, 0, 1, 15, 64])),
@@ -89,12 +89,12 @@ def test_beyond_one_column_block(isa: str, source: Source) -> None:
     check(source)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", output_formats())
 @pytest.mark.parametrize("dtype", STORED)
 def test_rows_do_not_depend_on_their_neighbours(isa: str, fmt: str, dtype: str) -> None:
     """One odd row among ordinary ones, at each place of a strip: the strip may take another
     path for it, with the same bits."""
-    source = Source(fmt, 32, FORMATS[fmt].k_tile, dtype, kinds=("ordinary",))
+    source = Source(fmt, 32, FORMATS[fmt].traits.col_multiple, dtype, kinds=("ordinary",))
     for kind in ("tiny", "zeros", "denormals", "largest"):
         odd = source.but(rows=32, kinds=(kind,), seed=7).bits()
         bits = source.bits()
@@ -107,19 +107,19 @@ def test_rows_do_not_depend_on_their_neighbours(isa: str, fmt: str, dtype: str) 
             assert_same(f"packed with {kind} in row {n}", packed, expected[0])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", output_formats())
 def test_both_sides_of_every_decision(isa: str, fmt: str) -> None:
     """Values next to each point where a code changes, for maxima that round differently."""
     row = FORMATS[fmt]
-    top = row.max_level * row.scale_units
+    top = row.traits.max_level * row.traits.scale_units
     for amax in np.array([1.0, 1.625, 1.0078125, 112, 127, 2.0**-119, 1e30], np.float32):
         scale = reference.quantize(row, np.full((1, 1), amax))[1].astype(np.float64)
         points = (np.arange(-top + 0.5, top) * scale).astype(np.float32)
         near = points.view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)
-        values = np.resize(near.view(np.float32), (32, row.k_tile * 10))
+        values = np.resize(near.view(np.float32), (32, row.traits.col_multiple * 10))
         values[:, -1] = amax
         buffer = values.reshape(-1).view(np.uint8)
-        packed = np.empty(row.weight_nbytes(*values.shape), np.uint8)
+        packed = np.empty(row.layout.weight_size(*values.shape), np.uint8)
         scales = np.empty(32, np.float32)
         native.quantize_pack(fmt, native.Matrix(buffer, "F32", *values.shape), packed, scales)
         expected = reference.quantize_pack(row, values)
@@ -130,12 +130,12 @@ def test_both_sides_of_every_decision(isa: str, fmt: str) -> None:
 # Packing alone
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", output_formats())
 @pytest.mark.parametrize("shape", [(32, 1), (96, 3), (224, 30)])
 def test_pack_and_unpack_any_codes(isa: str, fmt: str, shape: tuple[int, int]) -> None:
     row = FORMATS[fmt]
-    half = 1 << (row.bits - 1)
-    rows, cols = shape[0], shape[1] * row.k_tile
+    half = 1 << (row.traits.bits - 1)
+    rows, cols = shape[0], shape[1] * row.traits.col_multiple
     codes = np.random.default_rng(3).integers(-half, half, (rows, cols), np.int8)
     packed = native.pack(fmt, codes)
     assert_same("packed", packed, pack_codes(row, codes))

@@ -317,13 +317,13 @@ def test_bench_goes_to_experts_that_are_here(output: Path, tmp_path: Path) -> No
     from ktconv.bench.cases import prepare
     from ktconv.bench.measure import Effort
     from ktconv.bench.routing import parse_routing
-    from ktconv.moe import METHODS
+    from ktconv.formats import FORMATS
 
     ids = np.array([[0, 1], [3, 7], [2, 5]], np.int64)
     save_file({"ids": ids}, tmp_path / "trace.safetensors")
     for text in ("balanced", "concentrated", "zipf:1.1", f"trace:{tmp_path}/trace.safetensors"):
         request = BenchRequest(
-            methods=(METHODS["int4"],), shapes=(), tokens=(3,), threads=(1,), isas=("scalar",),
+            methods=(FORMATS["int4"],), shapes=(), tokens=(3,), threads=(1,), isas=("scalar",),
             routing=parse_routing(text), model=output, layer=0, effort=Effort(iterations=1),
         )  # fmt: skip
         (layer,) = prepare(request).layers

@@ -34,7 +34,7 @@ from helpers.families import (
 )
 from helpers.paths import EXAMPLE, MODELS
 
-from ktconv.formats import FORMATS
+from ktconv.formats import output_formats
 from ktconv.quantize_cpu.run import Request, prepare
 
 # By family: where the decoder's tensors are, and what that becomes. Everything else keeps
@@ -96,7 +96,7 @@ def convert_and_check(model: Model, output: Path, method: str, numa: int, **opti
     assert_output(output, model.matrices, model.others, method=method, numa=numa)
 
 
-@pytest.mark.parametrize("method", list(FORMATS))
+@pytest.mark.parametrize("method", list(output_formats()))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_quantized_as_by_the_reference(
     name: str, method: str, model: Callable[[str], Model], tmp_path: Path

@@ -121,7 +121,7 @@ def test_errors(converted: tuple[str, Path], weights: dict[int, Weights]) -> Non
         source = truth.source.astype(np.float64)
         restored = reference.dequantize(fmt, truth.codes, truth.scale).astype(np.float64)
         off = np.abs(restored - source)
-        step = truth.scale.astype(np.float64) * fmt.scale_units
+        step = truth.scale.astype(np.float64) * fmt.traits.scale_units
         has_scale = step > 0
         steps = off[has_scale] / step[has_scale, None]
         found = about[tensor_name(layer, proj, expert, part, "weight")]

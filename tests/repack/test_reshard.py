@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ktconv.cli.options import preflight_facts
 from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError, VerificationError
 from ktconv.formats import FORMATS, reference
+from ktconv.formats.kt_layout import unpack_codes
 from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
 from ktconv.repack.reshard import Request, prepare, reshard
 from ktconv.targets.ktransformers import Options
@@ -36,8 +37,8 @@ def matrix(
         name = f"blk.1.ffn_{proj}_exps.{expert}.numa.{part}."
         scale = np.frombuffer(tensors[name + "scale"].data, np.float32)
         packed = np.frombuffer(tensors[name + "weight"].data, np.uint8)
-        cols = packed.nbytes * 8 // FORMATS[method].bits // len(scale)
-        codes = reference.unpack(FORMATS[method], packed, len(scale), cols)
+        cols = packed.nbytes * 8 // FORMATS[method].traits.bits // len(scale)
+        codes = unpack_codes(FORMATS[method], packed, len(scale), cols)
         parts.append(reference.dequantize(FORMATS[method], codes, scale))
     by_rows = proj in ("gate", "up", "down_bwd")
     return np.concatenate(parts, axis=0 if by_rows else 1)

@@ -35,7 +35,7 @@ from ktconv.formats import (
     split,
     tensor_name,
 )
-from ktconv.formats.kt_layout import offsets
+from ktconv.formats.kt_layout import offsets, unpack_codes
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.verify.compare import Comparison, compare, make_plan
 from ktconv.verify.runner import sizes_by_unit
@@ -129,7 +129,7 @@ def values(packed: PackedWeights, layer: int, expert: int, proj: Projection) -> 
     for part in range(geometry.parts):
         payload = packed.map(TensorId(layer, proj, expert, part, "weight"))
         scale = packed.map(TensorId(layer, proj, expert, part, "scale")).view("<f4")
-        codes = reference.unpack(geometry.format, payload, *geometry.shape(proj))
+        codes = unpack_codes(geometry.format, payload, *geometry.shape(proj))
         here = split(proj, geometry.hidden, geometry.intermediate, part, geometry.parts)
         whole[here.index] = reference.dequantize(geometry.format, codes, scale)
     return whole
@@ -315,7 +315,7 @@ def test_flipped_bit_of_a_weight(
     row, column = 37, 100  # in the second part
     rows, cols = open_packed(a).layers[1].shape(proj)
     byte, plane = offsets(fmt, np.array(row), np.array(column), rows, cols)
-    change(b, TensorId(1, proj, 2, 1, "weight"), int(byte), 1 << fmt.bits * int(plane))
+    change(b, TensorId(1, proj, 2, 1, "weight"), int(byte), 1 << fmt.traits.bits * int(plane))
     found = check(a, b, "different")
     here = split(proj, HIDDEN, INNER, 1, 2)
     assert len(found.worst) == 1

@@ -269,7 +269,7 @@ def test_one_level_off(method: str, model: Path, damaged: Convert) -> None:
     output, fmt = forget_manifest(damaged(method)), FORMATS[method]
     source = random_weights(256, 256, 3, seed=1).gate[2][128:]  # part 1
     codes, scale = reference.quantize(fmt, source)
-    above = source / (scale * fmt.scale_units)[:, None] - codes
+    above = source / (scale * fmt.traits.scale_units)[:, None] - codes
     row, column = (int(i) for i in np.argwhere((above > 0.25) & (above < 0.35))[0])
     codes[row, column] += 1
     packed = native.pack(method, codes).tobytes()

@@ -25,7 +25,8 @@ from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.moe import METHODS, Experts
+from ktconv.formats import FORMATS
+from ktconv.moe import Experts
 from ktconv.packed.weights import open_packed
 from ktconv.verify import (
     LEVELS,
@@ -74,7 +75,7 @@ def test_layers_without_transformers(
     about = result.facts["layers"]
     assert about["states"] == "random"
     assert any("torch is not installed" in note for note in result.facts["notes"])
-    assert about["isas"] == native.kernel_levels(METHODS[method].layout)
+    assert about["isas"] == native.kernel_levels(FORMATS[method].layout)
     for row in about["layers"]:
         assert set(row["kernel_error"]) == set(about["isas"])
         assert all(0 < error < 0.005 for error in row["kernel_error"].values())

@@ -39,9 +39,12 @@ kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits) 
   const kt_weight_format *format = kt_format_of(layout);
   if (!format || !traits) return KT_ERR_ARGUMENT;
   *traits = (kt_layout_traits){.bits = format->bits,
+                               .plain_bits = format->plain_bits,
+                               .code_bias = format->code_bias,
                                .row_multiple = KT_ROW_MULTIPLE,
                                .col_multiple = col_multiple(layout, format),
                                .scale_size = kt_scale_bytes(layout->scale_dtype),
+                               .scale_rows = layout->group ? format->scale_rows : 1,
                                .max_level = format->max_level,
                                .scale_units = format->scale_units};
   return KT_OK;

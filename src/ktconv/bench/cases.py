@@ -21,7 +21,8 @@ from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Ids, Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
 from ktconv.errors import UsageError
-from ktconv.moe import Experts, Method, experts_per_token
+from ktconv.formats import Format
+from ktconv.moe import Experts, experts_per_token
 from ktconv.moe.experts import Expert, check_shape
 from ktconv.moe.load import open_layer
 from ktconv.system import machine
@@ -40,7 +41,7 @@ _CACHES = 2  # a layer larger than so many last-level caches is read from memory
 class Request:
     """The settings of `ktconv bench`."""
 
-    methods: tuple[Method, ...]
+    methods: tuple[Format, ...]
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
     threads: tuple[int, ...]
@@ -61,7 +62,7 @@ class Request:
 class Layer:
     """The weights of one layer, and the cases that are measured with them."""
 
-    method: Method
+    method: Format
     shape: Shape  # of the experts that are here
     parts: int
     cases: tuple[Case, ...]
@@ -110,14 +111,14 @@ def prepare(request: Request, notify: Notify = silent) -> Plan:
 
 
 def _cases(
-    request: Request, method: Method, shape: Shape, parts: int, number: int | None = None
+    request: Request, method: Format, shape: Shape, parts: int, number: int | None = None
 ) -> tuple[Case, ...]:
     each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
     return tuple(
         Case(
             engine="ktconv",
-            method=method.name,
-            unit=method.unit,
+            method=method.key,
+            unit=method.activations,
             shape=shape,
             routing=request.routing.text,
             tokens=tokens,
@@ -151,10 +152,10 @@ def _layers_of(request: Request, shape: Shape, pool: Pool, notify: Notify) -> li
     check_trace(request.routing, shape.experts, shape.top_k)
     _check_replays(request, request.routing, shape)
     sizes = (shape.hidden, shape.intermediate, request.parts)
-    methods = [method for method in request.methods if method.holds(*sizes)]
+    methods = [method for method in request.methods if method.multiplies(*sizes)]
     if not (request.skip and methods):
         methods = list(request.methods)
-    left_out = [method.name for method in request.methods if method not in methods]
+    left_out = [method.key for method in request.methods if method not in methods]
     if left_out:
         notify(f"{shape.name} is not supported by {', '.join(left_out)}: left out")
     for method in methods:
@@ -209,14 +210,14 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     shape = Shape(name, experts.hidden, experts.intermediate, count, top_k, experts.activation)
     check_trace(request.routing, experts.count, shape.top_k, of_model=True)
     _check_replays(request, only_here(request.routing, here), shape)
-    cases = _cases(request, experts.method, shape, experts.parts, number)
+    cases = _cases(request, experts.format, shape, experts.parts, number)
     present = here if count < experts.count else None
-    layer = Layer(experts.method, shape, experts.parts, cases, experts, present)
+    layer = Layer(experts.format, shape, experts.parts, cases, experts, present)
     if _room_for_experts(request, [layer], pool, read_size()) < 0:
         raise UsageError(
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"
         )
-    notify(f"{name}: {experts.method.name}, {count} experts, {experts.parts} part(s)")
+    notify(f"{name}: {experts.format.key}, {count} experts, {experts.parts} part(s)")
     return layer
 
 
@@ -235,7 +236,7 @@ def _check_memory(request: Request, layers: Sequence[Layer], pool: Pool) -> None
         fitting = max(0, room // (each + drawn))
         way = f"--experts {fitting} would" if fitting >= shape.top_k else "no useful number would"
         raise UsageError(
-            f"{shape.experts} experts of {shape.name} in {largest.method.name} take "
+            f"{shape.experts} experts of {shape.name} in {largest.method.key} take "
             f"{format_size(each * shape.experts)}, more than this machine has free",
             f"{way} fit",
         )

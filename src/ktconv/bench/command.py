@@ -12,7 +12,7 @@ from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
-from ktconv.moe import METHODS, Method, method_named
+from ktconv.formats import FORMATS, Format, format_named
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
@@ -82,7 +82,7 @@ def run_packing(
 
     names = packable()
     if methods.strip().lower() not in ("", "all"):
-        names = [method.name for method in parse_methods(methods)]
+        names = [method.key for method in parse_methods(methods)]
     asked = parse_shapes(shapes), parse_isas(isas)
     show(render_packing(bench_packing(names, *asked, notify, effort=effort, seed=seed), form))
 
@@ -90,11 +90,11 @@ def run_packing(
 # ---- lists as they are written on the command line ----
 
 
-def parse_methods(text: str) -> tuple[Method, ...]:
+def parse_methods(text: str) -> tuple[Format, ...]:
     text = text or DEFAULT_METHODS
     if text.strip().lower() == "all":
-        return tuple(METHODS.values())
-    return tuple(method_named(name.strip()) for name in dict.fromkeys(text.split(",")))
+        return tuple(FORMATS.values())
+    return tuple(format_named(name.strip()) for name in dict.fromkeys(text.split(",")))
 
 
 def parse_shapes(texts: Sequence[str]) -> tuple[Shape, ...]:
@@ -116,7 +116,7 @@ def parse_threads(text: str) -> tuple[int, ...]:
     return _numbers(text, "--threads", machine.MAX_THREADS) if text else (machine.usable_cores(),)
 
 
-def parse_isas(text: str, methods: Sequence[Method] = ()) -> tuple[str, ...]:
+def parse_isas(text: str, methods: Sequence[Format] = ()) -> tuple[str, ...]:
     """`all` leaves out levels at which all `methods`, if given, run the code of a lower one."""
     available, highest = native.isa_available(), native.isa()
     levels = list(native.ISA_NAMES.values())

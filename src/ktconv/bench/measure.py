@@ -200,7 +200,7 @@ def expect_right(experts: Experts, result: Array, expected: Array) -> None:
 def expect_same(experts: Experts, y: Array, apart: Array) -> None:
     """VerificationError if the results differ in any bit, or where ktconv.h does not promise equal
     bits, by more than twice the error bound."""
-    exact = isa() != "amx" or experts.method.unit != "bf16"
+    exact = isa() != "amx" or experts.format.activations != "bf16"
     for start in range(0, len(y), _PASS):
         one, other = y[start : start + _PASS], apart[start : start + _PASS]
         if exact:
@@ -215,7 +215,7 @@ def expect_same(experts: Experts, y: Array, apart: Array) -> None:
 
 def _wrong(experts: Experts, what: str) -> VerificationError:
     return VerificationError(
-        f"the {experts.method.name} kernel is wrong: {what}",
+        f"the {experts.format.key} kernel is wrong: {what}",
         "please report this with the output of ktconv doctor",
     )
 

@@ -20,9 +20,8 @@ from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
 from ktconv.bench.render import render_rows
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS
+from ktconv.formats import FORMATS, output_formats
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe import METHODS
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
@@ -54,7 +53,7 @@ class PackRow:
 
 def packable() -> list[str]:
     """Methods that have a packer."""
-    return [name for name in METHODS if name in FORMATS]
+    return list(output_formats())
 
 
 def bench_packing(
@@ -93,7 +92,7 @@ def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
     for shape in shapes:
         rows, cols = shape.intermediate, shape.hidden
         try:
-            size = native.packed_size(method, rows, cols)
+            size = native.packed_size(FORMATS[method].layout, rows, cols)
         except ValueError as error:
             raise UsageError(str(error), "give another --shape") from None
         source = _MOST_ITEM * rows * cols

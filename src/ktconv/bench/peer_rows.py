@@ -14,7 +14,7 @@ from ktconv.bench.peers.request import Result
 from ktconv.bench.peers.table import Spec, available
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
-from ktconv.moe import Method, method_named
+from ktconv.formats import Format, format_named
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
@@ -23,7 +23,7 @@ from ktconv.system.text import Notify
 def peer_rows(
     request: Request,
     shape: Shape,
-    methods: Sequence[Method],
+    methods: Sequence[Format],
     pools: dict[int, Pool],
     meter: Meter,
     notify: Notify,
@@ -42,9 +42,9 @@ def peer_rows(
             yield from _measured(spec, request, shape, pool, meter, notify)
 
 
-def chosen(methods: Sequence[Method], notify: Notify) -> list[Spec]:
+def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
     """The peers for these methods that can be measured; says why the others cannot."""
-    names = {method.name for method in methods}
+    names = {method.key for method in methods}
     found, missing = [], set()
     for peer in available():
         if not names.intersection(peer.spec.methods):
@@ -60,7 +60,7 @@ def chosen(methods: Sequence[Method], notify: Notify) -> list[Spec]:
 
 def fits(spec: Spec, shape: Shape) -> bool:
     """Whether memory suffices for the packed weights, twice while the peer builds them."""
-    method = method_named(spec.methods[0])
+    method = format_named(spec.methods[0])
     each = method.expert_bytes(shape.hidden, shape.intermediate)
     return 2 * each * shape.experts < machine.available_memory()
 

@@ -114,7 +114,7 @@ def _rows(
 
 def _packed(request: Request, layer: Layer, pools: dict[int, Pool], notify: Notify) -> Experts:
     method, shape = layer.method, layer.shape
-    notify(f"{shape.name}, {method.name}: packing {shape.experts} experts")
+    notify(f"{shape.name}, {method.key}: packing {shape.experts} experts")
     source = RandomWeights(request.seed, shape.hidden, shape.intermediate)
     most = pools[max(pools)]
     return pack_experts(

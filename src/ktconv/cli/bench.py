@@ -124,7 +124,7 @@ def bench(
         from ktconv.bench.cases import Request
         from ktconv.bench.measure import Effort
         from ktconv.bench.routing import parse_routing
-        from ktconv.moe import METHODS
+        from ktconv.formats import FORMATS
         from ktconv.system.machine import numa_nodes
 
         effort, shapes, show = Effort(seconds, iters), shape or (), (form.value, notify, print_text)
@@ -140,7 +140,7 @@ def bench(
             shapes=command.parse_shapes(shapes),
             tokens=command.parse_tokens(tokens),
             threads=command.parse_threads(threads),
-            isas=command.parse_isas(isa, tuple(METHODS.values())),
+            isas=command.parse_isas(isa, tuple(FORMATS.values())),
             routing=parse_routing(routing),
             model=None if model is None else Path(model),
             layer=layer,

@@ -24,14 +24,11 @@ from ktconv.cli.options import (
 )
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice
+from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
-
-class Method(str, Enum):
-    """Names of `formats.FORMATS`; a test keeps the two equal."""
-
-    int4 = "int4"
-    int8 = "int8"
+Method = Enum("Method", {key: key for key in output_formats()}, type=str)  # type: ignore[misc]
+DEFAULT_METHOD = Method(next(iter(output_formats())))  # as in Options; a test compares them
 
 
 class Layout(str, Enum):
@@ -46,7 +43,7 @@ class Scale(str, Enum):
 def quantize_cpu_command(
     model: ModelArgument,
     output: OutputArgument,
-    method: Annotated[Method, choice(Method, "Weight format.")] = Method.int4,
+    method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
     numa: Annotated[
         int,
         typer.Option(min=0, help="NUMA parts; 0: one per NUMA node of this machine.", metavar="N"),

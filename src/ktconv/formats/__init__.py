@@ -1,10 +1,9 @@
-"""What the bytes of the KTransformers CPU weight format mean: arrays only, no files.
+"""What codes and scales of weights mean: arrays only, no files.
 
-Importing this package is cheap: it holds the table of formats, the names and the
-split into parts, without NumPy.  The slow, readable truth of the format is in the
-modules beside it, which are imported by name: `reference` (quantize and pack),
-`kt_layout` (where a code lies), `int8` and `int4` (the roundings), `decode` (source
-encodings).
+Importing this package is cheap: it has the table of formats, names and the split into parts, and
+does not import NumPy.  The readable reference of the formats is in the other modules: one per
+format, `reference` (quantize, dequantize), `kt_layout` (byte order of INT8 and INT4), `decode`
+(source encodings).
 """
 
 from ktconv.families.family import PROJECTIONS, Projection
@@ -21,8 +20,18 @@ from .names import (
     parse_tensor_name,
     tensor_name,
 )
-from .split import Slice, is_backward, matrix_shape, packed_shape, split
-from .table import FORMATS, INT4, INT8, SMALLEST_NORMAL, Format
+from .split import Slice, cut_by_rows, is_backward, matrix_shape, packed_shape, split
+from .table import (
+    FORMATS,
+    INT4,
+    INT8,
+    SMALLEST_NORMAL,
+    Format,
+    format_named,
+    formats_for,
+    output_formats,
+    output_named,
+)
 
 __all__ = [
     "BACKWARD",
@@ -39,9 +48,14 @@ __all__ = [
     "Projection",
     "Slice",
     "TensorId",
+    "cut_by_rows",
+    "format_named",
+    "formats_for",
     "is_backward",
     "kt_path",
     "matrix_shape",
+    "output_formats",
+    "output_named",
     "packed_shape",
     "parse_kt_path",
     "parse_tensor_name",

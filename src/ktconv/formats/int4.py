@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .rounding import F32, first_rounding, ftz, row_amax
+from .table import Format
 
 
 def scale_of(amax: F32) -> F32:
@@ -22,13 +23,13 @@ def second_rounding(q: NDArray[np.int32]) -> NDArray[np.int32]:
     return c
 
 
-def quantize(matrix: F32) -> tuple[NDArray[np.int8], F32]:
+def quantize(fmt: Format, matrix: F32) -> tuple[NDArray[np.int8], F32]:
     """Codes int8 [N, K] in -7..7 and scales float32 [N] of a finite [N, K] matrix."""
     scale = scale_of(row_amax(matrix))
     return second_rounding(first_rounding(matrix, scale)).astype(np.int8), scale
 
 
-def dequantize(codes: NDArray[np.int8], scale: F32) -> F32:
+def dequantize(fmt: Format, codes: NDArray[np.int8], scale: F32) -> F32:
     """fl32(code * (16 d)), float32 [N, K]; 16 d is exact."""
     step: F32 = np.float32(16) * scale
     return codes.astype(np.float32) * step[:, None]

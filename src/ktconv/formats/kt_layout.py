@@ -16,6 +16,8 @@ INT4 keeps columns 0-63 of a tile in the low nibbles and 64-127 in the high ones
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +25,24 @@ from .table import Format
 
 _HALF_ROWS = 16
 _HALF_BYTES = 1024
-_HALF_COLS = 64  # columns that one nibble plane (INT4) or byte plane (INT8) holds
+_HALF_COLS = 64  # columns of one nibble plane (INT4) or byte plane (INT8)
 _GROUP_COLS = 4
 _GROUP_BYTES = 64
+_STRIP = 32
 
 Index = NDArray[np.int64]
+
+
+class Tiling(NamedTuple):
+    """A row of SPEC 4.1."""
+
+    bits: int
+    k_tile: int  # KT: columns per tile
+    n_block: int  # NB: rows per row block
+    k_block: int  # KB: columns per column block
+
+
+TILINGS = {"int8": Tiling(8, 64, 64, 3584), "int4": Tiling(4, 128, 128, 3584)}
 
 
 def offsets(fmt: Format, n: Index, k: Index, rows: int, cols: int) -> tuple[Index, Index]:
@@ -35,17 +50,18 @@ def offsets(fmt: Format, n: Index, k: Index, rows: int, cols: int) -> tuple[Inde
 
     n and k broadcast.  Plane 0 is the low nibble (all of INT8), plane 1 the high one.
     """
-    nb = n // fmt.n_block * fmt.n_block
-    ns = np.minimum(fmt.n_block, rows - nb)
-    kb = k // fmt.k_block * fmt.k_block
-    ks = np.minimum(fmt.k_block, cols - kb)
-    n1 = (n - nb) // fmt.n_step * fmt.n_step
-    r = (n - nb) % fmt.n_step
-    k1 = (k - kb) // fmt.k_tile * fmt.k_tile
-    c = (k - kb) % fmt.k_tile
+    bits, k_tile, n_block, k_block = TILINGS[fmt.code]
+    nb = n // n_block * n_block
+    ns = np.minimum(n_block, rows - nb)
+    kb = k // k_block * k_block
+    ks = np.minimum(k_block, cols - kb)
+    n1 = (n - nb) // _STRIP * _STRIP
+    r = (n - nb) % _STRIP
+    k1 = (k - kb) // k_tile * k_tile
+    c = (k - kb) % k_tile
     plane, c2 = c // _HALF_COLS, c % _HALF_COLS
 
-    tile = (nb * cols + kb * ns + n1 * ks + k1 * fmt.n_step) * fmt.bits // 8
+    tile = (nb * cols + kb * ns + n1 * ks + k1 * _STRIP) * bits // 8
     half = r // _HALF_ROWS * _HALF_BYTES
     group = c2 // _GROUP_COLS * _GROUP_BYTES
     within = r % _HALF_ROWS * _GROUP_COLS + c2 % _GROUP_COLS
@@ -64,31 +80,33 @@ def _all_offsets(fmt: Format, rows: int, cols: int) -> tuple[Index, Index]:
 
 
 def pack_codes(fmt: Format, codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Payload uint8 [weight_nbytes] of codes int8 [N, K].
+    """Payload uint8 [N * K * bits / 8] of codes int8 [N, K].
 
     INT4 codes must lie in -8..7; they are stored as two's complement nibbles.
     """
     if codes.dtype != np.int8 or codes.ndim != 2:
         raise TypeError(f"expected 2-D int8 codes, got {codes.ndim}-D {codes.dtype}")
-    low, high = -(1 << (fmt.bits - 1)), (1 << (fmt.bits - 1)) - 1
+    bits = TILINGS[fmt.code].bits
+    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     if ((codes < low) | (codes > high)).any():
         raise ValueError(f"{fmt.name} codes must lie in {low}..{high}")
     rows, cols = codes.shape
     byte, plane = _all_offsets(fmt, rows, cols)
-    packed = np.zeros(fmt.weight_nbytes(rows, cols), np.uint8)
-    fields = codes.view(np.uint8) & np.uint8((1 << fmt.bits) - 1)
-    for p in range(8 // fmt.bits):
+    packed = np.zeros(rows * cols * bits // 8, np.uint8)
+    fields = codes.view(np.uint8) & np.uint8((1 << bits) - 1)
+    for p in range(8 // bits):
         here = plane == p
-        packed[byte[here]] |= fields[here] << np.uint8(fmt.bits * p)
+        packed[byte[here]] |= fields[here] << np.uint8(bits * p)
     return packed
 
 
 def unpack_codes(fmt: Format, packed: NDArray[np.uint8], rows: int, cols: int) -> NDArray[np.int8]:
     """Codes int8 [rows, cols] of a payload; the inverse of `pack_codes`."""
-    if packed.dtype != np.uint8 or packed.shape != (fmt.weight_nbytes(rows, cols),):
+    bits = TILINGS[fmt.code].bits
+    if packed.dtype != np.uint8 or packed.shape != (rows * cols * bits // 8,):
         raise ValueError(f"payload is {packed.dtype} {packed.shape}, not {rows} x {cols} codes")
     byte, plane = _all_offsets(fmt, rows, cols)
-    fields = packed[byte] >> (fmt.bits * plane).astype(np.uint8)
-    unused = np.uint8(8 - fmt.bits)
+    fields = packed[byte] >> (bits * plane).astype(np.uint8)
+    unused = np.uint8(8 - bits)
     codes: NDArray[np.int8] = (fields << unused).view(np.int8) >> unused.astype(np.int8)
     return codes

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from .table import output_named
+
 Matrix = Literal["gate", "up", "down", "gate_bwd", "up_bwd", "down_bwd"]
 Kind = Literal["weight", "scale"]
 
@@ -19,7 +21,7 @@ KINDS: tuple[Kind, ...] = ("weight", "scale")
 _KT_WORD: dict[Kind, str] = {"weight": "quant", "scale": "scale"}
 _KT_KIND: dict[str, Kind] = {word: kind for kind, word in _KT_WORD.items()}
 
-_NUMBER = "(0|[1-9][0-9]{0,4})"  # layers, experts and parts; larger ones are not ours
+_NUMBER = "(0|[1-9][0-9]{0,4})"  # layers, experts and parts
 _SIZE = "(0|[1-9][0-9]{0,15})"
 _MATRIX = "((?:gate|up|down)(?:_bwd)?)"
 _TENSOR = re.compile(
@@ -27,7 +29,7 @@ _TENSOR = re.compile(
 )
 _KT_PATH = re.compile(
     rf"_layer_{_NUMBER}/_numa_{_NUMBER}/"
-    rf"((?:MOE_)?INT[48])_{_MATRIX}_{_NUMBER}_{_SIZE}Byte_(quant|scale)_\.kt"
+    rf"([A-Z0-9_]+)_{_MATRIX}_{_NUMBER}_{_SIZE}Byte_(quant|scale)_\.kt"
 )
 
 
@@ -46,7 +48,7 @@ class TensorId:
 class KtFile:
     """What the path of a `.kt` file says."""
 
-    method: str  # INT4, INT8, MOE_INT4 or MOE_INT8
+    method: str  # an output format's name, or MOE_ and that name for another layout of it
     tensor: TensorId
     nbytes: int  # exact size of the file
 
@@ -87,5 +89,7 @@ def parse_kt_path(path: str) -> KtFile | None:
     if match is None:
         return None
     layer, part, method, proj, expert, nbytes, word = match.groups()
+    if output_named(method.removeprefix("MOE_")) is None:
+        return None
     tensor = TensorId(int(layer), cast(Matrix, proj), int(expert), int(part), _KT_KIND[word])
     return KtFile(method, tensor, int(nbytes))

@@ -1,36 +1,37 @@
-"""The truth that faster code is compared with: quantize, pack and back, by format."""
+"""The readable reference that faster code is compared with: quantize, dequantize, pack.
+
+Arrays of codes and scales are plain: row-major, with the dtypes and shapes of ktconv.h.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import int4, int8
-from .kt_layout import pack_codes, unpack_codes
+from .kt_layout import pack_codes
 from .rounding import F32
 from .table import Format
 
-_ROUNDINGS: dict[str, ModuleType] = {"int4": int4, "int8": int8}
+Array = NDArray[Any]
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[NDArray[np.int8], F32]:
-    """Codes int8 [N, K] and scales float32 [N] of a finite float32 [N, K] matrix (SPEC 3)."""
-    codes: NDArray[np.int8]
-    scale: F32
-    codes, scale = _ROUNDINGS[fmt.key].quantize(matrix)
+def quantize(fmt: Format, matrix: F32) -> tuple[Array, Any]:
+    """Codes and scales of a finite float32 [N, K] matrix; None for a format without scales."""
+    codes, scale = _arithmetic(fmt).quantize(fmt, matrix)
     return codes, scale
 
 
-def dequantize(fmt: Format, codes: NDArray[np.int8], scale: F32) -> F32:
-    """Weights float32 [N, K] that the codes int8 [N, K] and scales [N] stand for."""
-    weights: F32 = _ROUNDINGS[fmt.key].dequantize(codes, scale)
+def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:
+    """Weights float32 [N, K] of codes and scales."""
+    weights: F32 = _arithmetic(fmt).dequantize(fmt, codes, scale)
     return weights
 
 
 def quantize_pack(fmt: Format, matrix: F32) -> tuple[NDArray[np.uint8], F32]:
-    """Payload uint8 [weight_nbytes] and scales float32 [N] of one part's matrix.
+    """Payload uint8 and scales float32 [N] of one part's INT4 or INT8 matrix.
 
     For a backward matrix pass the transpose of the forward slice.
     """
@@ -38,6 +39,6 @@ def quantize_pack(fmt: Format, matrix: F32) -> tuple[NDArray[np.uint8], F32]:
     return pack_codes(fmt, codes), scale
 
 
-def unpack(fmt: Format, packed: NDArray[np.uint8], rows: int, cols: int) -> NDArray[np.int8]:
-    """Codes int8 [rows, cols] of a payload."""
-    return unpack_codes(fmt, packed, rows, cols)
+def _arithmetic(fmt: Format) -> Any:
+    """The module beside this one with the rules of a format."""
+    return import_module(f"ktconv.formats.{fmt.code}")

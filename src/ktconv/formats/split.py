@@ -36,6 +36,11 @@ def is_backward(proj: Matrix) -> bool:
     return proj.endswith("_bwd")
 
 
+def cut_by_rows(proj: Matrix) -> bool:
+    """Whether the parts of a packed matrix are rows of the whole, not columns."""
+    return is_down(proj) == is_backward(proj)
+
+
 def matrix_shape(proj: Matrix, hidden: int, intermediate: int) -> tuple[int, int]:
     """Shape [out, in] of the whole forward matrix behind `proj`."""
     return (hidden, intermediate) if is_down(proj) else (intermediate, hidden)

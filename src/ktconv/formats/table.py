@@ -1,25 +1,43 @@
-"""The table of CPU weight formats: one row each, pure Python, no NumPy.
+"""The table of weight formats: one row each, pure Python, no NumPy.
 
-Everything that follows from dimensions alone lives here: sizes, what may be
-divided how, and how far a dequantized weight may lie from its source.  The
-arithmetic itself is in `int8`, `int4` and `kt_layout`.
+Everything else about a format follows from its row: sizes from the C library (`layout`), how
+numbers are chosen and what codes mean from the module of its C format beside this one
+(`reference`), whether quantize-cpu writes it from `output`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import SupportsFloat
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, SupportsFloat
+
+from ktconv.errors import UsageError
+
+if TYPE_CHECKING:
+    from ktconv.native import Layout
+    from ktconv.native.layouts import Traits
+
+    from .names import Kind
 
 SMALLEST_NORMAL = 2.0**-126  # anything nearer to zero is flushed (SPEC 3)
-SCALE_NBYTES = 4  # one float32 per row
+# Of group INT4, by the steps below with M = 7: 1/2 + 8 * 2^-23 + 7 * 2^-24 in steps of the stored
+# scale. A bf16 scale is off by up to 2^-8 of itself: |x/d| is at most 7(1 + 2^-8), so that no code
+# saturates.
+GINT4_ERROR_STEPS = 0.5 + 2.0**-20 + 2.0**-21
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
-    """One row of SPEC 4.1, with the levels of section 3.
+    """One weight format: a row of SPEC 4.1 or 8, with the levels of section 3.
 
     Rows N and columns K are those of one packed matrix, `[N, K]`, PyTorch's
     `[out, in]` after the split into parts.
+
+    `tolerance` is what to expect of the relative error of a layer's output against float32
+    arithmetic on the same quantized weights and ordinary inputs: that of rounding activations
+    (int8: about 1/127 of the largest in a row, twice; bf16: 2^-9). Outliers can make it larger
+    without anything being wrong.
 
     `max_error_steps` bounds |x - dequantized| / step for every finite element of
     a row with scale d > 0 (the flushed elements below excepted), where
@@ -52,35 +70,54 @@ class Format:
     Rows whose amax lies below `smallest_amax` get d = 0 and restore to zeros.
     """
 
-    name: str  # as .kt files and upstream spell it: "INT4"
-    key: str  # as our options spell it: "int4"
-    bits: int  # per weight
-    n_step: int  # N must be a multiple of this
-    k_tile: int  # K must be a multiple of this (KT)
-    n_block: int  # rows per row block (NB)
-    k_block: int  # columns per column block (KB)
-    max_level: int  # codes of finite rows lie in -max_level .. max_level
-    scale_units: int  # one step between levels is this many stored scales
-    max_error_steps: float  # see above
+    key: str  # of --method and manifests: "int4"
+    name: str  # of .kt files, as upstream spells it: "INT4"
+    code: str  # kt_format of ktconv.h, and the module with its arithmetic
+    group: int = 0  # columns that share a scale; 0: all of a row
+    scale_dtype: str = "f32"  # kt_scale_dtype
+    activations: Literal["int8", "bf16"] = "bf16"  # what the kernels multiply with
+    tolerance: float = 0.01  # see above
+    max_error_steps: float = math.inf  # see above; of formats with a quantizer of that bound
+    output: bool = False  # whether quantize-cpu writes it; needs max_error_steps
+    aliases: tuple[str, ...] = ()  # other names for --method of bench
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Codes and scales in memory, as the C library describes them."""
+        from ktconv.native import Layout  # imports NumPy, which --help should not
+
+        return Layout(self.code, self.group, self.scale_dtype)
+
+    @property
+    def traits(self) -> Traits:
+        return self.layout.traits
+
+    def stored(self, kind: Kind, rows: int, cols: int) -> tuple[str, tuple[int, ...], int]:
+        """dtype, shape and bytes of a packed matrix's tensor in shards."""
+        if kind == "weight":
+            nbytes = self.layout.weight_size(rows, cols)
+            return "I8", (nbytes,), nbytes
+        shape = self.layout.packed_scale_shape(rows, cols)
+        return self.scale_dtype.upper(), shape, self.layout.scale_size(rows, cols)
 
     @property
     def smallest_amax(self) -> float:
-        """The smallest row maximum whose scale survives flush-to-zero (SPEC 3.2).
+        """The smallest row (or group) maximum whose scale survives flush-to-zero (SPEC 3.2).
 
         Exactly 127 * 2^-126 (INT8) and 112 * 2^-126 (INT4), for float32 row
         maxima as for bf16: the float32 just below already gives a denormal.
         """
-        return self.max_level * self.scale_units * SMALLEST_NORMAL
+        return self.traits.max_level * self.traits.scale_units * SMALLEST_NORMAL
 
     def step(self, scale: SupportsFloat) -> float:
         """Distance of two neighbouring levels in weight units: d, or 16 d for INT4.
 
         Exact: a binary64 holds it, also where a float32 `scale` is a NumPy scalar.
         """
-        return self.scale_units * float(scale)
+        return self.traits.scale_units * float(scale)
 
     def error_bound(self, scale: SupportsFloat) -> float:
-        """Largest |x - dequantized| in weight units that the rules allow in a row.
+        """Largest |x - dequantized| in weight units that the rules allow under a scale.
 
         For a scale of zero that is what amax stays below.
         """
@@ -88,39 +125,39 @@ class Format:
             return self.smallest_amax
         return max(self.max_error_steps * self.step(scale), SMALLEST_NORMAL)
 
-    def weight_nbytes(self, rows: int, cols: int) -> int:
-        """Bytes of the packed payload of an [rows, cols] matrix (SPEC 2.1)."""
-        return rows * cols * self.bits // 8
-
-    def scale_nbytes(self, rows: int) -> int:
-        """Bytes of the scales of a matrix of `rows` rows."""
-        return rows * SCALE_NBYTES
-
-    def scale_rows(self, nbytes: int) -> int:
-        """Rows of the matrix whose scales have so many bytes."""
-        return nbytes // SCALE_NBYTES
+    def expert_bytes(self, hidden: int, intermediate: int, parts: int = 1) -> int:
+        """Bytes of one expert, scales included."""
+        width = intermediate // parts
+        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        sizes = (self.layout.weight_size(*s) + self.layout.scale_size(*s) for s in shapes)
+        return parts * sum(sizes)
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
         """Why a lone [rows, cols] matrix cannot be packed, or None if it can."""
-        if rows < 1 or rows % self.n_step:
-            return f"{rows} rows: {self.name} needs a positive multiple of {self.n_step}"
-        if cols < 1 or cols % self.k_tile:
-            return f"{cols} columns: {self.name} needs a positive multiple of {self.k_tile}"
+        row_step, col_step = self.traits.row_multiple, self.traits.col_multiple
+        if rows < 1 or rows % row_step:
+            return f"{rows} rows: {self.name} needs a positive multiple of {row_step}"
+        if cols < 1 or cols % col_step:
+            return f"{cols} columns: {self.name} needs a positive multiple of {col_step}"
         return None
 
     def check(self, hidden: int, intermediate: int, parts: int) -> str | None:
-        """Why a layer cannot be split into `parts` parts, or None if it can (SPEC 4.1)."""
+        """Why a layer cannot be split into `parts` parts, or None if it can (SPEC 4.1).
+
+        What columns must be a multiple of is itself a multiple of that for rows.
+        """
+        step = self.traits.col_multiple
         if parts < 1:
             return f"{parts} parts: at least 1 is needed"
-        if hidden < 1 or hidden % self.k_tile:
-            return f"hidden size {hidden} is not a multiple of {self.k_tile}, as {self.name} needs"
+        if hidden < 1 or hidden % step:
+            return f"hidden size {hidden} is not a multiple of {step}, as {self.name} needs"
         if intermediate < 1 or intermediate % parts:
             return f"intermediate size {intermediate} does not divide into {parts} parts"
         width = intermediate // parts
-        if width % self.k_tile:
+        if width % step:
             return (
                 f"intermediate size {intermediate} in {parts} parts is {width} per part, "
-                f"not a multiple of {self.k_tile}, as {self.name} needs"
+                f"not a multiple of {step}, as {self.name} needs"
             )
         return None
 
@@ -128,34 +165,88 @@ class Format:
         """Every number of parts that the dimensions allow, ascending; may be empty."""
         if self.check(hidden, intermediate, 1) is not None:
             return []
-        tiles = intermediate // self.k_tile
+        tiles = intermediate // self.traits.col_multiple
         return [parts for parts in range(1, tiles + 1) if tiles % parts == 0]
 
+    def multiplies(self, hidden: int, intermediate: int, parts: int) -> bool:
+        """Whether the kernels compute layers of that shape, cut into so many parts."""
+        if intermediate % parts:
+            return False
+        width = intermediate // parts
+        shapes = ((width, hidden), (hidden, width))
+        return all(self.layout.multiplies(*shape) for shape in shapes)
 
-INT8 = Format(
-    name="INT8",
-    key="int8",
-    bits=8,
-    n_step=32,
-    k_tile=64,
-    n_block=64,
-    k_block=3584,
-    max_level=127,
-    scale_units=1,
-    max_error_steps=0.5 + 2.0**-16 + 2.0**-17,
-)
 
 INT4 = Format(
-    name="INT4",
-    key="int4",
-    bits=4,
-    n_step=32,
-    k_tile=128,
-    n_block=128,
-    k_block=3584,
-    max_level=7,
-    scale_units=16,
+    "int4",
+    "INT4",
+    "int4",
+    activations="int8",
+    tolerance=0.08,
     max_error_steps=0.5 + 2.0**-5 + 2.0**-20 + 2.0**-21,
+    output=True,
+)
+INT8 = Format(
+    "int8",
+    "INT8",
+    "int8",
+    activations="int8",
+    tolerance=0.08,
+    max_error_steps=0.5 + 2.0**-16 + 2.0**-17,
+    output=True,
 )
 
-FORMATS: dict[str, Format] = {row.key: row for row in (INT4, INT8)}
+
+def _group_int4(group: int, *aliases: str) -> Format:
+    """Scales in bf16, as checkpoints of this kind have them."""
+    return Format(
+        f"gint4-{group}",
+        f"GINT4_{group}",
+        "gint4",
+        group,
+        "bf16",
+        activations="int8",
+        tolerance=0.05,
+        max_error_steps=GINT4_ERROR_STEPS,
+        aliases=aliases,
+    )
+
+
+FORMATS: dict[str, Format] = {
+    row.key: row
+    for row in (
+        INT4,
+        INT8,
+        Format("bf16", "BF16", "bf16", scale_dtype="none"),
+        Format("fp8", "FP8", "fp8", 128, aliases=("fp8-block",)),
+        Format("fp8-channel", "FP8_CHANNEL", "fp8"),
+        Format("mxfp4", "MXFP4", "mxfp4", 32, "ue8m0"),
+        _group_int4(32, "gint4", "gint4-g32", "rawint4"),
+        _group_int4(64, "gint4-g64"),
+        _group_int4(128, "gint4-g128", "gptq-int4"),
+    )
+}
+
+
+def output_formats() -> dict[str, Format]:
+    """The rows that quantize-cpu writes, by key."""
+    return {key: row for key, row in FORMATS.items() if row.output}
+
+
+def output_named(name: str) -> Format | None:
+    """The output format whose .kt files have this name."""
+    return next((row for row in output_formats().values() if row.name == name), None)
+
+
+def format_named(name: str) -> Format:
+    """A row of FORMATS, by its key or another name that it is known by; else UsageError."""
+    wanted = name.lower()
+    for row in FORMATS.values():
+        if wanted in (row.key, *row.aliases):
+            return row
+    raise UsageError(f"unknown method {name!r}", f"available: {', '.join(FORMATS)}")
+
+
+def formats_for(hidden: int, intermediate: int, parts: int) -> list[str]:
+    """Keys of the formats whose kernels compute layers of that shape."""
+    return [row.key for row in FORMATS.values() if row.multiplies(hidden, intermediate, parts)]

@@ -77,7 +77,7 @@ class PackedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         e = self.experts
-        return f"{e.count} experts of {e.method.name}, hidden {e.hidden}, inner {e.intermediate}"
+        return f"{e.count} experts of {e.format.key}, hidden {e.hidden}, inner {e.intermediate}"
 
 
 class SortedExperts(PackedExperts):

@@ -60,7 +60,7 @@ class ReplacedExperts:
         isa_before: str | None,
     ) -> None:
         self.layers = tuple(sorted(sites))
-        self.method = packed[self.layers[0]].experts.method.name
+        self.method = packed[self.layers[0]].experts.format.key
         self.own = {layer: _elsewhere(packed[layer].experts) for layer in self.layers}
         self._sites, self._packed, self._pool = sites, packed, pool
         self._originals = {n: site.module for n, site in sites.items()} if keep else None

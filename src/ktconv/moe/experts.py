@@ -1,8 +1,9 @@
-"""The experts of a layer: packed for the kernels, and as numbers for the truth."""
+"""The experts of a layer: packed for the kernels, and as float32 for the readable reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import UsageError
-from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.methods import Method, Quantized, methods_that_hold
+from ktconv.formats import Format, formats_for, reference
+from ktconv.formats.decode import bf16_to_f32, round_to_bf16
+from ktconv.formats.groups import grouped
 from ktconv.moe.streamed import Streams, whole
 from ktconv.native import Activation, Pool, Projection
 
@@ -22,23 +24,35 @@ U16 = NDArray[np.uint16]
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
 Expert = tuple[Projection, Projection, Projection]  # of one part
 
+# Of the relative error against arithmetic with activations rounded as the kernels round them: y is
+# bf16, 2^-9 at most; the rest is for sums in another order.
+KERNEL_BOUND = 0.005
 TOKENS_AT_ONCE = 512  # of an expert in float32: what one token more takes is not needed twice
 _KEPT = 4  # experts whose quantized matrices are kept as numbers
 _LINE = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix [N, K] as plain codes and scales (kt_pack's), and the values that they mean."""
+
+    codes: Array
+    scale: Array | None
+    values: F32
+
+
 class Experts:
     """A layer's experts.
 
-    Expert e has the matrices `origins[e]`: experts that share them need not be computed apart by
-    the readable truth. `streams(o)` is what the packed weights of origin o stand for, `source(o)`
-    what they were quantized from, where that is known. `release()` gives pages of mapped weights
-    back to the system; they are read again when they are needed.
+    Expert e has the matrices `origins[e]`: the reference computes experts that share them
+    together. `streams(o)` are the dequantized weights of origin o, `source(o)` those that they
+    were quantized from, where known. `release()` gives pages of mapped weights back to the system;
+    they are read again when they are needed.
     """
 
     def __init__(
         self,
-        method: Method,
+        format: Format,
         layer: native.Layer,
         activation: Activation,
         origins: Sequence[int | None],
@@ -46,7 +60,7 @@ class Experts:
         source: Callable[[int], Matrices] | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.method, self.layer, self.activation = method, layer, activation
+        self.format, self.layer, self.activation = format, layer, activation
         self.streams, self.source, self.release = streams, source, release
         self.origins = np.array([-1 if origin is None else origin for origin in origins])
         self.hidden, self.intermediate = layer.hidden, layer.intermediate
@@ -55,7 +69,7 @@ class Experts:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, scales included."""
-        return self.method.expert_bytes(self.hidden, self.intermediate, self.parts)
+        return self.format.expert_bytes(self.hidden, self.intermediate, self.parts)
 
     def values(self, origin: int) -> Matrices:
         """The matrices of `streams`, in memory whole."""
@@ -100,7 +114,9 @@ class Experts:
         rows of x that are so already stay as they are."""
         if not rounded:
             return expert_output(expert, self.activation, x)
-        return expert_output(expert, self.activation, self.method.activations(x), self._rounded)
+        return expert_output(
+            expert, self.activation, round_activations(self.format, x), self._rounded
+        )
 
     def outputs(self, expert: Streams, x: F32) -> tuple[F32, F32]:
         """`output` without and with rounding, from one pass over the matrices."""
@@ -108,14 +124,14 @@ class Experts:
         def between(middle: F32) -> F32:
             return np.concatenate([middle[: len(x)], self._rounded(middle[len(x) :])])
 
-        both = np.concatenate([x, self.method.activations(x)])
+        both = np.concatenate([x, round_activations(self.format, x)])
         y = expert_output(expert, self.activation, both, between)
         return y[: len(x)], y[len(x) :]
 
     def _rounded(self, middle: F32) -> F32:
         """Each part rounds what it has of the activations between the products."""
         cuts = np.split(middle, self.parts, axis=1)
-        return np.concatenate([self.method.activations(cut) for cut in cuts], axis=1)
+        return np.concatenate([round_activations(self.format, cut) for cut in cuts], axis=1)
 
 
 def expert_output(
@@ -127,6 +143,18 @@ def expert_output(
     """One expert's output [M, H] of x [M, H]; `between` sees what goes into the last product."""
     gate, up, down = expert
     return down.product(between(gated(activation, gate.product(x), up.product(x))))
+
+
+def round_activations(fmt: Format, values: F32) -> F32:
+    """Rows as the kernels see them: int8 with a scale per row or group, or bf16."""
+    if fmt.activations == "bf16":
+        return round_to_bf16(values)
+    runs = grouped(values, fmt.group or values.shape[1])
+    scale = np.abs(runs).max(axis=2, keepdims=True) * np.float32(1 / 127)
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    rounded: F32 = (np.rint(runs * inverse) * scale).reshape(values.shape)
+    return rounded
 
 
 def in_blocks(compute: Callable[[F32], tuple[F32, ...]], x: F32) -> tuple[F32, ...]:
@@ -160,7 +188,7 @@ def gated(activation: Activation, gate: F32, up: F32) -> F32:
 
 
 def pack_experts(
-    method: Method,
+    fmt: Format,
     source: Callable[[int], Matrices],
     origins: Sequence[int | None],
     hidden: int,
@@ -170,43 +198,40 @@ def pack_experts(
     activation: Activation | None = None,
     bind: Callable[[Array, int], None] | None = None,
 ) -> Experts:
-    """Quantizes and packs; `origins[e]` says which matrices of `source` expert e has.
+    """Quantizes (round to nearest, for benchmarks and tests) and packs; expert e has the matrices
+    `origins[e]` of `source`, or is not there (None).
 
-    Experts that share matrices are quantized once, but each has memory of its own. None: that
-    expert is not here. All experts of a part lie in one block of memory, so that it can have
-    huge pages; `bind` gets it and the part's number before anything is written to it. Raises
-    UsageError where the method cannot hold the shape.
+    Experts that share matrices are quantized once, but each has memory of its own. All experts of
+    a part are in one block of memory, so that it can have huge pages; `bind` gets it and the part's
+    number before anything is written to it. UsageError for a shape that the format does not allow.
     """
-    check_shape(method, hidden, intermediate, parts)
+    check_shape(fmt, hidden, intermediate, parts)
     chosen = activation or Activation()
-    quantized = lru_cache(_KEPT)(lambda origin: _quantize(method, source(origin), parts))
+    of_parts = lru_cache(_KEPT)(lambda origin: _quantize(fmt, source(origin), parts))
     rows: list[list[Expert | None]] = [[None] * len(origins) for _ in range(parts)]
-    blocks = [_Block(method, hidden, intermediate // parts, origins) for _ in range(parts)]
+    blocks = [_Block(fmt, hidden, intermediate // parts, origins) for _ in range(parts)]
     for part, block in enumerate(blocks):
         if bind:
             bind(block.memory, part)
     for origin in sorted({origin for origin in origins if origin is not None}):
         same = [index for index, other in enumerate(origins) if other == origin]
-        for row, block, matrices in zip(rows, blocks, quantized(origin), strict=True):
+        for row, block, matrices in zip(rows, blocks, of_parts(origin), strict=True):
             first = block.pack(same[0], matrices)
             for index in same:
                 row[index] = block.copy(index, first)
 
-    layer = native.Layer(method.layout, chosen, hidden, intermediate, rows)
+    layer = native.Layer(fmt.layout, chosen, hidden, intermediate, rows)
     return Experts(
-        method, layer, chosen, origins, lambda origin: _whole(_joined(quantized(origin))), source
+        fmt, layer, chosen, origins, lambda origin: _whole(_joined(of_parts(origin))), source
     )
 
 
 class _Block:
     """The memory of all experts of a part, each in its place."""
 
-    def __init__(
-        self, method: Method, hidden: int, width: int, origins: Sequence[int | None]
-    ) -> None:
-        self._method = method
+    def __init__(self, fmt: Format, hidden: int, width: int, origins: Sequence[int | None]) -> None:
+        self._layout = layout = fmt.layout
         self._shapes = ((width, hidden), (width, hidden), (hidden, width))
-        layout = method.layout
         self._sizes = [(layout.weight_size(*s), layout.scale_size(*s)) for s in self._shapes]
         self._expert_size = sum(_whole_lines(size) for pair in self._sizes for size in pair)
         here = [index for index, origin in enumerate(origins) if origin is not None]
@@ -227,7 +252,7 @@ class _Block:
         place = self._place(index)
         for projection, shape, matrix in zip(place, self._shapes, matrices, strict=True):
             scale = native.pack_weight(
-                self._method.layout, *shape, matrix.codes, matrix.scale, projection.codes
+                self._layout, *shape, matrix.codes, matrix.scale, projection.codes
             )
             if projection.scale is not None:
                 projection.scale[:] = scale
@@ -249,49 +274,55 @@ def _whole_lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def check_shape(method: Method, hidden: int, intermediate: int, parts: int) -> None:
-    """UsageError that names the dimension which the method cannot hold."""
-    if method.holds(hidden, intermediate, parts):
+def check_shape(fmt: Format, hidden: int, intermediate: int, parts: int) -> None:
+    """UsageError that names the dimension which the format or its kernels do not allow."""
+    if fmt.multiplies(hidden, intermediate, parts):
         return
     if intermediate % parts:
         raise UsageError(
             f"intermediate size {intermediate} cannot be split into {parts} parts",
             "choose a number of parts that divides it",
         )
-    rows, cols = method.steps()
-    width = intermediate // parts
+    width, step = intermediate // parts, fmt.traits.col_multiple
     for what, size in (("hidden size", hidden), ("intermediate size of a part", width)):
         if size > native.MAX_COLS:
             raise UsageError(
-                f"{method.name} cannot hold {what} {size}: kernels read at most "
+                f"{fmt.key} cannot hold {what} {size}: kernels read at most "
                 f"{native.MAX_COLS} columns",
                 "split it into more parts" if size == width else "no method supports it",
             )
-        step = max(rows, cols)
         if size % step:
-            able = methods_that_hold(hidden, intermediate, parts)
+            able = formats_for(hidden, intermediate, parts)
             raise UsageError(
-                f"{method.name} cannot hold {what} {size}: it must be a multiple of {step}",
+                f"{fmt.key} cannot hold {what} {size}: it must be a multiple of {step}",
                 f"methods that support it: {', '.join(able)}"
                 if able
                 else "all need multiples of 32",
             )
-    raise UsageError(f"{method.name} cannot hold hidden {hidden}, intermediate {width}")
+    raise UsageError(f"{fmt.key} cannot hold hidden {hidden}, intermediate {width}")
 
 
 def _cut(matrices: Matrices, parts: int) -> list[Matrices]:
     gate, up, down = matrices
     width = len(gate) // parts
     cuts = [slice(part * width, (part + 1) * width) for part in range(parts)]
-    return [(gate[cut], up[cut], np.ascontiguousarray(down[:, cut])) for cut in cuts]
+    return [(gate[cut], up[cut], down[:, cut]) for cut in cuts]
 
 
-def _quantize(method: Method, matrices: Matrices, parts: int) -> list[list[Quantized]]:
+def quantized(fmt: Format, matrix: F32) -> Quantized:
+    """By the C library where it has a quantizer, else by the reference."""
+    matrix = np.ascontiguousarray(matrix)
+    if fmt.traits.max_level:
+        source = native.Matrix(matrix.view(np.uint8).reshape(-1), "F32", *matrix.shape)
+        codes, scale = native.quantize(fmt.layout, source)
+    else:
+        codes, scale = reference.quantize(fmt, matrix)
+    return Quantized(codes, scale, reference.dequantize(fmt, codes, scale))
+
+
+def _quantize(fmt: Format, matrices: Matrices, parts: int) -> list[list[Quantized]]:
     """Gate, up and down of each part."""
-    return [
-        [method.quantize(np.ascontiguousarray(matrix), method.layout) for matrix in cut]
-        for cut in _cut(matrices, parts)
-    ]
+    return [[quantized(fmt, matrix) for matrix in cut] for cut in _cut(matrices, parts)]
 
 
 def _joined(quantized: list[list[Quantized]]) -> Matrices:

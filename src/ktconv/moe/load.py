@@ -14,11 +14,11 @@ from ktconv import native
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
-from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, split
+from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, scales, split
 from ktconv.moe.experts import Experts
-from ktconv.moe.methods import METHODS
 from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.native import Activation, Projection
+from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
 
 Array = NDArray[Any]
@@ -89,15 +89,18 @@ def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]
 
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
-    """One that is not makes its row NaN whenever its expert has a token, and only then."""
+    """Another one makes its row NaN whenever its expert has a token, and only then."""
     geometry, mapped = packed.geometry(layer), _Mapped(packed)
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
     for tensor in (
         TensorId(layer, proj, expert, part, "scale")
         for proj in PROJECTIONS
         for expert in geometry.here
         for part in range(geometry.parts)
     ):
-        if not np.isfinite(mapped.get(tensor).view(np.float32)).all():
+        stored = mapped.get(tensor).view(fmt.layout.scale_array)
+        if not np.isfinite(scales.values(fmt, stored)).all():
             raise CheckpointError(
                 f"{name_of(tensor)} of {packed.directory} contains a scale that is not finite",
                 "convert it again",
@@ -113,13 +116,13 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
     """One layer of packed weights that are open already. Experts that were left out of it have
     no origin."""
     geometry = packed.geometry(layer)
-    assert geometry.format is not None  # what geometry() sees to
-    method = METHODS[geometry.format.key]
-    mapped = _Mapped(packed)
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
+    mapped, alignment = _Mapped(packed), fmt.layout.scale_array.itemsize
 
     def projection(proj: Any, expert: int, part: int) -> Projection:
         weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
-        return Projection(weight, scale if scale.ctypes.data % 4 == 0 else scale.copy())
+        return Projection(weight, aligned_to(scale, alignment))
 
     def expert(e: int, p: int) -> tuple[Projection, Projection, Projection] | None:
         if e in geometry.elsewhere:
@@ -128,13 +131,13 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
 
     rows = [[expert(e, p) for e in range(geometry.experts)] for p in range(geometry.parts)]
     try:
-        made = native.Layer(method.layout, activation, geometry.hidden, geometry.intermediate, rows)
+        made = native.Layer(fmt.layout, activation, geometry.hidden, geometry.intermediate, rows)
     except ValueError as error:
         raise CheckpointError(
             f"layer {layer} of {packed.directory}: {error}", "convert it again"
         ) from None
     return Experts(
-        method,
+        fmt,
         made,
         activation,
         [None if e in geometry.elsewhere else e for e in range(geometry.experts)],
@@ -190,10 +193,13 @@ def _pieces(matrices: Sequence[Projection], proj: Any, geometry: Geometry) -> It
 
 
 def _unpacked(fmt: Format, matrix: Projection, rows: slice, cols: int) -> Array:
-    """The values of some rows. Whole row blocks lie one behind the other."""
+    """The values of some rows: whole row blocks, which are consecutive in memory."""
     assert matrix.scale is not None
-    start, stop = (fmt.weight_nbytes(row, cols) for row in (rows.start, rows.stop))
-    codes = native.audit_codes(fmt.key, matrix.codes[start:stop], rows.stop - rows.start, cols)
-    step = matrix.scale.view(np.float32)[rows] * np.float32(fmt.scale_units)
-    values: Array = codes * step[:, None]
+    layout, count = fmt.layout, rows.stop - rows.start
+    start, stop = (layout.weight_size(row, cols) for row in (rows.start, rows.stop))
+    codes = native.audit_codes(layout, matrix.codes[start:stop], count, cols)
+    start, stop = (layout.scale_size(row, cols) for row in (rows.start, rows.stop))
+    stored = scales.ordered(fmt, matrix.scale[start:stop], count, cols)
+    step = scales.values(fmt, stored) * np.float32(fmt.traits.scale_units)
+    values: Array = codes * np.repeat(step, cols // step.shape[1], axis=1)
     return values

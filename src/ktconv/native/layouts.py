@@ -1,9 +1,10 @@
-"""How weights lie in memory: layouts, their sizes, and the arrays that codes and scales are."""
+"""Layouts of weights in memory: sizes, and dtypes and shapes of codes and scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,20 +20,28 @@ def _names(enum: str, prefix: str) -> dict[str, int]:
 
 FORMATS = _names("kt_format", "KT_FORMAT_")
 SCALE_DTYPES = _names("kt_scale_dtype", "KT_SCALE_")
-_SCALE_ARRAYS: dict[str, type[np.generic]] = {
-    "none": np.uint8,
-    "f32": np.float32,
-    "bf16": np.uint16,
-    "ue8m0": np.uint8,
-}
-_CODE_ARRAYS: dict[str, type[np.generic]] = {"int8": np.int8, "int4": np.int8, "bf16": np.uint16}
-_NIBBLES = ("mxfp4", "gint4")  # two codes in a byte
-_FP8_BLOCK = 128
+_STRIP = 32  # rows whose scales are neighbours where a row has several
+_SCALE_ARRAYS: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16}  # else uint8
+
+
+class Traits(NamedTuple):
+    """struct kt_layout_traits; ktconv.h explains the fields."""
+
+    bits: int
+    plain_bits: int
+    code_bias: int
+    row_multiple: int
+    col_multiple: int
+    scale_size: int
+    scale_rows: int
+    max_level: int
+    scale_units: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A format, the columns that share a scale, and the dtype of scales; see kt_layout."""
+    """A format, the columns that share a scale (0: all of a row), and the dtype of scales; see
+    kt_layout."""
 
     format: str
     group: int = 0
@@ -44,12 +53,17 @@ class Layout:
             (FORMATS[self.format], self.group, SCALE_DTYPES[self.scale_dtype]),
         )
 
+    @property
+    def traits(self) -> Traits:
+        """What follows from the layout. ValueError for one that does not exist."""
+        return _traits(self)
+
     def weight_size(self, rows: int, cols: int) -> int:
-        """Bytes of packed codes; 0 if the layout cannot hold that shape."""
+        """Bytes of packed codes; 0 for a shape that the layout does not allow."""
         return int(lib.kt_packed_size(self.c(), rows, cols))
 
     def scale_size(self, rows: int, cols: int) -> int:
-        """Bytes of packed scales."""
+        """Bytes of packed scales; 0 also where the layout has none."""
         return int(lib.kt_scale_size(self.c(), rows, cols))
 
     def multiplies(self, rows: int, cols: int) -> bool:
@@ -60,30 +74,52 @@ class Layout:
 
     @property
     def code_array(self) -> np.dtype[Any]:
-        return np.dtype(_CODE_ARRAYS.get(self.format, np.uint8))
+        traits = self.traits
+        if traits.plain_bits == 16:
+            return np.dtype(np.uint16)
+        signed = traits.plain_bits == 8 and traits.max_level > 0
+        return np.dtype(np.int8 if signed else np.uint8)
 
     @property
     def codes_per_element(self) -> int:
-        return 2 if self.format in _NIBBLES else 1
+        """Codes in an element of the array of plain codes."""
+        return 2 if self.traits.plain_bits == 4 else 1
+
+    def plain_codes(self, codes: Array) -> Array:
+        """int8 codes [rows, cols] as plain ones, of a layout with a quantizer."""
+        if self.codes_per_element == 1:
+            return codes
+        stored = (codes + np.int8(self.traits.code_bias)).view(np.uint8)
+        nibbles: Array = stored[:, ::2] | stored[:, 1::2] << np.uint8(4)
+        return nibbles
 
     def code_shape(self, rows: int, cols: int) -> tuple[int, int]:
         return rows, cols // self.codes_per_element
 
     @property
     def scale_array(self) -> np.dtype[Any]:
-        return np.dtype(_SCALE_ARRAYS[self.scale_dtype])
+        return np.dtype(_SCALE_ARRAYS.get(self.traits.scale_size, np.uint8))
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         if not self.group:
             return (0,) if self.scale_dtype == "none" else (rows,)
-        return -(-rows // _FP8_BLOCK) if self.format == "fp8" else rows, cols // self.group
+        return -(-rows // self.traits.scale_rows), cols // self.group
 
-    def traits(self) -> dict[str, int]:
-        """What follows from the layout, by the names of struct kt_layout_traits."""
-        found = ffi.new("kt_layout_traits *")
-        if lib.kt_layout_describe(self.c(), found) != lib.KT_OK:
-            raise ValueError(f"{self} does not exist")
-        return {name: getattr(found, name) for name, _ in ffi.typeof("kt_layout_traits").fields}
+    def packed_scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """[rows]; [rows / 32, groups, 32]; or [rows / 32, groups] where the rows of a strip have
+        one scale."""
+        if not self.group:
+            return (rows,)
+        shape = rows // _STRIP, cols // self.group
+        return shape if self.traits.scale_rows > 1 else (*shape, _STRIP)
+
+
+@cache
+def _traits(layout: Layout) -> Traits:
+    found = ffi.new("kt_layout_traits *")
+    if lib.kt_layout_describe(layout.c(), found) != lib.KT_OK:
+        raise ValueError(f"{layout} does not exist")
+    return Traits(*(getattr(found, name) for name in Traits._fields))
 
 
 def layout_of(layout: Layout | str) -> Layout:
@@ -96,7 +132,7 @@ def layout_of(layout: Layout | str) -> Layout:
 
 
 def packed_size(layout: Layout | str, rows: int, cols: int) -> int:
-    """Bytes of packed codes; ValueError if the layout cannot hold the shape."""
+    """Bytes of packed codes; ValueError for a shape that the layout does not allow."""
     layout = layout_of(layout)
     size = layout.weight_size(rows, cols)
     if not size:

@@ -76,7 +76,7 @@ def unpack(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:
 def _check_range(layout: Layout, codes: Array) -> None:
     """Of codes that have more bits than packed ones, or values that no code has."""
     if layout.code_array == np.int8:
-        largest = layout.traits()["max_level"]
+        largest = layout.traits.max_level
         if codes.max() > largest or codes.min() < -largest:
             raise ValueError(f"{layout.format} codes must be {-largest}..{largest}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.families.names import split_name
-from ktconv.formats import FORMATS, PROJECTIONS, TensorId, parse_tensor_name
+from ktconv.formats import FORMATS, PROJECTIONS, TensorId, output_formats, parse_tensor_name
 from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
@@ -54,7 +54,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "experts_found_as": sorted({re.sub(r"[0-9]+", "N", layer.source) for layer in layers}),
         "other_tensors": len(checkpoint.other_tensors),
         "other_bytes": sum(tensor.nbytes for tensor in checkpoint.other_tensors),
-        "numa_parts_possible": {key: _possible_parts(checkpoint, key) for key in FORMATS},
+        "numa_parts_possible": {key: _possible_parts(checkpoint, key) for key in output_formats()},
         "notes": list(checkpoint.notes),
     }
 
@@ -170,8 +170,8 @@ def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
 def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
     if key.proj not in PROJECTIONS:
         return False  # backward weights
-    expected = layer.nbytes(key.proj, key.kind)
-    return expected is not None and expected != size
+    expected = layer.stored(key.proj, key.kind)
+    return expected is not None and expected[2] != size
 
 
 def _damaged(directory: Path, manifest: Manifest | None) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Check one part's packed matrix against its source: element by element, scale by scale.
 
 Unpacking is the audit's (native/src/audit), which shares no code with the packer. Used while
-a layer is written (quantize-cpu) and on what lies on the disk (verify).
+a layer is written (quantize-cpu) and on finished outputs (verify).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import KINDS, Format, TensorId, tensor_name
+from ktconv.formats import KINDS, Format, TensorId, scales, tensor_name
 from ktconv.formats.split import is_down
 
 U8 = NDArray[np.uint8]
@@ -74,12 +74,11 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Packed rows: a matrix [rows, cols] of which those from `first` on are meant."""
+    """Packed rows of a matrix [rows, cols]."""
 
     weight: U8
-    scale: F32  # [rows]
+    scale: U8  # packed
     rows: int
-    first: int = 0
 
 
 class MatrixCheck:
@@ -99,9 +98,9 @@ class MatrixCheck:
             tensor_name(weight.layer, weight.proj, weight.expert, weight.part, kind)
             for kind in KINDS
         )
-        self._scale = np.zeros(rows, np.float32)
-        self._error = np.zeros(rows, np.float32)
-        self._rule = np.zeros(rows, np.float32)
+        # One per row, or per row and group.
+        columns = cols // fmt.group if fmt.group else 1
+        self._scale, self._error, self._rule = np.zeros((3, rows, columns), np.float32)
         self._sums = ErrorStats()
 
     def _whole(self, row: int, column: int) -> tuple[int, int]:
@@ -114,19 +113,18 @@ class MatrixCheck:
 
     def compare(self, source: native.Matrix, start: int, packed: Packed) -> None:
         """Rows from `start` on of this part, whose source is `source`."""
-        found = native.audit(
-            self._fmt.key, source, packed.rows, packed.first, packed.weight, packed.scale
-        )
-        here = slice(start, start + source.rows)
-        self._error[here] = found.row_error
-        self._rule[here] = found.row_scale
-        self._scale[here] = packed.scale[packed.first : packed.first + source.rows]
+        fmt, here = self._fmt, slice(start, start + source.rows)
+        found = native.audit(fmt.layout, source, packed.rows, 0, packed.weight, packed.scale)
+        self._error[here] = found.row_error.reshape(source.rows, -1)
+        self._rule[here] = found.row_scale.reshape(source.rows, -1)
+        stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
+        self._scale[here] = scales.values(fmt, stored)
         self._add(found, source)
         if found.invalid:
-            self._name_level(start, source.rows, packed)
+            self._name_level(start, packed)
         if not math.isfinite(found.squared_source):
             self._name_source(source, start)
-        outside = self._outside(here)
+        outside = self._outside(here).any(axis=1)
         if outside.any():
             self._name_elements(source, start, np.flatnonzero(outside), packed)
 
@@ -143,30 +141,32 @@ class MatrixCheck:
         )
 
     def _outside(self, rows: slice) -> NDArray[np.bool_]:
-        """Rows with an element farther off than rounding allows."""
+        """Scales under which an element is farther off than rounding allows."""
         fmt, scale = self._fmt, self._scale[rows].astype(np.float64)
-        allowed = (fmt.max_error_steps + BINARY32_SLACK) * fmt.scale_units * scale
+        allowed = (fmt.max_error_steps + BINARY32_SLACK) * fmt.traits.scale_units * scale
         allowed = np.maximum(allowed, np.finfo(np.float32).tiny)
         allowed = np.where(scale == 0, fmt.smallest_amax, allowed)
         outside: NDArray[np.bool_] = ~(self._error[rows] <= allowed)
         return outside | ~np.isfinite(self._error[rows])
 
-    def _codes(self, packed: Packed, count: int) -> NDArray[np.int8]:
-        codes: NDArray[np.int8] = native.audit_codes(
-            self._fmt.key, packed.weight, packed.rows, self._cols
-        )
-        return codes[packed.first : packed.first + count]
+    def _codes(self, packed: Packed) -> NDArray[np.int8]:
+        return native.audit_codes(self._fmt.layout, packed.weight, packed.rows, self._cols)
+
+    def _of_elements(self, scale: NDArray[Any]) -> NDArray[Any]:
+        """The scale of every element of some rows."""
+        return np.repeat(scale, self._cols // scale.shape[1], axis=1)
 
     def _name_elements(
         self, matrix: native.Matrix, start: int, rows: NDArray[np.int64], packed: Packed
     ) -> None:
-        """The worst elements of the rows that lie outside."""
+        """The worst elements of rows with one that is too far off."""
         source = native.decode(matrix)[rows].astype(np.float64)
-        step = self._scale[start + rows].astype(np.float64) * self._fmt.scale_units
+        step = self._scale[start + rows].astype(np.float64) * self._fmt.traits.scale_units
+        step = self._of_elements(step)
         with np.errstate(all="ignore"):
-            value = self._codes(packed, matrix.rows)[rows] * step[:, None]
+            value = self._codes(packed)[rows] * step
             off = np.abs(source - value)
-            steps = np.nan_to_num(np.where(step[:, None] > 0, off / step[:, None], off), nan=np.inf)
+            steps = np.nan_to_num(np.where(step > 0, off / step, off), nan=np.inf)
         columns = steps.argmax(axis=1)
         worst = steps[np.arange(len(rows)), columns]
         for i in np.argsort(worst)[::-1][:NAMED_PER_CALL]:
@@ -192,19 +192,19 @@ class MatrixCheck:
             )
         )
 
-    def _name_level(self, start: int, count: int, packed: Packed) -> None:
-        codes = self._codes(packed, count)
-        scale = packed.scale[packed.first : packed.first + count]
-        beyond = np.abs(codes.astype(np.int16)) > self._fmt.max_level
-        beyond |= (codes != 0) & (scale == 0)[:, None]
+    def _name_level(self, start: int, packed: Packed) -> None:
+        codes, top = self._codes(packed), self._fmt.traits.max_level
+        scale = self._scale[start : start + packed.rows]
+        beyond = np.abs(codes.astype(np.int16)) > top
+        beyond |= (codes != 0) & self._of_elements(scale == 0)
         row, column = (int(i) for i in np.argwhere(beyond)[0])
         at = self._whole(start + row, column)
         self._report(
             Violation(
                 "level",
                 f"{self._weight_name} contains level {codes[row, column]} at [{at[0]}, "
-                f"{at[1]}] of its matrix: levels are -{self._fmt.max_level} to "
-                f"{self._fmt.max_level}, and 0 where the scale is 0 ({int(beyond.sum())} "
+                f"{at[1]}] of its matrix: levels are -{top} to "
+                f"{top}, and 0 where the scale is 0 ({int(beyond.sum())} "
                 "codes are beyond).",
                 self._weight_name,
                 *at,
@@ -219,7 +219,7 @@ class MatrixCheck:
         self._report(
             Violation(
                 "source",
-                f"the source of {self._weight_name} holds {values[row, column]} at "
+                f"the source of {self._weight_name} contains {values[row, column]} at "
                 f"[{at[0]}, {at[1]}].",
                 self._weight_name,
                 *at,
@@ -230,23 +230,22 @@ class MatrixCheck:
 
     @property
     def rule(self) -> F32:
-        """The scale of each row, as its largest weight in this part makes it."""
+        """The scales that the largest weights of this part give: [rows, 1] or [rows, groups]."""
         return self._rule
 
     def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
-        """What whole rows tell, after all were compared.
+        """Check the scales, after all rows were compared; returns the sums.
 
-        `widest`: scales that were chosen for wider parts (ktconv reshard) are these, or at least
-        within them and `rule` if not `exact`.
+        `widest`: scales that were chosen for wider parts (ktconv reshard) must equal these, or be
+        between `rule` and these if not `exact`.
         """
         odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
         if odd.any():
-            row = int(np.flatnonzero(odd)[0])
+            at = _first(odd)
             self._wrong_scale(
-                row,
-                f"holds {self._scale[row]} at row {row}: scales are finite, not negative and "
-                "not denormal.",
-            )
+                at, f"holds {self._scale[at]} at {self._place(at)}: scales are finite, not "
+                "negative and not denormal."
+            )  # fmt: skip
         rule = self._rule if widest is None else widest
         differs = rule != self._scale
         if not exact:
@@ -255,20 +254,28 @@ class MatrixCheck:
         return self._sums
 
     def _scales_by_rule(self, differs: NDArray[np.bool_], rule: F32) -> None:
-        """Every scale follows from the largest weight of its row."""
-        wrong = np.flatnonzero(differs)
-        if len(wrong):
-            row = int(wrong[0])
+        """Every scale follows from the largest weight of its row or group."""
+        if differs.any():
+            at, count = _first(differs), int(differs.sum())
+            of = "groups" if self._fmt.group else "rows"
             self._wrong_scale(
-                row,
-                f"holds {float(self._scale[row]):.9g} at row {row}, but the largest weight "
-                f"makes {float(rule[row]):.9g} ({len(wrong)} of {self._rows} rows differ).",
-                float(rule[row]),
+                at,
+                f"holds {float(self._scale[at]):.9g} at {self._place(at)}, but the largest weight "
+                f"makes {float(rule[at]):.9g} ({count} of {differs.size} {of} differ).",
+                float(rule[at]),
             )
 
-    def _wrong_scale(self, row: int, words: str, expected: float | None = None) -> None:
-        name, value = self._scale_name, float(self._scale[row])
-        self._report(Violation("scale", f"{name} {words}", name, row, None, expected, value))
+    def _place(self, at: tuple[int, int]) -> str:
+        return f"row {at[0]}" + (f", group {at[1]}" if self._fmt.group else "")
+
+    def _wrong_scale(self, at: tuple[int, int], words: str, expected: float | None = None) -> None:
+        name, value = self._scale_name, float(self._scale[at])
+        self._report(Violation("scale", f"{name} {words}", name, at[0], None, expected, value))
+
+
+def _first(where: NDArray[np.bool_]) -> tuple[int, int]:
+    row, column = np.argwhere(where)[0]
+    return int(row), int(column)
 
 
 def _denormal(values: F32) -> NDArray[np.bool_]:

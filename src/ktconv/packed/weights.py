@@ -25,7 +25,6 @@ from ktconv.checkpoint import Header, TensorRef, read_header
 from ktconv.checkpoint.safetensors_file import header_mentions
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.formats import (
-    FORMATS,
     KINDS,
     PROJECTIONS,
     Format,
@@ -33,6 +32,7 @@ from ktconv.formats import (
     Matrix,
     TensorId,
     is_backward,
+    output_formats,
     packed_shape,
     parse_kt_path,
     parse_tensor_name,
@@ -69,13 +69,9 @@ class Geometry:
         """Rows and columns of one part's matrix."""
         return packed_shape(proj, self.hidden, self.intermediate, self.parts)
 
-    def nbytes(self, proj: Matrix, kind: Kind) -> int | None:
-        if self.format is None:
-            return None
-        rows, cols = self.shape(proj)
-        if kind == "scale":
-            return self.format.scale_nbytes(rows)
-        return self.format.weight_nbytes(rows, cols)
+    def stored(self, proj: Matrix, kind: Kind) -> tuple[str, tuple[int, ...], int] | None:
+        """dtype, shape and bytes of a tensor in shards; None where the format is not known."""
+        return self.format.stored(kind, *self.shape(proj)) if self.format else None
 
     def tensors(self, layer: int, matrices: Sequence[Matrix] = PROJECTIONS) -> Iterator[TensorId]:
         """All that a layer of these dimensions consists of."""
@@ -123,7 +119,7 @@ class PackedWeights:
         if found is None or found.format is None:
             raise CheckpointError(
                 f"layer {layer} of {self.directory} has no format that ktconv knows",
-                f"known formats: {', '.join(FORMATS)}",
+                f"known formats: {', '.join(output_formats())}",
             )
         return found
 
@@ -137,12 +133,13 @@ def open_packed(directory: Path) -> PackedWeights:
     if not shards:
         found.layout = "layers"
         _add_folders(found)
-    by_layer: dict[int, dict[TensorId, int]] = defaultdict(dict)
+    by_layer: dict[int, dict[TensorId, TensorRef]] = defaultdict(dict)
     for tensor, place in found.tensors.items():
-        by_layer[tensor.layer][tensor] = place.nbytes
-    left_out = left_out_of(directory)
+        by_layer[tensor.layer][tensor] = place
+    recorded = recorded_of(directory)
     found.layers = {
-        layer: _geometry(sizes, left_out.of(layer)) for layer, sizes in sorted(by_layer.items())
+        layer: _geometry(tensors, recorded.left_out.of(layer), recorded.sizes(layer))
+        for layer, tensors in sorted(by_layer.items())
     }
     return found
 
@@ -156,14 +153,27 @@ def may_hold_packed(directory: Path) -> bool:
         return True
 
 
-def left_out_of(directory: Path) -> ExpertSet:
-    """The experts that quantize-cpu left out on request, as the manifest says.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the manifest of packed weights says beyond what their sizes do."""
 
-    Raises CheckpointError for a manifest that says it in a way that is not ours.
-    """
+    left_out: ExpertSet  # experts that quantize-cpu left out on request
+    layers: Mapping[int, Mapping[str, Any]]
+
+    def sizes(self, layer: int) -> tuple[int, int]:
+        """Hidden and intermediate size of a layer; zeros where they are not recorded."""
+        record = self.layers.get(layer, {})
+        found = record.get("hidden_size"), record.get("intermediate_size")
+        hidden, intermediate = (size if type(size) is int else 0 for size in found)
+        return hidden, intermediate
+
+
+def recorded_of(directory: Path) -> Recorded:
+    """Raises CheckpointError for a manifest whose excluded experts have another form than ours."""
     manifest = read_manifest(directory)
     record = manifest.options.get(EXCLUDED, {}) if manifest else {}
-    return set_of_record(record, str(directory / MANIFEST))
+    left_out = set_of_record(record, str(directory / MANIFEST))
+    return Recorded(left_out, manifest.layers if manifest else {})
 
 
 def map_file(path: Path) -> U8:
@@ -230,15 +240,18 @@ def _add_folders(found: PackedWeights) -> None:
             found.tensors[file.tensor] = TensorRef(name_of(file.tensor), path, "", (), 0, size)
 
 
-def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometry:
-    scales = [_usual(sizes, proj, "scale") for proj in ("gate", "down")]
-    weight = _usual(sizes, "gate", "weight")
-    forward: Sequence[TensorId] = [key for key in sizes if not is_backward(key.proj)]
+def _geometry(
+    tensors: Mapping[TensorId, TensorRef], left_out: Sequence[int], recorded: tuple[int, int]
+) -> Geometry:
+    """`recorded`: hidden and intermediate size as the manifest has them, or zeros."""
+    gate, down = (_usual(tensors, proj, "scale") for proj in ("gate", "down"))
+    weight = _usual(tensors, "gate", "weight")
+    forward: Sequence[TensorId] = [key for key in tensors if not is_backward(key.proj)]
     parts = 1 + max((key.part for key in forward), default=0)
-    for fmt in FORMATS.values():
-        rows, cols = map(fmt.scale_rows, scales)
-        fits = fmt.check(cols, rows * parts, parts) is None
-        if fits and fmt.weight_nbytes(rows, cols) == weight:
+    for fmt in output_formats().values():
+        rows = _rows(fmt, gate, recorded[1] // parts)
+        cols = _rows(fmt, down, recorded[0])
+        if fmt.check(cols, rows * parts, parts) is None and _fits(fmt, rows, cols, weight, gate):
             known: Format | None = fmt
             break
     else:
@@ -247,6 +260,28 @@ def _geometry(sizes: Mapping[TensorId, int], left_out: Sequence[int]) -> Geometr
     return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out))
 
 
-def _usual(sizes: Mapping[TensorId, int], proj: Any, kind: Kind) -> int:
-    counted = Counter(size for key, size in sizes.items() if (key.proj, key.kind) == (proj, kind))
-    return counted.most_common(1)[0][0] if counted else 0
+def _fits(fmt: Format, rows: int, cols: int, *places: TensorRef | None) -> bool:
+    """Whether weight and scale have the sizes of a [rows, cols] matrix."""
+    sizes = [fmt.stored(kind, rows, cols)[2] for kind in KINDS]
+    return sizes == [place.nbytes if place else 0 for place in places]
+
+
+def _rows(fmt: Format, scale: TensorRef | None, recorded: int) -> int:
+    """Rows of the matrix with these packed scales, if they are of this format. The size of group
+    scales says rows times columns only: then the header, or of a .kt file the manifest, does."""
+    if scale is None:
+        return 0
+    if not fmt.group:
+        return scale.nbytes // fmt.traits.scale_size
+    if not scale.dtype:
+        return recorded if scale.file.name.startswith(f"{fmt.name}_") else 0
+    dtype, shape, _ = fmt.stored("scale", fmt.traits.row_multiple, fmt.traits.col_multiple)
+    alike = scale.dtype == dtype and len(scale.shape) == len(shape)
+    return scale.shape[0] * fmt.traits.row_multiple if alike else 0
+
+
+def _usual(tensors: Mapping[TensorId, TensorRef], proj: Any, kind: Kind) -> TensorRef | None:
+    """A tensor of the most common size."""
+    places = [place for key, place in tensors.items() if (key.proj, key.kind) == (proj, kind)]
+    counted = Counter(place.nbytes for place in places).most_common(1)
+    return next((place for place in places if place.nbytes == counted[0][0]), None)

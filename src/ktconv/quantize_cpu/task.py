@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
+from ktconv.native import Layout
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, Scales, chunk_rows, chunks
@@ -34,7 +33,7 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
         for matrix in layer.experts[0].values():
             rows = min(chunk_rows(matrix), matrix.rows)
             source = max(source, matrix.nbytes(rows))
-            packed = max(packed, fmt.weight_nbytes(rows, matrix.cols))
+            packed = max(packed, fmt.layout.weight_size(rows, matrix.cols))
             cols = max(cols, matrix.cols)
     return BufferSizes(source, packed, cols)
 
@@ -42,10 +41,10 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
 class Part:
     """One part of a matrix while its chunks arrive: checksum, scales, comparison."""
 
-    def __init__(self, index: int, owned: Slice, check: MatrixCheck) -> None:
-        self.index, self.owned, self.check = index, owned, check
+    def __init__(self, index: int, owned: Slice, layout: Layout, check: MatrixCheck) -> None:
+        self.index, self.owned, self.layout, self.check = index, owned, layout, check
         self.digest = hashlib.sha256()
-        self.scale = np.empty(owned.shape[0], np.float32)
+        self.scale = native.aligned_bytes(layout.scale_size(*owned.shape))
         self.rows_done = 0
         self.bytes_done = 0
 
@@ -77,7 +76,7 @@ class QuantizeTask(ExpertTask):
         owned = split(self.proj, layer.hidden_size, layer.intermediate_size, index, options.numa)
         weight = TensorId(layer.index, self.proj, self.expert, index, "weight")
         fmt = FORMATS[options.method]
-        return Part(index, owned, MatrixCheck(fmt, weight, *owned.shape, _refuse))
+        return Part(index, owned, fmt.layout, MatrixCheck(fmt, weight, *owned.shape, _refuse))
 
     def _name(self, part: Part, kind: Kind) -> str:
         return tensor_name(self.layer.index, self.proj, self.expert, part.index, kind)
@@ -94,10 +93,12 @@ class QuantizeTask(ExpertTask):
         """Quantize and pack the columns of a chunk that a part owns."""
         first_col, cols = part.owned.col_start, part.owned.shape[1]
         view = source.view(chunk, scales, buffers.source, first_col, cols)
-        packed = buffers.packed[: native.packed_size(self.options.method, view.rows, cols)]
-        scale = part.scale[part.rows_done : part.rows_done + view.rows]
+        packed = buffers.packed[: native.packed_size(part.layout, view.rows, cols)]
+        done = part.rows_done, part.rows_done + view.rows
+        start, stop = (part.layout.scale_size(rows, cols) for rows in done)
+        scale = part.scale[start:stop]
         try:
-            native.quantize_pack(self.options.method, view, packed, scale, buffers.scratch)
+            native.quantize_pack(part.layout, view, packed, scale, buffers.scratch)
         except native.NonFiniteError as error:
             raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
         name = self._name(part, "weight")
@@ -116,7 +117,7 @@ class QuantizeTask(ExpertTask):
         records: dict[str, Any] = {}
         for part in parts:
             name = self._name(part, "scale")
-            scale = write_tensor(name, [part.scale.view(np.uint8)], staging, self.verify)
+            scale = write_tensor(name, [part.scale], staging, self.verify)
             errors = part.check.finish().as_dict()
             records[self._name(part, "weight")] = {
                 "sha256": part.digest.hexdigest(),
@@ -129,7 +130,7 @@ class QuantizeTask(ExpertTask):
 
 
 def _refuse(violation: Violation) -> None:
-    """What was packed a moment ago does not hold its source."""
+    """What was just packed does not match its source."""
     raise VerificationError(
         violation.message,
         "check this machine's memory and disk, then run the same command again",

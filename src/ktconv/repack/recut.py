@@ -1,8 +1,8 @@
 """One matrix of one expert, taken apart into codes and put together in other parts.
 
-A matrix is cut by rows (gate, up, down_bwd) or by columns (down, gate_bwd, up_bwd). A row of one
-part has one scale, so that rows go anywhere with their scales, and columns only into a part with
-the same scales.
+A matrix is cut by rows (gate, up, down_bwd) or by columns (down, gate_bwd, up_bwd). Rows keep their
+scales in any part, and so do columns of a format with group scales. Otherwise a row of a part has
+one scale, and columns can only join a part with the same scales.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ktconv import native
 from ktconv.errors import UsageError, VerificationError
-from ktconv.formats import Kind, Matrix, TensorId
+from ktconv.formats import Kind, Matrix, TensorId, cut_by_rows, scales
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader, Span
@@ -31,9 +31,10 @@ from ktconv.writer.staging import Staging
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 F32 = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 
-MATRIX_COPIES = 4  # of all codes of a matrix, that a task holds at most
+MATRIX_COPIES = 4  # of all codes of a matrix that a task has in memory at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,10 @@ def shares(length: int, old: int, new: int, index: int) -> list[Share]:
     ]
 
 
-def cut_by_rows(proj: Matrix) -> bool:
-    """Whether the parts of a packed matrix are rows of the whole."""
-    return proj in ("gate", "up", "down_bwd")
-
-
 def joined_scales(scales: Sequence[F32], zero_rows: Sequence[Bools]) -> F32:
-    """The scales that rows of several parts share; a row of zeros fits to any.
+    """The scales that rows of several parts share; a row of zeros fits any.
 
-    UnequalScales names the first row that has none.
+    UnequalScales names the first row whose scales differ.
     """
     agreed: F32 = np.maximum.reduce(list(scales))
     for scale, zero in zip(scales, zero_rows, strict=True):
@@ -92,10 +88,10 @@ def _zero_rows(codes: I8) -> Bools:
 
 @dataclass(frozen=True, slots=True)
 class OldPart:
-    """Codes [rows, cols] and scales [rows] of a part that was read."""
+    """Codes [rows, cols] and scales [rows, 1], or [rows, groups], of a part that was read."""
 
     codes: I8
-    scale: F32
+    scale: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +141,11 @@ class RecutTask:
 
     def _read_part(self, part: int) -> OldPart:
         scale = self._read(self._tensor(part, "scale"))
-        refuse_odd_scales(scale, name_of(self._tensor(part, "scale")))
+        layout, shape = self.layer.format.layout, self.layer.shape(self.proj)
+        refuse_odd_scales(self.layer.format, scale, name_of(self._tensor(part, "scale")))
         packed = self._read(self._tensor(part, "weight"))
-        values = scale.view(np.float32)
-        cols = packed.nbytes * 8 // self.layer.format.bits // len(values)
-        codes = native.audit_codes(self.layer.format.key, packed, len(values), cols)
-        return OldPart(codes, values)
+        codes = native.audit_codes(layout, packed, *shape)
+        return OldPart(codes, scales.ordered(self.layer.format, scale, *shape))
 
     def _read(self, tensor: TensorId) -> U8:
         """A whole tensor, which has the checksum that its manifest records."""
@@ -167,51 +162,57 @@ class RecutTask:
 
     # ---- cutting ----
 
-    def _cut(self, old: Sequence[OldPart], index: int) -> tuple[I8, F32]:
+    def _cut(self, old: Sequence[OldPart], index: int) -> tuple[I8, Array]:
         """Codes and scales of a new part."""
         found = shares(self.layer.intermediate, self.layer.parts, self.parts, index)
         if cut_by_rows(self.proj):
             codes = [old[share.part].codes[share.start : share.stop] for share in found]
-            scales = [old[share.part].scale[share.start : share.stop] for share in found]
-            return np.concatenate(codes), np.concatenate(scales)
+            rows = [old[share.part].scale[share.start : share.stop] for share in found]
+            return np.concatenate(codes), np.concatenate(rows)
         codes = [old[share.part].codes[:, share.start : share.stop] for share in found]
-        return np.concatenate(codes, axis=1), self._joined(old, found, codes)
+        if group := self.layer.format.group:
+            pieces = [
+                old[share.part].scale[:, share.start // group : share.stop // group]
+                for share in found
+            ]
+            return np.concatenate(codes, axis=1), np.concatenate(pieces, axis=1)
+        return np.concatenate(codes, axis=1), self._joined(old, found, codes)[:, None]
 
     def _joined(self, old: Sequence[OldPart], found: Sequence[Share], codes: Sequence[I8]) -> F32:
-        scales = [old[share.part].scale for share in found]
-        if len(scales) == 1:
-            return scales[0]
+        of_rows: list[F32] = [old[share.part].scale[:, 0] for share in found]
+        if len(of_rows) == 1:
+            return of_rows[0]
         try:
-            return joined_scales(scales, [_zero_rows(piece) for piece in codes])
+            return joined_scales(of_rows, [_zero_rows(piece) for piece in codes])
         except UnequalScales as error:
             name = name_of(self._tensor(found[0].part, "scale"))
             raise UnequalScales(f"{name}: {error}", "give --source MODEL") from error
 
     # ---- writing ----
 
-    def _write(self, index: int, codes: I8, scale: F32, staging: Staging) -> dict[str, Any]:
-        format = self.layer.format.key
-        packed = native.pack(format, codes)
-        scales = np.ascontiguousarray(scale).view(np.uint8)
-        written = {self._tensor(index, "weight"): packed, self._tensor(index, "scale"): scales}
+    def _write(self, index: int, codes: I8, scale: Array, staging: Staging) -> dict[str, Any]:
+        layout = self.layer.format.layout
+        packed = native.pack(layout, layout.plain_codes(codes))
+        placed = scales.placed(self.layer.format, scale)
+        written = {self._tensor(index, "weight"): packed, self._tensor(index, "scale"): placed}
         for tensor, data in written.items():
             staging.write(name_of(tensor), data.data, 0)
         if self.verify:
-            self._check_written(index, codes, scales, staging)
+            self._check_written(index, codes, placed, staging)
         return {
             name_of(tensor): {"sha256": hashlib.sha256(data.data).hexdigest()}
             for tensor, data in written.items()
         }
 
-    def _check_written(self, index: int, codes: I8, scales: U8, staging: Staging) -> None:
+    def _check_written(self, index: int, codes: I8, scale: U8, staging: Staging) -> None:
         """Read back and unpack, by code that the packer does not share."""
-        format = self.layer.format
-        packed = np.empty(format.weight_nbytes(*codes.shape), np.uint8)
-        found = np.empty_like(scales)
+        layout = self.layer.format.layout
+        packed = np.empty(layout.weight_size(*codes.shape), np.uint8)
+        found = np.empty_like(scale)
         staging.read(name_of(self._tensor(index, "weight")), packed.data, 0)
         staging.read(name_of(self._tensor(index, "scale")), found.data, 0)
-        unpacked = native.audit_codes(format.key, packed, *codes.shape)
-        if not np.array_equal(unpacked, codes) or not np.array_equal(found, scales):
+        unpacked = native.audit_codes(layout, packed, *codes.shape)
+        if not np.array_equal(unpacked, codes) or not np.array_equal(found, scale):
             raise VerificationError(
                 f"{name_of(self._tensor(index, 'weight'))} does not match the packed "
                 "weights it was made from",

@@ -3,10 +3,11 @@
     report = reshard(Request(Path("out-1"), Path("out-2"), numa=2))
 
 Row scales decide what is exact without the source. gate and up are cut by rows, each with its
-scale: exact always, and the bytes of a fresh conversion. down is cut by columns, and a row has
+scale: always exact, and the bytes of a fresh conversion. down is cut by columns, and a row has
 one scale per part: parts that are cut further inherit it (every weight keeps its value, where a
 fresh conversion would choose finer scales), parts that are joined must have the same one. With
-backward matrices, which are transposed, it is the other way round.
+backward matrices, which are transposed, it is the other way round. Scales of groups of columns
+stay with them, so all matrices are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
 from ktconv.errors import UsageError
-from ktconv.formats import TensorId
+from ktconv.formats import TensorId, cut_by_rows
 from ktconv.packed.weights import name_of
 from ktconv.quantize_cpu import run as quantize_cpu
 from ktconv.reading.reader import SourceReader
@@ -32,11 +33,10 @@ from ktconv.repack.recut import (
     MATRIX_COPIES,
     RecutTask,
     UnequalScales,
-    cut_by_rows,
     joined_scales,
     shares,
 )
-from ktconv.repack.tree import TreeLayer, matrices
+from ktconv.repack.tree import Tree, TreeLayer, matrices
 from ktconv.targets.card import command_line
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan
 from ktconv.writer.journal import Record
@@ -115,13 +115,16 @@ def _options(request: Request, packed: CompleteWeights) -> Options:
 
 def _plan(request: Request, packed: CompleteWeights) -> Plan:
     copies = [(tensor, name) for name, tensor in packed.weights.others.items()]
-    notes = [_down_scales(packed.tree.parts, request.numa)]
+    notes = [_down_scales(packed.tree, request.numa)]
     target = KTransformersTarget(_options(request, packed), packed.tree.backward)
     return plan_alone(packed.tree, target, packed.manifest, copies, notes)
 
 
-def _down_scales(old: int, new: int) -> str:
+def _down_scales(tree: Tree, new: int) -> str:
     """Where the scales of matrices that are cut by columns come from."""
+    old = tree.parts
+    if tree.format.group:
+        return f"down keeps the scales of its groups: the bytes of a fresh conversion with {new}"
     if new % old == 0:
         return (
             f"down keeps the row scales of {old} part(s): the same weights, but not the bytes of "
@@ -158,7 +161,7 @@ def _origin(packed: CompleteWeights, numa: int) -> Record:
     return {
         "numa": packed.tree.parts,
         "manifest": packed.manifest is not None,
-        "down_scales": _down_scales(packed.tree.parts, numa),
+        "down_scales": _down_scales(packed.tree, numa),
         "earlier": [*earlier.get("earlier", []), earlier.get("numa")] if earlier else [],
         "files": packed.records,
     }
@@ -168,7 +171,10 @@ def _origin(packed: CompleteWeights, numa: int) -> Record:
 
 
 def _refuse_unequal_scales(packed: CompleteWeights, plan: Plan) -> None:
-    """Before anything is written: every row that parts share has one scale."""
+    """Before anything is written: every row that parts share has one scale. Group scales stay with
+    their columns."""
+    if packed.tree.format.group:
+        return
     for layer in packed.tree.layers.values():
         groups = _joined_parts(layer, plan.target.options.numa)
         for expert in layer.here:

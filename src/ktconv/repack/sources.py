@@ -15,7 +15,7 @@ from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.checkpoint.side_files import flaws
 from ktconv.errors import CheckpointError, VerificationError
-from ktconv.formats import FORMATS
+from ktconv.formats import FORMATS, output_formats
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system.units import format_ranges
 from ktconv.targets.ktransformers import Options, options_of_record
@@ -51,7 +51,7 @@ def options_of(manifest: Manifest) -> Options:
 def _options(manifest: Manifest) -> Options | None:
     """None where they have not the types and values that ours have."""
     options = options_of_record(manifest.options)
-    return options if options and options.method in FORMATS and options.numa > 0 else None
+    return options if options and options.method in output_formats() and options.numa > 0 else None
 
 
 def source_files(manifest: Manifest | None) -> list[SourceFile]:

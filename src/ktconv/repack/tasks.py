@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ktconv.conversion.tasks import Advance, pieces_of, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
+from ktconv.formats import Format, output_named, scales
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import Span
@@ -51,13 +52,15 @@ class MergeTask:
     def _copy(self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Advance) -> Record:
         """What the new manifest records: the checksum, and what a manifest there records too."""
         name, path = name_of(entry.tensor), self.root / entry.name
+        fmt = output_named(entry.method)
+        assert fmt is not None  # read_tree refuses other methods
         with self._open(entry) as fd:
 
             def read(piece: U8, offset: int) -> None:
                 with translated("read", path):
                     read_exactly(fd, piece.data, offset)
                 if entry.tensor.kind == "scale":
-                    refuse_odd_scales(piece, str(path))
+                    refuse_odd_scales(fmt, piece, str(path))
 
             pieces = pieces_of(entry.nbytes, read, buffers, advance)
             found = write_tensor(name, pieces, staging, self.verify, buffers)
@@ -93,9 +96,9 @@ def _refuse_changed(fd: int, entry: KtEntry, path: Path) -> None:
         )
 
 
-def refuse_odd_scales(data: U8, where: str) -> None:
-    """A scale that is negative, denormal or not finite is none."""
-    scale = data.view("<f4")
+def refuse_odd_scales(fmt: Format, data: U8, where: str) -> None:
+    """Refuse packed scales that are negative, denormal or not finite."""
+    scale = scales.values(fmt, data.view(fmt.layout.scale_array))
     sound = np.isfinite(scale) & ((scale == 0) | (scale >= np.finfo(np.float32).tiny))
     if not sound.all():
         raise CheckpointError(

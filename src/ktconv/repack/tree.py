@@ -1,10 +1,10 @@
-"""Layer folders as they lie on a disk: what they hold, and why they cannot be used.
+"""Layer folders on a disk: what they contain, and why they cannot be used.
 
     tree = read_tree(Path("layers"))
     tree.layers[3].parts, tree.layers[3].hidden
 
 What a file is follows from its own name, `{METHOD}_{proj}_{expert}_{nbytes}Byte_{quant|scale}_.kt`,
-and from no other part of its path. Names and sizes only: no file is opened.
+and from no other part of its path. No file but the manifest is opened.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 from ktconv.errors import CheckpointError
 from ktconv.formats import (
     BACKWARD,
-    FORMATS,
     PROJECTIONS,
     Format,
     Matrix,
     TensorId,
     is_backward,
     kt_path,
+    output_formats,
+    output_named,
     parse_kt_path,
 )
-from ktconv.packed.weights import Geometry, left_out_of
+from ktconv.packed.weights import Geometry, Recorded, recorded_of
 from ktconv.system.files import io_error
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.manifest import MANIFEST
 
 _NUMBER = "(0|[1-9][0-9]{0,4})"
 _LAYER_FOLDER = re.compile(rf"_layer_{_NUMBER}")
 _NUMA_FOLDER = re.compile(rf"_numa_{_NUMBER}")
-_FORMATS = {fmt.name: fmt for fmt in FORMATS.values()}
 _LEFT_OVER = "remove files of other conversions, or convert again into an empty directory"
 _INCOMPLETE = "convert again into an empty directory: the layer folders are incomplete"
 
@@ -66,9 +67,7 @@ class TreeLayer(Geometry):
 
     def tensor_nbytes(self, tensor: TensorId) -> int:
         """The size that a tensor of this layer has."""
-        size = self.nbytes(tensor.proj, tensor.kind)
-        assert size is not None  # the format is known
-        return size
+        return self.format.stored(tensor.kind, *self.shape(tensor.proj))[2]
 
     def all_tensors(self) -> Iterator[TensorId]:
         return self.tensors(self.index, matrices(self.backward))
@@ -110,16 +109,14 @@ def read_tree(root: Path) -> Tree:
             f"{root} is not finished: a conversion into it was interrupted",
             "run the same quantize-cpu command again to complete it, then merge",
         )
-    left_out = left_out_of(root)
-    layers = {index: read_layer(root, index, left_out.of(index)) for index in _layer_indices(root)}
+    recorded = recorded_of(root)
+    layers = {
+        index: _judge(root, index, scan_layer(root, index), recorded)
+        for index in _layer_indices(root)
+    }
     tree = Tree(root, layers)
     refuse_mixtures(tree)
     return tree
-
-
-def read_layer(root: Path, index: int, left_out: Sequence[int] = ()) -> TreeLayer:
-    """Scan and judge one layer folder, which lacks the experts that were left out."""
-    return _judge(root, index, scan_layer(root, index), left_out)
 
 
 def scan_layer(root: Path, index: int) -> list[KtEntry]:
@@ -224,14 +221,16 @@ def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
 # ---- one layer -------------------------------------------------------------------------
 
 
-def _judge(
-    root: Path, index: int, entries: Sequence[KtEntry], left_out: Sequence[int]
-) -> TreeLayer:
-    fmt = _format(root, entries)
+def _judge(root: Path, index: int, entries: Sequence[KtEntry], recorded: Recorded) -> TreeLayer:
+    """The layer that these files are, without the experts that were left out on request."""
+    fmt, left_out = _format(root, entries), recorded.left_out.of(index)
     by_tensor = _by_tensor(root, entries)
     parts = 1 + max(tensor.part for tensor in by_tensor)
-    width = _width(root, index, fmt, by_tensor)
-    hidden = fmt.scale_rows(_usual(by_tensor.values(), "down", 0))
+    if fmt.group:
+        hidden, width = _recorded_sizes(root, index, fmt, recorded, parts)
+    else:
+        width = _width(root, index, fmt, by_tensor)
+        hidden = _usual(by_tensor.values(), "down", 0) // fmt.traits.scale_size
     if reason := fmt.check(hidden, width * parts, parts):
         raise CheckpointError(
             f"{root / f'_layer_{index}'} has sizes of no {fmt.name} layer: {reason}", _LEFT_OVER
@@ -261,13 +260,15 @@ def _format(root: Path, entries: Sequence[KtEntry]) -> Format:
             raise CheckpointError(
                 f"{root} mixes methods: {first.name} and {entry.name}", _LEFT_OVER
             )
-    if first.method not in _FORMATS:
+    found = output_named(first.method)
+    if found is None:
         raise CheckpointError(
             f"{root / first.name} is of method {first.method}, whose layout is "
             "specific to the program that wrote it",
-            f"ktconv knows {', '.join(_FORMATS)}; convert from the original model",
+            f"ktconv knows {', '.join(row.name for row in output_formats().values())}; "
+            "convert from the original model",
         )
-    return _FORMATS[first.method]
+    return found
 
 
 def _by_tensor(root: Path, entries: Sequence[KtEntry]) -> dict[TensorId, KtEntry]:
@@ -283,10 +284,26 @@ def _by_tensor(root: Path, entries: Sequence[KtEntry]) -> dict[TensorId, KtEntry
     return found
 
 
+def _recorded_sizes(
+    root: Path, index: int, fmt: Format, recorded: Recorded, parts: int
+) -> tuple[int, int]:
+    """Hidden size and width of a part. Sizes of files give the product of the two only where
+    scales are of groups, so they are the manifest's."""
+    hidden, intermediate = recorded.sizes(index)
+    if not hidden:
+        raise CheckpointError(
+            f"{root / f'_layer_{index}'} contains {fmt.name}, whose file sizes do not give the "
+            f"dimensions of a layer, and no {MANIFEST} beside it does",
+            f"restore {MANIFEST}, or convert again",
+        )
+    return hidden, intermediate // parts
+
+
 def _width(root: Path, index: int, fmt: Format, by_tensor: Mapping[TensorId, KtEntry]) -> int:
-    """Rows of one part's gate. Every part has as many, or the folder is a ghost."""
+    """Rows of one part's gate. All parts have as many; otherwise some are left over."""
     parts = 1 + max(tensor.part for tensor in by_tensor)
-    widths = [fmt.scale_rows(_usual(by_tensor.values(), "gate", part)) for part in range(parts)]
+    size = fmt.traits.scale_size
+    widths = [_usual(by_tensor.values(), "gate", part) // size for part in range(parts)]
     for part, width in enumerate(widths):
         folder = root / f"_layer_{index}" / f"_numa_{part}"
         if not width:

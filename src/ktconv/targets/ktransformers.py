@@ -17,9 +17,11 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
     BACKWARD,
     FORMATS,
+    KINDS,
     Format,
     Matrix,
     kt_path,
+    output_formats,
     packed_shape,
     parse_tensor_name,
     tensor_name,
@@ -154,7 +156,9 @@ class KTransformersTarget(Target):
                     f"{fmt.name} cannot split layer {layer.index} into --numa {numa}: {reason}",
                     f"possible values of --numa for this model: {numbers}",
                 )
-            others = [f.key for f in FORMATS.values() if f.allowed_parts(hidden, intermediate)]
+            others = [
+                f.key for f in output_formats().values() if f.allowed_parts(hidden, intermediate)
+            ]
             raise CheckpointError(
                 f"{fmt.name} cannot represent layer {layer.index}: "
                 f"{fmt.check(hidden, intermediate, 1)}",
@@ -179,14 +183,17 @@ class KTransformersTarget(Target):
             proj: packed_shape(proj, layer.hidden_size, layer.intermediate_size, numa)
             for proj in matrices
         }
+        stored = {
+            (proj, kind): fmt.stored(kind, *shape)
+            for proj, shape in shapes.items()
+            for kind in KINDS
+        }
         for part in range(numa):
             for expert in experts:
-                for proj, (rows, cols) in shapes.items():
-                    nbytes = fmt.weight_nbytes(rows, cols)
-                    name = tensor_name(layer.index, proj, expert, part, "weight")
-                    yield Tensor(name, "I8", (nbytes,), nbytes)
-                    name = tensor_name(layer.index, proj, expert, part, "scale")
-                    yield Tensor(name, "F32", (rows,), fmt.scale_nbytes(rows))
+                for proj in matrices:
+                    for kind in KINDS:
+                        name = tensor_name(layer.index, proj, expert, part, kind)
+                        yield Tensor(name, *stored[proj, kind])
 
     def metadata(self) -> dict[str, str]:
         return {

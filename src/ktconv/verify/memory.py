@@ -15,7 +15,6 @@ from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
-from ktconv.moe import METHODS
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
@@ -187,15 +186,14 @@ def _pieces(matrix: ExpertMatrix) -> int:
 
 def _expert_bytes(geometry: Geometry) -> int:
     assert geometry.format is not None
-    method = METHODS[geometry.format.key]
-    return method.expert_bytes(geometry.hidden, geometry.intermediate, geometry.parts)
+    return geometry.format.expert_bytes(geometry.hidden, geometry.intermediate, geometry.parts)
 
 
 def _scratch(geometry: Geometry, tokens: int, top_k: int, threads: int | None) -> int:
     """The scratch memory of the kernels for a layer of that size."""
     assert geometry.format is not None
     layer = native.Layer(
-        METHODS[geometry.format.key].layout,
+        geometry.format.layout,
         native.Activation(),
         geometry.hidden,
         geometry.intermediate,

@@ -19,8 +19,8 @@ from native.kernels.product import (
 )
 from numpy.typing import NDArray
 
+from ktconv.formats import bf16
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.kernels import bf16
 
 LAYOUT = Layout.of("bf16")
 SHAPES = [(32, 32), (64, 96), (128, 544), (160, 1024), (96, 2080), (32, 7168), (64, 7200)]

@@ -23,8 +23,8 @@ from native.kernels.product import (
     loads_per_product,
 )
 
+from ktconv.formats import fp8
 from ktconv.formats.decode import E4M3FN_VALUES
-from ktconv.formats.kernels import fp8
 
 GROUPS = {"block": 128, "row": 0}
 SHAPES = {

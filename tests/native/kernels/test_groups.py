@@ -22,8 +22,8 @@ from native.kernels.product import (
     loads_per_product,
 )
 
+from ktconv.formats import gint4, groups, mxfp4
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.kernels import gint4, groups, mxfp4
 
 KINDS = {
     "mxfp4-ue8m0": ("mxfp4", 32, "ue8m0"),

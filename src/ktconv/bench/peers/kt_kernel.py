@@ -16,9 +16,9 @@ import numpy as np
 from ktconv import native
 from ktconv.bench.measure import Batch
 from ktconv.bench.peers.base import Array, Layer, PeerError, Steps, is_plain
+from ktconv.formats import format_named
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import F32, Matrices
-from ktconv.moe.methods import method_named
+from ktconv.moe.experts import F32, Matrices, quantized
 
 Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them
 
@@ -48,10 +48,10 @@ _CHUNK = 32  # its buffers are for a multiple of so many tokens
 
 
 class KtKernel:
-    """`method` names a row of METHODS and of KINDS."""
+    """`method` names a row of FORMATS and of KINDS."""
 
     def __init__(self, method: str) -> None:
-        self._method, self._kind = method_named(method), KINDS[method]
+        self._format, self._kind = format_named(method), KINDS[method]
         self._packed = method in ("int4", "int8")
 
     def prepare(self, layer: Layer) -> None:
@@ -67,13 +67,13 @@ class KtKernel:
         self._start([handed[origin] for origin in layer.origins])
 
     def _hand_over(self, matrix: F32) -> Handed:
-        quantized = self._method.quantize(np.ascontiguousarray(matrix), self._method.layout)
-        codes, scale = quantized.codes, quantized.scale
+        found = quantized(self._format, matrix)
+        codes, scale = found.codes, found.scale
         if self._packed:
-            layout, (rows, cols) = self._method.layout, matrix.shape
+            layout, (rows, cols) = self._format.layout, matrix.shape
             packed = native.aligned_bytes(layout.weight_size(rows, cols))
             return packed, native.pack_weight(layout, rows, cols, codes, scale, packed)
-        if self._method.name == "mxfp4" and scale is not None:
+        if self._format.key == "mxfp4" and scale is not None:
             scale = scale.astype(np.uint16) << 7  # a power of two as bf16
         return np.ascontiguousarray(codes), None if scale is None else np.ascontiguousarray(scale)
 
@@ -111,10 +111,7 @@ class KtKernel:
         return self._bytes
 
     def values(self, origin: int) -> Matrices:
-        gate, up, down = (
-            self._method.quantize(np.ascontiguousarray(m), self._method.layout).values
-            for m in self._layer.source(origin)
-        )
+        gate, up, down = (quantized(self._format, m).values for m in self._layer.source(origin))
         return gate, up, down
 
     def steps(self, batch: Batch) -> Steps:

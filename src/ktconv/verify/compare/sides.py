@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import UsageError
-from ktconv.formats import BACKWARD, KINDS, PROJECTIONS, Kind, Matrix, TensorId
+from ktconv.formats import (
+    BACKWARD,
+    KINDS,
+    PROJECTIONS,
+    Kind,
+    Matrix,
+    TensorId,
+    cut_by_rows,
+    scales,
+)
 from ktconv.packed.weights import Geometry, PackedWeights, name_of, open_packed
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
@@ -23,8 +32,6 @@ F32 = NDArray[np.float32]
 Expert = tuple[int, Matrix]  # expert, projection
 Piece = tuple[int, Kind]  # part, weight or scale
 
-# Matrices whose rows are cut: each part has its own scales, so weights depend on the parts.
-CUT_ROWS: frozenset[Matrix] = frozenset(("down", "gate_bwd", "up_bwd"))
 ORDER: Sequence[Matrix] = (*PROJECTIONS, *BACKWARD)
 
 
@@ -92,12 +99,12 @@ class Side:
         fmt, parts = self.geometry.format, range(self.geometry.parts)
         assert fmt is not None and self.fault is None
         rows, cols = self.geometry.shape(self.proj)
-        codes = [native.audit_codes(fmt.key, data[part, "weight"], rows, cols) for part in parts]
-        scales = [data[part, "scale"].view("<f4").astype(np.float32) for part in parts]
-        axis = 1 if self.proj in CUT_ROWS else 0
-        stacked = np.stack(scales, 1) if axis else np.concatenate(scales)[:, None]
+        layout, axis = fmt.layout, 0 if cut_by_rows(self.proj) else 1
+        codes = [native.audit_codes(layout, data[part, "weight"], rows, cols) for part in parts]
+        stored = [scales.ordered(fmt, data[part, "scale"], rows, cols) for part in parts]
         with np.errstate(all="ignore"):
-            step = stacked * np.float32(fmt.scale_units)
+            step = scales.values(fmt, np.concatenate(stored, axis))
+            step = step * np.float32(fmt.traits.scale_units)
         return Values(np.concatenate(codes, axis) if len(codes) > 1 else codes[0], step)
 
 
@@ -145,9 +152,11 @@ def _fault(
     name: str, tensor: TensorId, pieces: Mapping[Piece, TensorRef], geometry: Geometry
 ) -> str | None:
     """Whether a tensor is missing or has a wrong size."""
-    place, size = pieces.get((tensor.part, tensor.kind)), geometry.nbytes(tensor.proj, tensor.kind)
+    place = pieces.get((tensor.part, tensor.kind))
+    stored = geometry.stored(tensor.proj, tensor.kind)
+    assert stored is not None  # the format is known
     if place is None:
         return f"{name} has no {name_of(tensor)}"
-    if place.nbytes != size:
-        return f"{name} has {place.nbytes} bytes of {name_of(tensor)}, not {size}"
+    if place.nbytes != stored[2]:
+        return f"{name} has {place.nbytes} bytes of {name_of(tensor)}, not {stored[2]}"
     return None

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktconv.formats import Matrix
+from ktconv.formats import Matrix, cut_by_rows
 from ktconv.packed.weights import Geometry
 from ktconv.system.units import format_ranges
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan
-from ktconv.verify.compare.sides import CUT_ROWS, ORDER
+from ktconv.verify.compare.sides import ORDER
 from ktconv.verify.compare.words import counted, finite, shortened, step_words
 
 WORST_KEPT = 20  # matrices
@@ -191,7 +191,8 @@ def _reason(pairs: Sequence[tuple[Geometry, Geometry]], different: Set[Matrix]) 
     if all(here is not there for here, there in known):
         names = [fmt.name if fmt else "" for fmt in known[0]]
         return f"A is {names[0]} and B is {names[1]}, which round every weight differently"
-    if all(here.parts != there.parts for here, there in pairs) and different <= CUT_ROWS:
+    by_rows = any(cut_by_rows(proj) for proj in different)
+    if all(here.parts != there.parts for here, there in pairs) and not by_rows:
         here, there = pairs[0]
         return (
             f"A has {counted(here.parts, 'NUMA part')} and B has {there.parts}, and each part has "

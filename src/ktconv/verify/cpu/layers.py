@@ -13,7 +13,7 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe import KERNEL_BOUND, METHODS, Experts
+from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.moe.load import packed_experts
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
@@ -27,7 +27,7 @@ class CpuLayersCheck(LayersCheck):
 
     def _kernels(self) -> Facts:
         layers = self._output.packed.layers.values()
-        layouts = {METHODS[one.format.key].layout for one in layers if one.format}
+        layouts = {one.format.layout for one in layers if one.format}
         return {"isas": native.kernel_levels(*layouts), "kernel_bound": KERNEL_BOUND}
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:

@@ -23,7 +23,7 @@ class CpuModelCheck(ModelCheck):
 
     @property
     def _bits(self) -> int:
-        return FORMATS[self._output.options.method].bits
+        return FORMATS[self._output.options.method].traits.bits
 
     def run(self) -> Facts | None:
         from ktconv.model.replace import UnlikeExperts

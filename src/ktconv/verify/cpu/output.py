@@ -11,7 +11,7 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import FORMATS
+from ktconv.formats import output_formats
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.targets.ktransformers import Options, make_plan, options_of_record
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
@@ -83,7 +83,7 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
     options = _options_of(manifest) if manifest and manifest.has_source else None
     if options is None:
         return None
-    if options.method not in FORMATS:
+    if options.method not in output_formats():
         raise CheckpointError(
             f"{output / MANIFEST} names the method {options.method!r}, which this "
             "version does not support",
@@ -103,7 +103,7 @@ def _options_of_run(output: Path) -> Options | None:
     journal = Journal(output)
     run = journal.peek_run()
     options = _options_of(Manifest(journal.run_file, run)) if is_run_record(run) else None
-    return options if options and options.method in FORMATS and options.numa > 0 else None
+    return options if options and options.method in output_formats() and options.numa > 0 else None
 
 
 def _contradiction(packed: PackedWeights, options: Options) -> str | None:
@@ -124,7 +124,7 @@ def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) ->
     if not kinds:
         raise CheckpointError(
             f"{packed.directory} contains tensors of an unknown format",
-            f"known formats: {', '.join(FORMATS)}",
+            f"known formats: {', '.join(output_formats())}",
         )
     (fmt, parts), _ = kinds.most_common(1)[0]
     return Options(

@@ -86,10 +86,9 @@ class CpuStructureCheck(StructureCheck):
             if is_backward(tensor.proj):
                 continue
             geometry = self._packed.layers[tensor.layer]
-            expected = geometry.nbytes(tensor.proj, tensor.kind)
+            expected = geometry.stored(tensor.proj, tensor.kind)
             if expected is None or tensor.part >= geometry.parts:
                 continue
-            dtype, size = ("F32", 4) if tensor.kind == "scale" else ("I8", 1)
-            planned = Tensor(name_of(tensor), dtype, (expected // size,), expected)
+            planned = Tensor(name_of(tensor), *expected)
             if not self._as_planned(place, planned, packed=True):
                 self._wrong_shape(planned, place, tensor)

@@ -97,7 +97,9 @@ class ExpertMatrixCheck:
 
 def _parts_before(output: CpuOutput) -> tuple[int, bool] | None:
     """The fewest parts that down had before it was resharded, and whether its scales follow from
-    those alone; None: it was never resharded."""
+    those alone; None: it was never resharded, or has scales per group, which stay the same."""
+    if FORMATS[output.options.method].group:
+        return None
     record = output.manifest.resharded_from if output.manifest else None
     if record is None:
         return None
@@ -131,12 +133,13 @@ class _Part:
         self.nbytes = 0
         weight, scale = (TensorId(item.layer, item.proj, item.expert, index, k) for k in KINDS)
         self._id = weight
-        self._weight = self._stream(weight, self._fmt.weight_nbytes(self.rows, self.cols))
-        self._scales = self._stream(scale, self._fmt.scale_nbytes(self.rows))
+        self._layout = self._fmt.layout
+        self._weight = self._stream(weight, self._layout.weight_size(self.rows, self.cols))
+        self._scale = np.empty(self._layout.scale_size(self.rows, self.cols), np.uint8)
+        self._scales = self._stream(scale, self._scale.nbytes)
         self._checked: Sequence[bool | None] = ()
-        self._scale = np.empty(self.rows, np.float32)
         if self._scales is not None:
-            self._scales.read(self._scale.view(np.uint8))
+            self._scales.read(self._scale)
         self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report)
 
     def _stream(self, tensor: TensorId, nbytes: int) -> TensorStream | None:
@@ -153,9 +156,12 @@ class _Part:
     def compare(self, view: native.Matrix, first: int, buffers: Buffers) -> None:
         """Compares the next rows, which begin at `first`, with their source `view`."""
         assert self._weight is not None
-        packed = self._weight.read(buffers.packed[: self._fmt.weight_nbytes(view.rows, self.cols)])
-        scale = self._scale[first : first + view.rows]
-        self.check.compare(view, first, Packed(packed, scale, view.rows))
+        size = self._layout.weight_size(view.rows, self.cols)
+        packed = self._weight.read(buffers.packed[:size])
+        start, stop = (
+            self._layout.scale_size(row, self.cols) for row in (first, first + view.rows)
+        )
+        self.check.compare(view, first, Packed(packed, self._scale[start:stop], view.rows))
 
     def read_rest(self, buffers: Buffers) -> int:
         """Reads what was not compared. Returns how many checksums were checked."""

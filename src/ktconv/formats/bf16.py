@@ -1,11 +1,22 @@
-"""BF16 weights as the kernels read them (SPEC 8.1)."""
+"""BF16 weights: no scales; as the kernels read them (SPEC 8.1)."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .decode import F32, bf16_to_f32, f32_to_bf16
+from .table import Format
+
 U16 = NDArray[np.uint16]
+
+
+def quantize(fmt: Format, matrix: F32) -> tuple[U16, None]:
+    return f32_to_bf16(matrix), None
+
+
+def dequantize(fmt: Format, codes: U16, scale: None) -> F32:
+    return bf16_to_f32(codes)
 
 
 def pack(codes: U16) -> U16:

@@ -1,0 +1,43 @@
+"""Group INT4 weights: codes -8..7, a scale per group of columns (SPEC 8.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .decode import f32_to_bf16
+from .groups import grouped, nibbles, unpacked_nibbles
+from .rounding import F32, first_rounding, ftz
+from .scales import values
+from .table import Format
+
+U8 = NDArray[np.uint8]
+BIAS = 8
+
+
+def quantize(fmt: Format, matrix: F32) -> tuple[U8, NDArray[Any]]:
+    """Nibbles of code + 8 [N, K / 2], codes -7..7, and scales float32 or bf16 [N, groups]."""
+    groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
+    scale = ftz((np.abs(groups).max(axis=1).astype(np.float64) / 7).astype(np.float32))
+    stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
+    codes = first_rounding(groups, values(fmt, stored)).reshape(matrix.shape)
+    return nibbles((codes + BIAS).astype(np.uint8)), stored.reshape(len(matrix), -1)
+
+
+def dequantize(fmt: Format, codes: U8, scale: NDArray[Any]) -> F32:
+    """fl32(code * d), float32 [N, K]."""
+    levels = unpacked_nibbles(codes).astype(np.float32) - np.float32(BIAS)
+    restored: F32 = levels * np.repeat(values(fmt, scale), fmt.group, axis=1)
+    return restored
+
+
+def pack(codes: U8) -> U8:
+    """Packed bytes, flat, of codes + 8 (0..15) uint8 [N, K]; N % 32 == 0, K % 32 == 0."""
+    rows, cols = codes.shape
+    strip, half, row, tile, line, col = range(6)
+    parts = codes.reshape(rows // 32, 2, 16, cols // 32, 8, 4)
+    ordered = parts.transpose(strip, tile, line, row, col, half).reshape(-1, 2)
+    packed: U8 = ordered[:, 0] | ordered[:, 1] << np.uint8(4)
+    return packed
