@@ -7,6 +7,8 @@ multiply-add would round once where the format rounds twice. -g0 because Python'
 ask for debug information, which takes the compiler longer than the code.
 """
 
+import re
+import zlib
 from pathlib import Path
 
 from cffi import FFI
@@ -23,11 +25,16 @@ def declarations() -> str:
     return text.split("/* --- begin cffi --- */")[1].split("/* --- end cffi --- */")[0]
 
 
+def checksum(text: str) -> int:
+    """Of declarations without comments; ktconv.native.build compares it with the header's."""
+    return zlib.crc32(re.sub(r"/\*.*?\*/|\s", "", text, flags=re.DOTALL).encode())
+
+
 ffi = FFI()
-ffi.cdef(declarations())
+ffi.cdef(declarations() + "\n#define KT_DECLARATIONS ...\n")
 ffi.set_source(
     "ktconv._native",
-    '#include "ktconv.h"',
+    f'#include "ktconv.h"\n#define KT_DECLARATIONS {checksum(declarations())}u\n',
     sources=SOURCES,
     depends=sorted(path.as_posix() for path in NATIVE.rglob("*.h")),
     include_dirs=["native/include"],

@@ -26,6 +26,10 @@ class CheckpointError(KtconvError):
     """The source checkpoint is missing, damaged, contradictory or unsupported."""
 
 
+class StaleBuildError(KtconvError):
+    """The compiled library does not belong to these sources."""
+
+
 class SourceChangedError(CheckpointError):
     """A file of the source changed while it was read."""
 

@@ -4,6 +4,11 @@ Every function checks sizes and contiguity, calls, and turns a status into an
 exception. Calls release the GIL, so Python threads run them in parallel.
 """
 
+from ktconv.native.build import check_build
+
+check_build()  # before any module looks for a function that an old build lacks
+
+# ruff: noqa: E402
 from ktconv.native.arrays import Array, NonFiniteError, aligned_bytes
 from ktconv.native.auditing import Audit, audit, audit_codes
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size
