@@ -6,7 +6,7 @@
  * Sources and outputs lie against unreadable pages, behind their end or before their start,
  * and the bytes around outputs are watched. Levels are compared with scalar byte by byte,
  * and scalar with EXPECTED_HASH, which must be the same on every architecture and compiler
- * (tests/native compares scalar with the readable truth). Exit code: 0 all passed,
+ * (tests/native compares scalar with the readable reference). Exit code: 0 all passed,
  * 1 something differed, 2 no memory or no such level, 3 a guard page was touched. */
 #define _DEFAULT_SOURCE
 #include "ktconv.h"

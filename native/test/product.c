@@ -1,5 +1,5 @@
-/* product.c - doors to what the MoE forward calls, for tests (tests/native/kernels). Compiled
- * with the library into one shared object. */
+/* product.c - entry points to what the MoE forward calls, for tests (tests/native/kernels).
+ * Compiled with the library into one shared object. */
 #include "../src/cpu.h"
 #include "../src/format/format.h"
 #include "../src/moe/epilogue.h"

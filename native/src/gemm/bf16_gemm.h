@@ -23,7 +23,7 @@ enum {
 /* Row n of w, scales applied: exact in binary64. */
 typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
 
-/* The truth: binary64 products and sums, rounded once. */
+/* The reference: binary64 products and sums, rounded once. */
 void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
                           int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
                           float *out, uint8_t *panel);

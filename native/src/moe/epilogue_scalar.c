@@ -1,4 +1,4 @@
-/* The truth of activation and weighted sum. */
+/* The reference for activation and weighted sum. */
 #include <math.h>
 
 #include "epilogue.h"

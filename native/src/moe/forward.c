@@ -151,7 +151,7 @@ static void make_mid_rows(run *r, team *t, part_work *p) {
 }
 
 /* Whether each slot's token is the one after that of the slot before. First and last alone do
- * not tell: an expert may have a token twice and miss the next (0 0 2). */
+ * not suffice: an expert may have a token twice and miss the next (0 0 2). */
 static int in_a_row(const int32_t *token, int64_t count) {
   for (int64_t i = 1; i < count; i++)
     if (token[i] != token[0] + i) return 0;

@@ -1,4 +1,4 @@
-/* Activation rows: where things lie in a row, and the scalar truth of the codes. */
+/* Activation rows: their layout, and the scalar reference for their codes. */
 #include "rows.h"
 
 enum { KT_LINE = 64 };

@@ -59,7 +59,7 @@ KT_INLINE __m256 decode8(const uint8_t *at, int dtype, __m256 factor, int scaled
   return rounded ? round_bf16(value) : value;
 }
 
-/* Columns begin..end-1 of a row that lies contiguously, all under one scale. */
+/* Columns begin..end-1 of a row whose columns are adjacent, all under one scale. */
 KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
                            int scaled, int rounded, float *row) {
   const int64_t size = size_of(dtype);

@@ -53,7 +53,7 @@ KT_INLINE __m512 round_bf16(__m512 value) {
   return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, special, bits));
 }
 
-/* Columns begin..end-1 of a row that lies contiguously, all under one scale. */
+/* Columns begin..end-1 of a row whose columns are adjacent, all under one scale. */
 KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
                            int scaled, int rounded, float *row) {
   const __m512 factor = _mm512_set1_ps(scale);

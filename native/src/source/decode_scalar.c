@@ -1,4 +1,4 @@
-/* The truth of decoding: stored numbers to binary32, [rows, cols] row-major. Selections are
+/* The reference decoders: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
 #include "../quantize/rounding.h"
 #include "decode.h"
@@ -78,7 +78,7 @@ static void finish_row(const kt_matrix *m, int64_t n, float *row) {
 
 /* ---- One element per unit ------------------------------------------------- */
 
-/* A row that lies contiguously from `from` on. */
+/* A row whose columns are adjacent in memory, from `from` on. */
 typedef void widen_row_fn(const uint8_t *from, int64_t cols, float *restrict row);
 
 /* Rows that lie next to each other, `step` bytes from one column to the next: column by
