@@ -20,7 +20,7 @@ from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
 from ktconv.moe.experts import check_shape, round_activations
-from ktconv.native import Activation, Layer, Layout, Pool, Projection
+from ktconv.native import Activation, Layer, Layout, PackedMatrix, Pool
 
 Array = NDArray[Any]
 
@@ -375,7 +375,7 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
             biases = (gate[e, cut].copy(), up[e, cut].copy(), None if part else down[e])
             rows[-1].append(
                 tuple(
-                    Projection(packed.codes, packed.scale, bias)
+                    PackedMatrix(packed.codes, packed.scale, bias)
                     for packed, bias in zip(matrices, biases, strict=True)
                 )
             )
@@ -423,7 +423,7 @@ def with_bias(layer: Layer, matrix: int, value: float, part: int = 0) -> Layer:
         parts = list(expert)
         rows = layer.hidden if matrix == 2 else layer.intermediate // layer.parts
         bias = np.full(rows, value, np.float32)
-        parts[matrix] = Projection(parts[matrix].codes, parts[matrix].scale, bias)
+        parts[matrix] = PackedMatrix(parts[matrix].codes, parts[matrix].scale, bias)
         return tuple(parts)
 
     rows = [[biased(e) if p == part else e for e in row] for p, row in enumerate(layer._keep)]
@@ -573,7 +573,7 @@ def test_scales_that_are_not_aligned(pools: dict[str, Pool], method: str, name: 
     index = ["gate_scale", "up_scale", "down_scale"].index(name)
     scale = matrices[index].scale
     assert scale is not None
-    matrices[index] = Projection(matrices[index].codes, moved(scale))
+    matrices[index] = PackedMatrix(matrices[index].codes, moved(scale))
     with pytest.raises(ValueError, match=f"{name[:-6]} scales must be aligned"):
         Layer(cached.layout, Activation(), 256, 256, [[(matrices[0], matrices[1], matrices[2])]])
 
@@ -676,7 +676,7 @@ def test_touching_brings_every_page(pools: dict[str, Pool], parts: int) -> None:
         if present(codes, page) is None:
             pytest.skip("/proc/self/pagemap cannot be read")
         rows: list[Any] = [
-            [tuple(Projection(m) for m in e) if i != 3 else None for i, e in enumerate(part)]
+            [tuple(PackedMatrix(m) for m in e) if i != 3 else None for i, e in enumerate(part)]
             for part in codes
         ]
         layer = Layer(Layout("bf16", 0, "none"), Activation(), hidden, width * parts, rows)

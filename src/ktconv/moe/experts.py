@@ -16,13 +16,13 @@ from ktconv.formats import Format, formats_for, reference
 from ktconv.formats.decode import bf16_to_f32, round_to_bf16
 from ktconv.formats.groups import grouped
 from ktconv.moe.streamed import Streams, whole
-from ktconv.native import Activation, Pool, Projection
+from ktconv.native import Activation, PackedMatrix, Pool
 
 Array = NDArray[Any]
 F32 = NDArray[np.float32]
 U16 = NDArray[np.uint16]
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
-Expert = tuple[Projection, Projection, Projection]  # of one part
+Expert = tuple[PackedMatrix, PackedMatrix, PackedMatrix]  # of one part
 
 # Of the relative error against arithmetic with activations rounded as the kernels round them: y is
 # bf16, 2^-9 at most; the rest is for sums in another order.
@@ -244,7 +244,7 @@ class _Block:
             middle = start + _whole_lines(weight)
             end = middle + _whole_lines(scale)
             scales = self.memory[middle : middle + scale] if scale else None
-            places.append(Projection(self.memory[start : start + weight], scales))
+            places.append(PackedMatrix(self.memory[start : start + weight], scales))
             start = end
         return places[0], places[1], places[2]
 

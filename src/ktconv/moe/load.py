@@ -17,7 +17,7 @@ from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
 from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, scales, split
 from ktconv.moe.experts import Experts
 from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
-from ktconv.native import Activation, Projection
+from ktconv.native import Activation, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
 
@@ -120,11 +120,11 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
     assert fmt is not None  # what geometry() sees to
     mapped, alignment = _Mapped(packed), fmt.layout.scale_array.itemsize
 
-    def projection(proj: Any, expert: int, part: int) -> Projection:
+    def projection(proj: Any, expert: int, part: int) -> PackedMatrix:
         weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
-        return Projection(weight, aligned_to(scale, alignment))
+        return PackedMatrix(weight, aligned_to(scale, alignment))
 
-    def expert(e: int, p: int) -> tuple[Projection, Projection, Projection] | None:
+    def expert(e: int, p: int) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix] | None:
         if e in geometry.elsewhere:
             return None
         return projection("gate", e, p), projection("up", e, p), projection("down", e, p)
@@ -166,7 +166,7 @@ class _Mapped:
             pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _streams(parts: Sequence[Sequence[Projection]], geometry: Geometry) -> Streams:
+def _streams(parts: Sequence[Sequence[PackedMatrix]], geometry: Geometry) -> Streams:
     """What the packed matrices of an expert's parts stand for, unpacked by a path of its own."""
 
     def streamed(index: int, proj: Any) -> Streamed:
@@ -179,7 +179,7 @@ def _streams(parts: Sequence[Sequence[Projection]], geometry: Geometry) -> Strea
     return gate, up, down
 
 
-def _pieces(matrices: Sequence[Projection], proj: Any, geometry: Geometry) -> Iterator[Piece]:
+def _pieces(matrices: Sequence[PackedMatrix], proj: Any, geometry: Geometry) -> Iterator[Piece]:
     fmt = geometry.format
     assert fmt is not None
     for part, matrix in enumerate(matrices):
@@ -192,7 +192,7 @@ def _pieces(matrices: Sequence[Projection], proj: Any, geometry: Geometry) -> It
             yield Piece(slice(start + here.start, start + here.stop), place.index[1], values)
 
 
-def _unpacked(fmt: Format, matrix: Projection, rows: slice, cols: int) -> Array:
+def _unpacked(fmt: Format, matrix: PackedMatrix, rows: slice, cols: int) -> Array:
     """The values of some rows: whole row blocks, which are consecutive in memory."""
     assert matrix.scale is not None
     layout, count = fmt.layout, rows.stop - rows.start

@@ -19,7 +19,7 @@ from ktconv.native.moe import (
     MAX_COLS,
     Activation,
     Layer,
-    Projection,
+    PackedMatrix,
     kernel_levels,
     part_node,
 )
@@ -51,8 +51,8 @@ __all__ = [
     "Layout",
     "Matrix",
     "NonFiniteError",
+    "PackedMatrix",
     "Pool",
-    "Projection",
     "aligned_bytes",
     "audit",
     "audit_codes",

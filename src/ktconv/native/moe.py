@@ -42,7 +42,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class PackedMatrix:
     """One packed matrix of one expert: codes (uint8), scales (bytes or None), bias (float32)."""
 
     codes: Array
@@ -83,7 +83,7 @@ class Layer:
         activation: Activation,
         hidden: int,
         intermediate: int,
-        experts: list[list[tuple[Projection, Projection, Projection] | None]],
+        experts: list[list[tuple[PackedMatrix, PackedMatrix, PackedMatrix] | None]],
     ) -> None:
         self.layout, self.hidden, self.intermediate = layout, hidden, intermediate
         self.parts, self.experts = len(experts), len(experts[0])
@@ -110,7 +110,9 @@ class Layer:
                         raise ValueError("only part 0 has biases of down: they are added once")
                     self._set_expert(self._table[part * self.experts + index], expert)
 
-    def _set_expert(self, entry: Any, expert: tuple[Projection, Projection, Projection]) -> None:
+    def _set_expert(
+        self, entry: Any, expert: tuple[PackedMatrix, PackedMatrix, PackedMatrix]
+    ) -> None:
         width = self.intermediate // self.parts
         shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
         for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):

@@ -40,7 +40,7 @@ from ktconv.writer.shards import Tensor
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.
 NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
 
-Layout = Literal["safetensors", "layers"]
+OutputLayout = Literal["safetensors", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Options(BaseOptions):
 
     method: str = "int4"
     numa: int = 1
-    layout: Layout = "safetensors"
+    layout: OutputLayout = "safetensors"
     scale: Literal["amax"] = "amax"
     compat: bool = False
     mtp: bool = True
