@@ -68,6 +68,12 @@ class OpenedOutput(ABC):
         return {unit.layer.index: unit.layer for unit in units}
 
     @property
+    def is_partial(self) -> bool:
+        """Whether experts of the source are missing on purpose."""
+        layers = self.source_layers.items()
+        return any(len(self.experts_in(index)) < len(layer.experts) for index, layer in layers)
+
+    @property
     def source_tensors(self) -> dict[str, TensorRef]:
         """The source tensors of non-expert tensors, by their names in the output."""
         units = self.plan.others if self.plan else ()

@@ -120,12 +120,6 @@ class GpuOutput(OpenedOutput):
         assert isinstance(self.plan.target, PackQuantizedTarget)
         return self.plan.target.decoded
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether experts of the source are missing on purpose."""
-        layers = self.source_layers.items()
-        return any(len(self.experts_in(index)) < len(layer.experts) for index, layer in layers)
-
 
 def is_gpu_output(directory: Path) -> bool:
     """Whether it is a compressed-tensors checkpoint: by its manifest, else by config.json or names
