@@ -213,7 +213,7 @@ static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
   }
 }
 
-/* ---- The reference------------------------------------------------------------ */
+/* ---- The reference ------------------------------------------------------------ */
 
 /* Activations as the format rounds them: bf16, or int8 with a scale per row or group. */
 static void round_row(const kt_layout *layout, float *x, int64_t n) {
