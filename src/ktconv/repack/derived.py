@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
@@ -28,8 +27,7 @@ from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree
 from ktconv.system import machine
-from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.card import expert_counts
+from ktconv.targets.card import card
 from ktconv.targets.ktransformers import KTransformersTarget, Plan
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
@@ -79,7 +77,16 @@ class Derived(Conversion, ABC):
         return self.preflight.origin
 
     def card(self) -> str:
-        return card(self.preflight)
+        preflight, name = self.preflight, self.plan.target.name
+        base = json.dumps(preflight.base, ensure_ascii=False) if preflight.base else None
+        return card(
+            self.plan,
+            (f"base_model: {base}\n" if base else "") + "library_name: ktransformers",
+            f"CPU experts in {name}",
+            f"Routed experts for KTransformers' CPU kernels, from {preflight.about}",
+            "holds a checksum of every tensor.",
+            preflight.command,
+        )
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         return CheckedCopy(reader, tensor, name, self.request.verify, self.known)
@@ -132,34 +139,3 @@ def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]
     """The experts of these layers that the tree holds."""
     packed = [(layer, tree.layers[layer.index]) for layer in layers]
     return [LayerContent(layer, found.here, found.total_bytes) for layer, found in packed]
-
-
-def card(preflight: Preflight) -> str:
-    """README.md of the output: what it holds and where that comes from."""
-    plan, numa = preflight.plan, preflight.plan.target.options.numa
-    content = "all tensors" if plan.others else "expert weights only"
-    base = (
-        f"base_model: {json.dumps(preflight.base, ensure_ascii=False)}\n" if preflight.base else ""
-    )
-    return f"""---
-{base}library_name: ktransformers
-tags:
-- ktconv
-- mixture-of-experts
-- {plan.target.options.method}
----
-
-# CPU experts in {plan.target.name}
-
-Routed experts for KTransformers' CPU kernels, from {preflight.about}:
-{plan.target.name}, {numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
-
-- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
-- Experts per layer: {expert_counts(plan)}
-- Tensors: `blk.{{layer}}.ffn_{{gate,up,down}}_exps.{{expert}}.numa.{{part}}.{{weight,scale}}`
-- `ktconv.json` holds a checksum of every tensor.
-
-Made with ktconv {__version__}:
-
-    {preflight.command}
-"""

@@ -68,7 +68,7 @@ def _use(plan: Plan) -> str:
     )
 
 
-def expert_counts(plan: Plan) -> str:
+def _expert_counts(plan: Plan) -> str:
     """How many experts the layers have, and how many were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
     left_out = sum(unit.omitted for unit in plan.layers)
@@ -77,36 +77,50 @@ def expert_counts(plan: Plan) -> str:
 
 
 def model_card(plan: Plan) -> str:
+    """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    content = "expert weights only" if not plan.others else "all tensors"
+    whole = not options.exclude_experts
+    library, whose = ("ktransformers", "KTransformers'") if whole else ("ktconv", "ktconv's")
+    recorded = "has a checksum of every tensor and the quantization error of every matrix."
+    return card(
+        plan,
+        f"base_model: {yaml_name(name)}\nlibrary_name: {library}",
+        f"{name}: CPU experts in {plan.target.name}",
+        f"The routed experts of {name}, quantized for {whose} CPU kernels",
+        f"{recorded}\n\n{_use(plan)}",
+        command_line(name, options),
+    )
+
+
+def card(plan: Plan, header: str, title: str, intro: str, recorded: str, command: str) -> str:
+    """README.md of packed experts. `header`: lines of its YAML; `recorded`: what the manifest has,
+    and paragraphs after that."""
+    options = plan.target.options
+    content = "all tensors" if plan.others else "expert weights only"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
         if options.layout == "safetensors"
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
-    whole = not options.exclude_experts
     return f"""---
-base_model: {yaml_name(name)}
-library_name: {"ktransformers" if whole else "ktconv"}
+{header}
 tags:
 - ktconv
 - mixture-of-experts
 - {options.method}
 ---
 
-# {name}: CPU experts in {plan.target.name}
+# {title}
 
-The routed experts of {name}, quantized for {"KTransformers'" if whole else "ktconv's"} CPU kernels:
+{intro}:
 {plan.target.name}, {options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
-- Experts per layer: {expert_counts(plan)}
+- Experts per layer: {_expert_counts(plan)}
 - Tensors: {where}
-- `ktconv.json` has a checksum of every tensor and the quantization error of every matrix.
-
-{_use(plan)}
+- `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:
 
-    {command_line(name, options)}
+    {command}
 """
