@@ -36,7 +36,7 @@ def f32_to_bf16(values: F32) -> U16:
 
 
 def round_to_bf16(values: F32) -> F32:
-    """float32 values rounded to what bf16 can hold: the detour of `--compat`."""
+    """float32 values rounded to bf16, as `--compat` does first."""
     return bf16_to_f32(f32_to_bf16(values))
 
 
@@ -78,7 +78,7 @@ def fp8_block_to_f32(
     """v = fl32(f32(fp8) * scale), E4M3FN codes [N, K] with one scale per block.
 
     scale_inv is float32 [ceil, ceil] over the whole matrix that the scales were made
-    for; `origin` is where row 0 and column 0 of `codes` lie in that matrix.
+    for; `origin` is the position of row 0 and column 0 of `codes` in that matrix.
     """
     rows, cols = codes.shape
     grid_row = (origin[0] + np.arange(rows)) // block[0]

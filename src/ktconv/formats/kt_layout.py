@@ -1,4 +1,4 @@
-"""Where the code of element (n, k) lies in a packed payload (SPEC 4.2).
+"""The place of the code of element (n, k) in a packed payload (SPEC 4.2).
 
 Rows are cut into blocks of NB, each row block into column blocks of KB, each of
 those into strips of 32 rows, each strip into tiles of 32 rows by KT columns.  A
@@ -82,7 +82,7 @@ def _all_offsets(fmt: Format, rows: int, cols: int) -> tuple[Index, Index]:
 def pack_codes(fmt: Format, codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Payload uint8 [N * K * bits / 8] of codes int8 [N, K].
 
-    INT4 codes must lie in -8..7; they are stored as two's complement nibbles.
+    INT4 codes must be -8..7; they are stored as two's complement nibbles.
     """
     if codes.dtype != np.int8 or codes.ndim != 2:
         raise TypeError(f"expected 2-D int8 codes, got {codes.ndim}-D {codes.dtype}")

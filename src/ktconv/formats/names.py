@@ -35,7 +35,7 @@ _KT_PATH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TensorId:
-    """What a packed tensor is, whichever container holds it."""
+    """The identity of a packed tensor, in shards and layer folders alike."""
 
     layer: int
     proj: Matrix

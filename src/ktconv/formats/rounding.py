@@ -24,7 +24,7 @@ def row_amax(matrix: F32) -> F32:
     """max_k |x[n, k]| of a finite [N, K] matrix, as [N] (SPEC 3.1).
 
     NaN and Inf are refused: what the reference makes of them (SPEC 3.5) depends on
-    the order of its vector lanes and no sound checkpoint holds them.
+    the order of its vector lanes and no sound checkpoint has them.
     """
     if matrix.dtype != np.float32 or matrix.ndim != 2:
         raise TypeError(f"expected a 2-D float32 matrix, got {matrix.ndim}-D {matrix.dtype}")

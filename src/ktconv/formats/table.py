@@ -112,7 +112,7 @@ class Format:
     def step(self, scale: SupportsFloat) -> float:
         """Distance of two neighbouring levels in weight units: d, or 16 d for INT4.
 
-        Exact: a binary64 holds it, also where a float32 `scale` is a NumPy scalar.
+        Exact in binary64, also where a float32 `scale` is a NumPy scalar.
         """
         return self.traits.scale_units * float(scale)
 

@@ -51,7 +51,7 @@ def byte_pointer(array: Array, writable: bool = False) -> Any:
 
 
 def aligned_to(array: Array, size: int) -> Array:
-    """`array` itself, or a copy where numbers of `size` bytes cannot lie: files align nothing."""
+    """`array` itself, or a copy at a multiple of `size` bytes: files do not align tensors."""
     return array if array.ctypes.data % size == 0 else array.copy()
 
 

@@ -87,8 +87,8 @@ def pack_weight(
     """Packs plain codes into `packed` (uint8); returns the packed scales (uint8).
 
     `codes` and `scale` have the dtypes and shapes that kt_pack wants, whoever chose them. Raises
-    ValueError for others, for a shape that the layout cannot hold, for INT8 and INT4 codes out of
-    their range, and for scales that are not finite.
+    ValueError for others, for a shape that the layout does not allow, for INT8 and INT4 codes out
+    of their range, and for scales that are not finite.
     """
     size = packed_size(layout, rows, cols)
     codes = np.ascontiguousarray(codes)

@@ -1,4 +1,4 @@
-"""Threads of the C library, and where memory lies."""
+"""Threads of the C library, and NUMA nodes of memory."""
 
 from __future__ import annotations
 

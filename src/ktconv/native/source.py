@@ -1,4 +1,4 @@
-"""Source matrices: where their elements lie, and what they are as floats."""
+"""Source matrices: strides and scales of their stored elements, and their values as floats."""
 
 from __future__ import annotations
 

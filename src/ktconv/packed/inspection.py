@@ -175,7 +175,7 @@ def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
 
 
 def _damaged(directory: Path, manifest: Manifest | None) -> Sequence[str]:
-    """Files that are not as the manifest has them, and the manifest if it tells too little."""
+    """Files that differ from the manifest, and the manifest itself if it is incomplete."""
     if manifest is None:
         return [MANIFEST] if (directory / MANIFEST).exists() else []
     damaged = [file["name"] for file in manifest.files if not file_is_intact(directory, file)]

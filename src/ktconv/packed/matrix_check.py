@@ -104,7 +104,7 @@ class MatrixCheck:
         self._sums = ErrorStats()
 
     def _whole(self, row: int, column: int) -> tuple[int, int]:
-        """Where an element of this part lies in the whole matrix."""
+        """Row and column in the whole matrix of an element of this part."""
         if is_down(self._id.proj):
             return row, self._id.part * self._cols + column
         return self._id.part * self._rows + row, column

@@ -1,4 +1,4 @@
-"""Packed expert weights as they lie on a disk, by whatever tool: shards or layer folders.
+"""Packed expert weights on a disk, of any tool: shards or layer folders.
 
     packed = open_packed(Path("qwen3-int4"))
     packed.layers[3].format, packed.layers[3].parts
@@ -102,7 +102,7 @@ class PackedWeights:
         return map_file(place.file)[place.offset : place.offset + place.nbytes]
 
     def place(self, tensor: TensorId) -> TensorRef:
-        """Where a tensor lies. Raises CheckpointError if it is not there."""
+        """File and offset of a tensor. Raises CheckpointError if it is not there."""
         try:
             return self.tensors[tensor]
         except KeyError:
@@ -125,7 +125,7 @@ class PackedWeights:
 
 
 def open_packed(directory: Path) -> PackedWeights:
-    """What a directory holds: all its shards, or its layer folders where it has no shard."""
+    """The packed weights of a directory: its shards, or its layer folders if it has no shard."""
     found = PackedWeights(directory)
     shards = sorted(directory.glob("*.safetensors"))
     for shard in shards:

@@ -61,7 +61,7 @@ def prepare(request: Request) -> Preflight:
             "the second completes",
             "use one of them",
         )
-    native.isa()  # an unusable KTCONV_ISA is told before an hour of work
+    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())

@@ -32,7 +32,7 @@ _VERIFY = "run ktconv verify for a full list of faults, then convert the model a
 
 @dataclass(frozen=True, slots=True)
 class CompleteWeights:
-    """Packed weights as they lie there, their dimensions and how they were made."""
+    """Packed weights, their dimensions and how they were made."""
 
     weights: PackedWeights
     tree: Tree
@@ -45,7 +45,7 @@ class CompleteWeights:
 
     @property
     def records(self) -> dict[str, Record]:
-        """What tells this state of the files from another."""
+        """Facts that change when the files do."""
         if self.weights.layout == "layers":
             return {f"_layer_{layer.index}": layer.record for layer in self.tree.layers.values()}
         return {

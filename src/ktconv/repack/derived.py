@@ -136,6 +136,6 @@ def plan_alone(
 
 
 def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:
-    """The experts of these layers that the tree holds."""
+    """The experts of these layers that the tree has."""
     packed = [(layer, tree.layers[layer.index]) for layer in layers]
     return [LayerContent(layer, found.here, found.total_bytes) for layer, found in packed]

@@ -2,7 +2,7 @@
 
     report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
 
-The steps are: read names and sizes of all folders; hold them against their manifest and
+The steps are: read names and sizes of all folders; compare them with their manifest and
 source; copy layer by layer, checking every checksum there is; write index and manifest.
 """
 
@@ -105,7 +105,7 @@ def merge(
 
 
 def _options(request: Request, tree: Tree, manifest: Manifest | None) -> Options:
-    """The options of the conversion that made the folders, as far as anything tells."""
+    """The options of the conversion that made the folders, as far as it is known."""
     # Folders without a manifest are the reference converter's, which rounds to bf16 first.
     made = options_of(manifest) if manifest else Options(compat=True, mtp=_has_mtp(request, tree))
     return replace(
@@ -120,7 +120,7 @@ def _options(request: Request, tree: Tree, manifest: Manifest | None) -> Options
 
 
 def _has_mtp(request: Request, tree: Tree) -> bool:
-    """Whether folders without a manifest hold MTP layers, as far as a config.json tells."""
+    """Whether folders without a manifest have MTP layers, as far as a config.json says."""
     if request.source is not None or not (tree.root / CONFIG_NAME).exists():
         return True
     layers = interpret_config(read_config(tree.root).content).num_layers

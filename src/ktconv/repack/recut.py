@@ -51,7 +51,7 @@ class UnequalScales(UsageError):
 
 
 def shares(length: int, old: int, new: int, index: int) -> list[Share]:
-    """Where part `index` of `new` parts lies in `old` parts of an axis of this length.
+    """The pieces of `old` parts that make part `index` of `new` parts of an axis of this length.
 
     >>> shares(12, 2, 3, 1)
     [Share(part=0, start=4, stop=6), Share(part=1, start=0, stop=2)]

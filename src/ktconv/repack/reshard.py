@@ -46,7 +46,7 @@ from ktconv.writer.journal import Record
 class Request:
     """What to cut anew, and into how many parts."""
 
-    packed: Path  # an OUTPUT of quantize-cpu or merge; shards are written, whatever it holds
+    packed: Path  # an OUTPUT of quantize-cpu or merge; shards are written in any case
     output: Path
     numa: int
     source: str | None = None  # the model: then this is a conversion like any other

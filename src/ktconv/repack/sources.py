@@ -1,7 +1,7 @@
 """What is known of packed weights beside their bytes: their manifest, their source.
 
-A manifest (ktconv.json) tells options, dimensions and checksums; a source tells which layers
-and experts there must be. Whatever is known must agree with what lies there.
+A manifest (ktconv.json) has options, dimensions and checksums; a source says which layers
+and experts there must be. Whatever is known must agree with the files.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def check_alone(tree: Tree) -> None:
 
 
 def _check_config(tree: Tree) -> None:
-    """A config.json beside the folders tells sizes, and layers before and after them."""
+    """A config.json beside the folders has sizes, and layers before and after them."""
     if not (tree.root / CONFIG_NAME).exists():
         return
     config = interpret_config(read_config(tree.root).content)

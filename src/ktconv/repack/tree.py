@@ -60,10 +60,10 @@ class TreeLayer(Geometry):
 
     format: Format
     index: int
-    backward: bool  # whether it holds the matrices of the backward pass too
+    backward: bool  # whether it has the matrices of the backward pass too
     files: int
     total_bytes: int
-    sha256: str  # of names, sizes and times: what tells this state from another
+    sha256: str  # of names, sizes and times, to notice changes
 
     def tensor_nbytes(self, tensor: TensorId) -> int:
         """The size that a tensor of this layer has."""
@@ -188,7 +188,7 @@ def _part_folders(root: Path, index: int) -> list[str]:
 
 
 def _listing(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder holds, by name; hidden files are the system's."""
+    """The entries of a folder by name, without hidden files, which are the system's."""
     try:
         with os.scandir(folder) as items:
             return sorted(
