@@ -74,7 +74,7 @@ INLINE float scale_at(const kt_audit_job *job, int64_t row, int64_t group) {
  * then neither the order of sums nor their bits depend on how wide the machine's vectors are. */
 typedef struct group_state {
   float most_error[LANES], most_source[LANES];
-  int32_t zeros[LANES], invalid[LANES];
+  int32_t counts[LANES]; /* of zeros, and of invalid codes << 16 */
 } group_state;
 
 typedef struct row_state {
@@ -98,21 +98,15 @@ INLINE float most_of(const float *x, const int cols) {
   return larger(most, larger(fabsf(x[2 * LANES]), fabsf(x[3 * LANES])));
 }
 
-INLINE uint8_t zeros_of(const int8_t *code, const int cols) {
-  const int zeros = (code[0] == 0) + (code[LANES] == 0);
-  if (cols == 2 * LANES) return (uint8_t)zeros;
-  return (uint8_t)(zeros + (code[2 * LANES] == 0) + (code[3 * LANES] == 0));
+INLINE uint8_t count_of(const int8_t *codes, int8_t code, const int cols) {
+  const int count = (codes[0] == code) + (codes[LANES] == code);
+  if (cols == 2 * LANES) return (uint8_t)count;
+  return (uint8_t)(count + (codes[2 * LANES] == code) + (codes[3 * LANES] == code));
 }
 
-INLINE uint8_t is_beyond(int8_t code, int8_t level) { return code > level || code < -level; }
-
-INLINE uint8_t invalid_of(const int8_t *code, int8_t level) {
-  return (uint8_t)(is_beyond(code[0], level) + is_beyond(code[LANES], level) +
-                   is_beyond(code[2 * LANES], level) + is_beyond(code[3 * LANES], level));
-}
-
-/* Adds 64 columns, or 32, whose codes cannot be beyond -8..7. */
-INLINE void compare_run(const float *w, const int8_t *codes, float step, int8_t level,
+/* Adds 64 columns, or 32. The only code that can be beyond the levels is `invalid`, unless it is
+ * 0: then none can. */
+INLINE void compare_run(const float *w, const int8_t *codes, float step, const int8_t invalid,
                         const int cols, row_state *row) {
   group_state *const group = &row->group;
   float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
@@ -127,20 +121,25 @@ INLINE void compare_run(const float *w, const int8_t *codes, float step, int8_t 
     group->most_source[i] = larger(most_of(w + i, cols), group->most_source[i]);
   for (int i = 0; i < LANES; i++)
     group->most_error[i] = larger(most_of(e + i, cols), group->most_error[i]);
-  for (int i = 0; i < LANES; i++) group->zeros[i] += zeros_of(codes + i, cols);
-  if (cols == KT_AUDIT_GROUP_COLS) return;
-  for (int i = 0; i < LANES; i++) group->invalid[i] += invalid_of(codes + i, level);
+  for (int i = 0; i < LANES; i++) {
+    const uint8_t zeros = count_of(codes + i, 0, cols);
+    const uint8_t both =
+        invalid ? (uint8_t)(zeros + 16 * count_of(codes + i, invalid, cols)) : zeros;
+    group->counts[i] += (both | both << 12) & 0x000f000f;
+  }
 }
 
 INLINE void compare_plane(const kt_audit_job *job, stored s, int64_t row, int64_t col,
-                          const int cols, int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS],
-                          const float *step, row_state *state) {
-  for (int r = 0; r < KT_AUDIT_ROWS; r++) {
-    float source[KT_AUDIT_COLS];
-    source_values(job->source, s, r, row + r, col, cols, source);
-    /* The two levels as constants: compilers make better vectors of comparing with them. */
-    compare_run(source, codes[r], step[r], job->format->planes == 2 ? 7 : 127, cols, state + r);
-  }
+                          const int cols, const int8_t invalid,
+                          int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS], const float *step,
+                          row_state *state) {
+  float source[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  if (cols == KT_AUDIT_COLS)
+    values_of_half_tile(job->source, &s, row, col, source);
+  else
+    values_of_group_tile(job->source, &s, row, col, source);
+  for (int r = 0; r < KT_AUDIT_ROWS; r++)
+    compare_run(source[r], codes[r], step[r], invalid, cols, state + r);
 }
 
 /* Half a tile of the packed matrix against its source, which s is from (row, col) on. */
@@ -151,15 +150,15 @@ INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, in
   const int64_t at = half_tile_at(job->format, job->rows, job->source->cols, job->first + row, col);
   bytes_by_row(job->packed + at, KT_AUDIT_COLS, bytes);
   if (job->format->planes == 1) {
-    memcpy(codes, bytes, sizeof codes);
-    compare_plane(job, s, row, col, KT_AUDIT_COLS, codes, step, state);
+    compare_plane(job, s, row, col, KT_AUDIT_COLS, -128, (int8_t (*)[KT_AUDIT_COLS])bytes, step,
+                  state);
     return;
   }
   nibbles(bytes, 0, 8, KT_AUDIT_COLS, codes);
-  compare_plane(job, s, row, col, KT_AUDIT_COLS, codes, step, state);
+  compare_plane(job, s, row, col, KT_AUDIT_COLS, -8, codes, step, state);
   nibbles(bytes, 1, 8, KT_AUDIT_COLS, codes);
   s = stored_on(s, 0, KT_AUDIT_COLS);
-  compare_plane(job, s, row, col + KT_AUDIT_COLS, KT_AUDIT_COLS, codes, step, state);
+  compare_plane(job, s, row, col + KT_AUDIT_COLS, KT_AUDIT_COLS, -8, codes, step, state);
 }
 
 /* The same of a tile of GINT4: the low nibbles are 16 rows, the high ones 16 more. */
@@ -171,7 +170,7 @@ INLINE void compare_group_tile(const kt_audit_job *job, stored s, int64_t row, i
   bytes_by_row(job->packed + at, KT_AUDIT_GROUP_COLS, bytes);
   for (int high = 0; high < 2; high++) {
     nibbles(bytes, high, 0, KT_AUDIT_GROUP_COLS, codes);
-    compare_plane(job, s, row, col, KT_AUDIT_GROUP_COLS, codes, step, state);
+    compare_plane(job, s, row, col, KT_AUDIT_GROUP_COLS, 0, codes, step, state);
     s = stored_on(s, KT_AUDIT_ROWS, 0);
     row += KT_AUDIT_ROWS, step += KT_AUDIT_ROWS, state += KT_AUDIT_ROWS;
   }
@@ -185,9 +184,10 @@ static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *sta
     const int code = code_at(job->format, job->packed, job->rows, m->cols, job->first + row, c);
     const float step = job->format->units * scale_at(job, row, c / job->group);
     const int64_t in_run = c % KT_AUDIT_GROUP_COLS, from = c - in_run;
-    float run[KT_AUDIT_GROUP_COLS];
-    source_values(m, stored_from(m, row, from), 0, row, from, KT_AUDIT_GROUP_COLS, run);
-    const double w = (double)run[in_run], v = (double)((float)code * step);
+    float run[1][KT_AUDIT_COLS];
+    const stored s = stored_from(m, row, from);
+    source_values(m, &s, 1, row, from, KT_AUDIT_GROUP_COLS, run);
+    const double w = (double)run[0][in_run], v = (double)((float)code * step);
     state->source[0] += w * w;
     state->error[0] += (w - v) * (w - v);
     state->value[0] += v * v;
@@ -219,8 +219,8 @@ static void finish_group(const kt_audit_job *job, int64_t row, int64_t group, gr
   if (scale > 0 && steps > audit->max_steps) audit->max_steps = steps;
   int64_t zeros = 0, invalid = 0;
   for (int i = 0; i < LANES; i++) {
-    zeros += found->zeros[i];
-    invalid += found->invalid[i];
+    zeros += found->counts[i] & 0xffff;
+    invalid += found->counts[i] >> 16;
   }
   audit->zeros += zeros;
   audit->invalid += scale == 0 ? job->group - zeros : invalid;

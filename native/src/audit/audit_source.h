@@ -73,12 +73,19 @@ INLINE void side_by_side(const uint8_t *from, int64_t step, int64_t size, int64_
 
 /* <name>_values: of the units from `from` on, which hold row `row` of the matrix. */
 
+INLINE uint16_t half_at(const uint8_t *at) {
+  uint16_t half;
+  memcpy(&half, at, sizeof half);
+  return half;
+}
+
 INLINE void bf16_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
                         float *out) {
-  uint16_t half[KT_AUDIT_COLS];
   (void)row;
-  side_by_side(from, step, 2, cols, half);
-  for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half[c] << 16);
+  if (step == 2)
+    for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half_at(from + 2 * c) << 16);
+  else
+    for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half_at(from + step * c) << 16);
 }
 
 INLINE void f16_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
@@ -100,25 +107,62 @@ INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, const int 
   for (int c = 0; c < cols; c++) out[c] = f8_value(byte[c]);
 }
 
-static void f4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  static const float value[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
-                                  -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-  uint8_t pair[KT_AUDIT_COLS / 2];
+/* E2M1: 1 sign, 2 exponent (bias 1), 1 mantissa bits. */
+INLINE float f4_value(uint32_t nibble) {
+  const uint32_t sign = (nibble & 8u) << 28, magnitude = nibble & 7u;
+  const uint32_t denormal = choose(magnitude == 1u, 126u << 23, 0);
+  return from_bits(sign | choose(magnitude < 2u, denormal, (magnitude + 252u) << 22));
+}
+
+INLINE void f4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
+  uint8_t pair[KT_AUDIT_COLS / 2], nibble[KT_AUDIT_COLS];
   (void)row;
   side_by_side(from, step, 1, cols / 2, pair);
-  for (int c = 0; c < cols; c++) out[c] = value[pair[c / 2] >> c % 2 * 4 & 15];
+  for (int c = 0; c < cols / 2; c++) {
+    nibble[2 * c] = pair[c] & 15;
+    nibble[2 * c + 1] = pair[c] >> 4;
+  }
+  for (int c = 0; c < cols; c++) out[c] = f4_value(nibble[c]);
 }
 
 INLINE uint32_t word_of(const uint8_t *at) {
   return (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
-static void u4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  uint8_t word[KT_AUDIT_COLS / 8][4];
+INLINE void i8_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
+  int8_t byte[KT_AUDIT_COLS];
   (void)row;
-  side_by_side(from, step, 4, cols / 8, word);
-  for (int c = 0; c < cols; c++) out[c] = (float)(word_of(word[c / 8]) >> 4 * (c % 8) & 15);
+  side_by_side(from, step, 1, cols, byte);
+  for (int c = 0; c < cols; c++) out[c] = (float)byte[c];
 }
+
+/* A stream of `width` bits each, in units of `size` bytes: every `width` bytes have 8 numbers. */
+INLINE void stream_values(const uint8_t *from, int64_t step, int64_t size, int width,
+                          const int cols, float *out) {
+  uint8_t bytes[KT_AUDIT_COLS], number[KT_AUDIT_COLS];
+  side_by_side(from, step, size, cols * width / 8 / size, bytes);
+  for (int c = 0; c < cols; c += 8) {
+    uint64_t eight = 0;
+    for (int i = 0; i < width; i++) eight |= (uint64_t)bytes[c * width / 8 + i] << 8 * i;
+    for (int i = 0; i < 8; i++) number[c + i] = (uint8_t)(eight >> width * i & ((1u << width) - 1));
+  }
+  for (int c = 0; c < cols; c++) out[c] = (float)number[c];
+}
+
+#define STREAM_VALUES(width, size)                                                                 \
+  INLINE void u##width##_values(const uint8_t *from, int64_t step, int64_t row, const int cols,    \
+                                float *out) {                                                      \
+    (void)row;                                                                                     \
+    stream_values(from, step, size, width, cols, out);                                             \
+  }
+
+STREAM_VALUES(2, 4)
+STREAM_VALUES(3, 12)
+STREAM_VALUES(4, 4)
+STREAM_VALUES(5, 20)
+STREAM_VALUES(6, 12)
+STREAM_VALUES(7, 28)
+STREAM_VALUES(8, 4)
 
 /* Even rows are in the lower half of the word, odd ones in the upper. */
 static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
@@ -133,7 +177,9 @@ static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const 
 #define AUDIT_DTYPES(each)                                                                         \
   each(KT_BF16, bf16, 2, 1, 1) each(KT_F16, f16, 2, 1, 1) each(KT_F32, f32, 4, 1, 1)               \
       each(KT_F8_E4M3, f8, 1, 1, 1) each(KT_F4_E2M1, f4, 1, 1, 2) each(KT_U4, u4, 4, 1, 8)         \
-          each(KT_U4_AWQ, u4_awq, 4, 8, 1)
+          each(KT_U4_AWQ, u4_awq, 4, 8, 1) each(KT_I8, i8, 1, 1, 1) each(KT_U2, u2, 4, 1, 16)      \
+              each(KT_U3, u3, 12, 1, 32) each(KT_U5, u5, 20, 1, 32) each(KT_U6, u6, 12, 1, 16)     \
+                  each(KT_U7, u7, 28, 1, 32) each(KT_U8, u8, 4, 1, 4)
 
 typedef struct audit_unit {
   int32_t bytes, rows, cols;
@@ -184,38 +230,66 @@ INLINE stored gathered(stored s, int64_t cols, uint8_t *room) {
 
 /* ---- Scales ------------------------------------------------------------------ */
 
-/* Where a grid of scales or zero points has the one for a row and column. */
-INLINE int64_t grid_at(const kt_matrix *m, int64_t row, int64_t col) {
-  const int64_t y = (m->row_origin + row) / m->block_rows;
-  const int64_t x = m->group_of_col ? m->group_of_col[col] : (m->col_origin + col) / m->block_cols;
-  return y * m->scale_stride + x;
+INLINE void scaled_run(float *out, int64_t cols, float zero, float scale) {
+  for (int64_t i = 0; i < cols; i++) out[i] = (out[i] - zero) * scale;
 }
 
-/* Columns of a row up to where the next block may begin, at most `cols`. */
-INLINE int64_t block_run(const kt_matrix *m, int64_t col, int64_t cols) {
-  if (m->group_of_col) return 1;
-  return least(cols, m->block_cols - (m->col_origin + col) % m->block_cols);
+/* Scales of `cols` columns from `col` of row `row`. Divisions take long: one for all blocks. */
+INLINE void scaled_values(const kt_matrix *m, int64_t row, int64_t col, const int cols,
+                          float *out) {
+  const int64_t line = (m->row_origin + row) / m->block_rows * m->scale_stride;
+  const float *const scales = m->block_scale + line;
+  const float *const zeros = m->zero_point ? m->zero_point + line : NULL;
+  if (m->group_of_col) {
+    const int32_t *const group = m->group_of_col + col;
+    for (int c = 0; c < cols; c++)
+      out[c] = (out[c] - (zeros ? zeros[group[c]] : 0.0f)) * scales[group[c]];
+    return;
+  }
+  int64_t x = (m->col_origin + col) / m->block_cols;
+  int64_t end = (x + 1) * m->block_cols - m->col_origin - col;
+  for (int64_t c = 0; c < cols; c = end, end += m->block_cols, x++) {
+    const float scale = scales[x], zero = zeros ? zeros[x] : 0.0f;
+    if (end >= cols && c == 0) /* constant numbers of turns make vectors */
+      scaled_run(out, cols, zero, scale);
+    else if (end - c == 32 && end <= cols)
+      scaled_run(out + c, 32, zero, scale);
+    else
+      scaled_run(out + c, least(end, cols) - c, zero, scale);
+  }
 }
 
-/* The values of the source at row `row`, columns col .. col + cols; `r`: that row in s. */
-INLINE void source_values(const kt_matrix *m, stored s, int64_t r, int64_t row, int64_t col,
-                          const int cols, float *out) {
-  const uint8_t *const from = stored_on(s, r, 0).data;
-  const int64_t step = s.col_stride * s.unit.bytes;
+/* The values of the source at `rows` rows from `row` on, columns col .. col + cols; s: from there
+ * on. One switch and one loop for all rows: of one row it would take as long as the values. */
+INLINE void source_values(const kt_matrix *m, const stored *s, const int rows, int64_t row,
+                          int64_t col, const int cols, float (*out)[KT_AUDIT_COLS]) {
+  const int64_t step = s->col_stride * s->unit.bytes;
   switch (m->dtype) {
 #define VALUES(dtype, name, size, high, wide)                                                      \
-  case dtype: name##_values(from, step, row, cols, out); break;
+  case dtype:                                                                                      \
+    for (int r = 0; r < rows; r++)                                                                 \
+      name##_values(s->data + r / (high) * s->row_stride * (size), step, row + r, cols, out[r]);   \
+    break;
     AUDIT_DTYPES(VALUES)
   }
   if (m->block_scale)
-    for (int64_t c = 0, run; c < cols; c += run) {
-      const int64_t at = grid_at(m, row, col + c);
-      const float scale = m->block_scale[at], zero = m->zero_point ? m->zero_point[at] : 0.0f;
-      run = block_run(m, col + c, cols - c);
-      for (int64_t i = c; i < c + run; i++) out[i] = (out[i] - zero) * scale;
-    }
+    for (int r = 0; r < rows; r++) scaled_values(m, row + r, col, cols, out[r]);
   if (m->round_to_bf16)
-    for (int c = 0; c < cols; c++) out[c] = to_bf16(out[c]);
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < cols; c++) out[r][c] = to_bf16(out[r][c]);
+}
+
+/* Functions of their own: inlined into the comparisons, compilers make worse of both. */
+static __attribute__((noinline)) void values_of_half_tile(const kt_matrix *m, const stored *s,
+                                                          int64_t row, int64_t col,
+                                                          float (*out)[KT_AUDIT_COLS]) {
+  source_values(m, s, KT_AUDIT_ROWS, row, col, KT_AUDIT_COLS, out);
+}
+
+static __attribute__((noinline)) void values_of_group_tile(const kt_matrix *m, const stored *s,
+                                                           int64_t row, int64_t col,
+                                                           float (*out)[KT_AUDIT_COLS]) {
+  source_values(m, s, KT_AUDIT_ROWS, row, col, KT_AUDIT_GROUP_COLS, out);
 }
 
 #endif
