@@ -104,6 +104,13 @@ typedef enum kt_dtype {
                      0, 0.5, 1, 1.5, 2, 3, 4, 6 */
   KT_U4 = 5,      /* a little-endian 32-bit word: 8 columns, 0..15, the first in the lowest bits */
   KT_U4_AWQ = 6,  /* such a word: 8 rows, from the lowest bits on 0, 2, 4, 6, 1, 3, 5, 7 */
+  KT_I8 = 7,      /* a signed byte */
+  KT_U2 = 8,      /* as U4, of 2 bits: 16 columns */
+  KT_U3 = 9,      /* three such words as one stream of bits: 32 columns of 3 bits, 0..7 */
+  KT_U5 = 10,     /* five words: 32 columns */
+  KT_U6 = 11,     /* three words: 16 columns */
+  KT_U7 = 12,     /* seven words: 32 columns */
+  KT_U8 = 13,     /* a word: 4 columns, 0..255 */
   KT_DTYPE_COUNT
 } kt_dtype;
 

@@ -286,7 +286,7 @@ def test_fp8_that_config_contradicts(key: str, value: str, tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(fp8_model(tmp_path, **{key: value}))
     assert str(caught.value) == (
-        "model.layers.0.mlp.experts.0.gate_proj.weight is F8_E4M3 with block scales, but "
+        "model.layers.0.mlp.experts.0.gate_proj.weight is F8_E4M3 (fp8-block), but "
         f"quantization_config.{key} in config.json is {value!r}"
     )
 

@@ -16,6 +16,7 @@ from helpers.families import (
     fused,
     numbered,
     random_weights,
+    raw,
     simple_config,
     write_checkpoint,
 )
@@ -223,13 +224,13 @@ I32 = np.zeros((2, 2), np.int32)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"1.up_proj.bias": ONE}, "1.up_proj.bias (F32): expert biases is not supported"),
-        ({"1.up_proj.qweight": I32}, "AWQ or GPTQ packing"),
-        ({"1.up_proj.qzeros": I32}, "AWQ or GPTQ packing"),
-        ({"1.up_proj.weight_packed": I32}, "compressed-tensors packing"),
-        ({"1.up_proj.weight_scale": ONE}, "quantization with weight_scale"),
-        ({"1.up_proj.input_scale": ONE}, "static activation scales"),
-        ({"1.up_proj.scale": ONE}, "DeepSeek V4"),
+        ({"1.up_proj.bias": ONE}, "1.up_proj.bias (F32): expert biases are not supported"),
+        ({"1.up_proj.qweight": I32}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.qzeros": I32}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.weight_packed": I32}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.weight_scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.input_scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
         (
             {"1.up_proj.odd": ONE},
             "1.up_proj.odd (F32) is not a known companion of an expert weight",
@@ -239,13 +240,15 @@ I32 = np.zeros((2, 2), np.int32)
         ({"1.up_proj.weight_scale_inv": ONE}, "1.up_proj.weight is BF16 and needs none"),
         ({"gate_up_proj": ONE}, "experts.gate_up_proj (F32 [1]) is not a known tensor"),
         ({"1x.up_proj.weight": ONE}, "experts.1x.up_proj.weight"),
-        ({"1.up_proj.weight": np.zeros((128, 128), np.int8)}, "1.up_proj.weight has dtype I8"),
+        (
+            {"1.up_proj.weight": np.zeros((128, 128), np.int8)},
+            "weight is I8, but it has no scale",
+        ),
         ({"1.up_proj.weight": np.zeros((128, 128))}, "1.up_proj.weight has dtype F64"),
         ({"1.up_proj.weight": Raw("F8_E5M2", (1,), b"0")}, "has dtype F8_E5M2"),
-        ({"1.up_proj.weight": fp8(np.zeros((128, 128), np.uint8))}, "scales weight_scale_inv are"),
         (
-            {"1.up_proj.weight": np.zeros((128, 128), np.float16)},
-            f"{SOURCE}.1.up_proj.weight is fp16, but {SOURCE}.0.gate_proj.weight of the same",
+            {"1.up_proj.weight": fp8(np.zeros((128, 128), np.uint8))},
+            "is F8_E4M3, but it has no scale",
         ),
     ],
 )
@@ -269,11 +272,13 @@ def test_scale_without_its_weight(tmp_path: Path, tensors: dict[str, Tensor]) ->
     [
         ({"gate_up_proj_bias": ONE}, "gate_up_proj_bias: experts with biases are not supported"),
         ({"down_proj_blocks": ONE, "down_proj_scales": ONE}, "gpt-oss is not supported yet"),
-        ({"gate_up_proj.input_scale": ONE}, "static activation scales"),
+        ({"gate_up_proj.input_scale": ONE}, "experts.gate_up_proj is BF16 and needs none"),
         ({"w13_weight": ONE}, "experts.w13_weight (F32 [1]) is not a known way"),
         ({"gate_up_proj.weight": ONE}, "are the same weight under two names"),
-        ({"gate_up_proj": np.zeros((4, 256, 128), np.uint8)}, "gate_up_proj has dtype U8"),
-        ({"down_proj": np.zeros((4, 128, 128), np.float16)}, "down_proj is fp16, but"),
+        (
+            {"gate_up_proj": np.zeros((4, 256, 128), np.uint8)},
+            "is U8, but it has no scale",
+        ),
     ],
 )
 def test_unsupported_among_fused(tmp_path: Path, change: dict[str, Tensor], reason: str) -> None:
@@ -295,6 +300,16 @@ def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="gpt-oss is not supported yet") as caught:
             opened(tmp_path, tensors, model_type=model_type)
         assert "No version of gpt-oss can be converted" in str(caught.value.hint)
+
+
+def test_matrices_may_differ_in_encoding(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    for expert in (0, 2):
+        name = f"{SOURCE}.{expert}.down_proj.weight"
+        tensors[name] = np.zeros(raw(tensors[name]).shape, np.float16)
+    [found] = opened(tmp_path, tensors).layers
+    assert found.encoding == "bf16+fp16"
+    elements = [expert["down"].element.name for expert in found.experts]
+    assert elements == ["F16", "BF16", "F16", "BF16"]
 
 
 def test_layers_may_differ_in_encoding(tmp_path: Path) -> None:

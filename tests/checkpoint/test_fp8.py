@@ -194,16 +194,19 @@ def test_e8m0_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scales", "changes", "reason"),
     [
-        (np.ones((1, 2), np.float32), {}, "has shape [1, 2], expected [2, 2]: one scale per 64"),
-        (np.ones((), np.float32), {}, "has shape [], expected [2, 2]"),
-        (np.ones((2, 2), np.float16), {}, "has dtype F16"),
-        (Raw("F8_E4M3", (2, 2), b"0000"), {}, "has dtype F8_E4M3"),
-        (None, {}, "up_proj.weight is F8_E4M3, but its block scales weight_scale_inv are missing"),
-        (np.ones((2, 2), np.float32), {"quantization_config": {}}, "no quantization_config.weight"),
+        (
+            np.ones((1, 2), np.float32),
+            {},
+            "has shape [1, 2], which fits no way to scale",
+        ),
+        (np.ones((2, 2), np.float64), {}, "weight_scale_inv is F64, which is not supported"),
+        (Raw("F8_E4M3", (2, 2), b"0000"), {}, "weight_scale_inv is F8_E4M3, which is not"),
+        (None, {}, "up_proj.weight is F8_E4M3, but it has no scale (weight_scale_inv or"),
+        (np.ones((2, 2), np.float32), {"quantization_config": {}}, "has shape [2, 2], which fits"),
         (
             np.ones((2, 2), np.float32),
             {"quantization_config": {"weight_block_size": [128, 128]}},
-            "0.gate_proj.weight_scale_inv has shape [2, 2], expected [1, 1]",
+            "0.gate_proj.weight_scale_inv has shape [2, 2], which fits no way to scale",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.encoded import awq_words, e2m1, pairs, stream
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -14,13 +15,6 @@ from ktconv import native
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 ROWS, COLS = 64, 256
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 rows a word's nibbles hold, lowest first
-
-
-def pairs(nibbles: U8) -> U8:
-    """Even columns in the low nibbles of bytes."""
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
 
 
 def words(nibbles: U8) -> NDArray[np.uint32]:
@@ -30,23 +24,27 @@ def words(nibbles: U8) -> NDArray[np.uint32]:
     return np.bitwise_or.reduce(grouped, axis=2)
 
 
-def awq_words(nibbles: U8) -> NDArray[np.uint32]:
-    """Eight rows per word, in AWQ's order."""
-    ordered = nibbles.reshape(-1, 8, nibbles.shape[1])[:, AWQ_ORDER]
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
-    return np.bitwise_or.reduce(ordered.astype(np.uint32) << shifts, axis=1)
+def units_of(bits: int, words_per_unit: int) -> Callable[[U8], Any]:
+    def store(numbers: U8) -> Any:
+        return stream(numbers, bits).view(f"V{4 * words_per_unit}")
+
+    return store
 
 
-def e2m1(nibbles: U8) -> F32:
-    values: F32 = np.where(nibbles & 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
-    return values
+def unsigned(numbers: U8) -> F32:
+    return numbers.astype(np.float32)
 
 
-# dtype -> how nibbles [rows, cols] are stored, and what they mean.
-PACKED: dict[str, tuple[Callable[[U8], Any], Callable[[U8], F32]]] = {
-    "F4_E2M1": (pairs, e2m1),
-    "U4": (words, lambda nibbles: nibbles.astype(np.float32)),
-    "U4_AWQ": (awq_words, lambda nibbles: nibbles.astype(np.float32)),
+# dtype -> bits, how numbers [rows, cols] are stored, and what they mean.
+PACKED: dict[str, tuple[int, Callable[[U8], Any], Callable[[U8], F32]]] = {
+    "F4_E2M1": (4, pairs, e2m1),
+    "I8": (8, lambda numbers: numbers, lambda numbers: numbers.view(np.int8).astype(np.float32)),
+    "U4": (4, words, unsigned),
+    "U4_AWQ": (4, awq_words, unsigned),
+    **{
+        f"U{bits}": (bits, units_of(bits, count), unsigned)
+        for bits, count in ((2, 1), (3, 3), (5, 5), (6, 3), (7, 7), (8, 1))
+    },
 }
 
 
@@ -55,8 +53,8 @@ def packed_source(
 ) -> tuple[native.Matrix, F32]:
     """A matrix with one scale per row and 32 columns, and the values that it stands for."""
     rng = np.random.default_rng(len(dtype) + 2 * transposed + 4 * zeros)
-    nibbles = rng.integers(0, 16, (ROWS, COLS), np.uint8)
-    store, mean = PACKED[dtype]
+    bits, store, mean = PACKED[dtype]
+    nibbles = rng.integers(0, 1 << bits, (ROWS, COLS), np.uint8)
     units = store(nibbles)
     strides = (units.shape[1], 1)
     if transposed:
@@ -71,8 +69,8 @@ def packed_source(
         values = values - zero[:, groups]
     values = values * scale[:, groups]
     if rounded:
-        bits = values.view(np.uint32)
-        values = ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+        raw = values.view(np.uint32)
+        values = ((raw + 0x7FFF + (raw >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
     matrix = native.Matrix(
         np.ascontiguousarray(units).reshape(-1).view(np.uint8),
         dtype,

@@ -441,7 +441,7 @@ def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: P
     plan = prepare(asked).plan
     layer = plan.layers[0].layer
     unit = replace(plan.layers[0], layer=replace(layer, encoding="fp8-block"))
-    with pytest.raises(CheckpointError, match="layer 0 are FP8"):
+    with pytest.raises(CheckpointError, match="layer 0 are fp8-block"):
         Gptq.check(asked, replace(plan, layers=[unit]))
 
 

@@ -424,7 +424,7 @@ def test_source_tensors_of_every_encoding(tmp_path: Path) -> None:
     assert np.array_equal(source.matrix(tensor("half")).values(), half.astype(np.float32))
     assert np.array_equal(source.vector(tensor("single")), single)
     for name in ("alone", "integers"):
-        with pytest.raises(Exception, match=f"{name} is "):
+        with pytest.raises(Exception, match=f"{name} (is|has dtype) "):
             source.matrix(tensor(name))
     assert source.find(["nothing"]) is None
     assert [matrix.rows for matrix in source.expert(open_checkpoint(model).layers[0], 0)] == [

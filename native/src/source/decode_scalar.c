@@ -1,6 +1,7 @@
 /* The reference decoders: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
 #include "../quantize/rounding.h"
+#include "../simd/target.h"
 #include "decode.h"
 
 /* `yes` where the condition is 1, `no` where it is 0. */
@@ -33,6 +34,8 @@ static inline float widen_e4m3(const uint8_t *at) {
   const uint32_t finite = select(magnitude < 0x08u, subnormal, normal);
   return kt_float(sign | select(magnitude == 0x7fu, 0x7fc00000u, finite));
 }
+
+static inline float widen_i8(const uint8_t *at) { return (float)(int8_t)*at; }
 
 static inline float widen_f32(const uint8_t *at) {
   float value;
@@ -117,6 +120,7 @@ DECODE_ELEMENTS(bf16, 2)
 DECODE_ELEMENTS(f16, 2)
 DECODE_ELEMENTS(f32, 4)
 DECODE_ELEMENTS(e4m3, 1)
+DECODE_ELEMENTS(i8, 1)
 
 /* ---- Several columns of a row per unit ------------------------------------ */
 
@@ -142,13 +146,12 @@ static void widen_e2m1_pair(const uint8_t *unit, float *columns) {
   columns[1] = widen_e2m1(*unit >> 4);
 }
 
-/* Nibble i of a little-endian word. */
-static inline float widen_u4(const uint8_t *word, int64_t i) {
-  return (float)(word[i / 2] >> (i % 2 * 4) & 15);
-}
-
-static void widen_u4_word(const uint8_t *unit, float *columns) {
-  for (int i = 0; i < 8; i++) columns[i] = widen_u4(unit, i);
+/* Number i of a little-endian stream of `bits` each. Bytes behind the number are not read. */
+KT_INLINE float widen_stream(const uint8_t *from, int bits, int i) {
+  const int at = i * bits, shift = at % 8;
+  uint32_t two = from[at / 8];
+  if (shift + bits > 8) two |= (uint32_t)from[at / 8 + 1] << 8;
+  return (float)(two >> shift & ((1u << bits) - 1));
 }
 
 void kt_decode_e2m1_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
@@ -156,21 +159,33 @@ void kt_decode_e2m1_scalar(const kt_matrix *m, int64_t row, int64_t count, float
   decode_units(m, row, count, out, stride, widen_e2m1_pair);
 }
 
-void kt_decode_u4_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
-                         int64_t stride) {
-  decode_units(m, row, count, out, stride, widen_u4_word);
-}
+#define DECODE_STREAM(bits, columns_per_unit)                                                      \
+  static void widen_u##bits(const uint8_t *unit, float *columns) {                                 \
+    for (int i = 0; i < (columns_per_unit); i++) columns[i] = widen_stream(unit, bits, i);         \
+  }                                                                                                \
+  void kt_decode_u##bits##_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,      \
+                                  int64_t stride) {                                                \
+    decode_units(m, row, count, out, stride, widen_u##bits);                                       \
+  }
+
+DECODE_STREAM(2, 16)
+DECODE_STREAM(3, 32)
+DECODE_STREAM(4, 8)
+DECODE_STREAM(5, 32)
+DECODE_STREAM(6, 16)
+DECODE_STREAM(7, 32)
+DECODE_STREAM(8, 4)
 
 /* ---- Several rows of a column per unit ------------------------------------ */
 
 void kt_decode_u4_awq_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
                              int64_t stride) {
-  static const uint8_t nibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  static const int nibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   const uint8_t *const from = m->data;
   for (int64_t k = 0; k < m->cols; k++)
     for (int64_t n = row; n < row + count; n++) {
       const uint8_t *const word = from + (n / 8 * m->row_stride + k * m->col_stride) * 4;
-      out[(n - row) * stride + k] = widen_u4(word, nibble[n % 8]);
+      out[(n - row) * stride + k] = widen_stream(word, 4, nibble[n % 8]);
     }
   for (int64_t r = 0; r < count; r++) finish_row(m, row + r, out + r * stride);
 }

@@ -4,7 +4,9 @@
 static const kt_dtype_traits dtypes[KT_DTYPE_COUNT] = {
     [KT_BF16] = {{2, 1, 1}, 0},    [KT_F16] = {{2, 1, 1}, 0},     [KT_F32] = {{4, 1, 1}, 0},
     [KT_F8_E4M3] = {{1, 1, 1}, 1}, [KT_F4_E2M1] = {{1, 1, 2}, 1}, [KT_U4] = {{4, 1, 8}, 1},
-    [KT_U4_AWQ] = {{4, 8, 1}, 1},
+    [KT_U4_AWQ] = {{4, 8, 1}, 1},  [KT_I8] = {{1, 1, 1}, 1},      [KT_U2] = {{4, 1, 16}, 1},
+    [KT_U3] = {{12, 1, 32}, 1},    [KT_U5] = {{20, 1, 32}, 1},    [KT_U6] = {{12, 1, 16}, 1},
+    [KT_U7] = {{28, 1, 32}, 1},    [KT_U8] = {{4, 1, 4}, 1},
 };
 
 const kt_dtype_traits *kt_dtype_find(int dtype) {

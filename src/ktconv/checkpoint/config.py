@@ -68,6 +68,7 @@ class ModelConfig:
     quant_method: str | None
     fp8_format: str | None  # quantization_config.fmt
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
+    packing: str  # quantization_config's name of how integers are packed, in lower case
 
     def top_k_fault(self, experts: int) -> str | None:
         """A sentence if a token is to go to more experts than the `experts` of a layer."""
@@ -138,6 +139,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
         quant_method=quantization.get("quant_method"),
         fp8_format=quantization.get("fmt"),
         block_size=_block_size(quantization),
+        packing=_packing(quantization),
     )
     experts = config.num_experts.value if config.num_experts else 0
     if experts and (fault := config.top_k_fault(experts)):
@@ -246,6 +248,15 @@ def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         if not isinstance(quantization.get(key), (str, type(None))):
             raise wrong_value(f"quantization_config.{key}", quantization[key], "a name")
     return quantization
+
+
+def _packing(quantization: Mapping[str, Any]) -> str:
+    """GPTQ's checkpoint_format, AutoRound's packing_format, AWQ's version; "gptq" if none is
+    there, as in files from before there was a second."""
+    for key in ("checkpoint_format", "packing_format", "version"):
+        if isinstance(quantization.get(key), str):
+            return str(quantization[key]).lower()
+    return "gptq"
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:

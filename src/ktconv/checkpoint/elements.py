@@ -8,12 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Element:
     """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
-    matrix [out, in]."""
+    matrix [out, in], and how many `items` of the tensor's dtype those bytes are."""
 
     name: str  # of the decoder in the C library
     unit_bytes: int
     unit_rows: int = 1
     unit_cols: int = 1
+    items: int = 1
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix of whole units."""
@@ -25,6 +26,13 @@ F16 = Element("F16", 2)
 F32 = Element("F32", 4)
 F8_E4M3 = Element("F8_E4M3", 1)
 F4_E2M1 = Element("F4_E2M1", 1, unit_cols=2)
-U4 = Element("U4", 4, unit_cols=8)
+I8 = Element("I8", 1)
 U4_AWQ = Element("U4_AWQ", 4, unit_rows=8)
-ELEMENTS = (BF16, F16, F32, F8_E4M3, F4_E2M1, U4, U4_AWQ)
+# Unsigned numbers of so many bits in 32-bit words, from the lowest bits on; those of widths that
+# do not divide 32 continue in the next word.
+STREAMS = {
+    bits: Element(f"U{bits}", 4 * words, unit_cols=32 * words // bits, items=words)
+    for bits, words in ((2, 1), (3, 3), (4, 1), (5, 5), (6, 3), (7, 7), (8, 1))
+}
+U4 = STREAMS[4]
+ELEMENTS = (BF16, F16, F32, F8_E4M3, F4_E2M1, I8, U4_AWQ, *STREAMS.values())

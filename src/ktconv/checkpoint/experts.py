@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
-from ktconv.checkpoint.encodings import choose_encoding
+from ktconv.checkpoint.encodings import candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import Encoding, Parts
-from ktconv.checkpoint.fused import StoredWeight, fused_layout, fused_parts
+from ktconv.checkpoint.fused import fused_layout, fused_parts
 from ktconv.checkpoint.stacks import Stack
-from ktconv.checkpoint.types import ExpertMatrix, MoELayer, Quantization, TensorRef
+from ktconv.checkpoint.types import ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
@@ -25,11 +25,12 @@ _CONTRADICTION = "Check that config.json and the weights belong to one checkpoin
 
 # Expert id -> projection -> part name -> tensor.
 _Found = dict[int, dict[Projection, dict[str, TensorRef]]]
+_Views = tuple[StoredView, StoredView]  # of a weight stored [out, in], and stored [in, out]
 # Number of experts, and by expert id the parts and the views of its projections.
 _Contents = tuple[
     int,
     Callable[[int], Mapping[Projection, Parts]],
-    Callable[[int], Mapping[Projection, StoredView]],
+    Callable[[int], Mapping[Projection, _Views]],
 ]
 
 
@@ -41,7 +42,7 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
     """
     numbered = any(rest[0].isdecimal() for rest in stack.tensors if rest)
     count, parts, views = (_numbered if numbered else _fused)(stack, config)
-    encodings = _EncodingOfLayer(config)
+    encodings = _EncodingsOfLayer(config)
     experts = []
     for expert in range(count):
         of, where = parts(expert), views(expert)
@@ -55,7 +56,11 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
 def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
     found = _group_by_expert(stack)
     _check_complete(stack, found, config.num_experts)
-    views = _plain_views(stack, found, config)
+    inner, hidden = _sizes(found[0], config)
+    shapes: Mapping[Projection, tuple[int, int]] = {
+        "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)
+    }  # fmt: skip
+    views = {projection: _whole_views(*shape) for projection, shape in shapes.items()}
     return len(found), found.__getitem__, lambda expert: views
 
 
@@ -118,43 +123,36 @@ def _spelling(stack: Stack) -> Matrices:
     return next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
 
 
-def _plain_views(
-    stack: Stack, found: _Found, config: ModelConfig
-) -> Mapping[Projection, StoredView]:
-    """Views of [I, H] gate and up and [H, I] down; sizes from the config, else expert 0."""
-    parts = found[0]["gate"]
-    encoding = choose_encoding(parts)
-    weight = parts[encoding.primary]
-    # A weight that is not 2-D will be refused by name for its shape.
-    shape = encoding.sizes(weight, encoding.transposed) if len(weight.shape) == 2 else (0, 0)
-    outputs, inputs = reversed(shape) if encoding.transposed else shape
-    inner = config.intermediate_size.value if config.intermediate_size else outputs
-    hidden = config.hidden_size.value if config.hidden_size else inputs
+def _sizes(expert: Mapping[Projection, Parts], config: ModelConfig) -> tuple[int, int]:
+    """Intermediate and hidden size: from the config, else the outputs of gate and of down, which
+    no packing along the inputs hides."""
 
-    def view(rows: int, cols: int) -> StoredView:
-        if encoding.transposed:
-            return StoredView(cols, rows, rows, cols, transposed=True)
-        return StoredView(rows, cols, rows, cols)
+    def outputs(projection: Projection) -> int:
+        # A weight that is not 2-D will be refused by name for its shape.
+        possible = candidates(expert[projection])
+        return next(filter(None, (one.encoding.outputs(one.roles) for one in possible)), 0)
 
-    return {"gate": view(inner, hidden), "up": view(inner, hidden), "down": view(hidden, inner)}
+    inner = config.intermediate_size.value if config.intermediate_size else outputs("gate")
+    return inner, config.hidden_size.value if config.hidden_size else outputs("down")
+
+
+def _whole_views(rows: int, cols: int) -> _Views:
+    return StoredView(rows, cols, rows, cols), StoredView(cols, rows, rows, cols, transposed=True)
 
 
 def _fused(stack: Stack, config: ModelConfig) -> _Contents:
     gate_up, down = fused_parts(stack)
-    weight = _stored(gate_up)
-    layout, name = fused_layout(weight, _stored(down), config), weight.tensor.name
+    layout = fused_layout(candidates(gate_up), candidates(down), config)
+    name = layout.gate_up
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
     parts: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
-    return layout.experts, lambda expert: parts, layout.views
 
+    def views(expert: int) -> Mapping[Projection, _Views]:
+        return {proj: (view, view) for proj, view in layout.views(expert).items()}
 
-def _stored(parts: Parts) -> StoredWeight:
-    """The primary tensor of a fused weight; packed weights are rejected first, because their
-    shapes mislead."""
-    encoding = choose_encoding(parts)
-    return StoredWeight(parts[encoding.primary], encoding)
+    return layout.experts, lambda expert: parts, views
 
 
 def _check_size(name: str, what: str, found: int, setting: Setting | None) -> None:
@@ -165,38 +163,39 @@ def _check_size(name: str, what: str, found: int, setting: Setting | None) -> No
         )
 
 
-class _EncodingOfLayer:
-    """Makes the matrices of one layer and checks that all have one encoding."""
+class _EncodingsOfLayer:
+    """Makes the matrices of one layer; every weight may have an encoding of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._first: tuple[Encoding, TensorRef] | None = None
+        self._seen: dict[str, None] = {}
 
     @property
     def name(self) -> str:
-        assert self._first is not None, "a layer has at least one expert"
-        return self._first[0].name
+        return "+".join(self._seen)
 
-    def matrix(self, parts: Parts, view: StoredView) -> ExpertMatrix:
-        encoding = choose_encoding(parts)
-        weight = parts[encoding.primary]
-        if self._first is None:
-            self._first = (encoding, weight)
-            if encoding.check is not None:
-                encoding.check(weight, self._config)
-        elif encoding is not self._first[0]:
-            raise CheckpointError(
-                f"{weight.name} is {encoding.name}, but {self._first[1].name} of the same layer "
-                f"is {self._first[0].name}",
-                "All experts of a layer must have one encoding.",
-            )
-        expected = view.shape(encoding.element)
-        if weight.shape != expected:
-            raise self._wrong_shape(weight, expected)
-        quantization: Quantization | None = None
-        if encoding.quantization is not None:
-            quantization = encoding.quantization(parts, view, self._config)
-        return view.matrix(weight, encoding.element, quantization)
+    def matrix(self, parts: Parts, views: _Views) -> ExpertMatrix:
+        encoding, matrix = stored_matrix(
+            parts, lambda one: views[one.transposed], self._config, self._wrong_shape
+        )
+        if encoding.name not in self._seen:
+            self._check_declared(encoding, matrix.tensor)
+            self._seen[encoding.name] = None
+        return matrix
+
+    def _check_declared(self, encoding: Encoding, weight: TensorRef) -> None:
+        """CheckpointError if quantization_config says that `weight` is something else."""
+        declared = {
+            "quant_method": (self._config.quant_method, encoding.methods),
+            "fmt": (self._config.fp8_format, encoding.formats),
+        }
+        for key, (value, expected) in declared.items():
+            if value and expected and not any(word in value.lower() for word in expected):
+                raise CheckpointError(
+                    f"{weight.name} is {weight.dtype} ({encoding.name}), but "
+                    f"quantization_config.{key} in config.json is {value!r:.80}",
+                    _CONTRADICTION,
+                )
 
     def _wrong_shape(self, weight: TensorRef, expected: tuple[int, ...]) -> CheckpointError:
         known = [

@@ -17,10 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import gpt_oss_refusal
-from ktconv.checkpoint.encodings.base import Encoding
+from ktconv.checkpoint.encodings import Candidate
+from ktconv.checkpoint.encodings.refusals import gpt_oss_refusal
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
@@ -34,6 +35,7 @@ from ktconv.families.table import one_of
 class FusedLayout:
     """Sizes and layout of a layer's two fused tensors."""
 
+    gate_up: str  # the name of that tensor
     experts: int
     hidden: int
     intermediate: int
@@ -118,32 +120,25 @@ def _part_name(separator: str | None, rest: str | None) -> str:
     return rest
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """The primary tensor of a fused weight, and how it is stored."""
-
-    tensor: TensorRef
-    encoding: Encoding
-
-    @property
-    def text(self) -> str:
-        return f"{self.tensor.name} {list(self.tensor.shape)}"
-
-
-def fused_layout(gate_up: StoredWeight, down: StoredWeight, config: ModelConfig) -> FusedLayout:
+def fused_layout(
+    gate_ups: Sequence[Candidate], downs: Sequence[Candidate], config: ModelConfig
+) -> FusedLayout:
     """Decide the layout from both shapes; raises CheckpointError if they fit none."""
-    shapes = [gate_up.tensor.shape, down.tensor.shape]
-    if all(len(shape) == 3 and min(shape) > 0 for shape in shapes) and shapes[0][0] == shapes[1][0]:
+    for gate_up, down in product(gate_ups, downs):
+        shapes = [gate_up.weight.shape, down.weight.shape]
+        if any(len(shape) != 3 or min(shape) == 0 for shape in shapes):
+            continue
         for transposed in (False, True):
-            experts, *wide = gate_up.encoding.sizes(gate_up.tensor, transposed)
-            _, *narrow = down.encoding.sizes(down.tensor, transposed)
+            experts, *wide = gate_up.encoding.sizes(gate_up.weight, transposed)
+            same, *narrow = down.encoding.sizes(down.weight, transposed)
             if transposed:
                 wide, narrow = wide[::-1], narrow[::-1]
-            hidden, intermediate = narrow
-            if wide == [2 * intermediate, hidden]:
-                return FusedLayout(experts, hidden, intermediate, transposed)
+            hidden, inner = narrow
+            if experts == same and wide == [2 * inner, hidden]:
+                return FusedLayout(gate_up.weight.name, experts, hidden, inner, transposed)
+    found = (f"{one.weight.name} {list(one.weight.shape)}" for one in (gate_ups[0], downs[0]))
     raise CheckpointError(
-        f"{gate_up.text} and {down.text} fit neither "
+        f"{' and '.join(found)} fit neither "
         f"{_expected(config, transposed=False)} nor {_expected(config, transposed=True)}",
         "Check that the tensors and config.json belong to one checkpoint.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings import gpt_oss_refusal
+from ktconv.checkpoint.encodings.refusals import gpt_oss_refusal
 from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.stacks import Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer

@@ -74,7 +74,7 @@ class Quantization:
     element's block, or of its row's block and its column's group."""
 
     scale: BlockGrid
-    zero_point: BlockGrid | None = None  # blocks as `scale`
+    zero_point: BlockGrid | int | None = None  # blocks as `scale`; int: the same everywhere
     groups: GroupIndex | None = None
 
 
@@ -123,8 +123,21 @@ class MoELayer:
     is_mtp: bool
     hidden_size: int
     intermediate_size: int
-    encoding: str  # a name of checkpoint.encodings: bf16, fp16, fp32, fp8-block
+    encoding: str  # a name of checkpoint.encodings, or several, joined by "+"
     experts: Sequence[Mapping[Projection, ExpertMatrix]]  # by expert id
+
+    @property
+    def encodings(self) -> Sequence[str]:
+        return self.encoding.split("+")
+
+    @property
+    def kinds(self) -> Sequence[ExpertMatrix]:
+        """Matrices of the layer: one at least of every shape and encoding."""
+        if len(self.encodings) == 1:
+            return list(self.experts[0].values())
+        matrices = (matrix for expert in self.experts for matrix in expert.values())
+        known = {(one.rows, one.cols, one.element, one.col_stride == 1): one for one in matrices}
+        return list(known.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,14 @@ class StoredView:
     transposed: bool = False
 
     def shape(self, element: Element) -> tuple[int, ...]:
-        """The shape that the stored tensor must have, in units."""
+        """The shape that the stored tensor must have."""
         rows, cols = self._unit(element)
-        matrix = (self.stored_rows // rows, self.stored_cols // cols)
-        return matrix if self.experts is None else (self.experts, *matrix)
+        height, width = -(-self.stored_rows // rows), -(-self.stored_cols // cols)
+        if self.transposed:
+            height *= element.items
+        else:
+            width *= element.items
+        return (height, width) if self.experts is None else (self.experts, height, width)
 
     def matrix(
         self, tensor: TensorRef, element: Element, quantization: Quantization | None

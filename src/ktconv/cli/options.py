@@ -138,7 +138,7 @@ def preflight_facts(
         "experts_left_out": sum(unit.omitted for unit in preflight.units),
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
-        "encodings": sorted({layer.encoding for layer in chosen}),
+        "encodings": sorted({one for layer in chosen for one in layer.encodings}),
         "source_bytes": sum(unit.source_bytes for unit in units),
         "output_bytes": sum(unit.output_bytes for unit in units),
         "files": sum(len(unit.shard_counts) for unit in units),

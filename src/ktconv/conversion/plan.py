@@ -16,7 +16,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.families.names import mtp_prefix
-from ktconv.reading.matrices import expert_bytes
+from ktconv.reading.matrices import experts_bytes
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
@@ -205,7 +205,7 @@ def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELaye
 
 def _layer_content(layer: MoELayer, chosen: Sequence[int] | None) -> LayerContent:
     experts = range(len(layer.experts)) if chosen is None else chosen
-    return LayerContent(layer, experts, expert_bytes(layer) * len(experts))
+    return LayerContent(layer, experts, experts_bytes(layer, experts))
 
 
 def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], list[str]]:

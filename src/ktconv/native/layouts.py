@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +48,8 @@ class Layout:
     scale_dtype: str = "f32"
 
     def c(self) -> Any:
-        return ffi.new(
-            "kt_layout *",
-            (FORMATS[self.format], self.group, SCALE_DTYPES[self.scale_dtype]),
-        )
+        """struct kt_layout; the same one at every call, not to be changed."""
+        return _struct(self)
 
     @property
     def traits(self) -> Traits:
@@ -60,11 +58,11 @@ class Layout:
 
     def weight_size(self, rows: int, cols: int) -> int:
         """Bytes of packed codes; 0 for a shape that the layout does not allow."""
-        return int(lib.kt_packed_size(self.c(), rows, cols))
+        return _packed_size(self, rows, cols)
 
     def scale_size(self, rows: int, cols: int) -> int:
         """Bytes of packed scales; 0 also where the layout has none."""
-        return int(lib.kt_scale_size(self.c(), rows, cols))
+        return _scale_size(self, rows, cols)
 
     def multiplies(self, rows: int, cols: int) -> bool:
         """Whether the kernels multiply with matrices of this shape."""
@@ -98,7 +96,7 @@ class Layout:
 
     @property
     def scale_array(self) -> np.dtype[Any]:
-        return np.dtype(_SCALE_ARRAYS.get(self.traits.scale_size, np.uint8))
+        return _scale_dtype(self.traits.scale_size)
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         if not self.group:
@@ -112,6 +110,30 @@ class Layout:
             return (rows,)
         shape = rows // _STRIP, cols // self.group
         return shape if self.traits.scale_rows > 1 else (*shape, _STRIP)
+
+
+# What follows from a layout is asked at every call of a packer, which may take 100 us itself.
+
+
+@cache
+def _struct(layout: Layout) -> Any:
+    values = FORMATS[layout.format], layout.group, SCALE_DTYPES[layout.scale_dtype]
+    return ffi.new("kt_layout *", values)
+
+
+@lru_cache(1000)
+def _packed_size(layout: Layout, rows: int, cols: int) -> int:
+    return int(lib.kt_packed_size(layout.c(), rows, cols))
+
+
+@lru_cache(1000)
+def _scale_size(layout: Layout, rows: int, cols: int) -> int:
+    return int(lib.kt_scale_size(layout.c(), rows, cols))
+
+
+@cache
+def _scale_dtype(size: int) -> np.dtype[Any]:
+    return np.dtype(_SCALE_ARRAYS.get(size, np.uint8))
 
 
 @cache

@@ -10,15 +10,11 @@ import numpy as np
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, check, expect_rows
 
-DTYPES: dict[str, int] = {
-    "BF16": lib.KT_BF16,
-    "F16": lib.KT_F16,
-    "F32": lib.KT_F32,
-    "F8_E4M3": lib.KT_F8_E4M3,
-    "F4_E2M1": lib.KT_F4_E2M1,
-    "U4": lib.KT_U4,
-    "U4_AWQ": lib.KT_U4_AWQ,
-}
+_DTYPES = (
+    "BF16", "F16", "F32", "F8_E4M3", "F4_E2M1", "I8", "U4_AWQ",
+    "U2", "U3", "U4", "U5", "U6", "U7", "U8",
+)  # fmt: skip
+DTYPES: dict[str, int] = {name: getattr(lib, f"KT_{name}") for name in _DTYPES}
 
 
 @cache

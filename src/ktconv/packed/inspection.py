@@ -50,7 +50,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "experts": sorted({len(layer.experts) for layer in layers}),
         "hidden_size": sorted({layer.hidden_size for layer in layers}),
         "intermediate_size": sorted({layer.intermediate_size for layer in layers}),
-        "encodings": sorted({layer.encoding for layer in layers}),
+        "encodings": sorted({one for layer in layers for one in layer.encodings}),
         "experts_found_as": sorted({re.sub(r"[0-9]+", "N", layer.source) for layer in layers}),
         "other_tensors": len(checkpoint.other_tensors),
         "other_bytes": sum(tensor.nbytes for tensor in checkpoint.other_tensors),

@@ -25,12 +25,11 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     source, packed, cols = 0, 0, 1
     seen = set()
     for layer in layers:
-        strided = layer.experts[0]["gate"].col_stride != 1
-        key = (layer.encoding, layer.hidden_size, layer.intermediate_size, strided)
-        if key in seen:
-            continue
-        seen.add(key)
-        for matrix in layer.experts[0].values():
+        for matrix in layer.kinds:
+            key = (matrix.element, matrix.rows, matrix.cols, matrix.col_stride == 1)
+            if key in seen:
+                continue
+            seen.add(key)
             rows = min(chunk_rows(matrix), matrix.rows)
             source = max(source, matrix.nbytes(rows))
             packed = max(packed, fmt.layout.weight_size(rows, matrix.cols))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix
+from ktconv.checkpoint.others import OtherWeight
 from ktconv.conversion.run import BaseRequest
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, write_tensor
@@ -45,31 +45,31 @@ class Preflight(AnyPreflight[PackQuantizedTarget]):
 
 @dataclass(frozen=True, slots=True)
 class DecodedCopy:
-    """A block-quantized non-expert matrix, written as bf16."""
+    """A quantized non-expert matrix, written as bf16."""
 
     reader: SourceReader
-    matrix: ExpertMatrix
+    weight: OtherWeight
     name: str
     verify: bool  # read back what was written
 
     @property
     def source_bytes(self) -> int:
-        return self.matrix.tensor.nbytes
+        return self.weight.matrix.tensor.nbytes
 
     def spans(self) -> Sequence[Span]:
-        return [span_of(self.matrix)]
+        return [span_of(self.weight.matrix)]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
-        decoded = decoded_rows(self.reader, self.matrix, buffers, advance)
+        decoded = decoded_rows(self.reader, self.weight.matrix, buffers, advance)
         pieces = (rows.view(np.uint8).reshape(-1) for _, rows in decoded)
         record = write_tensor(self.name, pieces, staging, self.verify)
-        return {self.name: record | {"decoded_from": "fp8-block"}}
+        return {self.name: record | {"decoded_from": self.weight.encoding}}
 
 
 def buffer_sizes(plan: Plan) -> BufferSizes:
     """What a worker needs to read any matrix."""
-    matrices = [m for layer in plan.moe_layers for m in layer.experts[0].values()]
-    matrices += plan.target.decoded.values()
+    matrices = [m for layer in plan.moe_layers for m in layer.kinds]
+    matrices += [weight.matrix for weight in plan.target.decoded.values()]
     return BufferSizes(max((source_buffer(matrix).source for matrix in matrices), default=0))
 
 

@@ -119,5 +119,5 @@ def _reads_experts_one_by_one(model_type: str) -> bool:
 
 def _per_thread(plan: Plan) -> int:
     """Bytes that a worker needs."""
-    matrices = [matrix for layer in plan.moe_layers for matrix in layer.experts[0].values()]
+    matrices = [matrix for layer in plan.moe_layers for matrix in layer.kinds]
     return buffer_sizes(plan).nbytes + BYTES_PER_ELEMENT * max(m.rows * m.cols for m in matrices)

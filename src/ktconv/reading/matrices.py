@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -54,9 +54,12 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
     return max(1, target // matrix.nbytes(ROWS_STEP)) * ROWS_STEP
 
 
-def expert_bytes(layer: MoELayer) -> int:
-    """Bytes of an expert in the source: all of a layer have equal shapes and encodings."""
-    return sum(map(source_bytes, layer.experts[0].values()))
+def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
+    """Bytes of some of a layer's experts in the source, None: of all."""
+    chosen = range(len(layer.experts)) if experts is None else experts
+    if len(layer.encodings) == 1:  # so all have as many
+        return sum(map(source_bytes, layer.experts[0].values())) * len(chosen)
+    return sum(source_bytes(matrix) for one in chosen for matrix in layer.experts[one].values())
 
 
 def source_bytes(matrix: ExpertMatrix) -> int:
@@ -65,7 +68,8 @@ def source_bytes(matrix: ExpertMatrix) -> int:
     if found is None:
         return total
     for grid in (found.scale, found.zero_point):
-        total += grid_nbytes(grid, matrix.rows, matrix.cols) if grid is not None else 0
+        if isinstance(grid, BlockGrid):
+            total += grid_nbytes(grid, matrix.rows, matrix.cols)
     total += 4 * matrix.cols if found.groups is not None else 0
     return total + (4 if found.scale.outer is not None else 0)
 
@@ -94,7 +98,9 @@ class MatrixReader:
             return None
         scale = load_block_scale(found.scale, rows, cols, self._grid(found.scale))
         zero_point = groups = None
-        if found.zero_point is not None:
+        if isinstance(found.zero_point, int):
+            zero_point = np.full_like(scale, found.zero_point)
+        elif found.zero_point is not None:
             zero_point = load_grid(found.zero_point, rows, cols, self._grid(found.zero_point))
         if found.groups is not None:
             index = self._bytes(found.groups.tensor, 4 * found.groups.start, 4 * cols)
@@ -160,6 +166,14 @@ class MatrixReader:
             runs, run_length, stride = cols, rows, matrix.col_stride
         start = matrix.start + chunk.start // unit.unit_rows * matrix.row_stride
         size = unit.unit_bytes
+        if matrix.col_stride != 1 and unit.items > 1:
+            # The words of a unit are in rows of their own.
+            size //= unit.items
+            where = Runs(start * size, rows * size, stride * size, runs * unit.items)
+            self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
+            words = np.frombuffer(data, f"V{size}").reshape(runs, unit.items, rows)
+            data[:] = words.swapaxes(1, 2).tobytes()
+            return len(data)
         where = Runs(start * size, run_length * size, stride * size, runs)
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
         return len(data)

@@ -8,10 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
-from ktconv.checkpoint.encodings import ENCODINGS
-from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
-from ktconv.checkpoint.others import other_matrix
-from ktconv.errors import CheckpointError
+from ktconv.checkpoint.others import OtherWeights
 from ktconv.moe.streamed import Piece, Streamed, Streams
 from ktconv.reading.matrices import MatrixReader, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
@@ -23,13 +20,14 @@ class SourceTensors:
     """Reads tensors of a checkpoint by name or expert."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
-        self._others = {tensor.name: tensor for tensor in checkpoint.other_tensors}
+        self._others = OtherWeights(checkpoint)
 
     def find(self, names: Iterable[str]) -> TensorRef | None:
-        """The first of these non-expert tensors that is there."""
-        return next((self._others[name] for name in names if name in self._others), None)
+        """The first of these non-expert weights that is there: its primary tensor, with the shape
+        of the weights."""
+        found = next(filter(None, map(self._others.find, names)), None)
+        return None if found is None else self._others.weight(found)
 
     def expert(self, layer: MoELayer, expert: int) -> Streams:
         """Gate, up and down of one expert."""
@@ -38,21 +36,13 @@ class SourceTensors:
         return gate, up, down
 
     def matrix(self, tensor: TensorRef) -> Streamed:
-        """A non-expert matrix, or a vector as its only row, of an encoding that experts may have.
+        """A non-expert matrix that `find` found, or a vector as its only row.
 
-        Raises CheckpointError for another encoding.
+        Raises CheckpointError for an encoding that experts cannot have.
         """
-        scale = self._others.get(f"{tensor.name}_scale_inv")
-        if (tensor.dtype in FP8_BLOCK.dtypes) != (scale is not None):
-            state = "has" if scale else "lacks"
-            raise CheckpointError(f"{tensor.name} is {tensor.dtype} and {state} block scales")
-        known = any(tensor.dtype in encoding.dtypes for encoding in ENCODINGS)
-        if not known or len(tensor.shape) not in (1, 2):
-            shape = list(tensor.shape)
-            raise CheckpointError(
-                f"{tensor.name} is {tensor.dtype} {shape}, which is not supported"
-            )
-        return self._streamed(other_matrix(self._checkpoint, tensor, scale))
+        parts = self._others.find(tensor.name)
+        assert parts is not None, "find() found it"
+        return self._streamed(self._others.matrix(parts).matrix)
 
     def vector(self, tensor: TensorRef) -> F32:
         """A non-expert tensor of one dimension."""

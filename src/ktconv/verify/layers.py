@@ -14,7 +14,7 @@ import numpy as np
 from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.load import activation_of
-from ktconv.reading.matrices import expert_bytes
+from ktconv.reading.matrices import experts_bytes
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Findings, Progression
@@ -61,7 +61,7 @@ class LayersCheck(ABC):
     def _each(self, layers: Sequence[MoELayer], progression: Progression) -> list[Facts]:
         """A row of the report for each layer, with progress by the bytes of its experts."""
         rows = []
-        sizes = {unit_of(layer.index): expert_bytes(layer) * len(layer.experts) for layer in layers}
+        sizes = {unit_of(layer.index): experts_bytes(layer) for layer in layers}
         with progression(sizes) as observer:
             progress = Progress(sizes, observer)
             for layer, (unit, nbytes) in zip(layers, sizes.items(), strict=True):

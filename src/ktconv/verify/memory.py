@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ktconv import native
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
@@ -18,7 +18,7 @@ from ktconv.families.config import text_section
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
-from ktconv.reading.matrices import chunk_rows, expert_bytes
+from ktconv.reading.matrices import chunk_rows, experts_bytes
 from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
@@ -163,7 +163,7 @@ def layers_need(
     inner = max((layer.intermediate_size for layer in layers), default=0)
     at_once = min(tokens, TOKENS_AT_ONCE)
     arrays = at_once * F32 * (_OF_EXPERT_TOKENS * hidden + _OF_MIDDLE * inner)
-    pieces = max((_pieces(layer.experts[0][p]) for layer in layers for p in PROJECTIONS), default=0)
+    pieces = max((_pieces(one) for layer in layers for one in layer.kinds), default=0)
     known = {one for one in geometries if one.format}
     expert = max((_expert_bytes(one) for one in known), default=0)
     return LayerNeed(
@@ -208,7 +208,7 @@ def loading_bytes(checkpoint: Checkpoint) -> int:
     which are there twice while they are stacked. Does not count pages of mapped files, which the
     system can drop."""
     weights = sum(source.nbytes for source in checkpoint.sources)
-    experts = (expert_bytes(layer) * len(layer.experts) for layer in checkpoint.layers)
+    experts = (experts_bytes(layer) for layer in checkpoint.layers)
     return LIBRARIES_MEMORY + weights + max(experts, default=0)
 
 

@@ -1,97 +1,92 @@
-"""The input encodings that can be read: one file each, and a row in `ENCODINGS`."""
+"""The input encodings that can be read: one file each, and a row in `ENCODINGS`.
+
+Which one a weight has is decided for each weight: by the names and dtypes of its tensors, then by
+their shapes. config.json is only asked where both leave a choice, and must not contradict.
+"""
 
 from __future__ import annotations
 
-from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
-from ktconv.checkpoint.encodings.fp8 import FP8_BLOCK
-from ktconv.checkpoint.encodings.fp8 import SCALE as FP8_SCALE
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts, Roles
+from ktconv.checkpoint.encodings.compressed import INT8, PACKED
+from ktconv.checkpoint.encodings.fp4 import MXFP4, MXFP4_PACKED, NVFP4_MODELOPT, NVFP4_PACKED
+from ktconv.checkpoint.encodings.fp8 import FP8
+from ktconv.checkpoint.encodings.gptq import AWQ, GPTQ
+from ktconv.checkpoint.encodings.refusals import unsupported, wrong_scales
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
+from ktconv.checkpoint.types import ExpertMatrix, TensorRef
+from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
-ENCODINGS = (BF16, FP16, FP32, FP8_BLOCK)
-
-_GPT_OSS_HINT = (
-    "No version of gpt-oss can be converted: its experts have biases, which "
-    "the packed formats do not support."
-)
-_SUPPORTED_HINT = (
-    "Supported are expert weights without biases in BF16, FP16, FP32 and FP8-E4M3 with block "
-    "scales (weight_scale_inv); use a version of this model in one of them."
-)
-# What a tensor with (or instead of) a weight shows about its encoding.
-_FOREIGN = {
-    "bias": "expert biases",
-    "qweight": "AWQ or GPTQ packing",
-    "qzeros": "AWQ or GPTQ packing",
-    "g_idx": "GPTQ packing",
-    "scales": "AWQ or GPTQ packing",
-    "weight_packed": "compressed-tensors packing",
-    "weight_shape": "compressed-tensors packing",
-    "weight_zero_point": "asymmetric quantization",
-    "weight_scale": "quantization with weight_scale",
-    "weight_scale_2": "NVFP4",
-    "weight_global_scale": "NVFP4",
-    "input_scale": "static activation scales",
-    "input_global_scale": "static activation scales",
-    "scale": "block scales named .scale (DeepSeek V4)",
-}
+ENCODINGS: tuple[Encoding, ...] = (
+    BF16, FP16, FP32, *FP8, INT8, *PACKED, MXFP4, MXFP4_PACKED, NVFP4_PACKED, NVFP4_MODELOPT, *GPTQ,
+    AWQ,
+)  # fmt: skip
 
 
-def choose_encoding(parts: Parts) -> Encoding:
-    """The encoding of the weight whose tensors are `parts`.
+class Candidate:
+    """An encoding that names and dtypes of a weight's tensors allow, and which tensor is what."""
+
+    __slots__ = ("encoding", "roles")
+
+    def __init__(self, encoding: Encoding, roles: Roles) -> None:
+        self.encoding, self.roles = encoding, roles
+
+    @property
+    def weight(self) -> TensorRef:
+        return self.roles[WEIGHT]
+
+
+def candidates(parts: Parts) -> Sequence[Candidate]:
+    """What the weight whose tensors are `parts` can be, at least one.
 
     Raises CheckpointError that names the unsupported tensor.
     """
-    for encoding in ENCODINGS:
-        if encoding.fits(parts):
-            return encoding
-    raise _unsupported(parts)
+    known = _by_names(ENCODINGS, tuple((part, tensor.dtype) for part, tensor in parts.items()))
+    if not known:
+        raise unsupported(parts, ENCODINGS)
+    return [
+        Candidate(encoding, {role: parts[part] for role, part in roles})
+        for encoding, roles in known
+    ]
 
 
-def gpt_oss_refusal(sign: str) -> CheckpointError:
-    """The error for gpt-oss; `sign` is what identified it."""
-    return CheckpointError(f"{sign}: gpt-oss is not supported yet", _GPT_OSS_HINT)
+@lru_cache(1000)  # there are a hundred thousand weights, of few kinds
+def _by_names(
+    encodings: tuple[Encoding, ...], parts: tuple[tuple[str, str], ...]
+) -> Sequence[tuple[Encoding, Sequence[tuple[str, str]]]]:
+    found = ((encoding, encoding.roles(dict(parts))) for encoding in encodings)
+    return [(encoding, tuple(roles.items())) for encoding, roles in found if roles is not None]
 
 
-def _unsupported(parts: Parts) -> CheckpointError:
-    for part, tensor in parts.items():
-        if part in ("blocks", "weight_blocks"):
-            return gpt_oss_refusal(f"{tensor.name} contains MXFP4 blocks")
-        if part in _FOREIGN:
-            return CheckpointError(
-                f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} is not supported as an input",
-                _SUPPORTED_HINT,
-            )
-    for part, tensor in parts.items():
-        if part not in (WEIGHT, FP8_SCALE):
-            return CheckpointError(
-                f"{tensor.name} ({tensor.dtype}) is not a known companion of an expert weight",
-                _SUPPORTED_HINT,
-            )
-    if WEIGHT not in parts:
-        scale = parts[FP8_SCALE].name
-        return CheckpointError(
-            f"{scale.removesuffix('_scale_inv')} is missing, although {scale} is there",
-            "Download the checkpoint again.",
-        )
-    return _unsupported_weight(parts)
+def stored_matrix(
+    parts: Parts,
+    view_of: Callable[[Encoding], StoredView],
+    config: ModelConfig,
+    wrong_shape: Callable[[TensorRef, tuple[int, ...]], CheckpointError],
+) -> tuple[Encoding, ExpertMatrix]:
+    """A weight's encoding and its matrix, where `view_of` says that it lies.
 
-
-def _unsupported_weight(parts: Parts) -> CheckpointError:
-    weight = parts[WEIGHT]
-    if weight.dtype in FP8_BLOCK.dtypes:
-        return CheckpointError(
-            f"{weight.name} is {weight.dtype}, but its block scales {FP8_SCALE} are missing",
-            "FP8 weights need block scales; a scale per tensor or row is not supported.",
-        )
-    known = any(weight.dtype in encoding.dtypes for encoding in ENCODINGS)
-    if known and FP8_SCALE in parts:
-        return CheckpointError(
-            f"{parts[FP8_SCALE].name} contains block scales, but {weight.name} is "
-            f"{weight.dtype} and needs none",
-            "The checkpoint is inconsistent; download it again.",
-        )
-    return CheckpointError(
-        f"{weight.name} has dtype {weight.dtype}, which is not supported as an input",
-        _SUPPORTED_HINT,
-    )
+    Raises CheckpointError that names the unsupported tensor, or the one whose shape is wrong.
+    """
+    possible = candidates(parts)
+    shaped = []
+    for one in possible:
+        encoding, view = one.encoding, view_of(one.encoding)
+        if one.weight.shape != view.shape(encoding.element):
+            continue
+        shaped.append(one)
+        quantization = None
+        if encoding.quantization is not None:
+            quantization = encoding.quantization(one.roles, view, config)
+            if quantization is None:
+                continue
+        return encoding, view.matrix(one.weight, encoding.element, quantization)
+    if shaped:
+        first = shaped[0]
+        raise wrong_scales(first.encoding, first.roles, view_of(first.encoding), config)
+    encoding = possible[0].encoding
+    raise wrong_shape(possible[0].weight, view_of(encoding).shape(encoding.element))

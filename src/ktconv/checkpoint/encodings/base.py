@@ -12,42 +12,79 @@ from ktconv.checkpoint.views import StoredView
 
 # The tensors of one stored weight by what follows its name: weight, weight_scale_inv, ...
 Parts = Mapping[str, TensorRef]
-WEIGHT = "weight"
+# The same by what they are for: one of the names below.
+Roles = Mapping[str, TensorRef]
+
+WEIGHT = "weight"  # the primary tensor
+SCALE = "scale"
+OUTER = "outer scale"
+ZERO = "zero point"
+GROUPS = "groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A tensor beside the primary one: what it is for, the names that it may have (one of them at
+    a time), and its dtypes."""
+
+    role: str
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """How the numbers of an expert weight are stored.
 
-    A weight has this encoding if its tensor `primary` has one of `dtypes` and its other tensors
-    are `companions`, and possibly some of `optional`. `quantization` finds scales, zero points and
-    groups of a view, and checks them; `check` refuses a config.json that declares another
-    encoding.
+    A weight can have this encoding if its tensor `primary` has one of `dtypes`, the tensors beside
+    it are `companions`, and everything else is `ignored`. It has it if also the shape of the
+    primary tensor is right, and `quantization` finds scales, zero points and groups: the first
+    such row of ENCODINGS counts. `quantization` returns None where the shapes are not those of
+    this encoding. `refusal`, of roles, is the reason why a weight like this cannot be read.
     """
 
     name: str
     dtypes: tuple[str, ...]  # of the primary tensor, as safetensors spells them
-    element: Element  # the stored unit
+    element: Element  # what it consists of
     primary: str = WEIGHT
-    companions: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    transposed: bool = False  # numbered experts are stored [in, out]
-    quantization: Callable[[Parts, StoredView, ModelConfig], Quantization] | None = None
-    check: Callable[[TensorRef, ModelConfig], None] | None = None
+    companions: tuple[Companion, ...] = ()
+    ignored: tuple[str, ...] = ()  # nothing that is computed here depends on them
+    transposed: bool = False  # experts of their own are stored [in, out]
+    quantization: Callable[[Roles, StoredView, ModelConfig], Quantization | None] | None = None
+    methods: tuple[str, ...] = ()  # quant_method of config.json has one of these words; (): any
+    formats: tuple[str, ...] = ()  # so has fmt
 
-    def fits(self, parts: Parts) -> bool:
-        """Whether these are the tensors of a weight so stored."""
-        primary = parts.get(self.primary)
-        if primary is None or primary.dtype not in self.dtypes:
-            return False
-        known = [name for name in self.optional if name in parts]
-        needed = all(name in parts for name in self.companions)
-        return needed and len(parts) == 1 + len(self.companions) + len(known)
+    def roles(self, parts: Mapping[str, str]) -> Mapping[str, str] | None:
+        """The name of each role's tensor; None if tensors of such names and dtypes are not a
+        weight of this encoding. `parts`: dtypes by name."""
+        if parts.get(self.primary) not in self.dtypes:
+            return None
+        found = {WEIGHT: self.primary}
+        for companion in self.companions:
+            names = [name for name in companion.names if name in parts]
+            if not names and companion.optional:
+                continue
+            if len(names) != 1 or parts[names[0]] not in companion.dtypes:
+                return None
+            found[companion.role] = names[0]
+        rest = parts.keys() - found.values() - set(self.ignored)
+        return None if rest else found
+
+    def outputs(self, roles: Roles) -> int:
+        """Rows [out, in] of a weight of an expert of its own; 0 where the tensor is no matrix, or
+        has other outputs than its scales."""
+        weight = roles[WEIGHT]
+        size = weight.shape[1 if self.transposed else 0] if len(weight.shape) == 2 else 0
+        outputs = size * self.element.unit_rows
+        if self.transposed and SCALE in roles and roles[SCALE].shape[-1:] != (outputs,):
+            return 0
+        return outputs
 
     def sizes(self, tensor: TensorRef, transposed: bool) -> tuple[int, ...]:
         """The shape of a primary tensor in elements, as they are stored."""
-        unit = (self.element.unit_rows, self.element.unit_cols)
-        *experts, rows, cols = tensor.shape
+        rows, cols = self.element.unit_rows, self.element.unit_cols
+        *experts, height, width = tensor.shape
         if transposed:
-            unit = unit[1], unit[0]
-        return (*experts, rows * unit[0], cols * unit[1])
+            return (*experts, height // self.element.items * cols, width * rows)
+        return (*experts, height * rows, width // self.element.items * cols)

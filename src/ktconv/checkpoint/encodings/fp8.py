@@ -1,108 +1,83 @@
-"""FP8 E4M3 weights with one scale per block: value = fp8 * weight_scale_inv[block].
+"""FP8 E4M3 weights with scales of any granularity: value = fp8 * scale of its block.
 
-(The name weight_scale_inv comes from DeepSeek; it is the factor to multiply with.)
+Scales have many names; in spite of "inv" in DeepSeek's they are all multiplied. How many inputs
+and outputs share one is in the shape of the scales: one for the tensor, one per output (channel),
+one per output and group of inputs (MXFP8: 32), or a grid of blocks, 128 x 128 if
+config.json says no other size.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import F8_E4M3
-from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
-from ktconv.checkpoint.types import BlockGrid, Quantization, TensorRef
+from ktconv.checkpoint.encodings.base import SCALE, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.shapes import (
+    FLOATS,
+    POWERS,
+    grid_of_groups,
+    grid_with_blocks,
+    outputs_and_inputs,
+)
+from ktconv.checkpoint.types import BlockGrid, Quantization
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
-SCALE = "weight_scale_inv"
-# U8 has the same bits as F8_E8M0: older files were written before safetensors had that name.
-SCALE_DTYPES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
+SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+SCALE_NUMBERS = {**FLOATS, **POWERS}
+_USUAL_BLOCK = (128, 128)
 
 
-def block_scale(parts: Parts, view: StoredView, config: ModelConfig) -> Quantization:
-    """The block scales of `view`; the grid covers each expert's stored matrix.
-
-    The last block of a row or column may be ragged. Raises CheckpointError where the
-    grid's shape or dtype does not match config.json's block size.
-    """
-    tensor = parts[SCALE]
-    block_rows, block_cols = _block_size(tensor, view, config)
-    grid_rows = -(-view.stored_rows // block_rows)  # ceil
-    grid_cols = -(-view.stored_cols // block_cols)
-    _check_grid(tensor, parts[WEIGHT], view, (grid_rows, grid_cols), (block_rows, block_cols))
-    row_stride, col_stride = grid_cols, 1
-    row_origin, col_origin = view.row, view.col
-    if view.transposed:
-        row_stride, col_stride = col_stride, row_stride
-        row_origin, col_origin = col_origin, row_origin
-    grid = BlockGrid(
-        tensor,
-        SCALE_DTYPES[tensor.dtype],
-        start=view.expert * grid_rows * grid_cols,
-        row_stride=row_stride,
-        col_stride=col_stride,
-        block_rows=block_rows,
-        block_cols=block_cols,
-        row_origin=row_origin,
-        col_origin=col_origin,
-    )
-    return Quantization(grid)
-
-
-def _block_size(tensor: TensorRef, view: StoredView, config: ModelConfig) -> tuple[int, int]:
-    size = config.block_size
-    if size is None:
-        raise CheckpointError(
-            f"{tensor.name} contains block scales, but config.json has no "
-            "quantization_config.weight_block_size",
-            "Add the block size to config.json, for example [128, 128].",
-        )
-    if view.transposed and size[0] != size[1]:
+def _block(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    tensor = roles[SCALE]
+    block = config.block_size or _USUAL_BLOCK
+    if view.transposed and block[0] != block[1] and sum(size > 1 for size in tensor.shape) > 1:
         # Nothing says whether the size's first number then counts stored rows or outputs.
         raise CheckpointError(
-            f"{tensor.name}: block size {list(size)} is not supported for weights stored "
+            f"{tensor.name}: block size {list(block)} is not supported for weights stored "
             "[in, out], only square blocks",
             "Use a checkpoint that stores its experts [out, in].",
         )
-    return size
+    grid = grid_with_blocks(tensor, view, SCALE_NUMBERS[tensor.dtype], block)
+    return None if grid is None else Quantization(grid)
 
 
-def _check_grid(
-    tensor: TensorRef,
-    weight: TensorRef,
-    view: StoredView,
-    grid: tuple[int, int],
-    block: tuple[int, int],
-) -> None:
-    expected = grid if view.experts is None else (view.experts, *grid)
-    if tensor.shape != expected:
-        raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)}, expected {list(expected)}: one "
-            f"scale per {block[0]} x {block[1]} block of {weight.name} {list(weight.shape)}",
-            "Check quantization_config.weight_block_size in config.json.",
-        )
-    if tensor.dtype not in SCALE_DTYPES:
-        raise CheckpointError(
-            f"{tensor.name} has dtype {tensor.dtype}, which is not supported for block scales",
-            f"Supported are {', '.join(SCALE_DTYPES)}.",
-        )
+def _groups(roles: Roles, view: StoredView) -> BlockGrid | None:
+    tensor = roles[SCALE]
+    return grid_of_groups(tensor, view, SCALE_NUMBERS[tensor.dtype])
 
 
-def check_declared(weight: TensorRef, config: ModelConfig) -> None:
-    """CheckpointError if quantization_config says that `weight` is something else."""
-    declared = {"quant_method": (config.quant_method, "fp8"), "fmt": (config.fp8_format, "e4m3")}
-    for key, (value, expected) in declared.items():
-        if value is not None and expected not in value.lower():
-            raise CheckpointError(
-                f"{weight.name} is {weight.dtype} with block scales, but quantization_config."
-                f"{key} in config.json is {value!r:.80}",
-                "Check that config.json and the weights belong to one checkpoint.",
-            )
+def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    grid = _groups(roles, view)
+    whole = outputs_and_inputs(view)
+    if grid is None or (grid.block_rows, grid.block_cols) != whole:
+        return None
+    return Quantization(grid)
 
 
-FP8_BLOCK = Encoding(
+def _channel(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    grid = _groups(roles, view)
+    inputs = outputs_and_inputs(view)[1]
+    return Quantization(grid) if grid is not None and grid.block_cols == inputs else None
+
+
+def _group(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    grid = _groups(roles, view)
+    return Quantization(grid) if grid is not None else None
+
+
+_FP8 = Encoding(
     "fp8-block",
     ("F8_E4M3",),
     F8_E4M3,
-    companions=(SCALE,),
-    quantization=block_scale,
-    check=check_declared,
+    companions=(Companion(SCALE, SCALE_NAMES, tuple(SCALE_NUMBERS)),),
+    ignored=("input_scale", "activation_scale", "qscale_act"),
+    formats=("e4m3",),
+    methods=("fp8", "compressed-tensors", "modelopt", "quark", "auto-round"),
 )
+FP8_TENSOR = replace(_FP8, name="fp8-tensor", quantization=_tensor)
+FP8_BLOCK = replace(_FP8, quantization=_block)
+FP8_CHANNEL = replace(_FP8, name="fp8-channel", quantization=_channel)
+FP8_GROUP = replace(_FP8, name="fp8-group", quantization=_group)
+FP8 = (FP8_BLOCK, FP8_TENSOR, FP8_CHANNEL, FP8_GROUP)

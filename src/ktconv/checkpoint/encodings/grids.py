@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint.types import BlockGrid, GroupIndex, OuterScale
@@ -20,15 +21,20 @@ _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; downlo
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How the numbers of a grid are stored: units of `nbytes` with `rows` x `cols` of them.
+    """How the numbers of a grid are stored: in words of `nbytes`; `words` of them, one below the
+    other, have `rows` numbers, one below the other.
 
-    `decode`: units as uint32 [rows, cols] to float32, exactly.
+    `decode`: words as uint32 [rows, cols] to float32, exactly.
     """
 
     nbytes: int
     decode: Callable[[NDArray[np.uint32]], Any]
     rows: int = 1
-    cols: int = 1
+    words: int = 1
+
+    def height(self, rows: int) -> int:
+        """Rows of words for `rows` numbers."""
+        return -(-rows // self.rows) * self.words
 
 
 def _bf16(bits: NDArray[np.uint32]) -> Any:
@@ -56,13 +62,23 @@ def _e4m3(bits: NDArray[np.uint32]) -> Any:
     return np.where(bits & 0x7F == 0x7F, np.nan, half.astype(np.float32) * 256).astype(np.float32)
 
 
-def _u4_rows(bits: NDArray[np.uint32]) -> Any:
-    """Eight rows per word, the first in the lowest bits."""
-    import numpy as np
+def _rows_in_words(bits: int, order: Sequence[int] = (), add: int = 0) -> Number:
+    """Unsigned numbers of several rows as a stream of bits in 32-bit words, from the lowest bits
+    on unless `order` has the places of rows 0, 1, ...; `add` is added to each, modulo 2^bits."""
+    count = bits // gcd(bits, 32)  # words after which a number ends with a word
 
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
-    nibbles = bits[:, None, :] >> shifts & 15
-    return nibbles.reshape(-1, bits.shape[1]).astype(np.float32)
+    def decode(words: NDArray[np.uint32]) -> Any:
+        import numpy as np
+
+        units = words.reshape(-1, count, words.shape[1]).astype(np.uint64)
+        units = np.concatenate([units, units[:, :1]], axis=1)  # so that each has a next one
+        first = np.array(order or range(32 * count // bits)) * bits
+        word, shift = first // 32, (first % 32).astype(np.uint64)[:, None]
+        numbers = (units[:, word] | units[:, word + 1] << np.uint64(32)) >> shift
+        numbers = numbers + np.uint64(add) & np.uint64((1 << bits) - 1)
+        return numbers.reshape(-1, words.shape[1]).astype(np.float32)
+
+    return Number(4, decode, rows=32 * count // bits, words=count)
 
 
 NUMBERS = {
@@ -72,7 +88,9 @@ NUMBERS = {
     "E4M3": Number(1, _e4m3),
     "E8M0": Number(1, _e8m0),
     "I8": Number(1, lambda bits: bits.astype("i1").astype("f4")),
-    "U4_ROWS": Number(4, _u4_rows, rows=8),
+    **{f"U{bits}_ROWS": _rows_in_words(bits) for bits in range(2, 9)},
+    **{f"U{bits}_ROWS_LESS_ONE": _rows_in_words(bits, add=1) for bits in (2, 3, 4, 8)},
+    "U4_ROWS_AWQ": _rows_in_words(4, order=(0, 4, 1, 5, 2, 6, 3, 7)),
 }
 
 
@@ -88,15 +106,15 @@ def grid_nbytes(grid: BlockGrid, rows: int, cols: int) -> int:
     """Bytes of the numbers for a matrix of `rows` x `cols`, ragged blocks and units included."""
     number = NUMBERS[grid.number]
     grid_rows, grid_cols = -(-rows // grid.block_rows), -(-cols // grid.block_cols)
-    return -(-grid_rows // number.rows) * -(-grid_cols // number.cols) * number.nbytes
+    return number.height(grid_rows) * grid_cols * number.nbytes
 
 
 def scale_span(grid: BlockGrid, rows: int, cols: int) -> tuple[int, int]:
     """Offset within `grid.tensor` and length, in bytes, of what has a matrix's numbers."""
     number = NUMBERS[grid.number]
-    (row, unit_rows), (col, unit_cols) = _units(grid, rows, cols)
+    (row, height), (col, width) = _words(grid, rows, cols)
     first = grid.start + row * grid.row_stride + col * grid.col_stride
-    count = (unit_rows - 1) * grid.row_stride + (unit_cols - 1) * grid.col_stride + 1
+    count = (height - 1) * grid.row_stride + (width - 1) * grid.col_stride + 1
     return first * number.nbytes, count * number.nbytes
 
 
@@ -110,18 +128,17 @@ def load_grid(grid: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np
     import numpy as np
 
     number = NUMBERS[grid.number]
-    (first_row, unit_rows), (first_col, unit_cols) = _units(grid, rows, cols)
+    (first_word, words), (_, width) = _words(grid, rows, cols)
     raw: NDArray[np.unsignedinteger] = np.ndarray(
-        (unit_rows, unit_cols),
+        (words, width),
         dtype=f"<u{number.nbytes}",
         buffer=data,
         strides=(grid.row_stride * number.nbytes, grid.col_stride * number.nbytes),
     )
     numbers = number.decode(np.ascontiguousarray(raw).astype(np.uint32))
-    row, col = _first_block(grid)
-    row, col = row - first_row * number.rows, col - first_col * number.cols
-    height, width = scale_grid_shape(grid, rows, cols)
-    return np.ascontiguousarray(numbers[row : row + height, col : col + width], np.float32)
+    row = _first_block(grid)[0] - first_word // number.words * number.rows
+    height, _ = scale_grid_shape(grid, rows, cols)
+    return np.ascontiguousarray(numbers[row : row + height], np.float32)
 
 
 def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
@@ -158,8 +175,9 @@ def load_outer_scale(
 
 def load_groups(
     groups: GroupIndex, scale: BlockGrid, count: int, data: Buffer
-) -> NDArray[np.int32]:
-    """The column of the matrix's loaded grid, which has `count`, for each column of the matrix.
+) -> NDArray[np.int32] | None:
+    """The column of the matrix's loaded grid, which has `count`, for each column of the matrix;
+    None if groups are in order, as without an index (-1 everywhere also means that).
 
     The stored numbers count the groups of the whole tensor, of which a matrix that is a slice has
     those from `col_origin` on. CheckpointError for one that it does not have.
@@ -167,6 +185,9 @@ def load_groups(
     import numpy as np
 
     found, (_, first) = np.frombuffer(data, "<i4"), _first_block(scale)
+    in_order = (scale.col_origin + np.arange(len(found))) // scale.block_cols
+    if (found == -1).all() or np.array_equal(found, in_order):
+        return None
     if len(found) and (found.min() < first or found.max() >= first + count):
         beyond = f"but there are only {count} groups of scales"
         if first:
@@ -217,17 +238,10 @@ def _first_block(grid: BlockGrid) -> tuple[int, int]:
     return grid.row_origin // grid.block_rows, grid.col_origin // grid.block_cols
 
 
-def _units(grid: BlockGrid, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First and number of the units with the blocks of a matrix, by rows and by columns."""
-    number = NUMBERS[grid.number]
-    spans = zip(
-        _first_block(grid),
-        scale_grid_shape(grid, rows, cols),
-        (number.rows, number.cols),
-        strict=True,
-    )
-    by_row, by_col = (
-        (first // unit, (first + count - 1) // unit - first // unit + 1)
-        for first, count, unit in spans
-    )
-    return by_row, by_col
+def _words(grid: BlockGrid, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First and number of the words with the blocks of a matrix, by rows and by columns."""
+    number, (row, col) = NUMBERS[grid.number], _first_block(grid)
+    height, width = scale_grid_shape(grid, rows, cols)
+    unit = row // number.rows
+    units = (row + height - 1) // number.rows - unit + 1
+    return (unit * number.words, units * number.words), (col, width)

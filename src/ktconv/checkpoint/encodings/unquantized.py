@@ -8,3 +8,4 @@ from ktconv.checkpoint.encodings.base import Encoding
 BF16 = Encoding("bf16", ("BF16",), elements.BF16)
 FP16 = Encoding("fp16", ("F16",), elements.F16)
 FP32 = Encoding("fp32", ("F32",), elements.F32)
+UNQUANTIZED = tuple(one.name for one in (BF16, FP16, FP32))

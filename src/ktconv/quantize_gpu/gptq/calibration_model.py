@@ -53,7 +53,7 @@ def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     CheckpointError where experts do not agree.
     """
     layers = checkpoint.layers
-    dtypes = {matrix.tensor.dtype for layer in layers for matrix in layer.experts[0].values()}
+    dtypes = {matrix.tensor.dtype for layer in layers for matrix in layer.kinds}
     if "F16" in dtypes and len(dtypes) > 1:
         raise CheckpointError("experts of different dtypes cannot be calibrated together")
     return torch.float16 if dtypes == {"F16"} else torch.bfloat16

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
+from ktconv.checkpoint.encodings.unquantized import UNQUANTIZED
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import CheckpointError, UsageError
@@ -97,11 +98,12 @@ class Gptq(Rtn):
             )
         check_settings(options.calibration)
         for layer in plan.moe_layers:
-            if layer.encoding == "fp8-block":  # transformers computes with FP8 only on GPUs
+            quantized = [one for one in layer.encodings if one not in UNQUANTIZED]
+            if quantized:  # transformers computes with few of them
                 raise CheckpointError(
-                    f"the experts of layer {layer.index} are FP8, and --method gptq needs a model "
-                    "that is not quantized",
-                    "--method rtn reads FP8; or use the bf16 version of this model",
+                    f"the experts of layer {layer.index} are {quantized[0]}, and --method gptq "
+                    "needs a model that is not quantized",
+                    "--method rtn reads it; or use the bf16 version of this model",
                 )
         return need(plan).cpu(gpu=False)
 

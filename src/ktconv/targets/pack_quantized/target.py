@@ -105,13 +105,19 @@ class PackQuantizedTarget(Target):
         }
 
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
-        return [(tensor, tensor.name) for tensor in tensors if tensor.name not in self._dropped]
+        kept = (tensor for tensor in tensors if tensor.name not in self._dropped)
+        return [(tensor, self.output_name(tensor.name)) for tensor in kept]
+
+    def output_name(self, name: str) -> str:
+        """Of a non-expert tensor: what is decoded is a plain weight."""
+        return name.rpartition(".")[0] + ".weight" if name in self.decoded else name
 
     def copied(self, tensor: TensorRef, name: str) -> Tensor:
-        matrix = self.decoded.get(tensor.name)
-        if matrix is None:
+        decoded = self.decoded.get(tensor.name)
+        if decoded is None:
             return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
-        return Tensor(name, "BF16", tensor.shape, 2 * matrix.rows * matrix.cols)
+        rows, cols = decoded.matrix.rows, decoded.matrix.cols
+        return Tensor(name, "BF16", (rows, cols), 2 * rows * cols)
 
     def sidecars(self, directory: Path) -> list[Path]:
         return [path for path in find_side_files(directory) if str(path) not in self.made_files]

@@ -114,11 +114,12 @@ class GpuOutput(OpenedOutput):
 
     @property
     def decoded(self) -> Mapping[str, ExpertMatrix]:
-        """Non-expert tensors that are block-quantized in the source and bf16 here, by name."""
+        """Non-expert tensors that are quantized in the source and bf16 here, by their new names."""
         if self.plan is None:
             return {}
-        assert isinstance(self.plan.target, PackQuantizedTarget)
-        return self.plan.target.decoded
+        target = self.plan.target
+        assert isinstance(target, PackQuantizedTarget)
+        return {target.output_name(name): one.matrix for name, one in target.decoded.items()}
 
 
 def is_gpu_output(directory: Path) -> bool:

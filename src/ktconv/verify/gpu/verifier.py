@@ -65,7 +65,7 @@ class GpuVerifier(OutputVerifier):
     def _matrices(self) -> list[ExpertMatrix]:
         """One of each kind that is decoded."""
         layers = self.output.source_layers.values()
-        experts = [matrix for layer in layers for matrix in layer.experts[0].values()]
+        experts = [matrix for layer in layers for matrix in layer.kinds]
         return [*experts, *self.output.decoded.values()]
 
     def expert_checks(

@@ -1,0 +1,73 @@
+"""Integers as compressed-tensors stores them: weight = (code - zero point) * scale.
+
+`pack-quantized`: weight_packed I32 [N, K * bits / 32], a little-endian stream of bits per row,
+whose codes have 2^(bits - 1) added; `int-quantized` and `naive-quantized`: weight I8 [N, K], one
+code per byte even of 4 bits. weight_scale is [N, G], [N, 1] or [1]. Zero points of packed codes
+are packed down the rows: [N * bits / 32, G].
+"""
+
+from __future__ import annotations
+
+from ktconv.checkpoint import elements
+from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks
+from ktconv.checkpoint.types import GroupIndex, Quantization
+from ktconv.checkpoint.views import StoredView
+
+_SCALE = Companion(SCALE, ("weight_scale",), tuple(FLOATS))
+_IGNORED = ("input_scale", "input_zero_point", "weight_shape")
+_METHODS = ("compressed-tensors", "auto-round")
+
+
+def _quantization(
+    roles: Roles, view: StoredView, zero_number: str, symmetric: int
+) -> Quantization | None:
+    """`symmetric`: the code that means 0 where no zero points are stored."""
+    tensor = roles[SCALE]
+    scale = grid_of_groups(tensor, view, FLOATS[tensor.dtype])
+    if scale is None:
+        return None
+    groups = GroupIndex(roles[GROUPS]) if GROUPS in roles else None
+    if ZERO not in roles:
+        return Quantization(scale, symmetric or None, groups)
+    block = scale.block_rows, scale.block_cols
+    zero = grid_with_blocks(roles[ZERO], view, zero_number, block)
+    return None if zero is None else Quantization(scale, zero, groups)
+
+
+def _packed(bits: int) -> Encoding:
+    def quantization(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+        return _quantization(roles, view, f"U{bits}_ROWS", 1 << bits - 1)
+
+    return Encoding(
+        f"int{bits}-packed",
+        ("I32",),
+        elements.STREAMS[bits],
+        primary="weight_packed",
+        companions=(
+            _SCALE,
+            Companion(ZERO, ("weight_zero_point",), ("I32",), optional=True),
+            Companion(GROUPS, ("weight_g_idx",), ("I32",), optional=True),
+        ),
+        ignored=_IGNORED,
+        quantization=quantization,
+        methods=_METHODS,
+    )
+
+
+def _plain(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    return _quantization(roles, view, "I8", 0)
+
+
+INT8 = Encoding(
+    "int8",
+    ("I8",),
+    elements.I8,
+    companions=(_SCALE, Companion(ZERO, ("weight_zero_point",), ("I8",), optional=True)),
+    ignored=_IGNORED,
+    quantization=_plain,
+    methods=(*_METHODS, "modelopt", "quark"),
+)
+# Which of these a weight is follows from how many words its rows take.
+PACKED = tuple(_packed(bits) for bits in sorted(elements.STREAMS))

@@ -1,0 +1,72 @@
+"""Which grid of numbers beside a weight a tensor's shape says it is."""
+
+from __future__ import annotations
+
+from ktconv.checkpoint.encodings.grids import NUMBERS
+from ktconv.checkpoint.types import BlockGrid, TensorRef
+from ktconv.checkpoint.views import StoredView
+
+FLOATS = {"F32": "F32", "BF16": "BF16", "F16": "F16"}
+# U8 has the same bits as F8_E8M0: older files were written before safetensors had that name.
+POWERS = {"F8_E8M0": "E8M0", "U8": "E8M0"}
+
+
+def ceil_div(length: int, step: int) -> int:
+    return -(-length // step)
+
+
+def outputs_and_inputs(view: StoredView) -> tuple[int, int]:
+    """Outputs and inputs of a stored matrix: of gate and up together where they are fused."""
+    if view.transposed:
+        return view.stored_cols, view.stored_rows
+    return view.stored_rows, view.stored_cols
+
+
+def grid_with_blocks(
+    tensor: TensorRef, view: StoredView, number: str, block: tuple[int, int]
+) -> BlockGrid | None:
+    """`tensor` as a grid of one number per block of (outputs, inputs), stored as the weight is;
+    None if its shape is another. Blocks start anew in each expert; the last may be ragged."""
+    unit = NUMBERS[number]
+    outputs, inputs = outputs_and_inputs(view)
+    rows, cols = unit.height(ceil_div(outputs, block[0])), ceil_div(inputs, block[1])
+    if not _has_shape(tensor, view, (cols, rows) if view.transposed else (rows, cols)):
+        return None
+    strides = (1, rows) if view.transposed else (cols, 1)
+    origin = (view.col, view.row) if view.transposed else (view.row, view.col)
+    start = view.expert * rows * cols if _of_each_expert(tensor, view) else 0
+    return BlockGrid(tensor, number, start, *strides, *block, *origin)
+
+
+def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGrid | None:
+    """`tensor` as a grid of one number per tensor, or per output and a group of its inputs, whose
+    size the shape tells."""
+    outputs, inputs = outputs_and_inputs(view)
+    whole = grid_with_blocks(tensor, view, number, (outputs, inputs))
+    if whole is not None or not tensor.shape:
+        return whole
+    unit = NUMBERS[number]
+    groups, rest = divmod(_elements(tensor), unit.height(outputs) * (view.experts or 1))
+    if rest or not groups or inputs % groups:
+        return None
+    return grid_with_blocks(tensor, view, number, (1, inputs // groups))
+
+
+def _has_shape(tensor: TensorRef, view: StoredView, grid: tuple[int, int]) -> bool:
+    """Whatever axes of length 1 there are: [N], [N, 1] and ModelOpt's [a, 1, b, 1]."""
+    shape = [size for size in tensor.shape if size != 1]
+    own = [size for size in grid if size != 1]
+    if view.experts is not None and own:
+        return shape == [*([view.experts] if view.experts != 1 else []), *own]
+    return shape == own or (view.experts is not None and shape == [view.experts])
+
+
+def _of_each_expert(tensor: TensorRef, view: StoredView) -> bool:
+    return view.experts is not None and _elements(tensor) > 1
+
+
+def _elements(tensor: TensorRef) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return count

@@ -1,0 +1,329 @@
+"""Expert weights as quantized checkpoints store them, and the values that they stand for.
+
+Everything here is written from the formats' descriptions with plain NumPy; tests/checkpoint/
+test_oracles.py holds it against the libraries that define them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helpers.families import Raw, Tensor, bf16, e8m0, fp8, fp8_values
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+Rng = np.random.Generator
+Stored = tuple[dict[str, Tensor], F32]
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs a word's nibbles have, lowest first
+
+
+def pairs(nibbles: U8) -> U8:
+    """Even columns in the low nibbles of bytes."""
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
+
+
+def stream(numbers: U8, bits: int) -> NDArray[np.uint32]:
+    """Words of a little-endian stream of bits per row."""
+    each = numbers[:, :, None] >> np.arange(bits, dtype=np.uint8) & 1
+    packed = np.packbits(each.reshape(len(numbers), -1), axis=1, bitorder="little")
+    return np.ascontiguousarray(packed).view(np.uint32)
+
+
+def awq_words(nibbles: U8) -> NDArray[np.uint32]:
+    """Eight rows per word, in AWQ's order."""
+    ordered = nibbles.reshape(-1, 8, nibbles.shape[1])[:, AWQ_ORDER]
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    return np.bitwise_or.reduce(ordered.astype(np.uint32) << shifts, axis=1)
+
+
+def e2m1(nibbles: U8) -> F32:
+    values: F32 = np.where(nibbles & 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
+    return values
+
+
+def spread(scales: F32, rows: int, cols: int) -> F32:
+    """One scale per element, of a grid with blocks of equal size, ragged at the ends."""
+    block = [-(-size // count) for size, count in zip((rows, cols), scales.shape, strict=True)]
+    return np.kron(scales, np.ones(block, np.float32))[:rows, :cols]
+
+
+def halves(values: F32) -> Tensor:
+    return values.astype(np.float16)
+
+
+def truncated(values: F32) -> F32:
+    """What bf16 and half precision have as well."""
+    kept: F32 = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return kept.astype(np.float16).astype(np.float32)
+
+
+def powers(codes: U8) -> F32:
+    return np.ldexp(np.float64(1), codes.astype(int) - 127).astype(np.float32)
+
+
+# ---- FP8 -------------------------------------------------------------------------------
+
+
+def of_fp8(
+    rng: Rng,
+    rows: int,
+    cols: int,
+    grid: Callable[[int, int], tuple[int, int]],
+    name: str = "weight_scale",
+    store: Callable[[F32], Tensor] = lambda scales: scales,
+    shape: Callable[[tuple[int, int]], tuple[int, ...]] = lambda grid: grid,
+) -> Stored:
+    codes = rng.integers(0, 256, (rows, cols), np.uint8)
+    codes[codes & 127 == 127] = 0
+    drawn = rng.uniform(0.01, 2, grid(rows, cols)).astype(np.float16).astype(np.float32)
+    drawn = truncated(drawn)
+    stored = store(drawn.reshape(shape(drawn.shape)))
+    values = fp8_values()[codes] * spread(drawn, rows, cols)
+    return {"weight": fp8(codes), name: stored}, values
+
+
+def of_fp8_powers(
+    rng: Rng,
+    rows: int,
+    cols: int,
+    block: tuple[int, int],
+    name: str,
+    store: Callable[[U8], Tensor],
+) -> Stored:
+    codes = rng.integers(0, 0x7F, (rows, cols), np.uint8)
+    scale = rng.integers(110, 130, (-(-rows // block[0]), -(-cols // block[1])), np.uint8)
+    values = fp8_values()[codes] * np.kron(powers(scale), np.ones(block))[:rows, :cols]
+    return {"weight": fp8(codes), name: store(scale)}, values.astype(np.float32)
+
+
+# ---- FP4 -------------------------------------------------------------------------------
+
+
+def of_mxfp4(
+    rng: Rng, rows: int, cols: int, names: tuple[str, str], dtypes: tuple[str, str]
+) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale = rng.integers(110, 130, (rows, cols // 32), np.uint8)
+    stored = {
+        names[0]: Raw(dtypes[0], (rows, cols // 2), pairs(codes).tobytes()),
+        names[1]: Raw(dtypes[1], scale.shape, scale.tobytes()),
+    }
+    return dict(stored), e2m1(codes) * powers(scale).repeat(32, axis=1)
+
+
+def of_nvfp4(rng: Rng, rows: int, cols: int, names: tuple[str, str], divides: bool) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale = rng.integers(1, 0x7E, (rows, cols // 16), np.uint8)
+    outer = np.float32(rng.uniform(0.5, 200))
+    level = fp8_values()[scale]
+    both = level / outer if divides else level * outer
+    parts: dict[str, Tensor] = {
+        names[0]: pairs(codes), "weight_scale": fp8(scale), names[1]: np.array([outer], np.float32)
+    }  # fmt: skip
+    return parts, e2m1(codes) * both.repeat(16, axis=1)
+
+
+# ---- integers --------------------------------------------------------------------------
+
+
+def scales_and_zeros(
+    rng: Rng, bits: int, rows: int, groups: int, asymmetric: bool
+) -> tuple[F32, U8]:
+    scale = rng.uniform(0.001, 1, (rows, groups)).astype(np.float16).astype(np.float32)
+    zero = np.full(scale.shape, 1 << bits - 1, np.uint8)
+    if asymmetric:
+        zero = rng.integers(0, 1 << bits, scale.shape, np.uint8)
+    return scale, zero
+
+
+def group_index(rng: Rng, cols: int, groups: int, shuffled: bool) -> NDArray[np.int32]:
+    index = (np.arange(cols) // (cols // groups)).astype(np.int32)
+    return rng.permutation(index) if shuffled else index
+
+
+def dequantized(codes: U8, scale: F32, zero: U8, index: NDArray[np.int32]) -> F32:
+    values = codes.astype(np.float32) - zero[:, index].astype(np.float32)
+    return values * scale[:, index]
+
+
+def of_packed(
+    rng: Rng, rows: int, cols: int, bits: int, group: int = 0, asymmetric: bool = False,
+    order: str | None = None, store: Callable[[F32], Tensor] = halves,
+) -> Stored:  # fmt: skip
+    """compressed-tensors' pack-quantized."""
+    codes = rng.integers(0, 1 << bits, (rows, cols), np.uint8)
+    groups = cols // group if group else 1
+    scale, zero = scales_and_zeros(rng, bits, rows, groups, asymmetric)
+    scale = truncated(scale)
+    parts: dict[str, Tensor] = {
+        "weight_packed": stream(codes, bits).view(np.int32),
+        "weight_scale": store(scale),
+        "weight_shape": np.array([rows, cols], np.int64),
+    }
+    if asymmetric:
+        parts["weight_zero_point"] = np.ascontiguousarray(stream(zero.T, bits).T).view(np.int32)
+    index = group_index(rng, cols, groups, order == "shuffled")
+    if order is not None:
+        unused = np.full(cols, -1, np.int32)
+        parts["weight_g_idx"] = unused if order == "unused" else index
+    return parts, dequantized(codes, scale, zero, index)
+
+
+def of_int8(rng: Rng, rows: int, cols: int, group: int = 0, asymmetric: bool = False) -> Stored:
+    """compressed-tensors' int-quantized: signed codes, and zero points from -128 on."""
+    codes = rng.integers(0, 256, (rows, cols), np.uint8)
+    scale, zero = scales_and_zeros(rng, 8, rows, cols // group if group else 1, asymmetric)
+    parts: dict[str, Tensor] = {
+        "weight": (codes.astype(np.int16) - 128).astype(np.int8), "weight_scale": scale
+    }  # fmt: skip
+    if asymmetric:
+        parts["weight_zero_point"] = (zero.astype(np.int16) - 128).astype(np.int8)
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, scale.shape[1], False))
+
+
+def of_gptq(
+    rng: Rng, rows: int, cols: int, bits: int, v2: bool, order: str | None = None, group: int = 64
+) -> Stored:
+    codes = rng.integers(0, 1 << bits, (rows, cols), np.uint8)
+    scale, zero = scales_and_zeros(rng, bits, rows, cols // group, True)
+    stored_zero = zero if v2 else (zero - 1) & ((1 << bits) - 1)
+    parts: dict[str, Tensor] = {
+        "qweight": np.ascontiguousarray(stream(codes, bits).T).view(np.int32),
+        "scales": halves(np.ascontiguousarray(scale.T)),
+        "qzeros": stream(np.ascontiguousarray(stored_zero.T), bits).view(np.int32),
+    }
+    index = group_index(rng, cols, cols // group, order == "shuffled")
+    if order is not None:
+        parts["g_idx"] = index
+    return parts, dequantized(codes, scale, zero, index)
+
+
+def of_awq(rng: Rng, rows: int, cols: int, group: int = 64) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, True)
+    parts: dict[str, Tensor] = {
+        "qweight": np.ascontiguousarray(awq_words(codes).T).view(np.int32),
+        "scales": halves(np.ascontiguousarray(scale.T)),
+        "qzeros": np.ascontiguousarray(awq_words(zero).T).view(np.int32),
+    }
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, cols // group, False))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How weights are stored: what ktconv calls it, a generator of one weight [rows, cols], and
+    what config.json says of it."""
+
+    name: str
+    of: Callable[[Rng, int, int], Stored]
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _fp8(encoding: str, grid: Callable[[int, int], tuple[int, int]], **details: Any) -> Kind:
+    return Kind(
+        encoding, partial(of_fp8, grid=grid, **details), {"quant_method": "compressed-tensors"}
+    )
+
+
+def _blocks(rows: int, cols: int) -> tuple[int, int]:
+    return -(-rows // 128), -(-cols // 128)
+
+
+_PACK = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+_V1, _V2 = ({"quant_method": "gptq", "checkpoint_format": one} for one in ("gptq", "gptq_v2"))
+
+KINDS: dict[str, Kind] = {
+    "fp8 tensor": _fp8("fp8-tensor", lambda n, k: (1, 1), shape=lambda _: (1,)),
+    "fp8 tensor, scalar": _fp8(
+        "fp8-tensor", lambda n, k: (1, 1), shape=lambda _: (), name="qscale_weight", store=bf16
+    ),
+    "fp8 channel": _fp8("fp8-channel", lambda n, k: (n, 1), store=bf16),
+    "fp8 channel, 1-D": _fp8("fp8-channel", lambda n, k: (n, 1), shape=lambda g: (g[0],)),
+    "fp8 group": _fp8("fp8-group", lambda n, k: (n, k // 64), store=halves),
+    "fp8 block": _fp8("fp8-block", _blocks),
+    "fp8 block, ModelOpt": _fp8("fp8-block", _blocks, shape=lambda g: (g[0], 1, g[1], 1)),
+    "fp8 block, Qwen": _fp8("fp8-block", _blocks, store=bf16, name="weight_scale_inv"),
+    "fp8 block, DeepSeek-V4": Kind(
+        "fp8-block", partial(of_fp8_powers, block=(128, 128), name="scale", store=e8m0)
+    ),
+    "mxfp8": Kind(
+        "fp8-block",
+        partial(of_fp8_powers, block=(1, 32), name="weight_scale_inv", store=lambda codes: codes),
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+    ),
+    "mxfp4, DeepSeek-V4": Kind(
+        "mxfp4",
+        partial(of_mxfp4, names=("weight", "scale"), dtypes=("I8", "F8_E8M0")),
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+    ),
+    "mxfp4, compressed-tensors": Kind(
+        "mxfp4", partial(of_mxfp4, names=("weight_packed", "weight_scale"), dtypes=("U8", "U8"))
+    ),
+    "mxfp4, Quark": Kind(
+        "mxfp4",
+        partial(of_mxfp4, names=("weight", "weight_scale"), dtypes=("U8", "U8")),
+        {"quant_method": "quark"},
+    ),
+    "mxfp4, Ling": Kind(
+        "mxfp4", partial(of_mxfp4, names=("weight", "weight_scale_inv"), dtypes=("U8", "F8_E8M0"))
+    ),
+    "nvfp4, compressed-tensors": Kind(
+        "nvfp4",
+        partial(of_nvfp4, names=("weight_packed", "weight_global_scale"), divides=True),
+    ),
+    "nvfp4, ModelOpt": Kind(
+        "nvfp4", partial(of_nvfp4, names=("weight", "weight_scale_2"), divides=False)
+    ),
+    "int4 packed, group 32": Kind("int4-packed", partial(of_packed, bits=4, group=32), _PACK),
+    "int4 packed, channel": Kind("int4-packed", partial(of_packed, bits=4, store=bf16), _PACK),
+    "int8 packed, channel": Kind("int8-packed", partial(of_packed, bits=8), _PACK),
+    **{
+        f"int{bits} packed, asymmetric": Kind(
+            f"int{bits}-packed", partial(of_packed, bits=bits, group=64, asymmetric=True), _PACK
+        )
+        for bits in range(2, 9)
+    },
+    **{
+        f"int{bits} packed": Kind(f"int{bits}-packed", partial(of_packed, bits=bits, group=64))
+        for bits in (2, 3, 5, 6, 7)
+    },
+    "int4 packed by activation": Kind(
+        "int4-packed", partial(of_packed, bits=4, group=64, asymmetric=True, order="shuffled")
+    ),
+    "int4 packed, unused index": Kind(
+        "int4-packed", partial(of_packed, bits=4, group=64, order="unused")
+    ),
+    "int8 channel": Kind("int8", of_int8, {"quant_method": "compressed-tensors"}),
+    "int8 group": Kind("int8", partial(of_int8, group=64)),
+    "int8 asymmetric": Kind("int8", partial(of_int8, asymmetric=True)),
+    **{
+        f"gptq int{bits}, v{1 + v2}": Kind(
+            f"gptq-int{bits}", partial(of_gptq, bits=bits, v2=v2), _V2 if v2 else _V1
+        )
+        for bits in (2, 3, 4, 8)
+        for v2 in (False, True)
+    },
+    "gptq in order": Kind("gptq-int4", partial(of_gptq, bits=4, v2=True, order="given"), _V2),
+    "gptq by activation": Kind(
+        "gptq-int4", partial(of_gptq, bits=4, v2=False, order="shuffled"), _V1
+    ),
+    "AutoRound": Kind(
+        "gptq-int4",
+        partial(of_gptq, bits=4, v2=True),
+        {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"},
+    ),
+    "AutoRound, auto_gptq": Kind(
+        "gptq-int4",
+        partial(of_gptq, bits=4, v2=False),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+    ),
+    "awq": Kind("awq-int4", of_awq, {"quant_method": "awq", "version": "gemm"}),
+}
