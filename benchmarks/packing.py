@@ -1,0 +1,183 @@
+"""Packing and audit of every stored element, in caches; two versions of ktconv side by side.
+
+    python benchmarks/packing.py                           # this version
+    python benchmarks/packing.py --against OTHER/src       # ratios to another built tree
+
+Two processes on the same core take turns every few milliseconds, so that what the host does
+meets both; the memory of packed bytes begins at another offset in each round. GB/s are of decoded
+bf16, whatever the source takes. Elements that the other version does not know have no ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+ROWS, COLS = 512, 4096  # the source of one call, as a conversion reads it
+SLICE = 0.012  # seconds of one turn
+PLAIN = {"BF16": 2, "F16": 2, "F32": 4}
+UNITS = {
+    "F8_E4M3": (1, 1), "F4_E2M1": (1, 2), "I8": (1, 1), "U2": (4, 16), "U3": (12, 32), "U4": (4, 8),
+    "U5": (20, 32), "U6": (12, 16), "U7": (28, 32), "U8": (4, 4), "U4_AWQ": (4, 1),
+}  # fmt: skip
+TRANSPOSED = ("BF16", "F16", "F32", "U4", "U8", "U4_AWQ")
+
+
+@dataclass(frozen=True)
+class Case:
+    what: str  # pack or audit
+    isa: str
+    dtype: str
+    transposed: bool
+    method: str
+
+    @property
+    def name(self) -> str:
+        order = ", [in, out]" if self.transposed else ""
+        return f"{self.what} {self.isa} {self.dtype}{order} {self.method}"
+
+
+# ---- the measured process ---------------------------------------------------------------
+
+
+def source(case: Case) -> Any:
+    import numpy as np
+
+    from ktconv import native
+
+    rng = np.random.default_rng(0)
+    if case.dtype in PLAIN:
+        values = rng.standard_normal((ROWS, COLS), np.float32)
+        stored: Any = values if case.dtype == "F32" else values.astype(np.float16)
+        if case.dtype == "BF16":
+            stored = (values.view(np.uint32) >> 16).astype(np.uint16)
+        rows, cols, scales = ROWS, COLS, {}
+    else:
+        size, wide = UNITS[case.dtype]
+        high = 8 if case.dtype == "U4_AWQ" else 1
+        rows, cols = ROWS // high, COLS // wide
+        stored = rng.integers(0, 0x7E, (rows, cols * size), np.uint8).view(f"V{size}")
+        block = (128, 128) if case.dtype == "F8_E4M3" else (1, 32)
+        grid = rng.uniform(0.5, 1, (ROWS // block[0], COLS // block[1])).astype(np.float32)
+        scales = {"block_scale": grid, "block": block}
+    strides = (cols, 1)
+    if case.transposed:
+        stored, strides = np.ascontiguousarray(stored.T), (1, rows)
+    data = stored.reshape(-1).view(np.uint8)
+    return native.Matrix(
+        data, case.dtype, ROWS, COLS, row_stride=strides[0], col_stride=strides[1], **scales
+    )
+
+
+def answer_forever() -> None:
+    """Case and offset per line in, seconds of the fastest call out; -1: cannot be run."""
+    import numpy as np
+
+    from ktconv import native
+
+    known: dict[Case, Any] = {}
+    for line in sys.stdin:
+        *fields, offset = json.loads(line)
+        case = Case(*fields)
+        try:
+            native.use_isa(case.isa)
+            if case not in known:
+                known = {case: source(case)}
+            matrix, size = known[case], native.packed_size(case.method, ROWS, COLS)
+        except (KeyError, ValueError):
+            print(-1.0, flush=True)
+            continue
+        room = np.empty(size + 8192, np.uint8)
+        start = -room.ctypes.data % 64 + 64 * offset
+        packed, scale = room[start : start + size], np.empty(ROWS, np.float32)
+        scratch, fastest = native.new_scratch(COLS), float("inf")
+        native.quantize_pack(case.method, matrix, packed, scale, scratch)
+        end = time.perf_counter() + SLICE
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            if case.what == "pack":
+                native.quantize_pack(case.method, matrix, packed, scale, scratch)
+            else:
+                native.audit(case.method, matrix, ROWS, 0, packed, scale)
+            fastest = min(fastest, time.perf_counter() - begin)
+        print(fastest, flush=True)
+
+
+# ---- the report -------------------------------------------------------------------------
+
+
+class Version:
+    """A process that has ktconv from `tree`."""
+
+    def __init__(self, tree: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--answer"], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def seconds(self, case: Case, offset: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([*astuple(case), offset]) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+
+def cases(levels: list[str]) -> list[Case]:
+    return [
+        Case(what, isa, dtype, transposed, method)
+        for what in ("pack", "audit")
+        for isa in levels
+        for dtype in (*PLAIN, *UNITS)
+        for transposed in (False, True)
+        if not transposed or dtype in TRANSPOSED
+        for method in ("int4", "int8")
+        if dtype != "U4_AWQ" or transposed
+    ]
+
+
+def report(versions: list[Version], case: Case, rounds: int) -> str:
+    times: list[list[float]] = [[] for _ in versions]
+    for number in range(rounds):
+        order = range(len(versions)) if number % 2 else reversed(range(len(versions)))
+        for index in order:
+            times[index].append(versions[index].seconds(case, number * 37 % 64))
+    speed = ROWS * COLS * 2 / 1e9 / min(times[0])
+    if len(versions) == 1 or times[1][0] < 0:
+        return f"| {case.name} | {speed:.1f} | |"
+    ratios = [other / own for own, other in zip(*times, strict=True)]
+    return f"| {case.name} | {speed:.1f} | {statistics.median(ratios):.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", type=Path, help="directory with another built ktconv")
+    parser.add_argument("--isa", default="avx512,avx2,scalar")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer:
+        answer_forever()
+        return
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    trees = [Path(__file__).resolve().parent.parent / "src"]
+    trees += [options.against] if options.against else []
+    versions = [Version(tree) for tree in trees]
+    print("| case | GB/s | times the other's speed |")
+    print("| --- | ---: | ---: |")
+    for case in cases(options.isa.split(",")):
+        print(report(versions, case, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
