@@ -60,7 +60,7 @@ def isa(request: pytest.FixtureRequest, tiles: Emulator | None) -> Iterator[str]
     """Each level in turn, in use during the test; one that the machine lacks is skipped."""
     level: str = request.param
     if level not in native.isa_available():
-        pytest.skip(f"this machine lacks {level}")
+        pytest.skip(f"this machine does not support {level}")
     before = native.isa()
     native.use_isa(level)
     yield level

@@ -35,11 +35,11 @@ typedef enum kt_status {
   KT_ERR_SCALE = 4,           /* a dtype without the scales it needs, or with some it has not */
   KT_ERR_SCRATCH = 5,         /* scratch smaller than kt_scratch_size(cols) */
   KT_ERR_NONFINITE = 6,       /* a NaN or Inf in the matrix; see kt_position */
-  KT_ERR_ISA_UNKNOWN = 7,     /* KTCONV_ISA holds a name that is no level */
+  KT_ERR_ISA_UNKNOWN = 7,     /* KTCONV_ISA has a name that is no level */
   KT_ERR_ISA_MISSING = 8,     /* this machine does not have that level */
   KT_ERR_EXPERT = 9,          /* an expert id that is neither -1 nor one of the layer's */
   KT_ERR_THREADS = 10,        /* threads cannot be created, or belong to another process */
-  KT_ERR_ASSUME_UNKNOWN = 11, /* KTCONV_ASSUME holds a name that is no level */
+  KT_ERR_ASSUME_UNKNOWN = 11, /* KTCONV_ASSUME has a name that is no level */
   KT_ERR_UNSUPPORTED = 12     /* the function does not do this layout */
 } kt_status;
 
@@ -94,7 +94,7 @@ kt_status kt_isa_use(int isa);
 
 /* ---- Source matrices ---------------------------------------------------- */
 
-/* What one stored unit holds. */
+/* What is in one stored unit. */
 typedef enum kt_dtype {
   KT_BF16 = 0,
   KT_F16 = 1,
@@ -124,7 +124,7 @@ typedef struct kt_stored_unit {
 kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit);
 
 /* A [rows, cols] view of source weights, rows = output features (PyTorch [out, in]).
- * The unit with element (n, k) lies n / unit.rows * row_stride + k / unit.cols * col_stride units
+ * The unit with element (n, k) is n / unit.rows * row_stride + k / unit.cols * col_stride units
  * after data; one of the strides is 1, and rows and cols are whole units. The value of an element
  * is the exact binary32 widening of the stored number, in dtypes from F8_E4M3 on times a scale:
  *   fl32((value - zero_point[at]) * block_scale[at])
@@ -231,7 +231,7 @@ typedef struct kt_layout_traits {
 
 kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits);
 
-/* Bytes of packed codes and packed scales; 0 if the layout cannot hold that shape (scales are
+/* Bytes of packed codes and packed scales; 0 if the layout does not allow that shape (scales are
  * also 0 where the layout has none). */
 size_t kt_packed_size(const kt_layout *layout, int64_t rows, int64_t cols);
 size_t kt_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);

@@ -9,9 +9,9 @@ const char *kt_strerror(int status) {
   case KT_ERR_SCALE:
     return "quantized weights need scales, and plain floating-point ones must have none";
   case KT_ERR_SCRATCH: return "the scratch buffer is too small";
-  case KT_ERR_NONFINITE: return "the matrix holds a NaN or an infinity";
+  case KT_ERR_NONFINITE: return "the matrix contains a NaN or an infinity";
   case KT_ERR_ISA_UNKNOWN: return "that is not the name of a level";
-  case KT_ERR_ISA_MISSING: return "this machine lacks that level";
+  case KT_ERR_ISA_MISSING: return "this machine does not support that level";
   case KT_ERR_EXPERT: return "an expert id is neither -1 nor that of an expert with weights";
   case KT_ERR_THREADS:
     return "threads cannot be started, or the pool belongs to another process (after a fork)";

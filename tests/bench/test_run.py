@@ -192,7 +192,7 @@ def test_a_model_without_packed_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "hint"),
     [
-        ({"methods": ("int4",), "shape": "96,256,4,2"}, "int4 cannot hold hidden size 96", "bf16"),
+        ({"methods": ("int4",), "shape": "96,256,4,2"}, "int4 does not support hidden size 96", "bf16"),
         ({"methods": ("int8",), "shape": "128,96,4,2"}, "intermediate size of a part 96", "bf16"),
         ({"methods": ("fp8",), "shape": "128,192,4,2"}, "multiple of 128", "fp8-channel"),
         ({"shape": "128,256,4,2", "parts": 3}, "cannot be split into 3 parts", "divides"),
@@ -333,5 +333,5 @@ def test_methods_may_be_skipped_but_not_all() -> None:
     rows = bench(request(["int4", "bf16"], "96,256,4,2", skip=True), heard.append).rows
     assert [row.method for row in rows] == ["bf16"]
     assert "96,256,4,2 is not supported by int4: left out" in heard
-    with pytest.raises(UsageError, match="int4 cannot hold"):
+    with pytest.raises(UsageError, match="int4 does not support"):
         prepare(request(["int4"], "96,256,4,2", skip=True))

@@ -88,7 +88,7 @@ def test_golden(case: golden.Case, layout: str, models: dict[str, Path], tmp_pat
 def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Path) -> None:
     """All cases in one process that KTCONV_ISA holds to a level."""
     if level not in native.isa_available():
-        pytest.skip(f"this machine lacks {level}")
+        pytest.skip(f"this machine does not support {level}")
     jobs = [
         (
             str(models[case.name]),

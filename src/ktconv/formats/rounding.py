@@ -29,7 +29,7 @@ def row_amax(matrix: F32) -> F32:
     if matrix.dtype != np.float32 or matrix.ndim != 2:
         raise TypeError(f"expected a 2-D float32 matrix, got {matrix.ndim}-D {matrix.dtype}")
     if not np.isfinite(matrix).all():
-        raise ValueError("the matrix holds NaN or Inf")
+        raise ValueError("the matrix contains NaN or Inf")
     amax: F32 = np.abs(matrix).max(axis=1, initial=np.float32(0))
     return amax
 

@@ -287,19 +287,19 @@ def check_shape(fmt: Format, hidden: int, intermediate: int, parts: int) -> None
     for what, size in (("hidden size", hidden), ("intermediate size of a part", width)):
         if size > native.MAX_COLS:
             raise UsageError(
-                f"{fmt.key} cannot hold {what} {size}: kernels read at most "
+                f"{fmt.key} does not support {what} {size}: kernels read at most "
                 f"{native.MAX_COLS} columns",
                 "split it into more parts" if size == width else "no method supports it",
             )
         if size % step:
             able = formats_for(hidden, intermediate, parts)
             raise UsageError(
-                f"{fmt.key} cannot hold {what} {size}: it must be a multiple of {step}",
+                f"{fmt.key} does not support {what} {size}: it must be a multiple of {step}",
                 f"methods that support it: {', '.join(able)}"
                 if able
                 else "all need multiples of 32",
             )
-    raise UsageError(f"{fmt.key} cannot hold hidden {hidden}, intermediate {width}")
+    raise UsageError(f"{fmt.key} does not support hidden {hidden}, intermediate {width}")
 
 
 def _cut(matrices: Matrices, parts: int) -> list[Matrices]:

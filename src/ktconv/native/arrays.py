@@ -17,7 +17,7 @@ class NonFiniteError(CheckpointError):
     """A NaN or Inf at (row, col) of a source matrix."""
 
     def __init__(self, row: int, col: int) -> None:
-        super().__init__(f"the matrix holds a NaN or an infinity at row {row}, column {col}")
+        super().__init__(f"the matrix contains a NaN or an infinity at row {row}, column {col}")
         self.row, self.col = row, col
 
 

@@ -158,7 +158,7 @@ def packed_size(layout: Layout | str, rows: int, cols: int) -> int:
     layout = layout_of(layout)
     size = layout.weight_size(rows, cols)
     if not size:
-        raise ValueError(f"{layout.format} cannot hold a matrix of [{rows}, {cols}]")
+        raise ValueError(f"{layout.format} does not allow a matrix of [{rows}, {cols}]")
     return size
 
 

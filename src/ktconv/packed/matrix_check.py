@@ -243,7 +243,7 @@ class MatrixCheck:
         if odd.any():
             at = _first(odd)
             self._wrong_scale(
-                at, f"holds {self._scale[at]} at {self._place(at)}: scales are finite, not "
+                at, f"has {self._scale[at]} at {self._place(at)}: scales are finite, not "
                 "negative and not denormal."
             )  # fmt: skip
         rule = self._rule if widest is None else widest
@@ -260,7 +260,7 @@ class MatrixCheck:
             of = "groups" if self._fmt.group else "rows"
             self._wrong_scale(
                 at,
-                f"holds {float(self._scale[at]):.9g} at {self._place(at)}, but the largest weight "
+                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but the largest weight "
                 f"makes {float(rule[at]):.9g} ({count} of {differs.size} {of} differ).",
                 float(rule[at]),
             )

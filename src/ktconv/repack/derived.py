@@ -84,7 +84,7 @@ class Derived(Conversion, ABC):
             (f"base_model: {base}\n" if base else "") + "library_name: ktransformers",
             f"CPU experts in {name}",
             f"Routed experts for KTransformers' CPU kernels, from {preflight.about}",
-            "holds a checksum of every tensor.",
+            "contains a checksum of every tensor.",
             preflight.command,
         )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import mmap
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -74,6 +76,12 @@ def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
         key = headers.copy()
         key.update(source.read_bytes())
         target = cache / f"{source.stem}-{key.hexdigest()[:20]}.o"
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            compile_once(source, target)
+        return target
+
+    def compile_once(source: Path, target: Path) -> None:
         if not target.exists():
             partial = target.with_suffix(f".{os.getpid()}")
             include = f"-I{NATIVE / 'include'}"
@@ -81,9 +89,10 @@ def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
                 [compiler, *FLAGS, include, "-c", str(source), "-o", str(partial)], check=True
             )
             partial.rename(target)
-        return target
 
     sources = [*sorted(NATIVE.glob("src/**/*.c")), NATIVE / "test/product.c"]
+    # Several processes that begin at once should not wait for one another at every file.
+    random.Random(os.getpid()).shuffle(sources)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
     for old in {*cache.glob("*.o")} - {*objects}:
