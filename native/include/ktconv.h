@@ -133,7 +133,10 @@ kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit);
  * With round_to_bf16 that value is then rounded to bfloat16, ties to even. Blocks express scales
  * of any granularity: block_rows 1 and block_cols 32 are groups, block_cols = cols channels, and
  * block_rows = rows as well one scale for the tensor. Two levels of scales are one grid of their
- * products or quotients, which the caller makes. */
+ * products or quotients, which the caller makes.
+ * Integers with one scale per row can be kept: where a row of `row_scale` is the scale of integers
+ * that the format's levels include, INT8 and INT4 take both unchanged. A row is quantized anew if
+ * a magnitude is beyond max_level + 1/2 of its row_scale, or the stored scale would be denormal. */
 typedef struct kt_matrix {
   const void *data;
   int64_t rows, cols;
@@ -146,6 +149,7 @@ typedef struct kt_matrix {
   int64_t row_origin, col_origin;
   const float *zero_point;     /* NULL: zeros; else a grid as block_scale's */
   const int32_t *group_of_col; /* NULL, else [cols] columns of the grid, not checked */
+  const float *row_scale;      /* NULL, else [rows] scales to keep */
 } kt_matrix;
 
 /* Where KT_ERR_NONFINITE was found: the first such element in row order. */

@@ -192,7 +192,11 @@ def test_a_model_without_packed_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "hint"),
     [
-        ({"methods": ("int4",), "shape": "96,256,4,2"}, "int4 does not support hidden size 96", "bf16"),
+        (
+            {"methods": ("int4",), "shape": "96,256,4,2"},
+            "int4 does not support hidden size 96",
+            "bf16",
+        ),
         ({"methods": ("int8",), "shape": "128,96,4,2"}, "intermediate size of a part 96", "bf16"),
         ({"methods": ("fp8",), "shape": "128,192,4,2"}, "multiple of 128", "fp8-channel"),
         ({"shape": "128,256,4,2", "parts": 3}, "cannot be split into 3 parts", "divides"),

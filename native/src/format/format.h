@@ -63,6 +63,17 @@ const kt_weight_format *kt_format_of(const kt_layout *layout);
  * computed for what passes overflows. */
 kt_status kt_layout_check(const kt_layout *layout, int64_t rows, int64_t cols);
 
+/* The scale of row n, whose largest magnitude is `amax`: the source's own where it can be kept. */
+static inline float kt_row_scale(const kt_weight_format *format, const kt_matrix *m, int64_t n,
+                                 float amax) {
+  if (m->row_scale) {
+    const float kept = m->row_scale[n] / (float)format->scale_units;
+    if (kept >= 0x1p-126f && amax <= ((float)format->max_level + 0.5f) * m->row_scale[n])
+      return kept;
+  }
+  return format->scale(amax);
+}
+
 /* Bytes of a row of plain codes. */
 static inline size_t kt_plain_row_size(const kt_weight_format *format, int64_t cols) {
   return (size_t)(cols * format->plain_bits / 8);

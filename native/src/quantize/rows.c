@@ -37,14 +37,16 @@ static void store_nibbles(const int8_t *codes, int64_t cols, int32_t bias, uint8
     plain[k / 2] = (uint8_t)(((codes[k] + bias) & 15) | ((codes[k + 1] + bias) & 15) << 4);
 }
 
-static kt_status quantize_row(const kt_layout *layout, const float *row, int64_t cols,
-                              const quantized_row *to) {
+static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, int64_t n,
+                              const float *row, const quantized_row *to) {
   const kt_weight_format *format = kt_format_of(layout);
-  const int64_t group = layout->group ? layout->group : cols;
+  const int64_t cols = m->cols, group = layout->group ? layout->group : cols;
   for (int64_t k = 0, g = 0; k < cols; k += group, g++) {
     const uint32_t max = kt_row_max_bits(row + k, group);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    to->scale[g] = kt_scale_round(layout->scale_dtype, format->scale(kt_float(max)));
+    const float scale =
+        layout->group ? format->scale(kt_float(max)) : kt_row_scale(format, m, n, kt_float(max));
+    to->scale[g] = kt_scale_round(layout->scale_dtype, scale);
     kt_round_row(row + k, group, kt_reciprocal(to->scale[g]), to->codes + k);
   }
   if (format->requantize) format->requantize(to->codes, cols);
@@ -81,7 +83,7 @@ static kt_status each_row(const kt_layout *layout, const kt_matrix *m, float *sc
     count = decode_rows(m, n, scratch);
     for (int64_t r = 0; r < count; r++) {
       const float *row = scratch + r * kt_scratch_stride(m->cols);
-      const kt_status status = quantize_row(layout, row, m->cols, &to);
+      const kt_status status = quantize_row(layout, m, n + r, row, &to);
       if (status) return status;
       store(layout, m, n + r, &to, codes, scale);
     }

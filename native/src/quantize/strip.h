@@ -68,7 +68,7 @@ KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, cons
 }
 
 /* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
-KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matrix *m,
+KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matrix *m, int64_t n,
                                    kt_strip strip, kt_row_max_fn *row_max, float *scale,
                                    float *inverse, int *flush) {
   *flush = 0;
@@ -77,7 +77,7 @@ KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matr
     const uint32_t max = strip.form == KT_ROW_BF16 ? row_max(row, m->cols, KT_ROW_BF16)
                                                    : row_max(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = format->scale(kt_float(max));
+    scale[r] = kt_row_scale(format, m, n + r, kt_float(max));
     inverse[r] = kt_reciprocal(scale[r]);
     *flush |= max < KT_FLUSH_BITS;
   }
@@ -95,7 +95,7 @@ KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_ma
     float inverse[KT_STRIP_ROWS];
     int flush;
     const kt_status status =
-        kt_scale_strip(format, m, strip, rule.row_max, scale + n, inverse, &flush);
+        kt_scale_strip(format, m, n, strip, rule.row_max, scale + n, inverse, &flush);
     if (status) return status;
     if (strip.form == KT_ROW_BF16 && !flush)
       kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_BF16, 0);

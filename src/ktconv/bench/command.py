@@ -136,7 +136,9 @@ def parse_isas(text: str, methods: Sequence[Format] = ()) -> tuple[str, ...]:
                 f"choose auto, all, or from: {', '.join(native.ISA_NAMES.values())}",
             )
         if name not in available:
-            raise UsageError(f"this machine does not support {name}", f"it has: {', '.join(available)}")
+            raise UsageError(
+                f"this machine does not support {name}", f"it has: {', '.join(available)}"
+            )
         if name not in allowed:
             raise UsageError(
                 f"--isa {name} is above KTCONV_ISA={highest}, which only lowers",

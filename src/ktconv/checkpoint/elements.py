@@ -15,6 +15,7 @@ class Element:
     unit_rows: int = 1
     unit_cols: int = 1
     items: int = 1
+    integer_zero: int | None = None  # of integers: the number that means 0 where nothing else says
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix of whole units."""
@@ -26,12 +27,14 @@ F16 = Element("F16", 2)
 F32 = Element("F32", 4)
 F8_E4M3 = Element("F8_E4M3", 1)
 F4_E2M1 = Element("F4_E2M1", 1, unit_cols=2)
-I8 = Element("I8", 1)
-U4_AWQ = Element("U4_AWQ", 4, unit_rows=8)
+I8 = Element("I8", 1, integer_zero=0)
+U4_AWQ = Element("U4_AWQ", 4, unit_rows=8, integer_zero=8)
 # Unsigned numbers of so many bits in 32-bit words, from the lowest bits on; those of widths that
 # do not divide 32 continue in the next word.
 STREAMS = {
-    bits: Element(f"U{bits}", 4 * words, unit_cols=32 * words // bits, items=words)
+    bits: Element(
+        f"U{bits}", 4 * words, unit_cols=32 * words // bits, items=words, integer_zero=1 << bits - 1
+    )
     for bits, words in ((2, 1), (3, 3), (4, 1), (5, 5), (6, 3), (7, 7), (8, 1))
 }
 U4 = STREAMS[4]

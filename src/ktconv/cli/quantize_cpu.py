@@ -67,6 +67,13 @@ def quantize_cpu_command(
         bool,
         typer.Option("--compat", help="Round to bf16 first, for the reference converter's bytes."),
     ] = False,
+    requantize: Annotated[
+        bool,
+        typer.Option(
+            "--requantize",
+            help="Quantize INT8 and INT4 sources anew, also where they could be kept unchanged.",
+        ),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify/--no-verify", help="Read back and unpack everything written."),
@@ -106,6 +113,7 @@ def quantize_cpu_command(
             mtp=mtp,
             experts_only=experts_only,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+            requantize=requantize,
         )
         request = Request(
             model=model,

@@ -117,7 +117,9 @@ class Layer:
         shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
         for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):
             if not self.layout.multiplies(rows, cols):
-                raise ValueError(f"{self.layout.format} does not allow a matrix of [{rows}, {cols}]")
+                raise ValueError(
+                    f"{self.layout.format} does not allow a matrix of [{rows}, {cols}]"
+                )
             expect_bytes(f"{name} codes", matrix.codes, self.layout.weight_size(rows, cols))
             setattr(entry, name, ffi.from_buffer(matrix.codes))
             if scale_size := self.layout.scale_size(rows, cols):

@@ -31,7 +31,8 @@ class Matrix:
     `buffer` is contiguous uint8 memory, `start` and the strides count stored units of `dtype`.
     `block_scale` is a float32 grid, with blocks of `block` = (rows, cols) and the matrix starting
     at element `origin` of the grid; `zero_point` is such a grid too. `group_of_col` (int32
-    [cols]) names the grid's column for each of the matrix, instead of blocks.
+    [cols]) names the grid's column for each of the matrix, instead of blocks. `row_scale` (float32
+    [rows]): scales of integers that may be kept, see kt_matrix.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Matrix:
         origin: tuple[int, int] = (0, 0),
         zero_point: Array | None = None,
         group_of_col: Array | None = None,
+        row_scale: Array | None = None,
         round_to_bf16: bool = False,
     ) -> None:
         size, unit_rows, unit_cols = stored_unit(dtype)
@@ -65,6 +67,12 @@ class Matrix:
         self.c.rows, self.c.cols, self.c.dtype = rows, cols, DTYPES[dtype]
         self.c.row_stride, self.c.col_stride = row_stride, col_stride
         self.c.round_to_bf16 = round_to_bf16
+        self.row_scale = row_scale
+        if row_scale is not None:
+            expect_rows("row_scale", row_scale, np.float32, (rows,))
+            kept = np.require(row_scale, requirements="A")
+            self._keep.append(kept)
+            self.c.row_scale = ffi.cast("float *", ffi.from_buffer(kept))
         if block_scale is None:
             if zero_point is not None or group_of_col is not None:
                 raise ValueError("zero_point and group_of_col need a block_scale")

@@ -102,6 +102,7 @@ class MatrixCheck:
         columns = cols // fmt.group if fmt.group else 1
         self._scale, self._error, self._rule = np.zeros((3, rows, columns), np.float32)
         self._sums = ErrorStats()
+        self.kept_rows = 0  # whose integers and scale are those of the source
 
     def _whole(self, row: int, column: int) -> tuple[int, int]:
         """Row and column in the whole matrix of an element of this part."""
@@ -116,7 +117,7 @@ class MatrixCheck:
         fmt, here = self._fmt, slice(start, start + source.rows)
         found = native.audit(fmt.layout, source, packed.rows, 0, packed.weight, packed.scale)
         self._error[here] = found.row_error.reshape(source.rows, -1)
-        self._rule[here] = found.row_scale.reshape(source.rows, -1)
+        self._rule[here] = self._expected(found, source).reshape(source.rows, -1)
         stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
         self._scale[here] = scales.values(fmt, stored)
         self._add(found, source)
@@ -127,6 +128,19 @@ class MatrixCheck:
         outside = self._outside(here).any(axis=1)
         if outside.any():
             self._name_elements(source, start, np.flatnonzero(outside), packed)
+
+    def _expected(self, found: native.Audit, source: native.Matrix) -> F32:
+        """The scale of each row or group: its source's where integers can be kept with it, else
+        what the largest weight makes."""
+        if source.row_scale is None or self._fmt.group:
+            return found.row_scale
+        traits = self._fmt.layout.traits
+        kept = source.row_scale / np.float32(traits.scale_units)
+        limit = np.float32(traits.max_level + 0.5) * source.row_scale
+        possible = (kept >= np.finfo(np.float32).tiny) & (found.row_amax <= limit)
+        self.kept_rows += int(possible.sum())
+        expected: F32 = np.where(possible, kept, found.row_scale)
+        return expected
 
     def _add(self, found: native.Audit, source: native.Matrix) -> None:
         self._sums.add(

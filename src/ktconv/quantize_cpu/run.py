@@ -28,6 +28,7 @@ from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
+from ktconv.quantize_cpu.integers import integer_notes
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
@@ -79,6 +80,7 @@ def prepare(request: Request) -> Preflight:
         check_expert_set(excluded, layers, request.exclude_experts)
         options = replace(options, exclude_experts=excluded)
     plan = make_plan(checkpoint, options)
+    plan = replace(plan, notes=[*plan.notes, *integer_notes(plan.moe_layers, options)])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     threads, peak = fit_memory(request, _buffers(plan).nbytes)

@@ -57,7 +57,9 @@ class QuantizeTask(ExpertTask):
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         parts = [self._part(index) for index in range(self.options.numa)]
         remaining = self.source_bytes
-        source = MatrixReader(self.reader, self.matrix, self.options.compat)
+        source = MatrixReader(
+            self.reader, self.matrix, self.options.compat, self.options.keep_integers
+        )
         with source.open() as fd:
             scales = source.load_scales()
             for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
@@ -124,6 +126,8 @@ class QuantizeTask(ExpertTask):
                 "max_error_steps": four_digits(errors["max_error_steps"]),
                 "zero_share": four_digits(errors["zero_share"]),
             }
+            if part.check.kept_rows:
+                records[self._name(part, "weight")]["lossless_rows"] = part.check.kept_rows
             records[name] = scale
         return records
 

@@ -38,6 +38,7 @@ class Scales:
     scale: F32  # both levels
     zero_point: F32 | None = None
     group_of_col: npt.NDArray[np.int32] | None = None
+    row_scale: F32 | None = None  # [rows]: weights are integers times these
 
 
 def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
@@ -86,6 +87,7 @@ class MatrixReader:
     reader: SourceReader
     matrix: ExpertMatrix
     round_to_bf16: bool = False
+    keep_integers: bool = False  # with their row scales, where the packed format includes them
 
     def open(self) -> AbstractContextManager[int]:
         """A descriptor of the matrix's file."""
@@ -108,7 +110,23 @@ class MatrixReader:
         outer = found.scale.outer
         if outer is not None:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
-        return Scales(scale, zero_point, groups)
+        return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
+
+    def _row_scale(
+        self, scale: F32, zero_point: F32 | None, groups: npt.NDArray[np.int32] | None
+    ) -> F32 | None:
+        """The scale of each row, if all weights are signed integers times that."""
+        zero = self.matrix.element.integer_zero
+        if zero is None or groups is not None or scale.shape[1] != 1:
+            return None
+        if zero_point is None and zero:
+            return None
+        if zero_point is not None and not (zero_point == zero).all():
+            return None
+        grid = self.matrix.scale
+        assert grid is not None
+        rows = (grid.row_origin % grid.block_rows + np.arange(self.matrix.rows)) // grid.block_rows
+        return np.ascontiguousarray(scale[rows, 0])
 
     def _grid(self, grid: BlockGrid) -> bytearray:
         return self._bytes(grid.tensor, *scale_span(grid, self.matrix.rows, self.matrix.cols))
@@ -186,6 +204,11 @@ class MatrixReader:
                 self.read(fd, chunk, buffer, bounce)
                 yield chunk, native.decode(self.view(chunk, scales, buffer, 0, self.matrix.cols))
 
+    def _kept(self, scales: Scales | None, chunk: range) -> F32 | None:
+        if scales is None or scales.row_scale is None or not self.keep_integers:
+            return None
+        return scales.row_scale[chunk.start : chunk.stop]
+
     def view(
         self, chunk: range, scales: Scales | None, data: U8, first_col: int, cols: int
     ) -> native.Matrix:
@@ -208,6 +231,7 @@ class MatrixReader:
             origin=_origin(scale, chunk.start, first_col),
             zero_point=scales.zero_point if scales else None,
             group_of_col=None if groups is None else groups[first_col : first_col + cols],
+            row_scale=self._kept(scales, chunk),
             round_to_bf16=self.round_to_bf16,
         )
 

@@ -40,6 +40,7 @@ def command_line(name: str, options: Options) -> str:
         flag
         for flag, wanted in (
             ("--compat", options.compat),
+            ("--requantize", options.requantize),
             ("--no-mtp", not options.mtp),
             ("--experts-only", options.experts_only),
         )

@@ -56,11 +56,17 @@ class Options(BaseOptions):
     experts_only: bool = False
     max_shard_size: int = 5_000_000_000
     exclude_experts: ExpertSet = field(default_factory=ExpertSet)
+    requantize: bool = False  # integers too that could be kept
+
+    @property
+    def keep_integers(self) -> bool:
+        return not (self.requantize or self.compat)
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
-        if not self.exclude_experts:
-            del record[EXCLUDED]
+        for name in (EXCLUDED, "requantize"):
+            if not record[name]:
+                del record[name]
         return record
 
 
@@ -69,7 +75,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
 
     Raises CheckpointError for a malformed set of excluded experts.
     """
-    usual = Options().as_dict()
+    usual = Options(requantize=True).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None

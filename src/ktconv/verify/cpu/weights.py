@@ -71,7 +71,8 @@ class ExpertMatrixCheck:
     def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
-        source = MatrixReader(self.context.reader, matrix, self.output.options.compat)
+        options = self.output.options
+        source = MatrixReader(self.context.reader, matrix, options.compat, options.keep_integers)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
         with source.open() as fd:
             grid = source.load_scales()
