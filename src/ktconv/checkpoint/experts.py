@@ -197,7 +197,7 @@ class _EncodingsOfLayer:
                     _CONTRADICTION,
                 )
 
-    def _wrong_shape(self, weight: TensorRef, expected: tuple[int, ...]) -> CheckpointError:
+    def _wrong_shape(self, weight: TensorRef, expected: str) -> CheckpointError:
         known = [
             f"{setting.key} {setting.value}"
             for setting in (self._config.hidden_size, self._config.intermediate_size)
@@ -205,6 +205,6 @@ class _EncodingsOfLayer:
         ]
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
         return CheckpointError(
-            f"{weight.name} has shape {list(weight.shape)}, expected {list(expected)}: {reason}",
+            f"{weight.name} has shape {list(weight.shape)}, expected {expected}: {reason}",
             _CONTRADICTION,
         )

@@ -77,7 +77,7 @@ class OtherWeights:
             }
             weight = replace(weight, shape=shape)
         elif len(weight.shape) != 2:
-            raise _wrong_shape(weight, ())
+            raise _wrong_shape(weight)
 
         def view(encoding: Encoding) -> StoredView:
             rows, cols = encoding.sizes(weight, encoding.transposed)
@@ -104,7 +104,7 @@ def _primary(parts: Parts) -> TensorRef:
     return parts[next(name for name in _PRIMARY if name in parts)]
 
 
-def _wrong_shape(weight: TensorRef, _: tuple[int, ...]) -> CheckpointError:
+def _wrong_shape(weight: TensorRef, expected: str = "") -> CheckpointError:
     return CheckpointError(
         f"{weight.name} is {weight.dtype} {list(weight.shape)}, which is not supported"
     )

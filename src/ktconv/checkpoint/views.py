@@ -37,6 +37,10 @@ class StoredView:
             width *= element.items
         return (height, width) if self.experts is None else (self.experts, height, width)
 
+    def whole(self, element: Element) -> bool:
+        """Whether the matrix consists of whole units."""
+        return self.rows % element.unit_rows == 0 and self.cols % element.unit_cols == 0
+
     def matrix(
         self, tensor: TensorRef, element: Element, quantization: Quantization | None
     ) -> ExpertMatrix:

@@ -66,7 +66,7 @@ def stored_matrix(
     parts: Parts,
     view_of: Callable[[Encoding], StoredView],
     config: ModelConfig,
-    wrong_shape: Callable[[TensorRef, tuple[int, ...]], CheckpointError],
+    wrong_shape: Callable[[TensorRef, str], CheckpointError],
 ) -> tuple[Encoding, ExpertMatrix]:
     """A weight's encoding and its matrix, where `view_of` says that it lies.
 
@@ -76,7 +76,7 @@ def stored_matrix(
     shaped = []
     for one in possible:
         encoding, view = one.encoding, view_of(one.encoding)
-        if one.weight.shape != view.shape(encoding.element):
+        if one.weight.shape != view.shape(encoding.element) or not view.whole(encoding.element):
             continue
         shaped.append(one)
         quantization = None
@@ -88,5 +88,10 @@ def stored_matrix(
     if shaped:
         first = shaped[0]
         raise wrong_scales(first.encoding, first.roles, view_of(first.encoding), config)
-    encoding = possible[0].encoding
-    raise wrong_shape(possible[0].weight, view_of(encoding).shape(encoding.element))
+    names: dict[tuple[int, ...], str] = {}
+    for one in possible:
+        names.setdefault(view_of(one.encoding).shape(one.encoding.element), one.encoding.name)
+    expected = [f"{list(shape)} ({name})" for shape, name in names.items()]
+    if len(names) == 1:
+        expected = [str(list(shape)) for shape in names]
+    raise wrong_shape(possible[0].weight, " or ".join(expected))
