@@ -33,8 +33,7 @@ test: $(VENV)/.dev
 # Every room has some; none needs torch or waits for processes that are killed.
 FAST := tests/checkpoint tests/formats tests/placement tests/system tests/targets tests/writer \
 	tests/moe tests/test_docs.py tests/test_structure.py tests/cli/test_progress.py \
-	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_audit_groups.py \
-	tests/native/test_golden.py \
+	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
 	tests/quantize_cpu/test_encodings.py \
 	tests/quantize_cpu/test_exclude_experts.py tests/quantize_cpu/test_golden.py \
 	tests/quantize_cpu/test_manifest.py tests/repack/test_refusals.py tests/repack/test_reshard.py \
