@@ -69,6 +69,7 @@ class ModelConfig:
     fp8_format: str | None  # quantization_config.fmt
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
     packing: str  # quantization_config's name of how integers are packed, in lower case
+    packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
 
     def top_k_fault(self, experts: int) -> str | None:
         """A sentence if a token is to go to more experts than the `experts` of a layer."""
@@ -140,6 +141,7 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
         fp8_format=quantization.get("fmt"),
         block_size=_block_size(quantization),
         packing=_packing(quantization),
+        packed_bits=_packed_bits(quantization),
     )
     experts = config.num_experts.value if config.num_experts else 0
     if experts and (fault := config.top_k_fault(experts)):
@@ -257,6 +259,19 @@ def _packing(quantization: Mapping[str, Any]) -> str:
         if isinstance(quantization.get(key), str):
             return str(quantization[key]).lower()
     return "gptq"
+
+
+def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
+    groups = quantization.get("config_groups")
+    weights = [
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict)
+    ]
+    found: list[Any] = [one.get("num_bits") for one in weights if isinstance(one, dict)]
+    if not found or any(type(bits) is not int or bits != found[0] for bits in found):
+        return None
+    return found[0] if 2 <= found[0] <= 8 else None
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
 from ktconv.checkpoint.types import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
+from ktconv.system.files import FileTooShortError, read_exactly
+from ktconv.system.regular_files import opened_regular, unreadable
 
 _PARTS = frozenset(
     name
@@ -22,6 +25,7 @@ _PARTS = frozenset(
         *encoding.ignored,
     )
 )
+_SHAPE_DTYPES = {"I64": "<2q", "I32": "<2i"}
 _SUFFIXES = tuple(part.removeprefix(WEIGHT) for part in _PARTS if part.startswith(f"{WEIGHT}_"))
 _PRIMARY = tuple(dict.fromkeys(encoding.primary for encoding in ENCODINGS))
 
@@ -71,22 +75,49 @@ class OtherWeights:
         """
         weight = _primary(parts)
         if len(weight.shape) == 1:
-            shape = (1, *weight.shape)
-            parts = {
-                name: replace(t, shape=shape) if t is weight else t for name, t in parts.items()
-            }
-            weight = replace(weight, shape=shape)
+            row = replace(weight, shape=(1, *weight.shape))
+            parts = {name: row if one is weight else one for name, one in parts.items()}
+            weight = row
         elif len(weight.shape) != 2:
             raise _wrong_shape(weight)
 
+        shape = _declared_shape(parts) or self._by_bits(parts, weight)
+
         def view(encoding: Encoding) -> StoredView:
             rows, cols = encoding.sizes(weight, encoding.transposed)
+            if shape is not None and not encoding.transposed:
+                rows, cols = shape
             if encoding.transposed:
                 return StoredView(rows, cols, cols, rows, transposed=True)
             return StoredView(rows, cols, rows, cols)
 
         encoding, matrix = stored_matrix(parts, view, self._config, _wrong_shape)
         return OtherWeight(encoding.name, matrix)
+
+    def _by_bits(self, parts: Parts, weight: TensorRef) -> tuple[int, int] | None:
+        """The shape of packed integers by the bits that config.json gives."""
+        bits = self._config.packed_bits
+        if "weight_packed" not in parts or weight.dtype != "I32" or bits is None:
+            return None
+        return weight.shape[0], weight.shape[1] * 32 // bits
+
+
+def _declared_shape(parts: Parts) -> tuple[int, int] | None:
+    """What weight_shape says, which is read from its file: how many bits packed numbers have
+    follows from it where their scales leave it open."""
+    tensor = parts.get("weight_shape")
+    if tensor is None or tensor.shape != (2,) or tensor.dtype not in _SHAPE_DTYPES:
+        return None
+    data = bytearray(tensor.nbytes)
+    try:
+        with opened_regular(tensor.file) as fd:
+            read_exactly(fd, memoryview(data), tensor.offset)
+    except FileTooShortError:
+        raise CheckpointError(f"{tensor.file} became shorter while it was read") from None
+    except OSError as error:
+        raise unreadable(tensor.file, error) from error
+    rows, cols = struct.unpack(_SHAPE_DTYPES[tensor.dtype], data)
+    return rows, cols
 
 
 def _owner(name: str, names: Set[str]) -> tuple[str, str]:
