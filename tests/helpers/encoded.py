@@ -219,8 +219,8 @@ def of_awq(rng: Rng, rows: int, cols: int, group: int = 64) -> Stored:
 
 @dataclass(frozen=True)
 class Kind:
-    """How weights are stored: what ktconv calls it, a generator of one weight [rows, cols], and
-    what config.json says of it."""
+    """One encoding: ktconv's name for it, a generator of one weight [rows, cols], and the
+    quantization_config of such a model."""
 
     name: str
     of: Callable[[Rng, int, int], Stored]

@@ -7,6 +7,7 @@
 KT_TARGET_BEGIN(AVX512)
 #include "../simd/transpose_avx512.h"
 #include "decode.h"
+#include "round_bf16_avx512.h"
 
 enum { LANES = 16 };
 
@@ -42,17 +43,6 @@ KT_INLINE __m512 widen16(const uint8_t *at, int dtype, __mmask16 valid) {
   }
 }
 
-KT_INLINE __m512 round_bf16(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
-  const __m512i rounded =
-      _mm512_and_si512(_mm512_add_epi32(bits, half), _mm512_set1_epi32((int)0xffff0000u));
-  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  const __mmask16 special = _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, special, bits));
-}
-
 /* Columns begin..end-1 of a row whose columns are adjacent, all under one scale. */
 KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
                            int scaled, int rounded, float *row) {
@@ -61,7 +51,7 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
     const __mmask16 valid = (__mmask16)(end - k >= LANES ? 0xffff : (1 << (end - k)) - 1);
     __m512 value = widen16(from + k * size_of(dtype), dtype, valid);
     if (scaled) value = _mm512_mul_ps(value, factor);
-    if (rounded) value = round_bf16(value);
+    if (rounded) value = kt_round_bf16(value);
     _mm512_mask_storeu_ps(row + k, valid, value);
   }
 }
@@ -91,7 +81,7 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
   kt_transpose16(source, row);
   for (int r = 0; r < LANES; r++) {
     __m512 value = _mm512_castsi512_ps(row[r]);
-    if (rounded) value = round_bf16(value);
+    if (rounded) value = kt_round_bf16(value);
     _mm512_storeu_ps(out + r * stride + k, value);
   }
 }

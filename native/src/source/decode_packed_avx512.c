@@ -7,6 +7,7 @@
 KT_TARGET_BEGIN(AVX512)
 #include "../simd/transpose_avx512.h"
 #include "decode.h"
+#include "round_bf16_avx512.h"
 
 #include <string.h>
 
@@ -40,17 +41,6 @@ KT_INLINE __m512 e2m1_values(void) {
   return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
 }
 
-KT_INLINE __m512 round_bf16(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
-  const __m512i rounded =
-      _mm512_and_si512(_mm512_add_epi32(bits, half), _mm512_set1_epi32((int)0xffff0000u));
-  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  const __mmask16 special = _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, special, bits));
-}
-
 /* ---- Scales ---------------------------------------------------------------- */
 
 /* Whether all columns of a vector have the same scale. */
@@ -67,7 +57,7 @@ KT_INLINE __m512 grid16(const kt_matrix *m, const float *row, int64_t k) {
 
 KT_INLINE __m512 scaled(__m512 value, __m512 zero, __m512 scale, int rounded) {
   value = _mm512_mul_ps(_mm512_sub_ps(value, zero), scale);
-  return rounded ? round_bf16(value) : value;
+  return rounded ? kt_round_bf16(value) : value;
 }
 
 /* ---- Rows that lie contiguously -------------------------------------------- */

@@ -41,7 +41,7 @@ class Encoding:
     it are `companions`, and everything else is `ignored`. It has it if also the shape of the
     primary tensor is right, and `quantization` finds scales, zero points and groups: the first
     such row of ENCODINGS counts. `quantization` returns None where the shapes are not those of
-    this encoding. `refusal`, of roles, is the reason why a weight like this cannot be read.
+    this encoding.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Encoding:
     primary: str = WEIGHT
     companions: tuple[Companion, ...] = ()
     ignored: tuple[str, ...] = ()  # nothing that is computed here depends on them
-    transposed: bool = False  # experts of their own are stored [in, out]
+    transposed: bool = False  # numbered experts are stored [in, out]
     quantization: Callable[[Roles, StoredView, ModelConfig], Quantization | None] | None = None
     methods: tuple[str, ...] = ()  # quant_method of config.json has one of these words; (): any
     formats: tuple[str, ...] = ()  # so has fmt
