@@ -30,24 +30,6 @@ from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text
 
-__all__ = [
-    "PROJECTIONS",
-    "BlockGrid",
-    "Checkpoint",
-    "ExpertMatrix",
-    "Header",
-    "MoELayer",
-    "Projection",
-    "Quantization",
-    "SourceFile",
-    "TensorRef",
-    "check_headers",
-    "locate_model",
-    "open_checkpoint",
-    "read_header",
-    "source_identity",
-]
-
 
 @collector_paused()
 def open_checkpoint(model: str | Path) -> Checkpoint:
