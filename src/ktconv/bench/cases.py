@@ -18,7 +18,7 @@ from ktconv.bench.fingerprint import largest_cache
 from ktconv.bench.limits import read_size
 from ktconv.bench.measure import Effort, batch_bytes, kept_routings
 from ktconv.bench.presets import Shape
-from ktconv.bench.routing import Ids, Routing, check_replay, check_trace, only_here, parse_routing
+from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
 from ktconv.errors import UsageError
 from ktconv.formats import Format
@@ -26,6 +26,7 @@ from ktconv.moe import Experts, experts_per_token
 from ktconv.moe.experts import Expert, check_shape
 from ktconv.moe.load import open_layer
 from ktconv.system import machine
+from ktconv.system.arrays import I64
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify, path_text, printable, silent
 from ktconv.system.units import format_size
@@ -67,9 +68,9 @@ class Layer:
     parts: int
     cases: tuple[Case, ...]
     experts: Experts | None = None  # of a model; others are made when they are measured
-    here: Ids | None = None  # the experts of a model that does not have all
+    here: I64 | None = None  # the experts of a model that does not have all
 
-    def routings(self, request: Request, tokens: int) -> Iterator[Ids]:
+    def routings(self, request: Request, tokens: int) -> Iterator[I64]:
         """Chosen among the experts that are here; recorded ids of others are -1, i.e. skipped."""
         shape, here, routing = self.shape, self.here, request.routing
         if here is not None:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.bench.limits import own_seconds
 from ktconv.bench.rows import Errors, Sample
@@ -20,8 +18,7 @@ from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.native import Pool, isa
-
-Array = NDArray[Any]
+from ktconv.system.arrays import Array
 
 WARM_UP = 2
 _LEAST_ITERATIONS, _PATIENCE = 5, 10  # the latter: times --seconds before giving up on more

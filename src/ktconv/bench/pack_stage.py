@@ -9,10 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
@@ -23,10 +21,9 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.system import machine
+from ktconv.system.arrays import Array
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
-
-Array = NDArray[Any]
 
 SCHEMA = 1  # docs/bench-pack.schema.json
 SOURCES = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.errors import UsageError
-
-Ids = NDArray[np.int64]
+from ktconv.system.arrays import I64, Array
 
 KINDS = "balanced, concentrated, zipf:S, trace:FILE"
 
@@ -31,9 +29,9 @@ class Routing:
     text: str
     kind: str
     exponent: float = 0.0
-    trace: Ids | None = None
+    trace: I64 | None = None
 
-    def iterations(self, tokens: int, experts: int, top_k: int, seed: int) -> Iterator[Ids]:
+    def iterations(self, tokens: int, experts: int, top_k: int, seed: int) -> Iterator[I64]:
         """Ids [tokens, top_k] without end."""
         rng = np.random.default_rng([seed, tokens, experts, top_k])
         start = 0
@@ -48,7 +46,7 @@ class Routing:
                 yield _draw(rng, tokens, experts, top_k, self.exponent)
 
 
-def _draw(rng: np.random.Generator, tokens: int, experts: int, top_k: int, s: float) -> Ids:
+def _draw(rng: np.random.Generator, tokens: int, experts: int, top_k: int, s: float) -> I64:
     """Distinct experts per token; the Gumbel trick makes keys whose order is a weighted draw."""
     keys = rng.gumbel(size=(tokens, experts))
     if s:
@@ -102,7 +100,7 @@ def check_trace(routing: Routing, experts: int, top_k: int, *, of_model: bool = 
         )
 
 
-def only_here(routing: Routing, here: Ids) -> Routing:
+def only_here(routing: Routing, here: I64) -> Routing:
     """A recorded trace with -1 for experts that are not in `here`; other routings unchanged."""
     if routing.trace is None:
         return routing
@@ -119,7 +117,7 @@ def check_replay(routing: Routing, tokens: int) -> None:
         )
 
 
-def _read_trace(path: Path) -> Ids:
+def _read_trace(path: Path) -> I64:
     arrays = _load_arrays(path)
     integer = {
         name: array
@@ -147,7 +145,7 @@ def _read_trace(path: Path) -> Ids:
     return ids
 
 
-def _refuse_twice(ids: Ids, path: Path) -> None:
+def _refuse_twice(ids: I64, path: Path) -> None:
     """UsageError if a token has the same expert twice, which no router does."""
     ordered = np.sort(ids, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -159,7 +157,7 @@ def _refuse_twice(ids: Ids, path: Path) -> None:
         )
 
 
-def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
+def _load_arrays(path: Path) -> dict[str, Array]:
     """All integer arrays of a file. Others are not read: NumPy lacks some types of safetensors."""
     if not path.is_file():
         raise UsageError(f"there is no trace file {path}")

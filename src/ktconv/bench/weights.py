@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe.experts import Matrices
+from ktconv.system.arrays import F32
 
 _BLOCK = 1 << 20  # numbers drawn; all matrices are cut from them
 _STEP = 7919  # numbers between the starts of two matrices, a prime
@@ -38,6 +38,6 @@ class RandomWeights:
         )
         return gate, up, down
 
-    def _matrix(self, number: int, rows: int, cols: int) -> NDArray[np.float32]:
+    def _matrix(self, number: int, rows: int, cols: int) -> F32:
         start = number * _STEP % _BLOCK
         return self._numbers[cols][start : start + rows * cols].reshape(rows, cols)

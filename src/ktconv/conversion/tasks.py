@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.errors import VerificationError
 from ktconv.reading.buffers import COPY_BYTES, Buffers
 from ktconv.reading.matrices import source_bytes, span_of
 from ktconv.reading.reader import SourceReader, Span
+from ktconv.system.arrays import U8
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
-U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 
 

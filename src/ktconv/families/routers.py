@@ -15,15 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.families.config import family_of, text_section, top_k_of, value_of
 from ktconv.families.family import GroupScore, Router, RouterSpec, Scoring
-
-F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
+from ktconv.system.arrays import F32, I64
 
 
 class UnknownRouter(CheckpointError):

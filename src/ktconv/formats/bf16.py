@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from ktconv.system.arrays import F32, U16
 
-from .decode import F32, bf16_to_f32, f32_to_bf16
+from .decode import bf16_to_f32, f32_to_bf16
 from .table import Format
-
-U16 = NDArray[np.uint16]
 
 
 def quantize(fmt: Format, matrix: F32) -> tuple[U16, None]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
-U16 = NDArray[np.uint16]
-U8 = NDArray[np.uint8]
+from ktconv.system.arrays import F32, U8, U16
 
 
 def bf16_to_f32(bits: U16) -> F32:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import F32, U8
 
 from .decode import E4M3FN_VALUES
 from .table import Format
-
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
 
 BLOCK = 128
 LARGEST = 448.0

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import F32, U8, Array
 
 from .decode import f32_to_bf16
 from .groups import grouped, nibbles, unpacked_nibbles
-from .rounding import F32, first_rounding, ftz
+from .rounding import first_rounding, ftz
 from .scales import values
 from .table import Format
 
-U8 = NDArray[np.uint8]
 BIAS = 8
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[U8, NDArray[Any]]:
+def quantize(fmt: Format, matrix: F32) -> tuple[U8, Array]:
     """Nibbles of code + 8 [N, K / 2], codes -7..7, and scales float32 or bf16 [N, groups]."""
     groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
     scale = ftz((np.abs(groups).max(axis=1).astype(np.float64) / 7).astype(np.float32))
@@ -26,7 +24,7 @@ def quantize(fmt: Format, matrix: F32) -> tuple[U8, NDArray[Any]]:
     return nibbles((codes + BIAS).astype(np.uint8)), stored.reshape(len(matrix), -1)
 
 
-def dequantize(fmt: Format, codes: U8, scale: NDArray[Any]) -> F32:
+def dequantize(fmt: Format, codes: U8, scale: Array) -> F32:
     """fl32(code * d), float32 [N, K]."""
     levels = unpacked_nibbles(codes).astype(np.float32) - np.float32(BIAS)
     restored: F32 = levels * np.repeat(values(fmt, scale), fmt.group, axis=1)

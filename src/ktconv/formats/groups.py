@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-U8 = NDArray[np.uint8]
+from ktconv.system.arrays import U8, Array
 
 
 def pack_scale(scale: Array) -> Array:

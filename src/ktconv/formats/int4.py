@@ -6,9 +6,10 @@ The stored d is the step of an 8-bit code in -112..112; a 4-bit level is 16 of t
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .rounding import F32, first_rounding, ftz, row_amax
+from ktconv.system.arrays import F32, I8, I32
+
+from .rounding import first_rounding, ftz, row_amax
 from .table import Format
 
 
@@ -17,19 +18,19 @@ def scale_of(amax: F32) -> F32:
     return ftz((amax.astype(np.float64) / 112.0).astype(np.float32))
 
 
-def second_rounding(q: NDArray[np.int32]) -> NDArray[np.int32]:
+def second_rounding(q: I32) -> I32:
     """c = sign(q) * floor((|q| + 8) / 16): ties away from zero, any shape (SPEC 3.4)."""
-    c: NDArray[np.int32] = np.sign(q) * ((np.abs(q) + 8) // 16)
+    c: I32 = np.sign(q) * ((np.abs(q) + 8) // 16)
     return c
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[NDArray[np.int8], F32]:
+def quantize(fmt: Format, matrix: F32) -> tuple[I8, F32]:
     """Codes int8 [N, K] in -7..7 and scales float32 [N] of a finite [N, K] matrix."""
     scale = scale_of(row_amax(matrix))
     return second_rounding(first_rounding(matrix, scale)).astype(np.int8), scale
 
 
-def dequantize(fmt: Format, codes: NDArray[np.int8], scale: F32) -> F32:
+def dequantize(fmt: Format, codes: I8, scale: F32) -> F32:
     """fl32(code * (16 d)), float32 [N, K]; 16 d is exact."""
     step: F32 = np.float32(16) * scale
     return codes.astype(np.float32) * step[:, None]

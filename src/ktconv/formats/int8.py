@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .rounding import F32, first_rounding, ftz, row_amax
+from ktconv.system.arrays import F32, I8
+
+from .rounding import first_rounding, ftz, row_amax
 from .table import Format
 
 RECIPROCAL_OF_127 = np.float32(1) / np.float32(127)  # 0x3C010204 = (1 - 2^-28) / 127
@@ -16,12 +17,12 @@ def scale_of(amax: F32) -> F32:
     return ftz(ftz(amax) * RECIPROCAL_OF_127)
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[NDArray[np.int8], F32]:
+def quantize(fmt: Format, matrix: F32) -> tuple[I8, F32]:
     """Codes int8 [N, K] in -127..127 and scales float32 [N] of a finite [N, K] matrix."""
     scale = scale_of(row_amax(matrix))
     return first_rounding(matrix, scale).astype(np.int8), scale
 
 
-def dequantize(fmt: Format, codes: NDArray[np.int8], scale: F32) -> F32:
+def dequantize(fmt: Format, codes: I8, scale: F32) -> F32:
     """fl32(code * d), float32 [N, K]."""
     return codes.astype(np.float32) * scale[:, None]

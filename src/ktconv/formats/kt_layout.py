@@ -19,7 +19,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import I8, I64, U8
 
 from .table import Format
 
@@ -29,8 +30,6 @@ _HALF_COLS = 64  # columns of one nibble plane (INT4) or byte plane (INT8)
 _GROUP_COLS = 4
 _GROUP_BYTES = 64
 _STRIP = 32
-
-Index = NDArray[np.int64]
 
 
 class Tiling(NamedTuple):
@@ -45,7 +44,7 @@ class Tiling(NamedTuple):
 TILINGS = {"int8": Tiling(8, 64, 64, 3584), "int4": Tiling(4, 128, 128, 3584)}
 
 
-def offsets(fmt: Format, n: Index, k: Index, rows: int, cols: int) -> tuple[Index, Index]:
+def offsets(fmt: Format, n: I64, k: I64, rows: int, cols: int) -> tuple[I64, I64]:
     """Byte offset and plane of elements (n, k) of a [rows, cols] matrix.
 
     n and k broadcast.  Plane 0 is the low nibble (all of INT8), plane 1 the high one.
@@ -69,7 +68,7 @@ def offsets(fmt: Format, n: Index, k: Index, rows: int, cols: int) -> tuple[Inde
     return byte, np.broadcast_to(plane, byte.shape)
 
 
-def _all_offsets(fmt: Format, rows: int, cols: int) -> tuple[Index, Index]:
+def _all_offsets(fmt: Format, rows: int, cols: int) -> tuple[I64, I64]:
     """`offsets` of every element, both [rows, cols]."""
     reason = fmt.check_matrix(rows, cols)
     if reason is not None:
@@ -79,7 +78,7 @@ def _all_offsets(fmt: Format, rows: int, cols: int) -> tuple[Index, Index]:
     return offsets(fmt, n, k, rows, cols)
 
 
-def pack_codes(fmt: Format, codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+def pack_codes(fmt: Format, codes: I8) -> U8:
     """Payload uint8 [N * K * bits / 8] of codes int8 [N, K].
 
     INT4 codes must be -8..7; they are stored as two's complement nibbles.
@@ -100,7 +99,7 @@ def pack_codes(fmt: Format, codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     return packed
 
 
-def unpack_codes(fmt: Format, packed: NDArray[np.uint8], rows: int, cols: int) -> NDArray[np.int8]:
+def unpack_codes(fmt: Format, packed: U8, rows: int, cols: int) -> I8:
     """Codes int8 [rows, cols] of a payload; the inverse of `pack_codes`."""
     bits = TILINGS[fmt.code].bits
     if packed.dtype != np.uint8 or packed.shape != (rows * cols * bits // 8,):
@@ -108,5 +107,5 @@ def unpack_codes(fmt: Format, packed: NDArray[np.uint8], rows: int, cols: int) -
     byte, plane = _all_offsets(fmt, rows, cols)
     fields = packed[byte] >> (bits * plane).astype(np.uint8)
     unused = np.uint8(8 - bits)
-    codes: NDArray[np.int8] = (fields << unused).view(np.int8) >> unused.astype(np.int8)
+    codes: I8 = (fields << unused).view(np.int8) >> unused.astype(np.int8)
     return codes

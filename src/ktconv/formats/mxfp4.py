@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .decode import F32, e8m0_to_f32
+from ktconv.system.arrays import F32, U8
+
+from .decode import e8m0_to_f32
 from .groups import grouped, nibbles, unpacked_nibbles
 from .table import Format
-
-U8 = NDArray[np.uint8]
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])

@@ -8,14 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from ktconv.system.arrays import F32, U8, Array
 
 from .kt_layout import pack_codes
-from .rounding import F32
 from .table import Format
-
-Array = NDArray[Any]
 
 
 def quantize(fmt: Format, matrix: F32) -> tuple[Array, Any]:
@@ -30,7 +26,7 @@ def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:
     return weights
 
 
-def quantize_pack(fmt: Format, matrix: F32) -> tuple[NDArray[np.uint8], F32]:
+def quantize_pack(fmt: Format, matrix: F32) -> tuple[U8, F32]:
     """Payload uint8 and scales float32 [N] of one part's INT4 or INT8 matrix.
 
     For a backward matrix pass the transpose of the forward slice.

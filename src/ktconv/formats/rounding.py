@@ -7,11 +7,10 @@ does not, so every place where that shows is written out with `ftz`.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import F32, I32
 
 from .table import SMALLEST_NORMAL
-
-F32 = NDArray[np.float32]
 
 
 def ftz(values: F32) -> F32:
@@ -41,11 +40,11 @@ def reciprocal(scale: F32) -> F32:
     return inverse
 
 
-def first_rounding(matrix: F32, scale: F32) -> NDArray[np.int32]:
+def first_rounding(matrix: F32, scale: F32) -> I32:
     """q = RNE(fl32(ftz(x) * fl32(1/d))), saturated to a signed byte (SPEC 3.3).
 
     matrix is [N, K], scale [N]; two float32 roundings before the one to integer.
     """
     y = ftz(matrix) * reciprocal(scale)[:, None]
-    q: NDArray[np.int32] = np.clip(np.rint(y), -128, 127).astype(np.int32)
+    q: I32 = np.clip(np.rint(y), -128, 127).astype(np.int32)
     return q

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import F32, Array
 
 from .decode import bf16_to_f32, e8m0_to_f32
 from .groups import pack_scale, unpack_scale
 from .table import Format
-
-Array = NDArray[Any]
-F32 = NDArray[np.float32]
 
 
 def ordered(fmt: Format, packed: Array, rows: int, cols: int) -> Array:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ktconv.checkpoint import read_header
@@ -20,6 +19,7 @@ from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, Usag
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, experts_watched, find_experts
 from ktconv.system import machine
+from ktconv.system.arrays import F32, I64
 from ktconv.system.units import format_size
 
 # Beside the weights: while a layer's experts are stacked, they are there twice.
@@ -27,7 +27,7 @@ _LOADING = 1.1
 # Positions whose distributions are float64 at a time: with a vocabulary of 200,000, 50 MB each.
 _ROWS = 32
 
-LayerInput = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]
+LayerInput = tuple[F32, I64, F32]
 
 
 @dataclass(frozen=True, slots=True)

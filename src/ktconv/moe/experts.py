@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import UsageError
@@ -17,10 +15,8 @@ from ktconv.formats.decode import bf16_to_f32, round_to_bf16
 from ktconv.formats.groups import grouped
 from ktconv.moe.streamed import Streams, whole
 from ktconv.native import Activation, PackedMatrix, Pool
+from ktconv.system.arrays import F32, U16, Array
 
-Array = NDArray[Any]
-F32 = NDArray[np.float32]
-U16 = NDArray[np.uint16]
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
 Expert = tuple[PackedMatrix, PackedMatrix, PackedMatrix]  # of one part
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
@@ -20,8 +19,7 @@ from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.native import Activation, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
-
-Array = NDArray[Any]
+from ktconv.system.arrays import Array
 
 _FUNCTIONS = {
     "silu": "swiglu",

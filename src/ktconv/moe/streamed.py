@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from ktconv.system.arrays import F32
 
 PIECE_BYTES = 8 << 20  # of values: what a piece of a large matrix aims at
 _ROWS_STEP = 128  # rows of a piece, but of the last: whole row blocks of every packed format

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.formats import KINDS, Format, TensorId, scales, tensor_name
 from ktconv.formats.split import is_down
-
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
+from ktconv.system.arrays import F32, I8, I64, U8, Array, Bools
 
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
 NAMED_PER_CALL = 3  # elements outside the bound that are named
@@ -154,25 +151,23 @@ class MatrixCheck:
             )
         )
 
-    def _outside(self, rows: slice) -> NDArray[np.bool_]:
+    def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""
         fmt, scale = self._fmt, self._scale[rows].astype(np.float64)
         allowed = (fmt.max_error_steps + BINARY32_SLACK) * fmt.traits.scale_units * scale
         allowed = np.maximum(allowed, np.finfo(np.float32).tiny)
         allowed = np.where(scale == 0, fmt.smallest_amax, allowed)
-        outside: NDArray[np.bool_] = ~(self._error[rows] <= allowed)
+        outside: Bools = ~(self._error[rows] <= allowed)
         return outside | ~np.isfinite(self._error[rows])
 
-    def _codes(self, packed: Packed) -> NDArray[np.int8]:
+    def _codes(self, packed: Packed) -> I8:
         return native.audit_codes(self._fmt.layout, packed.weight, packed.rows, self._cols)
 
-    def _of_elements(self, scale: NDArray[Any]) -> NDArray[Any]:
+    def _of_elements(self, scale: Array) -> Array:
         """The scale of every element of some rows."""
         return np.repeat(scale, self._cols // scale.shape[1], axis=1)
 
-    def _name_elements(
-        self, matrix: native.Matrix, start: int, rows: NDArray[np.int64], packed: Packed
-    ) -> None:
+    def _name_elements(self, matrix: native.Matrix, start: int, rows: I64, packed: Packed) -> None:
         """The worst elements of rows with one that is too far off."""
         source = native.decode(matrix)[rows].astype(np.float64)
         step = self._scale[start + rows].astype(np.float64) * self._fmt.traits.scale_units
@@ -267,7 +262,7 @@ class MatrixCheck:
         self._scales_by_rule(differs & ~odd & np.isfinite(rule), rule)
         return self._sums
 
-    def _scales_by_rule(self, differs: NDArray[np.bool_], rule: F32) -> None:
+    def _scales_by_rule(self, differs: Bools, rule: F32) -> None:
         """Every scale follows from the largest weight of its row or group."""
         if differs.any():
             at, count = _first(differs), int(differs.sum())
@@ -287,11 +282,11 @@ class MatrixCheck:
         self._report(Violation("scale", f"{name} {words}", name, at[0], None, expected, value))
 
 
-def _first(where: NDArray[np.bool_]) -> tuple[int, int]:
+def _first(where: Bools) -> tuple[int, int]:
     row, column = np.argwhere(where)[0]
     return int(row), int(column)
 
 
-def _denormal(values: F32) -> NDArray[np.bool_]:
-    tiny: NDArray[np.bool_] = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
+def _denormal(values: F32) -> Bools:
+    tiny: Bools = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
     return tiny

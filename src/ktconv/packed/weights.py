@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import Header, TensorRef, read_header
 from ktconv.checkpoint.safetensors_file import header_mentions
@@ -39,10 +38,9 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
+from ktconv.system.arrays import U8
 from ktconv.system.regular_files import opened_regular
 from ktconv.writer.manifest import MANIFEST, read_manifest
-
-U8 = NDArray[np.uint8]
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 

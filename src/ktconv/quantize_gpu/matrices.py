@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.conversion.tasks import four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
-from ktconv.reading.decoded import U16
+from ktconv.system.arrays import F32, U16, Array
 from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
 from ktconv.writer.staging import Staging
 
@@ -21,7 +20,6 @@ from ktconv.writer.staging import Staging
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
 ELEMENTS_AT_ONCE = 1 << 20  # compared at once, which bounds memory
 SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
-F32 = NDArray[np.float32]
 
 
 def write_matrix(
@@ -30,7 +28,7 @@ def write_matrix(
     method: str,
     module: str,
     weight: U16,
-    arrays: Mapping[str, NDArray[Any]],
+    arrays: Mapping[str, Array],
     dtype: str,
     verify: bool,
 ) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def write_matrix(
     return records
 
 
-def dequantized(scheme: Scheme, arrays: Mapping[str, NDArray[Any]], half: bool) -> F32:
+def dequantized(scheme: Scheme, arrays: Mapping[str, Array], half: bool) -> F32:
     """The values [rows, cols] of a packed matrix, without llm-compressor's help."""
     rows, cols = (int(size) for size in arrays["weight_shape"])
     packed = np.ascontiguousarray(arrays["weight_packed"]).view(np.uint8)
@@ -74,7 +72,7 @@ def dequantized(scheme: Scheme, arrays: Mapping[str, NDArray[Any]], half: bool) 
 
 
 def error_of(
-    scheme: Scheme, method: str, name: str, arrays: Mapping[str, NDArray[Any]], source: U16,
+    scheme: Scheme, method: str, name: str, arrays: Mapping[str, Array], source: U16,
     half: bool,
 ) -> dict[str, float]:  # fmt: skip
     """How far a packed matrix is from its source, bits [rows, cols], for the manifest.

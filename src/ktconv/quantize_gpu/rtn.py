@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
 from ktconv.conversion.pipeline import Observer, Task
@@ -19,8 +18,9 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.quantize_gpu.common import DecodedCopy, Preflight, Request, buffer_sizes, device_of
 from ktconv.quantize_gpu.matrices import write_matrix
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.decoded import U16, decoded_rows
+from ktconv.reading.decoded import decoded_rows
 from ktconv.reading.reader import SourceReader
+from ktconv.system.arrays import U16, Array
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.names import module_name, target_pattern
@@ -57,7 +57,7 @@ class Rounder:
         torch.set_num_threads(1)  # workers are threads already
         self._device = torch.device(device)
 
-    def round(self, module: str, weight: U16, half: bool) -> dict[str, NDArray[Any]]:
+    def round(self, module: str, weight: U16, half: bool) -> dict[str, Array]:
         """Parts of the packed matrix by name; bits of two-byte floats are uint16."""
         import torch
 
@@ -74,15 +74,15 @@ class Rounder:
         return {name.removeprefix(f"{module}."): as_array(part) for name, part in found.items()}
 
 
-def as_array(tensor: Any) -> NDArray[Any]:
+def as_array(tensor: Any) -> Array:
     """A tensor of torch as a numpy array; two-byte floats as their bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in (torch.bfloat16, torch.float16):
-        bits: NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16)
+        bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return bits
-    array: NDArray[Any] = tensor.numpy()
+    array: Array = tensor.numpy()
     return array
 
 

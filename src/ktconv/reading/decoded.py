@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import ExpertMatrix
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, chunk_rows
 from ktconv.reading.reader import SourceReader
-
-U16 = NDArray[np.uint16]
+from ktconv.system.arrays import F32, U16
 
 
 def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
@@ -40,10 +38,10 @@ def decoded_rows(
         advance(matrix.nbytes(chunk.stop - chunk.start))
 
 
-def _half(values: NDArray[np.float32]) -> U16:
+def _half(values: F32) -> U16:
     return values.astype(np.float16).view(np.uint16)
 
 
-def _bf16(values: NDArray[np.float32]) -> U16:
+def _bf16(values: F32) -> U16:
     """Exact: the values are bf16 already."""
     return np.ascontiguousarray(values.view(np.uint16)[:, 1::2])

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconv import native
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, TensorRef
@@ -22,13 +21,11 @@ from ktconv.checkpoint.encodings.grids import (
 )
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import Runs, SourceReader, Span
+from ktconv.system.arrays import F32, I32, U8
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
 ROWS_STEP = 128  # chunks are whole row blocks of every format
-
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Scales:
 
     scale: F32  # both levels
     zero_point: F32 | None = None
-    group_of_col: npt.NDArray[np.int32] | None = None
+    group_of_col: I32 | None = None
     row_scale: F32 | None = None  # [rows]: weights are integers times these
 
 
@@ -112,9 +109,7 @@ class MatrixReader:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
         return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
 
-    def _row_scale(
-        self, scale: F32, zero_point: F32 | None, groups: npt.NDArray[np.int32] | None
-    ) -> F32 | None:
+    def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:
         """The scale of each row, if all weights are signed integers times that."""
         zero = self.matrix.element.integer_zero
         if zero is None or groups is not None or scale.shape[1] != 1:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.others import OtherWeights
 from ktconv.moe.streamed import Piece, Streamed, Streams
 from ktconv.reading.matrices import MatrixReader, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
-
-F32 = NDArray[np.float32]
+from ktconv.system.arrays import F32
 
 
 class SourceTensors:

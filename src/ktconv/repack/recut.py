@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconv import native
 from ktconv.errors import UsageError, VerificationError
@@ -24,15 +23,10 @@ from ktconv.reading.reader import SourceReader, Span
 from ktconv.repack.complete import CompleteWeights
 from ktconv.repack.tasks import check_sum, refuse_odd_scales
 from ktconv.repack.tree import TreeLayer
+from ktconv.system.arrays import F32, I8, U8, Array, Bools
 from ktconv.system.files import io_error, read_exactly
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
-
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-F32 = npt.NDArray[np.float32]
-Array = npt.NDArray[Any]
-Bools = npt.NDArray[np.bool_]
 
 MATRIX_COPIES = 4  # of all codes of a matrix that a task has in memory at most
 

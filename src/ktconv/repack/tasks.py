@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconv.conversion.tasks import Advance, pieces_of, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
@@ -19,12 +18,11 @@ from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import Span
 from ktconv.repack.tree import KtEntry
+from ktconv.system.arrays import U8
 from ktconv.system.files import read_exactly, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
-
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

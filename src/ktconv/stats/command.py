@@ -15,10 +15,11 @@ from ktconv.model.load import running, way_out
 from ktconv.placement.expert_sets import write_expert_set
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
 from ktconv.stats.placement import ENDING, write_placement
-from ktconv.stats.record import I32, Recorder, text_pieces
+from ktconv.stats.record import Recorder, text_pieces
 from ktconv.stats.request import DEFAULT_TOKENS, StatsRequest
 from ktconv.stats.text import lines_of
 from ktconv.stats.trace import read_trace, write_trace
+from ktconv.system.arrays import I32
 from ktconv.system.files import check_writable, translated
 from ktconv.system.text import Notify
 

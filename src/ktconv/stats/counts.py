@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import COUNTS, ExpertSet, expert_set
+from ktconv.system.arrays import I64
 
 SCHEMA = 1
 NUM_LAYERS = "num_hidden_layers"  # of the model, dense layers included
-
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

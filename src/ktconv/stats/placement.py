@@ -15,7 +15,8 @@ import numpy as np
 
 from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
-from ktconv.stats.counts import I64, NUM_LAYERS, Statistics
+from ktconv.stats.counts import NUM_LAYERS, Statistics
+from ktconv.system.arrays import I64
 from ktconv.system.files import write_durably
 
 ENDING = ".pt"  # by which sglang-kt knows it

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
+from ktconv.system.arrays import I32, I64
 from ktconv.system.text import Notify, path_text, silent
 from ktconv.system.units import format_duration
 
@@ -23,14 +23,12 @@ _PIECE = 1 << 20  # characters of a text that are in memory at a time
 _NOTIFY_SECONDS = 5.0
 _TEXT = "give a UTF-8 text file"
 
-I32 = NDArray[np.int32]
-
 
 @dataclass(slots=True)
 class _Layer:
     """What is counted in a layer while the model reads."""
 
-    counts: NDArray[np.int64]
+    counts: I64
     tokens: int = 0
     ids: list[I32] = field(default_factory=list)
 

@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import UsageError
 from ktconv.stats.counts import LayerCounts, Statistics
+from ktconv.system.arrays import I32
 from ktconv.system.files import write_durably
 from ktconv.system.units import parse_ranges
-
-I32 = NDArray[np.int32]
 
 
 def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) -> None:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
-
-import numpy.typing as npt
 
 from ktconv import native
 from ktconv.errors import ResourceError
 from ktconv.system import machine
+from ktconv.system.arrays import Array
 
 
 class Pool(native.Pool):
@@ -40,7 +38,7 @@ class Pool(native.Pool):
         """How many NUMA nodes the threads are on."""
         return len(self.os_nodes)
 
-    def bind(self, memory: npt.NDArray[Any], node: int) -> None:
+    def bind(self, memory: Array, node: int) -> None:
         """Asks for `memory` to be where the threads of node `node`, from 0 on, run."""
         if self.nodes > 1:
             native.bind_memory(memory, self.os_nodes[node])

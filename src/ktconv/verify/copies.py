@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
 from ktconv.reading.buffers import Buffers
+from ktconv.system.arrays import U8
 from ktconv.verify.reading import Context, TensorStream
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
-
-U8 = NDArray[np.uint8]
 
 COPY_BYTES = 4 << 20
 OTHER = "other"  # the unit of non-expert tensors

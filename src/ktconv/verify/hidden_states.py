@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import MoELayer
@@ -20,6 +19,7 @@ from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import activation_of
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
+from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify
 from ktconv.system.units import format_ranges, format_size
 from ktconv.verify.corpus import read_text
@@ -29,10 +29,7 @@ from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import VerifyRequest
 
-F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
 LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the model has them
-U16 = NDArray[np.uint16]
 
 LEVEL = "layers"
 _SHARE_OF_MEMORY = 4  # a model is loaded for its hidden states if it takes at most 1 / 4

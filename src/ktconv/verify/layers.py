@@ -16,12 +16,12 @@ from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.load import activation_of
 from ktconv.reading.matrices import experts_bytes
 from ktconv.reading.tensors import SourceTensors
+from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.hidden_states import HiddenStates, Inputs
 from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
-from ktconv.verify.reference import F32
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Progress, unit_of
 

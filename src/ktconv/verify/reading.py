@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import SourceReader
+from ktconv.system.arrays import U8
 from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
 from ktconv.writer.journal import Record
-
-U8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import MoELayer
 from ktconv.moe.experts import in_blocks
+from ktconv.system.arrays import F32
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.runner import in_order
-
-F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
 
 
 class Outputs(NamedTuple):

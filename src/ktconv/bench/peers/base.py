@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.bench.measure import Batch
 from ktconv.bench.presets import Shape
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import F32, Matrices, gated
+from ktconv.moe.experts import Matrices, gated
 from ktconv.native import Activation
-
-Array = NDArray[Any]
+from ktconv.system.arrays import F32
 
 
 class PeerError(Exception):

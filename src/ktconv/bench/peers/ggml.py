@@ -15,10 +15,11 @@ import numpy as np
 
 from ktconv.bench.measure import Batch
 from ktconv.bench.peers import ggml_api
-from ktconv.bench.peers.base import Array, Layer, PeerError, Steps, is_plain
+from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import F32, Matrices
+from ktconv.moe.experts import Matrices
 from ktconv.native import Activation
+from ktconv.system.arrays import F32, Array
 
 _ROWS = 256  # quantized at a time by a thread
 _TENSORS = 64  # room in a context, and for two more per expert of a token

@@ -15,10 +15,11 @@ import numpy as np
 
 from ktconv import native
 from ktconv.bench.measure import Batch
-from ktconv.bench.peers.base import Array, Layer, PeerError, Steps, is_plain
+from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats import format_named
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import F32, Matrices, quantized
+from ktconv.moe.experts import Matrices, quantized
+from ktconv.system.arrays import F32, Array
 
 Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them
 

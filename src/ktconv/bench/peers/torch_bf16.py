@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from ktconv.bench.measure import Batch
-from ktconv.bench.peers.base import Array, Layer, PeerError, Steps, is_plain
+from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.experts import F32, Matrices
+from ktconv.moe.experts import Matrices
+from ktconv.system.arrays import F32, Array
 
 Weights = tuple[Tensor, Tensor, Tensor]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ktconv.system.arrays import I64
 
 # Experts with fewer than this fraction of an equal share of tokens are listed.
 SELDOM = 0.1
@@ -65,12 +66,12 @@ class Counter:
     experts: int
     top_k: int = 0
     tokens: int = 0
-    routed: NDArray[np.int64] = field(init=False)
+    routed: I64 = field(init=False)
 
     def __post_init__(self) -> None:
         self.routed = np.zeros(self.experts, np.int64)
 
-    def add(self, chosen: NDArray[np.int64]) -> None:
+    def add(self, chosen: I64) -> None:
         """`chosen` [M, K]: the experts of M tokens."""
         self.tokens += len(chosen)
         self.top_k = chosen.shape[1]

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
 from ktconv.reading.buffers import Buffers
-from ktconv.verify.compare.sides import F32, U8, Piece, Side, Values
+from ktconv.system.arrays import F32, U8, Bools
+from ktconv.verify.compare.sides import Piece, Side, Values
 from ktconv.verify.compare.words import finite
 from ktconv.verify.copies import OTHER
 from ktconv.verify.reading import read_tensor
@@ -163,7 +164,7 @@ def _measure(a: Values, b: Values) -> tuple[DifferenceStats, _First | None]:
     return total, first
 
 
-def sums_of(left: F32, right: F32, unequal: NDArray[np.bool_], step: F32) -> DifferenceStats:
+def sums_of(left: F32, right: F32, unequal: Bools, step: F32) -> DifferenceStats:
     a, b = left.astype(np.float64), right.astype(np.float64)
     difference = np.zeros_like(a)
     np.subtract(a, b, out=difference, where=unequal)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import TensorRef
@@ -24,11 +23,10 @@ from ktconv.formats import (
     scales,
 )
 from ktconv.packed.weights import Geometry, PackedWeights, name_of, open_packed
+from ktconv.system.arrays import F32, I8, U8
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
 
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
 Expert = tuple[int, Matrix]  # expert, projection
 Piece = tuple[int, Kind]  # part, weight or scale
 
@@ -112,7 +110,7 @@ class Side:
 class Values:
     """A matrix as codes [rows, cols] and steps [rows, n], one for cols / n columns each."""
 
-    codes: NDArray[np.int8]
+    codes: I8
     step: F32
 
     def values(self, rows: slice) -> F32:

@@ -15,11 +15,12 @@ from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.moe.load import packed_experts
+from ktconv.system.arrays import F32
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
 from ktconv.verify.layers import LayersCheck
-from ktconv.verify.reference import F32, LayerReference, Outputs, relative
+from ktconv.verify.reference import LayerReference, Outputs, relative
 
 
 class CpuLayersCheck(LayersCheck):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer
@@ -18,13 +17,12 @@ from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violatio
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, chunks, source_bytes
+from ktconv.system.arrays import F32
 from ktconv.verify.claims import check_claims
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.reading import Context, TensorStream
 from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.totals import ItemResult
-
-F32 = NDArray[np.float32]
 
 LEVEL = "weights"
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from ktconv.checkpoint import PROJECTIONS, MoELayer
 from ktconv.moe.experts import expert_output
 from ktconv.moe.streamed import Streams
+from ktconv.system.arrays import F32
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.layers import LayersCheck
-from ktconv.verify.reference import F32, LayerReference, Outputs
+from ktconv.verify.reference import LayerReference, Outputs
 
 
 class GpuLayersCheck(LayersCheck):

@@ -33,10 +33,9 @@ from numpy.typing import NDArray
 
 from ktconv.formats.decode import round_to_bf16
 from ktconv.packed.matrix_check import ErrorStats, Violation
+from ktconv.system.arrays import F32, I8, Bools
 from ktconv.verify.gpu.quantization import Group
-from ktconv.verify.gpu.unpack import I8, values
-
-F32 = NDArray[np.float32]
+from ktconv.verify.gpu.unpack import values
 
 NAMED = 3  # reported elements of some rows
 AT_ONCE = 1 << 16  # elements that are compared at once: they stay in the cache
@@ -134,9 +133,9 @@ class RoundingCheck:
 
     # ---- scales ----
 
-    def _scales(self, source: F32, scale: F32, first: int) -> NDArray[np.bool_]:
+    def _scales(self, source: F32, scale: F32, first: int) -> Bools:
         """Which groups have a usable scale. Reports unusable and wrong ones."""
-        sound: NDArray[np.bool_] = np.isfinite(scale) & (scale > 0)
+        sound: Bools = np.isfinite(scale) & (scale > 0)
         if not sound.all():
             row, group = (int(i) for i in np.argwhere(~sound)[0])
             self._violation(

@@ -7,16 +7,10 @@ scale of its group, or of its row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
-
-U8 = NDArray[np.uint8]
-I8 = NDArray[np.int8]
-F32 = NDArray[np.float32]
+from ktconv.system.arrays import F32, I8, U8, Array
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
 
@@ -58,6 +52,6 @@ def values(level: I8, scale: F32) -> F32:
     """Weights [rows, cols] of levels [rows, cols] and scales [rows, groups]. Exact: a level of 8
     bits times a scale with at most 16 significant bits has no more than the 24 of float32."""
     found: F32 = level.astype(np.float32)
-    grouped: NDArray[Any] = found.reshape(*scale.shape, -1)
+    grouped: Array = found.reshape(*scale.shape, -1)
     grouped *= scale[:, :, None]
     return found
