@@ -224,10 +224,11 @@ I32 = np.zeros((2, 2), np.int32)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"1.up_proj.bias": ONE}, "1.up_proj.bias (F32): expert biases are not supported"),
-        ({"1.up_proj.qweight": I32}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.bias": ONE}, "1.up_proj.bias (F32 [1]) is no bias of its weight"),
+        ({"1.up_proj.bias": np.ones(128, np.int32)}, "1.up_proj.bias (I32 [128]) is no bias"),
+        ({"1.up_proj.qweight": I32}, "1.up_proj.qweight are two ways to store one weight"),
         ({"1.up_proj.qzeros": I32}, "1.up_proj.weight is BF16 and needs none"),
-        ({"1.up_proj.weight_packed": I32}, "1.up_proj.weight is BF16 and needs none"),
+        ({"1.up_proj.weight_packed": I32}, "1.up_proj.weight_packed are two ways to store"),
         ({"1.up_proj.weight_scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
         ({"1.up_proj.input_scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
         ({"1.up_proj.scale": ONE}, "1.up_proj.weight is BF16 and needs none"),
@@ -270,8 +271,9 @@ def test_scale_without_its_weight(tmp_path: Path, tensors: dict[str, Tensor]) ->
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"gate_up_proj_bias": ONE}, "gate_up_proj_bias: experts with biases are not supported"),
-        ({"down_proj_blocks": ONE, "down_proj_scales": ONE}, "gpt-oss is not supported yet"),
+        ({"gate_up_proj_bias": ONE}, "gate_up_proj_bias is a bias of stacked experts, and nothing"),
+        ({"down_proj_bias": ONE}, "down_proj_bias (F32 [1]) is no bias of its weight"),
+        ({"down_proj_blocks": ONE, "down_proj_scales": ONE}, "down_proj_blocks are two ways to"),
         ({"gate_up_proj.input_scale": ONE}, "experts.gate_up_proj is BF16 and needs none"),
         ({"w13_weight": ONE}, "experts.w13_weight (F32 [1]) is not a known way"),
         ({"gate_up_proj.weight": ONE}, "are the same weight under two names"),
@@ -287,19 +289,6 @@ def test_unsupported_among_fused(tmp_path: Path, change: dict[str, Tensor], reas
     message = refusal(tmp_path, {**tensors, **changed})
     assert reason in message
     assert any(name in message for name in changed)
-
-
-def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
-    """MXFP4 blocks instead of weights; known by model_type, and by the tensors without it."""
-    blocks = np.zeros((4, 256, 4, 16), np.uint8)
-    tensors: dict[str, Tensor] = {
-        f"{SOURCE}.{name}": blocks
-        for name in ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks")
-    }
-    for model_type in ("gpt_oss", "other"):
-        with pytest.raises(CheckpointError, match="gpt-oss is not supported yet") as caught:
-            opened(tmp_path, tensors, model_type=model_type)
-        assert "No version of gpt-oss can be converted" in str(caught.value.hint)
 
 
 def test_matrices_may_differ_in_encoding(tmp_path: Path, tensors: dict[str, Tensor]) -> None:

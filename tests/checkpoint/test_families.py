@@ -24,7 +24,6 @@ from helpers.families import (
 from helpers.paths import MODELS
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer, open_checkpoint
-from ktconv.errors import CheckpointError
 
 
 @pytest.fixture(scope="session")
@@ -90,12 +89,6 @@ def test_opening_the_mtp_layer_of_deepseek_v3(tmp_path: Path, torch: Any) -> Non
     np.testing.assert_array_equal(read_matrix(matrix), stored[key].float().numpy())
     others = {tensor.name for tensor in checkpoint.other_tensors}
     assert {"model.layers.3.eh_proj.weight", "model.layers.3.shared_head.head.weight"} <= others
-
-
-def test_opening_gpt_oss_is_refused(tmp_path: Path, torch: Any) -> None:
-    write_family("gpt_oss", tmp_path)
-    with pytest.raises(CheckpointError, match="gpt-oss is not supported yet"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import candidates, stored_matrix
-from ktconv.checkpoint.encodings.base import Encoding, Parts
+from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
+from ktconv.checkpoint.encodings.shapes import biases
 from ktconv.checkpoint.fused import fused_layout, fused_parts
 from ktconv.checkpoint.stacks import Stack
-from ktconv.checkpoint.types import ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
@@ -142,7 +144,7 @@ def _whole_views(rows: int, cols: int) -> _Views:
 
 def _fused(stack: Stack, config: ModelConfig) -> _Contents:
     gate_up, down = fused_parts(stack)
-    layout = fused_layout(candidates(gate_up), candidates(down), config)
+    layout = fused_layout(gate_up, down, config)
     name = layout.gate_up
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)
@@ -163,6 +165,18 @@ def _check_size(name: str, what: str, found: int, setting: Setting | None) -> No
         )
 
 
+def _bias(tensor: TensorRef, view: StoredView) -> BlockGrid:
+    found = biases(tensor, view)
+    if found is None:
+        raise CheckpointError(
+            f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is no bias of its weight: "
+            f"expected is one number for each output ({view.rows} of this expert) in F32, BF16 "
+            "or F16",
+            _CONTRADICTION,
+        )
+    return found
+
+
 class _EncodingsOfLayer:
     """Makes the matrices of one layer; every weight may have an encoding of its own."""
 
@@ -181,6 +195,8 @@ class _EncodingsOfLayer:
         if encoding.name not in self._seen:
             self._check_declared(encoding, matrix.tensor)
             self._seen[encoding.name] = None
+        if BIAS in parts:
+            matrix = replace(matrix, bias=_bias(parts[BIAS], views[encoding.transposed]))
         return matrix
 
     def _check_declared(self, encoding: Encoding, weight: TensorRef) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings.refusals import gpt_oss_refusal
 from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.stacks import Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError
-from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
@@ -21,10 +19,6 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
-    for kind in config.model_types:
-        row = table.FAMILIES.of(kind)
-        if row is not None and row.expert_biases:
-            raise gpt_oss_refusal(f"config.json has model_type {kind}")
     if not split.stacks:
         raise _no_experts(split)
     stacks = _number(split, config)

@@ -84,7 +84,9 @@ class ExpertMatrix:
 
     The unit with element (n, k) is `start + n // unit_rows * row_stride + k // unit_cols *
     col_stride` units into `tensor`; for most encodings a unit is one element. One of the strides
-    is 1: `col_stride` for weights stored [out, in], `row_stride` for those stored [in, out].
+    is 1: `col_stride` for weights stored [out, in], `row_stride` for those stored [in, out],
+    except for every second output of the latter, whose `row_stride` is 2.
+    `bias` has a block for each row, and one column.
     """
 
     tensor: TensorRef
@@ -95,6 +97,7 @@ class ExpertMatrix:
     col_stride: int
     element: Element
     quantization: Quantization | None = None
+    bias: BlockGrid | None = None
 
     @property
     def scale(self) -> BlockGrid | None:
@@ -129,6 +132,10 @@ class MoELayer:
     @property
     def encodings(self) -> Sequence[str]:
         return self.encoding.split("+")
+
+    @property
+    def has_biases(self) -> bool:
+        return any(matrix.bias for expert in self.experts for matrix in expert.values())
 
     @property
     def kinds(self) -> Sequence[ExpertMatrix]:

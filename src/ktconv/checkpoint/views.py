@@ -11,7 +11,8 @@ from ktconv.checkpoint.types import ExpertMatrix, Quantization, TensorRef
 @dataclass(frozen=True, slots=True)
 class StoredView:
     """A [rows, cols] (PyTorch [out, in]) matrix within a tensor of [experts,] stored_rows x
-    stored_cols elements, where it starts at (row, col) of its expert's part.
+    stored_cols elements, where it starts at (row, col) of its expert's part and has every `step`-th
+    output from there on.
 
     `transposed`: the tensor is stored [in, out]; `row` and `col` still count stored
     rows and columns.
@@ -26,6 +27,11 @@ class StoredView:
     row: int = 0
     col: int = 0
     transposed: bool = False
+    step: int = 1
+
+    @property
+    def first_output(self) -> int:
+        return self.col if self.transposed else self.row
 
     def shape(self, element: Element) -> tuple[int, ...]:
         """The shape that the stored tensor must have."""
@@ -39,6 +45,8 @@ class StoredView:
 
     def whole(self, element: Element) -> bool:
         """Whether the matrix consists of whole units."""
+        if self.step > 1 and element.unit_rows > 1:
+            return False
         return self.rows % element.unit_rows == 0 and self.cols % element.unit_cols == 0
 
     def matrix(
@@ -53,7 +61,14 @@ class StoredView:
         if self.transposed:
             row_stride, col_stride = col_stride, row_stride
         return ExpertMatrix(
-            tensor, self.rows, self.cols, start, row_stride, col_stride, element, quantization
+            tensor,
+            self.rows,
+            self.cols,
+            start,
+            row_stride * self.step,
+            col_stride,
+            element,
+            quantization,
         )
 
     def _unit(self, element: Element) -> tuple[int, int]:

@@ -103,6 +103,7 @@ class Family:
     experts: str = "experts"
     matrices: Matrices = USUAL
     expert_biases: bool = False
+    interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up
     router: str = "gate"
     router_bias: str | None = None
     correction: str = "gate.e_score_correction_bias"

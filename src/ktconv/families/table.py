@@ -76,6 +76,12 @@ def _noaux(**changes: Any) -> Router:
 # As Mixtral stores its experts, and those that took that over.
 _MIXTRAL: dict[str, Any] = {"block": "block_sparse_moe", "matrices": NUMBERED_W}
 
+_GPT_OSS: dict[str, Any] = {
+    "router": "router", "router_bias": "router.bias", "expert_biases": True,
+    "activation": ExpertActivation(alpha=1.702, limit=7.0),
+    "routing": _router(replace(_LOGITS, bias=True)),
+}  # fmt: skip
+
 # fmt: off
 _ROWS = (
     Family(("qwen2_moe", "qwen3_moe"), shared="shared_expert",
@@ -111,9 +117,9 @@ _ROWS = (
     Family(("llama4",), block="feed_forward", router="router", shared="shared_expert",
            routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True))),
     Family(("jamba",), block="feed_forward", router="router", routing=_router(_PLAIN)),
-    Family(("gpt_oss",), router="router", router_bias="router.bias", expert_biases=True,
-           activation=ExpertActivation(alpha=1.702, limit=7.0),
-           routing=_router(replace(_LOGITS, bias=True))),
+    Family(("gpt_oss",), **_GPT_OSS, interleaved=True),
+    Family(("openai_privacy_filter",), **{
+        **_GPT_OSS, "routing": "divides the weights of its experts by their number"}),
     Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp", routing=_router(_SOFTMAX)),
     Family(("granitemoe",), router="router.layer", routing=_router(_LOGITS)),
     Family(("ernie4_5_moe",), correction="moe_statics.e_score_correction_bias",

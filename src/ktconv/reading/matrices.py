@@ -63,6 +63,8 @@ def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
 def source_bytes(matrix: ExpertMatrix) -> int:
     """Bytes of a matrix in the source, with scales, zero points and groups."""
     total, found = matrix.nbytes(matrix.rows), matrix.quantization
+    if matrix.bias is not None:
+        total += grid_nbytes(matrix.bias, matrix.rows, 1)
     if found is None:
         return total
     for grid in (found.scale, found.zero_point):
@@ -108,6 +110,23 @@ class MatrixReader:
         if outer is not None:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
         return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
+
+    def load_bias(self) -> F32 | None:
+        """What is added to its outputs, [rows], if something is. CheckpointError for a NaN or an
+        infinity."""
+        grid, rows = self.matrix.bias, self.matrix.rows
+        if grid is None:
+            return None
+        bias = load_grid(grid, rows, 1, self._bytes(grid.tensor, *scale_span(grid, rows, 1)))[:, 0]
+        if not np.isfinite(bias).all():
+            output = int(np.argwhere(~np.isfinite(bias))[0, 0])
+            raise CheckpointError(
+                f"tensor {grid.tensor.name} in {grid.tensor.file} contains a NaN or an infinity "
+                f"at number {grid.start + output * grid.row_stride}",
+                "download the file again; if the original contains it, the model cannot be "
+                "converted",
+            )
+        return np.ascontiguousarray(bias)
 
     def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:
         """The scale of each row, if all weights are signed integers times that."""
@@ -186,6 +205,15 @@ class MatrixReader:
             self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
             words = np.frombuffer(data, f"V{size}").reshape(runs, unit.items, rows)
             data[:] = words.swapaxes(1, 2).tobytes()
+            return len(data)
+        apart = matrix.row_stride if matrix.col_stride != 1 else 1
+        if apart != 1:  # every second output is of another matrix
+            width = (run_length - 1) * apart + 1
+            all_rows = np.empty(runs * width, f"V{size}")
+            where = Runs(start * size, width * size, stride * size, runs)
+            self.reader.read_runs(fd, matrix.tensor, all_rows.data.cast("B"), where, bounce.data)
+            own = all_rows.reshape(runs, width)[:, ::apart]
+            np.frombuffer(data, f"V{size}").reshape(own.shape)[:] = own
             return len(data)
         where = Runs(start * size, run_length * size, stride * size, runs)
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)

@@ -33,6 +33,7 @@ from ktconv.placement.expert_sets import (
     others,
     set_of_record,
 )
+from ktconv.targets.biases import refuse_biases
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
@@ -151,6 +152,11 @@ class KTransformersTarget(Target):
     def check(self, layers: Sequence[MoELayer]) -> None:
         """Refuse dimensions and NUMA counts that the format cannot represent."""
         fmt, numa = self.format, self.options.numa
+        refuse_biases(
+            layers,
+            "which KTransformers does not add, so that its results would be wrong",
+            "No version of this model can be converted for KTransformers.",
+        )
         for layer in layers:
             hidden, intermediate = layer.hidden_size, layer.intermediate_size
             reason = fmt.check(hidden, intermediate, numa)

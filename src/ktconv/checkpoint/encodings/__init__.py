@@ -12,7 +12,13 @@ from functools import lru_cache
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts, Roles
 from ktconv.checkpoint.encodings.compressed import INT8, PACKED
-from ktconv.checkpoint.encodings.fp4 import MXFP4, MXFP4_PACKED, NVFP4_MODELOPT, NVFP4_PACKED
+from ktconv.checkpoint.encodings.fp4 import (
+    MXFP4,
+    MXFP4_BLOCKS,
+    MXFP4_PACKED,
+    NVFP4_MODELOPT,
+    NVFP4_PACKED,
+)
 from ktconv.checkpoint.encodings.fp8 import FP8
 from ktconv.checkpoint.encodings.gptq import AWQ, GPTQ
 from ktconv.checkpoint.encodings.refusals import unsupported, wrong_scales
@@ -22,8 +28,8 @@ from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
 ENCODINGS: tuple[Encoding, ...] = (
-    BF16, FP16, FP32, *FP8, INT8, *PACKED, MXFP4, MXFP4_PACKED, NVFP4_PACKED, NVFP4_MODELOPT, *GPTQ,
-    AWQ,
+    BF16, FP16, FP32, *FP8, INT8, *PACKED, MXFP4, MXFP4_BLOCKS, MXFP4_PACKED, NVFP4_PACKED,
+    NVFP4_MODELOPT, *GPTQ, AWQ,
 )  # fmt: skip
 
 

@@ -16,10 +16,13 @@ Parts = Mapping[str, TensorRef]
 Roles = Mapping[str, TensorRef]
 
 WEIGHT = "weight"  # the primary tensor
+BLOCKS = "blocks"  # the name that gpt-oss's has
 SCALE = "scale"
 OUTER = "outer scale"
 ZERO = "zero point"
 GROUPS = "groups"
+
+BIAS = "bias"  # the name of a tensor that a weight of any encoding may have beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Encoding:
             if len(names) != 1 or parts[names[0]] not in companion.dtypes:
                 return None
             found[companion.role] = names[0]
-        rest = parts.keys() - found.values() - set(self.ignored)
+        rest = parts.keys() - found.values() - {*self.ignored, BIAS}
         return None if rest else found
 
     def outputs(self, roles: Roles) -> int:

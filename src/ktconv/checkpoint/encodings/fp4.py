@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import F4_E2M1
-from ktconv.checkpoint.encodings.base import OUTER, SCALE, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
 from ktconv.checkpoint.encodings.shapes import POWERS, grid_with_blocks
 from ktconv.checkpoint.types import OuterScale, Quantization
 from ktconv.checkpoint.views import StoredView
@@ -61,6 +61,14 @@ MXFP4_PACKED = replace(
     primary="weight_packed",
     companions=(Companion(SCALE, ("weight_scale",), _POWERS),),
     ignored=("weight_shape", "input_scale", "input_global_scale"),
+)
+# gpt-oss: [E, N, K / 32, 16], whose last two axes fused.py makes one.
+MXFP4_BLOCKS = replace(
+    MXFP4,
+    dtypes=("U8",),
+    primary=BLOCKS,
+    companions=(Companion(SCALE, ("weight_scales",), _POWERS),),
+    ignored=(),
 )
 NVFP4_PACKED = Encoding(
     "nvfp4",

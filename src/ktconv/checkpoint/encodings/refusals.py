@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings.base import SCALE, WEIGHT, Encoding, Parts, Roles
+from ktconv.checkpoint.encodings.base import BIAS, SCALE, WEIGHT, Encoding, Parts, Roles
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
-_GPT_OSS_HINT = (
-    "No version of gpt-oss can be converted: its experts have biases, which "
-    "the packed formats do not support."
-)
 _HINT = (
-    "Supported are expert weights without biases in BF16, FP16, FP32, FP8 (E4M3), MXFP4, NVFP4, "
+    "Supported are expert weights in BF16, FP16, FP32, FP8 (E4M3), MXFP4, NVFP4, "
     "integers of compressed-tensors, GPTQ and AWQ; use a version of this model in one of them."
 )
 _DAMAGED = "The checkpoint is inconsistent; download it again."
 # What a tensor beside (or in place of) a weight is a sign of.
 _FOREIGN = {
-    "bias": "expert biases are",
     "bitmask": "sparse compression is",
     "compressed": "sparse compression is",
     "pre_quant_scale": "a scale of the inputs (AWQ of ModelOpt) is",
@@ -31,40 +26,40 @@ _FOREIGN = {
 }
 
 
-def gpt_oss_refusal(sign: str) -> CheckpointError:
-    """The error for gpt-oss; `sign` is what identified it."""
-    return CheckpointError(f"{sign}: gpt-oss is not supported yet", _GPT_OSS_HINT)
-
-
 def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     """The error for tensors that are no known encoding."""
     for part, tensor in parts.items():
-        if part in ("blocks", "weight_blocks"):
-            return gpt_oss_refusal(f"{tensor.name} contains MXFP4 blocks")
         if part in _FOREIGN:
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} not supported as an input", _HINT
             )
     encodings = tuple(encodings)
-    known = {name for one in encodings for name in _names(one)}
+    known = {BIAS, *(name for one in encodings for name in _names(one))}
     for part, tensor in parts.items():
         if part not in known:
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}) is not a known companion of an expert weight",
                 _HINT,
             )
-    primary = next((p for p in parts if any(p == one.primary for one in encodings)), None)
-    if primary is None:
+    found = [part for part in parts if any(part == one.primary for one in encodings)]
+    if len(found) > 1:
+        return CheckpointError(
+            f"{parts[found[0]].name} and {parts[found[1]].name} are two ways to store one weight",
+            "Remove one of them from the checkpoint.",
+        )
+    if not found:
         part, tensor = next(iter(parts.items()))
         owner = tensor.name.removesuffix(f".{part}")
         weight = f"{owner}.weight"
-        if owner == tensor.name:  # fused: down_proj_scale_inv
+        if owner == tensor.name and part == BIAS:  # fused: down_proj_bias
+            weight = owner.removesuffix(f"_{part}")
+        elif owner == tensor.name:  # fused: down_proj_scale_inv
             weight = tensor.name.removesuffix(part.removeprefix("weight"))
         return CheckpointError(
             f"{weight} is missing, although {tensor.name} is there",
             "Download the checkpoint again.",
         )
-    return _by_weight(parts, primary, [one for one in encodings if one.primary == primary])
+    return _by_weight(parts, found[0], [one for one in encodings if one.primary == found[0]])
 
 
 def _names(encoding: Encoding) -> set[str]:

@@ -32,10 +32,31 @@ def grid_with_blocks(
     rows, cols = unit.height(ceil_div(outputs, block[0])), ceil_div(inputs, block[1])
     if not _has_shape(tensor, view, (cols, rows) if view.transposed else (rows, cols)):
         return None
-    strides = (1, rows) if view.transposed else (cols, 1)
-    origin = (view.col, view.row) if view.transposed else (view.row, view.col)
+    row_stride, col_stride = (1, rows) if view.transposed else (cols, 1)
+    row, col = (view.col, view.row) if view.transposed else (view.row, view.col)
     start = view.expert * rows * cols if _of_each_expert(tensor, view) else 0
-    return BlockGrid(tensor, number, start, *strides, *block, *origin)
+    block_rows, block_cols = block
+    if view.step > 1:
+        if block_rows == 1 and unit.rows == 1:
+            start, row, row_stride = start + row * row_stride, 0, row_stride * view.step
+        elif block_rows % view.step == 0:
+            row, block_rows = row // view.step, block_rows // view.step
+        else:
+            return None
+    return BlockGrid(
+        tensor, number, start, row_stride, col_stride, block_rows, block_cols, row, col
+    )
+
+
+def biases(tensor: TensorRef, view: StoredView) -> BlockGrid | None:
+    """`tensor` as one number per output of a stored matrix; None if its dtype or shape is
+    another."""
+    outputs = outputs_and_inputs(view)[0]
+    shape = (outputs,) if view.experts is None else (view.experts, outputs)
+    if tensor.dtype not in FLOATS or tensor.shape != shape:
+        return None
+    start = view.expert * outputs + view.first_output
+    return BlockGrid(tensor, FLOATS[tensor.dtype], start, view.step, 1, 1, 1, 0, 0)
 
 
 def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGrid | None:

@@ -13,6 +13,7 @@ from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.placement.expert_sets import ExpertSet
+from ktconv.targets.biases import refuse_biases
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.other_tensors import decoded_others
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
@@ -83,6 +84,11 @@ class PackQuantizedTarget(Target):
         }
 
     def check(self, layers: Sequence[MoELayer]) -> None:
+        refuse_biases(
+            layers,
+            "which quantize-gpu does not write",
+            "Serve the original model on the GPU.",
+        )
         self.scheme.check(layers)
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
