@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_rows_of_shapes_with_two_names(tmp_path: Path) -> None:
 
 
 def test_newer_names_and_older_reports(tmp_path: Path) -> None:
-    facts = row(1e-4).facts() | {"added_later": 1}
+    facts = asdict(row(1e-4)) | {"added_later": 1}
     for name in (
         "source_error",
         "kernel_error",
@@ -97,13 +97,13 @@ def test_newer_names_and_older_reports(tmp_path: Path) -> None:
 
 
 def _without(name: str) -> dict[str, Any]:
-    facts = row().facts()
+    facts = asdict(row())
     del facts[name]
     return facts
 
 
 def _changed(**changes: Any) -> str:
-    return json.dumps(report().facts() | {"rows": [row().facts() | changes]})
+    return json.dumps(report().facts() | {"rows": [asdict(row()) | changes]})
 
 
 ODD: list[tuple[str, Any]] = [
@@ -134,8 +134,8 @@ ODD: list[tuple[str, Any]] = [
         (json.dumps(report().facts() | {"rows": [1]}), "is not a complete report"),
         (json.dumps(report().facts() | {"rows": [_without("median_us")]}), "median_us"),
         (json.dumps(report().facts() | {"rows": [_without("shape")]}), "shape"),
-        (json.dumps(report().facts() | {"rows": [row().facts() | {"shape": {}}]}), "hidden"),
-        (json.dumps(report().facts() | {"rows": [row().facts() | {"median_us": 0}]}), "above 0"),
+        (json.dumps(report().facts() | {"rows": [asdict(row()) | {"shape": {}}]}), "hidden"),
+        (json.dumps(report().facts() | {"rows": [asdict(row()) | {"median_us": 0}]}), "above 0"),
         *((_changed(**{name: value}), name) for name, value in ODD),
         (_changed(shape={**row().shape, "hidden": "256"}), "shape.hidden is of type str"),
         (_changed(shape={**row().shape, "name": []}), "shape.name is of type list"),

@@ -15,7 +15,7 @@ from ktconv.bench.cases import prepare
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request, Result
-from ktconv.bench.peers.table import Availability, Spec
+from ktconv.bench.peers.table import Spec
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
@@ -46,12 +46,12 @@ def request(**changes: Any) -> BenchRequest:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Three peers: one that works, one that breaks off, one that is not installed."""
     found: list[Request] = []
-    peers = [
-        Availability(spec("good q4", "int4", "gint4-32"), ""),
-        Availability(spec("bad q4", "int4"), ""),
-        Availability(spec("missing q4", "int4"), "missing is not installed"),
-        Availability(spec("other q8", "int8"), ""),
-    ]
+    peers = {
+        spec("good q4", "int4", "gint4-32"): None,
+        spec("bad q4", "int4"): None,
+        spec("missing q4", "int4"): "missing is not installed",
+        spec("other q8", "int8"): None,
+    }
 
     def measure(request: Request) -> Iterator[Result]:
         found.append(request)
@@ -60,7 +60,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
             raise PeerError("it fell over")
         yield Result(4, (5e-3,), 8.0, 4.0, 1000, 0.02, 0.1)
 
-    monkeypatch.setattr(peer_rows, "available", lambda: peers)
+    monkeypatch.setattr(peer_rows, "PEERS", {peer.name: peer for peer in peers})
+    monkeypatch.setattr(peer_rows, "why_not", peers.__getitem__)
     monkeypatch.setattr(peer_rows, "measure", measure)
     return found
 

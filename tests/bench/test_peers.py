@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from ktconv.bench.peers import table as peer_table
 from ktconv.bench.peers.base import Layer, PeerError, reference
 from ktconv.bench.peers.launch import measure
 from ktconv.bench.peers.request import Request, Result
-from ktconv.bench.peers.table import PEERS, available
+from ktconv.bench.peers.table import PEERS, why_not
 from ktconv.bench.peers.worker import work
 from ktconv.bench.presets import Shape
 from ktconv.bench.weights import RandomWeights
@@ -40,8 +41,7 @@ def request(peer: str, **changes: object) -> Request:
 
 
 def installed(name: str) -> None:
-    reason = next(peer.reason for peer in available() if peer.spec.name == name)
-    if reason:
+    if reason := why_not(PEERS[name]):
         pytest.skip(reason)
 
 
@@ -142,9 +142,9 @@ def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_request_and_result_survive_json() -> None:
     sent = request("torch bf16", shape=Shape("s", 8, 8, 4, 2, Activation(limit=float("inf"))))
-    assert Request.from_json(sent.to_json()) == sent
-    result = Result(3, (0.5, 0.25), 6.0, 4.0, 99, 0.1, 0.2, "CPU")
-    assert Result.from_facts(json.loads(result.to_json())) == result
+    assert Request.from_json(json.dumps(asdict(sent))) == sent
+    result = Result(3, [0.5, 0.25], 6.0, 4.0, 99, 0.1, 0.2, "CPU")
+    assert Result(**json.loads(json.dumps(asdict(result)))) == result
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_crash_is_told(other_process: Path) -> None:
 
 
 def test_process_ends_with_the_caller(other_process: Path) -> None:
-    line = Result(1, (0.5,), 2.0, 2.0, 99, 0.1, 0.2).to_json()
+    line = json.dumps(asdict(Result(1, (0.5,), 2.0, 2.0, 99, 0.1, 0.2)))
     other_process.write_text(
         f"#!{sys.executable}\nimport time; print('''{line}''', flush=True); time.sleep(60)\n"
     )
@@ -193,7 +193,7 @@ def test_process_ends_with_the_caller(other_process: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_table, "find_spec", lambda name: None)
-    assert {peer.reason for peer in available()} == {
+    assert set(map(why_not, PEERS.values())) == {
         "kt-kernel is not installed",
         "llama-cpp-python is not installed",
         "torch is not installed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -103,4 +103,4 @@ def test_facts_follow_the_schema() -> None:
     found = problems(facts, SCHEMA)
     assert all("$.machine" in problem for problem in found)  # only a real run has them
     row_schema = SCHEMA["properties"]["rows"]["items"]
-    assert set(row().facts()) == set(row_schema["properties"]) == set(row_schema["required"])
+    assert set(asdict(row())) == set(row_schema["properties"]) == set(row_schema["required"])

@@ -12,7 +12,7 @@ from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS, Format, format_named
+from ktconv.formats import FORMATS, Format, format_named, output_formats
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
@@ -78,9 +78,9 @@ def run_packing(
     show: Show,
 ) -> None:
     """Shows what `--stage pack` measures."""
-    from ktconv.bench.pack_stage import bench_packing, packable, render_packing
+    from ktconv.bench.pack_stage import bench_packing, render_packing
 
-    names = packable()
+    names = list(output_formats())
     if methods.strip().lower() not in ("", "all"):
         names = [method.key for method in parse_methods(methods)]
     asked = parse_shapes(shapes), parse_isas(isas)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -39,9 +40,6 @@ class Limits:
         """10^9 operations per second of "int8" or "bf16"."""
         return self.int8_gops if unit == "int8" else self.bf16_gflops
 
-    def facts(self) -> dict[str, object]:
-        return asdict(self)
-
     def best(self, other: Limits) -> Limits:
         """The higher of each limit."""
         return Limits(
@@ -56,6 +54,16 @@ class Limits:
         """The larger factor by which memory or the unit differ between two measurements."""
         pairs = ((self.read_gb_s, other.read_gb_s), (self.peak(unit), other.peak(unit)))
         return max(max(pair) / max(min(pair), 1e-9) for pair in pairs)
+
+
+@contextmanager
+def level_kept() -> Iterator[None]:
+    """The level in use is the same at the end."""
+    before = native.isa()
+    try:
+        yield
+    finally:
+        native.use_isa(before)
 
 
 def read_size() -> int:

@@ -9,11 +9,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
+from ktconv.bench.limits import level_kept
 from ktconv.bench.measure import Effort, timed
 from ktconv.bench.presets import Shape
 from ktconv.bench.render import render_rows
@@ -48,11 +50,6 @@ class PackRow:
     share_of_memcpy: float
 
 
-def packable() -> list[str]:
-    """Methods that have a packer."""
-    return list(output_formats())
-
-
 def bench_packing(
     methods: Sequence[str],
     shapes: Sequence[Shape],
@@ -68,23 +65,18 @@ def bench_packing(
     for method in methods:
         _check(method, shapes, working_set)
     rows: list[PackRow] = []
-    before = native.isa()
-    try:
-        for method in methods:
-            for shape in shapes:
-                for source in SOURCES:
-                    notify(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
-                    work = (seed, working_set)
-                    rows += _case(method, source, shape, isas, effort or Effort(), *work)
-    finally:
-        native.use_isa(before)
+    with level_kept():
+        for method, shape, source in product(methods, shapes, SOURCES):
+            notify(f"{method} from {source}, {shape.intermediate} x {shape.hidden}")
+            work = (seed, working_set)
+            rows += _case(method, source, shape, isas, effort or Effort(), *work)
     return rows
 
 
 def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
-    if method not in packable():
+    if method not in output_formats():
         raise UsageError(
-            f"--stage pack cannot measure {method}", f"it can: {', '.join(packable())}"
+            f"--stage pack cannot measure {method}", f"it can: {', '.join(output_formats())}"
         )
     for shape in shapes:
         rows, cols = shape.intermediate, shape.hidden

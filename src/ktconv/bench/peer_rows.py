@@ -11,7 +11,7 @@ from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.launch import measure
 from ktconv.bench.peers.request import Request as PeerRequest
 from ktconv.bench.peers.request import Result
-from ktconv.bench.peers.table import Spec, available
+from ktconv.bench.peers.table import PEERS, Spec, why_not
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.formats import Format, format_named
@@ -45,17 +45,10 @@ def peer_rows(
 def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
     """The peers for these methods that can be measured; says why the others cannot."""
     names = {method.key for method in methods}
-    found, missing = [], set()
-    for peer in available():
-        if not names.intersection(peer.spec.methods):
-            continue
-        if peer.reason:
-            missing.add(peer.reason)
-        else:
-            found.append(peer.spec)
-    for reason in sorted(missing):
+    found = {s: why_not(s) for s in PEERS.values() if names.intersection(s.methods)}
+    for reason in sorted(set(filter(None, found.values()))):
         notify(f"peers: {reason}")
-    return found
+    return [spec for spec, reason in found.items() if not reason]
 
 
 def fits(spec: Spec, shape: Shape) -> bool:
@@ -87,7 +80,7 @@ def _measured(
         notify(f"{spec.name}: left out, {error}")
     around = before, meter.again(pool)
     for result in results:
-        sample = Sample(result.seconds, result.pairs, result.distinct)
+        sample = Sample(tuple(result.seconds), result.pairs, result.distinct)
         errors = Errors(result.relative_error, result.source_error)
         yield judge(_case(spec, asked, result), sample, *around, errors, meter.best(pool))
 

@@ -53,8 +53,8 @@ def render(report: Report, form: str) -> str:
     """The report in one of FORMATS, without a newline at its end."""
     names = _wanted(report.rows)
     cells = [[_COLUMNS[name](row) for name in names] for row in report.rows]
-    facts = [row.facts() for row in report.rows]
-    text = render_rows(form, report.facts(), facts, names, cells, _WORDS)
+    facts = report.facts()
+    text = render_rows(form, facts, facts["rows"], names, cells, _WORDS)
     if form not in ("table", "markdown"):
         return text
     used = {mark for row in report.rows for mark in _marks(row)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,6 @@ class Row:
     ratio: float | None = None  # new time over old
     regressed: bool | None = None
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def key(self) -> Key:
         """Equal for rows that can be compared."""
@@ -111,13 +108,7 @@ def _key(of: Row | Case, shape: dict[str, Any]) -> Key:
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
-    return {
-        "name": shape.name,
-        "hidden": shape.hidden,
-        "intermediate": shape.intermediate,
-        "experts": shape.experts,
-        "top_k": shape.top_k,
-    }
+    return {name: getattr(shape, name) for name in ("name", *DIMENSIONS)}
 
 
 def judge(

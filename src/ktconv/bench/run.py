@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
 from ktconv import native
 from ktconv.bench.cases import Layer, Plan, Request, different_experts, prepare
 from ktconv.bench.fingerprint import fingerprint
-from ktconv.bench.limits import Limits, Meter
+from ktconv.bench.limits import Limits, Meter, level_kept
 from ktconv.bench.measure import Batch, Effort, Reference, check, make_batch, sample
 from ktconv.bench.rows import Case, Key, Row, judge
 from ktconv.bench.weights import RandomWeights
@@ -34,8 +34,8 @@ class Report:
         return {
             "schema": SCHEMA,
             "machine": self.machine,
-            "limits": {f"{limit.isa}-{limit.threads}": limit.facts() for limit in self.limits},
-            "rows": [row.facts() for row in self.rows],
+            "limits": {f"{limit.isa}-{limit.threads}": asdict(limit) for limit in self.limits},
+            "rows": [asdict(row) for row in self.rows],
         }
 
 
@@ -50,7 +50,7 @@ def bench(
     report = Report(fingerprint())
     with ExitStack() as stack:
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
-        stack.enter_context(_level_kept())
+        stack.enter_context(level_kept())
         meter = Meter()
         _measure_machine(request, meter, pools, notify)
         for row in _all_rows(plan, pools, meter, notify):
@@ -61,15 +61,6 @@ def bench(
             )
         report.limits = list(meter.found.values())
     return report
-
-
-@contextmanager
-def _level_kept() -> Iterator[None]:
-    before = native.isa()
-    try:
-        yield
-    finally:
-        native.use_isa(before)
 
 
 def _measure_machine(

@@ -1,4 +1,4 @@
 """Other implementations of the same layer, measured beside ours on the same weights and routing.
 
-`table.available()` lists them; `launch.measure(request)` runs one in a process of its own.
+`table.PEERS` lists them; `launch.measure(request)` runs one in a process of its own.
 """

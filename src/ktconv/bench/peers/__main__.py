@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request
@@ -17,7 +18,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         for result in work(Request.from_json(sys.stdin.read())):
-            results.write(result.to_json() + "\n")
+            results.write(json.dumps(asdict(result)) + "\n")
     except (PeerError, ImportError, MemoryError) as error:
         results.write(json.dumps({"problem": str(error) or type(error).__name__}) + "\n")
     results.flush()

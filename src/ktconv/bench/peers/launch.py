@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import ktconv
@@ -36,7 +37,7 @@ def measure(request: Request) -> Iterator[Result]:
         assert process.stdin is not None and process.stdout is not None
         try:
             with suppress(BrokenPipeError):  # it ended at once; its last words say why
-                process.stdin.write(request.to_json())
+                process.stdin.write(json.dumps(asdict(request)))
                 process.stdin.close()
             done = 0
             for line in process.stdout:
@@ -44,7 +45,7 @@ def measure(request: Request) -> Iterator[Result]:
                 if "problem" in facts:
                     raise PeerError(facts["problem"])
                 done += 1
-                yield Result.from_facts(facts)
+                yield Result(**facts)
             process.wait()
             if done < len(request.tokens):
                 words.seek(0)

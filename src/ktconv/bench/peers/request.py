@@ -1,9 +1,10 @@
-"""What goes to a peer's process and what comes back, as JSON."""
+"""What goes to a peer's process and what comes back, as JSON of their fields."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape
@@ -24,9 +25,6 @@ class Request:
     seed: int = 0
     different: int = 4  # experts with weights of their own; the others are copies of them
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Request:
         facts = json.loads(text)
@@ -42,18 +40,10 @@ class Result:
     """What a peer took for one number of tokens."""
 
     tokens: int
-    seconds: tuple[float, ...]  # of each iteration
+    seconds: Sequence[float]  # of each iteration
     pairs: float  # (token, expert) pairs per iteration, on average
     distinct: float  # experts per iteration that had tokens, on average
     expert_bytes: int
     relative_error: float  # against float32 on the peer's own quantized weights
     source_error: float  # against float32 on the weights before quantization
     detail: str = ""  # how the peer stores the weights, where it has a name for it
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_facts(cls, facts: dict[str, object]) -> Result:
-        fields = {**facts, "seconds": tuple(facts["seconds"])}  # type: ignore[arg-type]
-        return cls(**fields)  # type: ignore[arg-type]

@@ -25,14 +25,6 @@ class Spec:
     make: Callable[[], Peer]
 
 
-@dataclass(frozen=True)
-class Availability:
-    """Whether a peer can be measured here: `reason` is empty if it can."""
-
-    spec: Spec
-    reason: str
-
-
 def _make(module: str, name: str, *arguments: str) -> Peer:
     """Imports what the peer needs only when it is measured."""
     made: Peer = getattr(import_module(f"ktconv.bench.peers.{module}"), name)(*arguments)
@@ -67,14 +59,10 @@ def _specs() -> Iterable[Spec]:
 PEERS = {spec.name: spec for spec in _specs()}
 
 
-def available() -> list[Availability]:
-    """All peers, without importing them."""
-    return [_look(spec) for spec in PEERS.values()]
-
-
-def _look(spec: Spec) -> Availability:
+def why_not(spec: Spec) -> str | None:
+    """Why a peer cannot be measured here, without importing it; None if it can."""
     if find_spec(spec.module) is None:
-        return Availability(spec, f"{spec.package} is not installed")
+        return f"{spec.package} is not installed"
     if spec.module != "torch" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return Availability(spec, f"{spec.package} is measured on Linux on x86-64 only")
-    return Availability(spec, "")
+        return f"{spec.package} is measured on Linux on x86-64 only"
+    return None
