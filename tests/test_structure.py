@@ -97,3 +97,23 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu
     command = [sys.executable, "-c", code, str(EXAMPLE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# What the second reader of `verify` may use: positions of tensors, raw bytes, families' names.
+OF_SECOND_READER = {
+    "checkpoint.Checkpoint", "checkpoint.MoELayer", "checkpoint.Projection",
+    "checkpoint.TensorRef", "checkpoint.shards.read_shards", "checkpoint.shards.select_shards",
+    "families.table", "reading.reader.SourceReader", "system.arrays.Array", "system.arrays.F32",
+    "system.arrays.I64",
+}  # fmt: skip
+
+
+def test_the_second_reader_shares_nothing_with_the_converter() -> None:
+    here, users = "verify.second_reader", set()
+    for module, path in modules().items():
+        names = set(imports(module, path))
+        if module.startswith(here):
+            assert {one for one in names if not one.startswith(here)} <= OF_SECOND_READER, module
+        elif any(one.startswith(here) for one in names):
+            users.add(module.split(".")[0])
+    assert users == {"verify"}

@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from helpers.families import Raw, Tensor, bf16, e8m0, fp8, fp8_values
+from helpers.families import (
+    Raw,
+    Tensor,
+    Weights,
+    bf16,
+    e8m0,
+    fp8,
+    fp8_values,
+    raw,
+    simple_config,
+    write_checkpoint,
+)
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -327,3 +339,28 @@ KINDS: dict[str, Kind] = {
     ),
     "awq": Kind("awq-int4", of_awq, {"quant_method": "awq", "version": "gemm"}),
 }
+
+# ---- a whole model ---------------------------------------------------------------------
+
+SOURCE = "model.layers.0.mlp.experts"
+HIDDEN, INNER = 256, 384
+SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 2}
+
+
+def encoded_model(directory: Path, kind: str, **changes: Any) -> tuple[Path, Weights, int]:
+    """A model of two experts, the values that it stands for, and the bytes of its experts."""
+    rng = np.random.default_rng(len(kind))
+    tensors: dict[str, Tensor] = {}
+    stacks = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        rows, cols = (HIDDEN, INNER) if name == "down_proj" else (INNER, HIDDEN)
+        values = []
+        for expert in range(2):
+            parts, value = KINDS[kind].of(rng, rows, cols)
+            tensors |= {f"{SOURCE}.{expert}.{name}.{part}": one for part, one in parts.items()}
+            values.append(value)
+        stacks.append(np.stack(values))
+    tensors |= changes
+    config = simple_config(**SIZES, quantization_config=dict(KINDS[kind].quantization))
+    model = write_checkpoint(directory, tensors, config)
+    return model, Weights(*stacks), sum(len(raw(one).data) for one in tensors.values())

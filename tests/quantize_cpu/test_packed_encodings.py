@@ -5,12 +5,11 @@ that the stored numbers stand for.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers.convert import assert_output, convert, matrices_of
-from helpers.encoded import KINDS, of_nvfp4
+from helpers.encoded import HIDDEN, INNER, KINDS, SIZES, SOURCE, encoded_model, of_nvfp4
 from helpers.families import Tensor, Weights, raw, simple_config, write_checkpoint
 
 from ktconv import native
@@ -21,29 +20,7 @@ from ktconv.checkpoint.encodings.grids import load_groups
 from ktconv.checkpoint.types import BlockGrid, GroupIndex, TensorRef
 from ktconv.errors import CheckpointError
 
-SOURCE = "model.layers.0.mlp.experts"
-HIDDEN, INNER = 256, 384
 NV = "nvfp4, compressed-tensors"
-SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 2}
-
-
-def checkpoint(directory: Path, kind: str, **changes: Any) -> tuple[Path, Weights, int]:
-    """A model of two experts, the values that it stands for, and the bytes of its experts."""
-    rng = np.random.default_rng(len(kind))
-    tensors: dict[str, Tensor] = {}
-    stacks = []
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        rows, cols = (HIDDEN, INNER) if name == "down_proj" else (INNER, HIDDEN)
-        values = []
-        for expert in range(2):
-            parts, value = KINDS[kind].of(rng, rows, cols)
-            tensors |= {f"{SOURCE}.{expert}.{name}.{part}": one for part, one in parts.items()}
-            values.append(value)
-        stacks.append(np.stack(values))
-    tensors |= changes
-    config = simple_config(**SIZES, quantization_config=dict(KINDS[kind].quantization))
-    model = write_checkpoint(directory, tensors, config)
-    return model, Weights(*stacks), sum(len(raw(one).data) for one in tensors.values())
 
 
 def test_every_encoding_has_a_fixture() -> None:
@@ -61,7 +38,7 @@ def test_units_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(("method", "numa"), [("int4", 1), ("int4", 3), ("int8", 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbered_experts(kind: str, method: str, numa: int, tmp_path: Path) -> None:
-    model, weights, nbytes = checkpoint(tmp_path / "model", kind)
+    model, weights, nbytes = encoded_model(tmp_path / "model", kind)
     assert open_checkpoint(model).layers[0].encoding == KINDS[kind].name
     report = convert(model, tmp_path / "out", method=method, numa=numa, requantize=True)
     assert report.source_bytes <= nbytes
@@ -132,7 +109,7 @@ def test_groups_of_a_slice_are_those_of_its_grid() -> None:
 def test_packed_tensors_that_do_not_fit_are_refused(
     kind: str, name: str, tensor: Tensor, reason: str, tmp_path: Path
 ) -> None:
-    model, _, _ = checkpoint(tmp_path / "model", kind, **{f"{SOURCE}.{name}": tensor})
+    model, _, _ = encoded_model(tmp_path / "model", kind, **{f"{SOURCE}.{name}": tensor})
     with pytest.raises(CheckpointError, match=reason) as error:
         convert(model, tmp_path / "out", method="int8")
     assert f"{SOURCE}.1.up_proj." in str(error.value)

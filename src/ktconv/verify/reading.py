@@ -15,6 +15,7 @@ from ktconv.system.arrays import U8
 from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
+from ktconv.verify.second_reader import SecondReader
 from ktconv.writer.journal import Record
 
 
@@ -26,6 +27,7 @@ class Context:
     records: Mapping[str, Record]  # of the manifest, by tensor
     reader: SourceReader | None
     compare: bool  # weights with the source's
+    second: SecondReader | None = None  # of the source, where weights are compared
 
     def fail_copy(self, tensor: TensorRef, words: str) -> None:
         self.findings.fail_tensor("structure", "copied tensor", tensor.name, tensor.file, words)

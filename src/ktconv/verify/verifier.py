@@ -29,6 +29,7 @@ from ktconv.verify.output import OpenedOutput
 from ktconv.verify.reading import Context
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Check
+from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
 
@@ -101,11 +102,12 @@ class OutputVerifier(ABC):
     def checks(self) -> Sequence[Check[ItemResult]]:
         """What to read, in the order of the output; with --sample a part of it, which has at least
         one expert of every layer."""
-        source, reader = self.output.checkpoint, None
+        source, reader, second = self.output.checkpoint, None, None
+        compare = source is not None and self.level != "structure"
         if source is not None:
             reader = SourceReader(source.files, source.sources)
-        compare = reader is not None and self.level != "structure"
-        context = Context(self.findings, self.output.records, reader, compare)
+            second = SecondReader(source, reader) if compare else None
+        context = Context(self.findings, self.output.records, reader, compare, second)
         share, rng = self.request.sample, random.Random(self.request.seed)
         checks = list(self.expert_checks(context, share, rng))
         origins = self.output.source_tensors

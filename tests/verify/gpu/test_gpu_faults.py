@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.corrupt import check, forget_manifest, found, record_again
+from helpers.encoded import KINDS, SOURCE, encoded_model
 from helpers.gpu_corrupt import U8, change, edit_config, find, group, read, rename, swap
 from helpers.paths import EXAMPLE
 
+from ktconv.checkpoint import PROJECTIONS
+from ktconv.checkpoint.encodings import grids
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.reading import matrices
 from ktconv.verify import Request, verify
 from ktconv.verify.gpu.output import is_gpu_output
 from ktconv.verify.gpu.quantization import Group
@@ -628,3 +632,31 @@ def test_manifest_with_another_error_of_a_gpu_matrix(
     (output / "ktconv.json").write_text(json.dumps(manifest))
     failures = found(check(output, model), "weights", "manifest")
     assert of(failures, tensor=name, file="ktconv.json")
+
+
+# ---- reading the source ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fp8 block", "int4 packed, asymmetric"])
+def test_a_source_that_was_read_wrongly(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, and another weight, which is decoded in the output."""
+    from helpers.gpu import quantize
+
+    pytest.importorskip("llmcompressor")
+    attention = "model.layers.0.self_attn.o_proj"
+    parts, _ = KINDS[kind].of(np.random.default_rng(3), 256, 384)
+    others = {f"{attention}.{name}": one for name, one in parts.items()}
+    model, _, _ = encoded_model(tmp_path / "model", kind, **others)
+    quantize(model, tmp_path / "sound")
+    assert check(tmp_path / "sound", model).passed
+
+    right = grids.load_block_scale
+    monkeypatch.setattr(matrices, "load_block_scale", lambda *about: 2 * np.flip(right(*about)))
+    quantize(model, tmp_path / "out")
+    result = check(tmp_path / "out", model)
+    assert {failure.check for failure in result.failures} == {"reading"}
+    experts = {f"{SOURCE}.{e}.{proj}_proj" for e in range(2) for proj in PROJECTIONS}
+    modules = {str(failure.tensor).rpartition(".")[0] for failure in result.failures}
+    assert modules == {*experts, attention}

@@ -16,11 +16,12 @@ from ktconv.formats import FORMATS, KINDS, Projection, TensorId, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import MatrixReader, chunks, source_bytes
+from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
 from ktconv.system.arrays import F32
 from ktconv.verify.claims import check_claims
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.reading import Context, TensorStream
+from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.totals import ItemResult
 
@@ -74,13 +75,26 @@ class ExpertMatrixCheck:
         rows = matrix.rows if self.proj == "down" else parts[0].rows
         with source.open() as fd:
             grid = source.load_scales()
-            for chunk in chunks(matrix, rows):
+            reading = self._reading(grid)
+            for number, chunk in enumerate(chunks(matrix, rows)):
                 source.read(fd, chunk, buffers.source, buffers.bounce)
                 touched = parts if self.proj == "down" else [parts[chunk.start // rows]]
                 for part in touched:
                     first_col = part.index * part.cols if self.proj == "down" else 0
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows, buffers)
+                    if reading and part is touched[number % len(touched)]:
+                        reading.view(source, grid, chunk, buffers.source, first_col, part.cols)
+
+    def _reading(self, scales: Scales | None) -> ReadingCheck | None:
+        """The check of how the source is read, which begins with its scales."""
+        assert self.source is not None and self.context.second is not None
+        reading = expert_check(
+            self.context.second, self.context.findings, self.source, self.expert, self.proj
+        )
+        if reading:
+            reading.scales(scales)
+        return reading
 
     def _finish(self, parts: Sequence[_Part]) -> ErrorStats:
         total, before = ErrorStats(), _parts_before(self.output)

@@ -82,14 +82,14 @@ class GpuVerifier(OutputVerifier):
         rules = rules_of(output.method, output.ours)
         for module in output.modules.values():
             group = output.quantization.group_of(module.name) or output.quantization.groups[0]
-            matrix = None
+            matrix, layer = None, None
             if module.where is not None and module.layer is not None:
                 if (module.layer, module.where.expert) not in chosen:
                     continue
                 layer = sources.get(module.layer)
                 if layer is not None and module.where.expert < len(layer.experts):
                     matrix = layer.experts[module.where.expert][module.where.proj]
-            yield ModuleCheck(context, module, group, rules, matrix)
+            yield ModuleCheck(context, module, group, rules, matrix, layer)
 
     def copy_checks(
         self, context: Context, tensor: TensorRef, origin: TensorRef | None

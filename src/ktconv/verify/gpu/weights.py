@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix, TensorRef
+from ktconv.checkpoint import ExpertMatrix, MoELayer, TensorRef
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.moe.streamed import Piece, Streamed, piece_rows
 from ktconv.packed.matrix_check import ErrorStats, Violation
@@ -22,6 +22,7 @@ from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import SCALE_DTYPES, levels, scales, values
 from ktconv.verify.reading import Context, TensorStream, read_tensor
+from ktconv.verify.reading_check import ReadingCheck, expert_check, module_check
 from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.totals import ItemResult
 
@@ -37,6 +38,7 @@ class ModuleCheck:
     group: Group
     rules: Rules
     matrix: ExpertMatrix | None  # None: checksums and shape only
+    source: MoELayer | None  # the layer of `matrix`
 
     @property
     def unit(self) -> str:
@@ -105,12 +107,26 @@ class ModuleCheck:
             self.group, self.rules, scaled.dtype, self.module.name, where, self._fail
         )
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
+        reading = self._reading(source)
         for chunk, weights in source.decoded(buffers.source, buffers.bounce):
+            if reading:
+                reading.decoded(chunk, weights, source.round_to_bf16)
             words = np.empty(len(weights) * packed.nbytes // matrix.rows, np.uint8)
             data = streams[PARTS[0]].read(words)
             level = levels(data, len(weights), matrix.cols, self.group.bits)
             check.compare(weights, level, scale[chunk.start : chunk.stop], chunk.start)
         return check.finish()
+
+    def _reading(self, source: MatrixReader) -> ReadingCheck | None:
+        """The check of how the source is read."""
+        where = self.module.where
+        assert where is not None and self.source is not None and self.context.second is not None
+        reading = expert_check(
+            self.context.second, self.context.findings, self.source, where.expert, where.proj
+        )
+        if reading:
+            reading.scales(source.load_scales())
+        return reading
 
     def _fail(self, violation: Violation) -> None:
         file = self.module.parts[PARTS[0]].file.name
@@ -135,7 +151,14 @@ class DecodedCheck:
         assert self.context.reader is not None
         stream, equal = TensorStream(self.context, self.tensor), True
         source = MatrixReader(self.context.reader, self.matrix, round_to_bf16=True)
-        for _, decoded in source.decoded(buffers.source, buffers.bounce):
+        reading = None
+        if self.context.second is not None:
+            reading = module_check(self.context.second, self.context.findings, self.matrix)
+        if reading:
+            reading.scales(source.load_scales())
+        for chunk, decoded in source.decoded(buffers.source, buffers.bounce):
+            if reading:
+                reading.decoded(chunk, decoded, source.round_to_bf16)
             expected = f32_to_bf16(decoded).reshape(-1).view(np.uint8)
             found = stream.read(np.empty_like(expected))
             equal = equal and np.array_equal(found, expected)

@@ -1,0 +1,199 @@
+"""Compares how the converter reads a weight of the source with the second reader's way.
+
+Scales, zero points and groups are compared completely, values in a part of every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, MoELayer, Projection
+from ktconv.formats.decode import round_to_bf16
+from ktconv.reading.matrices import MatrixReader, Scales
+from ktconv.system.arrays import F32, U8
+from ktconv.verify.findings import Findings
+from ktconv.verify.second_reader import SecondReader, UnknownWeightError, Weight
+
+Numbers = NDArray[np.signedinteger[Any]]
+
+LEVEL, CHECK = "weights", "reading"
+_ROWS, _COLS = 2, 32  # of a chunk whose values are compared, along the stored rows
+_STRIDE = 7919  # a prime: the places in chunks and matrices are not the same ones
+
+
+@dataclass(slots=True)
+class ReadingCheck:
+    """The check of one matrix; reports at most one difference of each kind."""
+
+    findings: Findings
+    matrix: ExpertMatrix
+    name: str  # of the weight, for messages
+    weight: Weight
+    at: dict[str, Any] = field(default_factory=dict)  # the fields of a failure that locate it
+    number: int = 0  # differs from matrix to matrix
+    _reported: bool = False
+
+    def scales(self, found: Scales | None) -> None:
+        """Scales, zero points, groups, and the scales with which integers can be kept."""
+        weight, grid = self.weight, self.matrix.scale
+        if found is None or grid is None or weight.scale is None:
+            if (found is None) != (weight.scale is None):
+                self._fail("has scales by one of two ways to read it only")
+            return
+        assert weight.row_of is not None and weight.col_of is not None
+        rows, cols = self.matrix.rows, self.matrix.cols
+        row_of = (grid.row_origin % grid.block_rows + np.arange(rows)) // grid.block_rows
+        col_of: Numbers = (grid.col_origin % grid.block_cols + np.arange(cols)) // grid.block_cols
+        if found.group_of_col is not None:
+            col_of = found.group_of_col
+        row, here_row, there_row = _pairs(row_of, weight.row_of)
+        col, here_col, there_col = _pairs(col_of, weight.col_of)
+        for what, here, there in (
+            ("scale", found.scale, weight.scale),
+            ("zero point", found.zero_point, weight.zero),
+        ):
+            ours, theirs = _at(here, here_row, here_col), _at(there, there_row, there_col)
+            differs = np.argwhere(ours != theirs)
+            if len(differs):
+                i, j = differs[0]
+                self._differs(f"the {what} of", int(row[i]), int(col[j]), ours[i, j], theirs[i, j])
+                return
+        self._row_scale(found)
+
+    def _row_scale(self, found: Scales) -> None:
+        weight = self.weight
+        assert weight.scale is not None and weight.row_of is not None
+        zero = np.zeros(1) if weight.zero is None else weight.zero
+        expected = None
+        if (
+            weight.scale.shape[1] == 1
+            and weight.middle is not None
+            and (zero == weight.middle).all()
+        ):
+            expected = weight.scale[weight.row_of, 0]
+        if found.row_scale is None or expected is None:
+            same = found.row_scale is expected
+        else:
+            same = np.array_equal(found.row_scale, expected)
+        if not same:
+            self._fail("has integers that can be kept by one of two ways to read it only")
+
+    def chunk(self, chunk: range, first_col: int, cols: int) -> tuple[range, range]:
+        """Rows and columns of a chunk to compare; they begin and end with stored units."""
+        unit = self.matrix.element
+        place = chunk.start + self.number * _STRIDE
+        if self.matrix.col_stride == 1:
+            return _some(chunk, _ROWS * unit.unit_rows, place), range(first_col, first_col + cols)
+        step = max(_COLS, unit.unit_cols)
+        return chunk, _some(range(first_col, first_col + cols), step, place // _COLS)
+
+    def values(self, rows: range, cols: range, found: F32, rounded: bool) -> None:
+        """`found`: what the converter's way makes of these rows and columns; `rounded` to bf16."""
+        if self._reported:
+            return
+        expected = self.weight.values(rows, cols)
+        expected = round_to_bf16(expected) if rounded else expected
+        differs = np.argwhere((found != expected) & ~(np.isnan(found) & np.isnan(expected)))
+        if len(differs):
+            row, col = differs[0]
+            self._differs("the value at", rows[row], cols[col], found[row, col], expected[row, col])
+
+    def decoded(self, chunk: range, found: F32, rounded: bool) -> None:
+        """The same for a part of a whole chunk."""
+        rows, cols = self.chunk(chunk, 0, self.matrix.cols)
+        first = rows.start - chunk.start
+        self.values(rows, cols, found[first : first + len(rows), cols.start : cols.stop], rounded)
+
+    def view(
+        self,
+        source: MatrixReader,
+        scales: Scales | None,
+        chunk: range,
+        data: U8,
+        first_col: int,
+        cols: int,
+    ) -> None:
+        """Compares values of a chunk that `source` has read into `data`, in columns from
+        `first_col` on, as the audit gets them."""
+        if self._reported:
+            return
+        rows, wide = self.chunk(chunk, first_col, cols)
+        if self.matrix.col_stride == 1:
+            data = data[self.matrix.nbytes(rows.start - chunk.start) :]
+        found = native.decode(source.view(rows, scales, data, wide.start, len(wide)))
+        self.values(rows, wide, found, source.round_to_bf16)
+
+    def _differs(self, what: str, row: int, col: int, ours: Any, theirs: Any) -> None:
+        self._fail(
+            f"was read wrongly: {what} [{row}, {col}] is {float(ours):.9g} by the converter's way "
+            f"and {float(theirs):.9g} by that of verify",
+            row=row, column=col, source_value=float(theirs), value=float(ours),
+        )  # fmt: skip
+
+    def _fail(self, words: str, **where: Any) -> None:
+        self._reported = True
+        tensor = self.matrix.tensor
+        message = f"{self.name} in {tensor.file.name} {words}."
+        self.findings.fail(
+            LEVEL, CHECK, message, file=tensor.file.name, tensor=tensor.name, **self.at, **where
+        )
+
+
+def expert_check(
+    second: SecondReader, findings: Findings, layer: MoELayer, expert: int, proj: Projection
+) -> ReadingCheck | None:
+    """The check of an expert's matrix; None, and a failure, where the second reader finds none."""
+    matrix = layer.experts[expert][proj]
+    at = {"layer": layer.index, "expert": expert, "projection": proj}
+    name = f"{proj} of expert {expert} of layer {layer.index} ({matrix.tensor.name})"
+    number = 3 * (layer.index * len(layer.experts) + expert) + PROJECTIONS.index(proj)
+    with _unknown_reported(findings, at):
+        weight = second.expert(layer, expert, proj)
+        return ReadingCheck(findings, matrix, name, weight, at, number)
+    return None
+
+
+def module_check(
+    second: SecondReader, findings: Findings, matrix: ExpertMatrix
+) -> ReadingCheck | None:
+    """The same for a weight that is no expert's."""
+    name = matrix.tensor.name
+    with _unknown_reported(findings, {}):
+        weight = second.module(name, matrix.rows, matrix.cols)
+        return ReadingCheck(findings, matrix, name, weight)
+    return None
+
+
+@contextmanager
+def _unknown_reported(findings: Findings, at: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except UnknownWeightError as error:
+        findings.fail(LEVEL, CHECK, f"{error}.", **at)
+
+
+def _some(whole: range, size: int, place: int) -> range:
+    """`size` numbers of a range, which begin at a multiple of `size` of it."""
+    places = max(1, len(whole) // size)
+    start = whole.start + place % places * size
+    return range(start, min(start + size, whole.stop))
+
+
+def _pairs(here: Numbers, there: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Every combination of the numbers of two arrays once: where it first occurs, and both."""
+    both = here.astype(np.int64) * (int(there.max(initial=0)) + 1) + there
+    _, first = np.unique(both, return_index=True)
+    return first, here[first].astype(np.int64), there[first].astype(np.int64)
+
+
+def _at(grid: F32 | None, rows: Numbers, cols: Numbers) -> F32:
+    return (
+        np.zeros((len(rows), len(cols)), np.float32) if grid is None else grid[np.ix_(rows, cols)]
+    )

@@ -1,0 +1,79 @@
+"""Bits of tensors to numbers, as float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktconv.system.arrays import F32, Array
+
+# What NumPy reads the dtypes of tensors as: integers without signs, and the floats that it has.
+ITEMS = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4",
+    "I8": "u1", "U8": "u1", "F4": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1",
+}  # fmt: skip
+AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of output 8c + i in word c
+
+
+def _e4m3() -> F32:
+    """By code: sign, exponent with bias 7, three bits of mantissa; 0x7F is NaN."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    values = np.where(
+        exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6)
+    )
+    values[127] = np.nan
+    both: F32 = np.concatenate([values, -values]).astype(np.float32)
+    return both
+
+
+E4M3 = _e4m3()
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def powers_of_two(codes: Array) -> F32:
+    """E8M0: 2^(code - 127); 255 is NaN."""
+    values = np.ldexp(np.float64(1), codes.astype(np.int32) - 127)
+    values[codes == 255] = np.nan
+    found: F32 = values.astype(np.float32)
+    return found
+
+
+def floats(items: Array, dtype: str) -> F32:
+    """Array of one floating-point number each."""
+    if dtype == "BF16":
+        high = np.zeros((*items.shape, 2), "<u2")
+        high[..., 1] = items
+        values: F32 = high.view("<f4")[..., 0]
+        return values
+    if dtype == "F8_E4M3":
+        return E4M3[items]
+    if dtype in ("F8_E8M0", "U8"):
+        return powers_of_two(items)
+    return items.astype(np.float32)
+
+
+def signed(items: Array) -> F32:
+    """Bytes in two's complement."""
+    return items.view(np.int8).astype(np.float32)
+
+
+def pairs(items: Array) -> Array:
+    """[..., n] bytes to [..., 2n] nibbles, the low one of each byte first."""
+    split = np.stack([items & 15, items >> 4], axis=-1)
+    return split.reshape(*items.shape[:-1], -1).astype(np.uint8)
+
+
+def stream(words: Array, bits: int) -> F32:
+    """[..., n] words of 32 bits to [..., 32 * n // bits] unsigned numbers of a stream of bits
+    whose first bit is the lowest of word 0."""
+    each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    count = each.shape[-1] // bits
+    each = each[..., : count * bits].reshape(*words.shape[:-1], count, bits)
+    numbers: F32 = each.astype(np.float32) @ (2.0 ** np.arange(bits)).astype(np.float32)
+    return numbers
+
+
+def awq(words: Array) -> F32:
+    """[..., n] words to [..., 8n] numbers of four bits, in AWQ's order."""
+    split = np.stack([words >> np.uint32(4 * nibble) & np.uint32(15) for nibble in AWQ_NIBBLE], -1)
+    return split.reshape(*words.shape[:-1], -1).astype(np.float32)
