@@ -45,7 +45,12 @@ kt_status kt_decode(const kt_matrix *matrix, float *out) {
   if (status) return status;
   if (!out) return KT_ERR_ARGUMENT;
   const uint64_t mode = kt_float_mode_enter();
-  KT_CELL(decoders[matrix->dtype])(matrix, 0, matrix->rows, out, matrix->cols);
+  kt_decode_rows_fn *const decode = KT_CELL(decoders[matrix->dtype]);
+  for (int64_t row = 0; row < matrix->rows; row += KT_STRIP_ROWS) { /* fast decoders do so many */
+    const int64_t left = matrix->rows - row;
+    decode(matrix, row, left < KT_STRIP_ROWS ? left : KT_STRIP_ROWS, out + row * matrix->cols,
+           matrix->cols);
+  }
   kt_float_mode_leave(mode);
   return KT_OK;
 }

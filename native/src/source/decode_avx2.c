@@ -8,23 +8,23 @@ KT_TARGET_BEGIN(AVX2)
 #include "../simd/transpose_avx2.h"
 #include "decode.h"
 
+#include <math.h>
 #include <string.h>
 
 enum { LANES = 8 };
 
-/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included),
- * so the value is 2^8 times the binary16's: a conversion and an exact product. */
+/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included): that is
+ * E4M3_UNIT of the value. NaN, which the shift makes 1.875, becomes a NaN. */
+#define E4M3_UNIT 0x1p-8f
+
 KT_INLINE __m256 widen_e4m3(__m128i bytes) {
-  const __m128i wide = _mm_cvtepu8_epi16(bytes);
-  const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-  const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-  const __m128i half = _mm_or_si128(sign, _mm_slli_epi16(magnitude, 7));
-  const __m256i nan = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)));
-  const __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
-  const __m256i mantissa = _mm256_and_si256(nan, _mm256_set1_epi32(0x007fffff));
-  const __m256i payload = _mm256_and_si256(nan, _mm256_set1_epi32(0x7fc00000));
-  return _mm256_or_ps(_mm256_andnot_ps(_mm256_castsi256_ps(mantissa), value),
-                      _mm256_castsi256_ps(payload));
+  const __m128i sign_and_magnitude = _mm_set1_epi16((short)0xbf80);
+  const __m128i half =
+      _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7), sign_and_magnitude);
+  const __m128i nan =
+      _mm_cmpeq_epi16(_mm_or_si128(half, _mm_set1_epi16((short)0x8000)), sign_and_magnitude);
+  const __m128i to_nan = _mm_and_si128(nan, _mm_set1_epi16(0x7e00 - 0x3f80));
+  return _mm256_cvtph_ps(_mm_add_epi16(half, to_nan));
 }
 
 /* Bytes of a number of the dtypes here; each is a unit. */
@@ -59,11 +59,11 @@ KT_INLINE __m256 decode8(const uint8_t *at, int dtype, __m256 factor, int scaled
   return rounded ? round_bf16(value) : value;
 }
 
-/* Columns begin..end-1 of a row whose columns are adjacent, all under one scale. */
-KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
+/* Columns begin..end-1 of a row whose columns are adjacent, all times one factor. */
+KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float times,
                            int scaled, int rounded, float *row) {
   const int64_t size = size_of(dtype);
-  const __m256 factor = _mm256_set1_ps(scale);
+  const __m256 factor = _mm256_set1_ps(times);
   int64_t k = begin;
   for (; k + LANES <= end; k += LANES)
     _mm256_storeu_ps(row + k, decode8(from + k * size, dtype, factor, scaled, rounded));
@@ -75,17 +75,25 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
   memcpy(row + k, values, (size_t)(end - k) * sizeof *values);
 }
 
+KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float *row) {
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride;
+  const float *scales = m->block_scale + kt_grid_row(m, n);
+  for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
+    const float factor = scales[s.col] / E4M3_UNIT; /* exact */
+    if (isinf(factor)) {
+      kt_decode_rows_scalar(m, n, 1, row, m->cols);
+      return;
+    }
+    decode_span(from, KT_F8_E4M3, s.begin, s.end, factor, 1, rounded, row);
+  }
+}
+
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
   const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
-  if (dtype != KT_F8_E4M3) {
+  if (dtype == KT_F8_E4M3)
+    decode_e4m3_row(m, n, rounded, row);
+  else
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
-    return;
-  }
-  const float *scales = m->block_scale + kt_grid_row(m, n);
-  for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_grid_block_end(m, k);
-    decode_span(from, dtype, k, end, scales[kt_grid_col(m, k)], 1, rounded, row);
-  }
 }
 
 /* Columns k..k+7 of rows n..n+7 of a matrix whose rows lie next to each other (row_stride 1):

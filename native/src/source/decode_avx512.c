@@ -9,22 +9,22 @@ KT_TARGET_BEGIN(AVX512)
 #include "decode.h"
 #include "round_bf16_avx512.h"
 
+#include <math.h>
+
 enum { LANES = 16 };
 
-/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included),
- * so the value is 2^8 times the binary16's: a conversion and an exact product. */
-KT_INLINE __m512 widen_e4m3(__m128i bytes, __mmask16 valid) {
-  const __m256i wide = _mm256_cvtepu8_epi16(bytes);
-  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-  const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
-  const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)) & valid;
-  const __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
-  const __m512i sign_exponent = _mm512_set1_epi32((int)0xff800000u);
-  const __m512i quiet = _mm512_set1_epi32(0x7fc00000);
-  enum { AND_OR = 0xea }; /* (value & sign_exponent) | quiet */
-  return _mm512_castsi512_ps(_mm512_mask_ternarylogic_epi32(_mm512_castps_si512(value), nan,
-                                                            sign_exponent, quiet, AND_OR));
+/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included): that is
+ * E4M3_UNIT of the value. NaN, which the shift makes 1.875, becomes a NaN. */
+#define E4M3_UNIT 0x1p-8f
+
+KT_INLINE __m512 widen_e4m3(__m128i bytes) {
+  const __m256i sign_and_magnitude = _mm256_set1_epi16((short)0xbf80);
+  const __m256i half =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), sign_and_magnitude);
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(
+      _mm256_or_si256(half, _mm256_set1_epi16((short)0x8000)), sign_and_magnitude);
+  const __m256i to_nan = _mm256_set1_epi16(0x7e00 - 0x3f80);
+  return _mm512_cvtph_ps(_mm256_mask_add_epi16(half, nan, half, to_nan));
 }
 
 /* Bytes of a number of the dtypes here; each is a unit. */
@@ -39,34 +39,48 @@ KT_INLINE __m512 widen16(const uint8_t *at, int dtype, __mmask16 valid) {
   }
   case KT_F16: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(valid, at));
   case KT_F32: return _mm512_maskz_loadu_ps(valid, at);
-  default: return widen_e4m3(_mm_maskz_loadu_epi8(valid, at), valid);
+  default: return widen_e4m3(_mm_maskz_loadu_epi8(valid, at));
   }
 }
 
-/* Columns begin..end-1 of a row whose columns are adjacent, all under one scale. */
-KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float scale,
+KT_INLINE void decode16(const uint8_t *from, int dtype, int64_t k, __mmask16 valid, __m512 factor,
+                        int scaled, int rounded, float *row) {
+  __m512 value = widen16(from + k * size_of(dtype), dtype, valid);
+  if (scaled) value = _mm512_mul_ps(value, factor);
+  if (rounded) value = kt_round_bf16(value);
+  _mm512_mask_storeu_ps(row + k, valid, value);
+}
+
+/* Columns begin..end-1 of a row whose columns are adjacent, all times one factor. */
+KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float factor,
                            int scaled, int rounded, float *row) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  for (int64_t k = begin; k < end; k += LANES) {
-    const __mmask16 valid = (__mmask16)(end - k >= LANES ? 0xffff : (1 << (end - k)) - 1);
-    __m512 value = widen16(from + k * size_of(dtype), dtype, valid);
-    if (scaled) value = _mm512_mul_ps(value, factor);
-    if (rounded) value = kt_round_bf16(value);
-    _mm512_mask_storeu_ps(row + k, valid, value);
+  const __m512 factors = _mm512_set1_ps(factor);
+  int64_t k = begin;
+  for (; k + LANES <= end; k += LANES)
+    decode16(from, dtype, k, 0xffff, factors, scaled, rounded, row);
+  if (k < end)
+    decode16(from, dtype, k, (__mmask16)((1 << (end - k)) - 1), factors, scaled, rounded, row);
+}
+
+KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float *row) {
+  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride;
+  const float *scales = m->block_scale + kt_grid_row(m, n);
+  for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
+    const float factor = scales[s.col] / E4M3_UNIT; /* exact */
+    if (isinf(factor)) {
+      kt_decode_rows_scalar(m, n, 1, row, m->cols);
+      return;
+    }
+    decode_span(from, KT_F8_E4M3, s.begin, s.end, factor, 1, rounded, row);
   }
 }
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
   const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
-  if (dtype != KT_F8_E4M3) {
+  if (dtype == KT_F8_E4M3)
+    decode_e4m3_row(m, n, rounded, row);
+  else
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
-    return;
-  }
-  const float *scales = m->block_scale + kt_grid_row(m, n);
-  for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_grid_block_end(m, k);
-    decode_span(from, dtype, k, end, scales[kt_grid_col(m, k)], 1, rounded, row);
-  }
 }
 
 /* Columns k..k+15 of rows n..n+15 of a matrix whose rows lie next to each other

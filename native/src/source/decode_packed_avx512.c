@@ -5,7 +5,6 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
-#include "../simd/transpose_avx512.h"
 #include "decode.h"
 #include "round_bf16_avx512.h"
 
@@ -31,14 +30,28 @@ KT_INLINE stream stream_of(int bits) {
                   _mm512_set1_epi32((1 << bits) - 1), (__mmask16)((1u << 2 * bits) - 1)};
 }
 
-KT_INLINE __m512i codes16(const uint8_t *at, stream s) {
-  const __m512i data = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(s.bytes, at));
-  const __m512i pairs = _mm512_permutexvar_epi16(s.words, data);
-  return _mm512_and_si512(_mm512_srlv_epi32(pairs, s.shift), s.mask);
+/* In the lowest bits of each lane; other bits follow. */
+KT_INLINE __m512i codes16(__m128i data, stream s) {
+  const __m512i pairs = _mm512_permutexvar_epi16(s.words, _mm512_castsi128_si512(data));
+  return _mm512_srlv_epi32(pairs, s.shift);
 }
 
 KT_INLINE __m512 e2m1_values(void) {
   return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+}
+
+/* Of each index of 4 bits; the lowest `bits` of them are a code. */
+KT_INLINE __m512 values_of_4_bits(int bits, int e2m1) {
+  const __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (e2m1) return e2m1_values();
+  return _mm512_cvtepi32_ps(_mm512_and_si512(index, _mm512_set1_epi32((1 << bits) - 1)));
+}
+
+KT_INLINE __m512 values16(__m128i data, int bits, int e2m1, stream s) {
+  if (bits == SIGNED) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(data));
+  const __m512i codes = codes16(data, s);
+  if (e2m1) return _mm512_permutexvar_ps(codes, e2m1_values());
+  return _mm512_cvtepi32_ps(_mm512_and_si512(codes, s.mask));
 }
 
 /* ---- Scales ---------------------------------------------------------------- */
@@ -51,7 +64,10 @@ KT_INLINE int is_aligned(const kt_matrix *m) {
 /* Of columns k..k+15, from a row of the grid. */
 KT_INLINE __m512 grid16(const kt_matrix *m, const float *row, int64_t k) {
   float each[LANES];
-  for (int i = 0; i < LANES; i++) each[i] = row[kt_grid_col(m, k + i)];
+  if (m->group_of_col)
+    for (int i = 0; i < LANES; i++) each[i] = row[m->group_of_col[k + i]];
+  else
+    for (int i = 0; i < LANES; i++) each[i] = row[kt_grid_col(m, k + i)];
   return _mm512_loadu_ps(each);
 }
 
@@ -62,11 +78,22 @@ KT_INLINE __m512 scaled(__m512 value, __m512 zero, __m512 scale, int rounded) {
 
 /* ---- Rows that lie contiguously -------------------------------------------- */
 
-KT_INLINE __m512 values16(const uint8_t *row, int64_t k, int bits, int e2m1, stream s) {
-  if (bits == SIGNED)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(row + k))));
-  const __m512i codes = codes16(row + k * bits / 8, s);
-  return e2m1 ? _mm512_permutexvar_ps(codes, e2m1_values()) : _mm512_cvtepi32_ps(codes);
+/* The bytes with columns k..k+15. */
+KT_INLINE __m128i row_data(const uint8_t *row, int64_t k, int bits, stream s) {
+  return _mm_maskz_loadu_epi8(s.bytes, row + (bits == SIGNED ? k : k * bits / 8));
+}
+
+/* Columns under one scale. Up to 4 bits, their 16 values are scaled once for all. */
+KT_INLINE void decode_span(const uint8_t *from, kt_grid_span span, int bits, int e2m1, stream s,
+                           __m512 zero, __m512 scale, int rounded, float *out) {
+  const int table = bits > 0 && bits <= 4;
+  const __m512 values =
+      table ? scaled(values_of_4_bits(bits, e2m1), zero, scale, rounded) : _mm512_setzero_ps();
+  for (int64_t k = span.begin; k < span.end; k += LANES) {
+    const __m128i data = row_data(from, k, bits, s);
+    _mm512_storeu_ps(out + k, table ? _mm512_permutexvar_ps(codes16(data, s), values)
+                                    : scaled(values16(data, bits, e2m1, s), zero, scale, rounded));
+  }
 }
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int64_t row_bytes, int bits, int e2m1,
@@ -74,61 +101,73 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int64_t row_bytes, int 
   const uint8_t *const from = (const uint8_t *)m->data + n * row_bytes;
   const float *const scales = m->block_scale + kt_grid_row(m, n);
   const float *const zeros = m->zero_point ? m->zero_point + kt_grid_row(m, n) : NULL;
-  const int aligned = is_aligned(m);
   const int rounded = m->round_to_bf16;
-  if (!aligned) {
+  if (!is_aligned(m)) {
     for (int64_t k = 0; k < m->cols; k += LANES) {
       const __m512 zero = zeros ? grid16(m, zeros, k) : _mm512_setzero_ps();
-      const __m512 value = values16(from, k, bits, e2m1, s);
+      const __m512 value = values16(row_data(from, k, bits, s), bits, e2m1, s);
       _mm512_storeu_ps(out + k, scaled(value, zero, grid16(m, scales, k), rounded));
     }
     return;
   }
-  for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_grid_block_end(m, k);
-    const __m512 scale = _mm512_set1_ps(scales[kt_grid_col(m, k)]);
-    const __m512 zero = _mm512_set1_ps(zeros ? zeros[kt_grid_col(m, k)] : 0.0f);
-    for (int64_t i = k; i < end; i += LANES)
-      _mm512_storeu_ps(out + i, scaled(values16(from, i, bits, e2m1, s), zero, scale, rounded));
-  }
+  for (kt_grid_span at = kt_grid_first(m); at.begin < m->cols; at = kt_grid_next(m, at))
+    decode_span(from, at, bits, e2m1, s, _mm512_set1_ps(zeros ? zeros[at.col] : 0.0f),
+                _mm512_set1_ps(scales[at.col]), rounded, out);
 }
 
 /* ---- Rows that lie next to each other --------------------------------------- */
 
-/* Columns k..k+15 of 16 rows, transposed: of each row its number. */
-KT_INLINE void store_columns(const kt_matrix *m, int64_t n, int64_t k, const __m512i row[LANES],
-                             float *out, int64_t stride) {
-  const int aligned = is_aligned(m);
-  for (int r = 0; r < LANES; r++) {
-    const float *const scales = m->block_scale + kt_grid_row(m, n + r);
-    const float *const zeros = m->zero_point ? m->zero_point + kt_grid_row(m, n + r) : NULL;
-    __m512 scale, zero = _mm512_setzero_ps();
-    if (aligned) {
-      scale = _mm512_set1_ps(scales[kt_grid_col(m, k)]);
-      if (zeros) zero = _mm512_set1_ps(zeros[kt_grid_col(m, k)]);
-    } else {
-      scale = grid16(m, scales, k);
-      if (zeros) zero = grid16(m, zeros, k);
-    }
-    const __m512 value = _mm512_cvtepi32_ps(row[r]);
-    _mm512_storeu_ps(out + r * stride + k, scaled(value, zero, scale, m->round_to_bf16));
-  }
+/* Where 16 rows from n on have their scales. */
+typedef struct grid_lines {
+  int64_t at[LANES];
+  int aligned;
+} grid_lines;
+
+KT_INLINE grid_lines lines_of(const kt_matrix *m, int64_t n) {
+  grid_lines lines = {.aligned = is_aligned(m)};
+  for (int r = 0; r < LANES; r++) lines.at[r] = kt_grid_row(m, n + r);
+  return lines;
 }
 
-/* Words of 32 / bits columns: 16 rows of a column at a time. */
-KT_INLINE void decode_words(const kt_matrix *m, int64_t n, int bits, float *out, int64_t stride) {
-  const int64_t per_word = 32 / bits;
-  const uint8_t *const from = (const uint8_t *)m->data + n * 4;
-  const __m512i mask = _mm512_set1_epi32((1 << bits) - 1);
+/* Columns k..k+15 of row n + r of the lines; col: the first one's in the grid. */
+KT_INLINE void store_scaled(const kt_matrix *m, const grid_lines *lines, int r, int64_t k,
+                            int64_t col, __m512 value, float *to) {
+  const float *const scales = m->block_scale + lines->at[r];
+  const float *const zeros = m->zero_point ? m->zero_point + lines->at[r] : NULL;
+  __m512 scale, zero = _mm512_setzero_ps();
+  if (lines->aligned) {
+    scale = _mm512_set1_ps(scales[col]);
+    if (zeros) zero = _mm512_set1_ps(zeros[col]);
+  } else {
+    scale = grid16(m, scales, k);
+    if (zeros) zero = grid16(m, zeros, k);
+  }
+  _mm512_storeu_ps(to, scaled(value, zero, scale, m->round_to_bf16));
+}
+
+/* The bytes with 16 columns of a row: `at` has the first, its next unit is `step` bytes on. */
+KT_INLINE __m128i across_data(const uint8_t *at, int64_t step, int bits, stream s) {
+  if (bits != 4 && bits != 8) return _mm_maskz_loadu_epi8(s.bytes, at); /* of one unit */
+  __m128i data = _mm_loadu_si32(at);
+  data = _mm_insert_epi32(data, _mm_cvtsi128_si32(_mm_loadu_si32(at + step)), 1);
+  if (bits == 4) return data;
+  data = _mm_insert_epi32(data, _mm_cvtsi128_si32(_mm_loadu_si32(at + 2 * step)), 2);
+  return _mm_insert_epi32(data, _mm_cvtsi128_si32(_mm_loadu_si32(at + 3 * step)), 3);
+}
+
+/* 16 rows, each line of memory once for all of them. */
+KT_INLINE void decode_across(const kt_matrix *m, int64_t n, kt_stored_unit unit, int bits, stream s,
+                             float *out, int64_t stride) {
+  const uint8_t *const from = (const uint8_t *)m->data + n * unit.bytes;
+  const int64_t step = m->col_stride * unit.bytes;
+  const grid_lines lines = lines_of(m, n);
   for (int64_t k = 0; k < m->cols; k += LANES) {
-    __m512i column[LANES], row[LANES];
-    for (int i = 0; i < LANES; i++) {
-      const uint8_t *const at = from + (k + i) / per_word * m->col_stride * 4;
-      const __m128i shift = _mm_cvtsi32_si128((int)((k + i) % per_word) * bits);
-      column[i] = _mm512_and_si512(_mm512_srl_epi32(_mm512_loadu_si512(at), shift), mask);
+    const uint8_t *const at = from + k / unit.cols * step + k % unit.cols * bits / 8;
+    const int64_t col = kt_grid_col(m, k);
+    for (int r = 0; r < LANES; r++) {
+      const __m128i data = across_data(at + r * unit.bytes, step, bits, s);
+      store_scaled(m, &lines, r, k, col, values16(data, bits, 0, s), out + r * stride + k);
     }
-    kt_transpose16(column, row);
-    store_columns(m, n, k, row, out, stride);
   }
 }
 
@@ -137,20 +176,21 @@ KT_INLINE void decode_awq(const kt_matrix *m, int64_t n, float *out, int64_t str
   static const int nibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   const uint8_t *const from = (const uint8_t *)m->data + n / 8 * 4;
   const __m512i mask = _mm512_set1_epi64(15);
+  const grid_lines lines = lines_of(m, n);
   for (int64_t k = 0; k < m->cols; k += LANES) {
+    const int64_t col = kt_grid_col(m, k);
     uint64_t both[LANES];
     for (int i = 0; i < LANES; i++)
       memcpy(both + i, from + (k + i) * m->col_stride * 4, sizeof *both);
     const __m512i low = _mm512_loadu_si512(both), high = _mm512_loadu_si512(both + LANES / 2);
-    __m512i row[LANES];
     for (int r = 0; r < LANES; r++) {
       const __m128i shift = _mm_cvtsi32_si128(4 * nibble[r % 8] + 32 * (r / 8));
       const __m512i first = _mm512_and_si512(_mm512_srl_epi64(low, shift), mask);
       const __m512i second = _mm512_and_si512(_mm512_srl_epi64(high, shift), mask);
-      row[r] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi64_epi32(first)),
-                                  _mm512_cvtepi64_epi32(second), 1);
+      const __m512i row = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi64_epi32(first)),
+                                             _mm512_cvtepi64_epi32(second), 1);
+      store_scaled(m, &lines, r, k, col, _mm512_cvtepi32_ps(row), out + r * stride + k);
     }
-    store_columns(m, n, k, row, out, stride);
   }
 }
 
@@ -159,13 +199,13 @@ KT_INLINE void decode_awq(const kt_matrix *m, int64_t n, float *out, int64_t str
 KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int bits, int e2m1,
                            float *out, int64_t stride) {
   const kt_stored_unit unit = kt_dtype_find(m->dtype)->unit;
+  const stream s = stream_of(bits == SIGNED ? 8 : bits);
   if (m->col_stride == 1 && m->cols % LANES == 0) {
-    const stream s = stream_of(bits == SIGNED ? 8 : bits);
     const int64_t row_bytes = m->row_stride * unit.bytes;
     for (int64_t r = 0; r < count; r++)
       decode_row(m, row + r, row_bytes, bits, e2m1, s, out + r * stride);
-  } else if (count == LANES && m->cols % LANES == 0 && bits != SIGNED && !e2m1 && 32 % bits == 0) {
-    decode_words(m, row, bits, out, stride);
+  } else if (count == LANES && m->cols % LANES == 0 && bits != SIGNED && !e2m1) {
+    decode_across(m, row, unit, bits, s, out, stride);
   } else {
     kt_decode_rows_scalar(m, row, count, out, stride);
   }

@@ -56,12 +56,11 @@ static inline float widen_e2m1(uint32_t nibble) {
 static void scale_row(const kt_matrix *m, int64_t n, float *restrict row) {
   const float *const scales = m->block_scale + kt_grid_row(m, n);
   const float *const zeros = m->zero_point ? m->zero_point + kt_grid_row(m, n) : NULL;
-  for (int64_t k = 0, end; k < m->cols; k = end) {
-    end = kt_grid_block_end(m, k);
-    const float scale = scales[kt_grid_col(m, k)];
+  for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
+    const float scale = scales[s.col];
     if (zeros)
-      for (int64_t i = k; i < end; i++) row[i] -= zeros[kt_grid_col(m, k)];
-    for (int64_t i = k; i < end; i++) row[i] *= scale;
+      for (int64_t i = s.begin; i < s.end; i++) row[i] -= zeros[s.col];
+    for (int64_t i = s.begin; i < s.end; i++) row[i] *= scale;
   }
 }
 

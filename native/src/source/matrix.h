@@ -24,17 +24,33 @@ static inline int64_t kt_grid_row(const kt_matrix *m, int64_t n) {
   return (m->row_origin + n) / m->block_rows * m->scale_stride;
 }
 
-/* The column of the grid for column k, and the first column after k under another one (or the
- * end of the row). */
+/* The column of the grid for column k. */
 static inline int64_t kt_grid_col(const kt_matrix *m, int64_t k) {
   return m->group_of_col ? m->group_of_col[k] : (m->col_origin + k) / m->block_cols;
 }
 
-static inline int64_t kt_grid_block_end(const kt_matrix *m, int64_t k) {
-  int64_t end = ((m->col_origin + k) / m->block_cols + 1) * m->block_cols - m->col_origin;
-  if (m->group_of_col)
-    for (end = k + 1; end < m->cols && m->group_of_col[end] == m->group_of_col[k];) end++;
-  return end < m->cols ? end : m->cols;
+/* Columns begin..end-1 of a row, which have the same scale: the one in column `col` of the grid. */
+typedef struct kt_grid_span {
+  int64_t begin, end, col;
+} kt_grid_span;
+
+static inline kt_grid_span kt_grid_span_at(const kt_matrix *m, int64_t begin, int64_t end,
+                                           int64_t col) {
+  if (m->group_of_col && begin < m->cols) {
+    col = m->group_of_col[begin];
+    for (end = begin + 1; end < m->cols && m->group_of_col[end] == col;) end++;
+  }
+  return (kt_grid_span){begin, end < m->cols ? end : m->cols, col};
+}
+
+/* for (s = first; s.begin < cols; s = next): without the divisions that a lookup of each takes. */
+static inline kt_grid_span kt_grid_first(const kt_matrix *m) {
+  const int64_t col = m->col_origin / m->block_cols;
+  return kt_grid_span_at(m, 0, (col + 1) * m->block_cols - m->col_origin, col);
+}
+
+static inline kt_grid_span kt_grid_next(const kt_matrix *m, kt_grid_span s) {
+  return kt_grid_span_at(m, s.end, s.end + m->block_cols, s.col + 1);
 }
 
 /* Floats from one row of a decoded strip to the next: not `cols`, which is mostly a multiple
