@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, PROJECTIONS, TensorId, output_formats, parse_tensor_name
-from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
+from ktconv.packed.weights import (
+    Geometry,
+    PackedWeights,
+    listed_names,
+    may_hold_packed,
+    name_of,
+    open_packed,
+)
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
-from ktconv.writer.metadata import read_index
 
 GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
@@ -154,17 +160,10 @@ def _expected(
     directory: Path, layers: Mapping[int, Geometry], manifest: Manifest | None
 ) -> Iterator[TensorId]:
     """What should be there: by manifest or index if there is one, and no gaps in any case."""
-    listed = {name for name in map(parse_tensor_name, _listed(directory, manifest)) if name}
+    listed = {name for name in map(parse_tensor_name, listed_names(directory, manifest)) if name}
     yield from sorted(listed, key=name_of)
     for index, layer in layers.items():
         yield from (key for key in layer.tensors(index) if key not in listed)
-
-
-def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
-    if manifest is not None:
-        return manifest.tensors
-    weight_map = (read_index(directory) or {}).get("weight_map")
-    return weight_map if isinstance(weight_map, dict) else []
 
 
 def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:

@@ -13,7 +13,7 @@ import mmap
 import re
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from ktconv.formats import (
 from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.system.arrays import U8
 from ktconv.system.regular_files import opened_regular
-from ktconv.writer.manifest import MANIFEST, read_manifest
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+from ktconv.writer.metadata import read_index
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
@@ -172,6 +173,15 @@ def recorded_of(directory: Path) -> Recorded:
     record = manifest.options.get(EXCLUDED, {}) if manifest else {}
     left_out = set_of_record(record, str(directory / MANIFEST))
     return Recorded(left_out, manifest.layers if manifest else {})
+
+
+def listed_names(directory: Path, manifest: Manifest | None) -> Iterable[str]:
+    """Names of all tensors that should be there, by the manifest or else the index; none without
+    both."""
+    if manifest is not None:
+        return manifest.tensors
+    listed = (read_index(directory) or {}).get("weight_map")
+    return listed if isinstance(listed, dict) else ()
 
 
 def map_file(path: Path) -> U8:

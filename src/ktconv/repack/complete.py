@@ -6,26 +6,19 @@ packed.tree.parts, packed.options.method, packed.weights.map(tensor)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ktconv.checkpoint import SourceFile
 from ktconv.errors import CheckpointError
 from ktconv.formats import TensorId, is_backward, parse_tensor_name
-from ktconv.packed.weights import PackedWeights, name_of, open_packed
+from ktconv.packed.weights import PackedWeights, listed_names, name_of, open_packed
 from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_alone, check_manifest, options_of, read_known
-from ktconv.repack.tree import (
-    Tree,
-    TreeLayer,
-    read_tree,
-    refuse_mixtures,
-)
+from ktconv.repack.tree import Tree, TreeLayer, read_tree, refuse_mixtures, refuse_unfinished
 from ktconv.targets.ktransformers import Options
-from ktconv.writer.journal import STATE_DIRECTORY, Record
+from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
-from ktconv.writer.metadata import read_index
 
 _VERIFY = "run ktconv verify for a full list of faults, then convert the model again"
 
@@ -69,13 +62,7 @@ class CompleteWeights:
 
 def open_complete(directory: Path) -> CompleteWeights:
     """Open and judge; CheckpointError names what is missing or does not fit."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory", "give an OUTPUT of quantize-cpu")
-    if (directory / STATE_DIRECTORY / "run.json").exists():
-        raise CheckpointError(
-            f"{directory} is not finished: a conversion into it was interrupted",
-            "run the same command again to complete it",
-        )
+    refuse_unfinished(directory, "an OUTPUT of quantize-cpu")
     weights = open_packed(directory)
     tree = _tree_of_shards(weights) if weights.headers or weights.damaged else read_tree(directory)
     manifest = read_known(directory)
@@ -89,17 +76,10 @@ def open_complete(directory: Path) -> CompleteWeights:
 
 def _refuse_unlisted(weights: PackedWeights, manifest: Manifest | None) -> None:
     """Whatever manifest or index list is there, other tensors too."""
-    for name in _listed(weights.directory, manifest):
+    for name in listed_names(weights.directory, manifest):
         tensor = parse_tensor_name(name)
         if name not in weights.others and (tensor is None or tensor not in weights.tensors):
             raise CheckpointError(f"{weights.directory} does not contain {name}", _VERIFY)
-
-
-def _listed(directory: Path, manifest: Manifest | None) -> Iterable[str]:
-    if manifest is not None:
-        return manifest.tensors
-    listed = (read_index(directory) or {}).get("weight_map")
-    return listed if isinstance(listed, dict) else ()
 
 
 def _options(weights: PackedWeights, tree: Tree, manifest: Manifest | None) -> Options:

@@ -11,7 +11,7 @@ import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
@@ -32,6 +32,9 @@ from ktconv.targets.ktransformers import KTransformersTarget, Plan
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
 from ktconv.writer.staging import Staging
+
+if TYPE_CHECKING:
+    from ktconv.repack import merge, reshard
 
 BUFFERS = BufferSizes()
 MOST_THREADS = 8  # copying is bound by the disk
@@ -93,9 +96,22 @@ class Derived(Conversion, ABC):
 
 
 def needs(
-    request: BaseRequest, plan: Plan, per_thread: int, manifest: Manifest | None
+    asked: merge.Request | reshard.Request,
+    model: str,
+    plan: Plan,
+    per_thread: int,
+    manifest: Manifest | None,
 ) -> dict[str, Any]:
-    """The fields that the preflights of all conversions have; the manifest is read at once."""
+    """The fields that the preflights of all conversions have, with `model` as their source; the
+    manifest is read at once."""
+    request = BaseRequest(
+        model,
+        asked.output,
+        plan.target.options,
+        threads=asked.threads,
+        verify=asked.verify,
+        overwrite=asked.overwrite,
+    )
     threads = request.threads or min(machine.usable_cpus(), MOST_THREADS)
     base = machine.resident_memory() + MEMORY_MARGIN
     base += MANIFEST_EXPANSION * (manifest.path.stat().st_size if manifest else 0)

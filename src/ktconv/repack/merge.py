@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
-from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
+from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
+from ktconv.formats import KINDS, TensorId
 from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
 from ktconv.repack.derived import Derived, packed_content, plan_alone
@@ -27,6 +28,7 @@ from ktconv.repack.sources import (
     check_manifest,
     check_same_source,
     check_source,
+    config_beside,
     options_of,
     read_known,
 )
@@ -121,9 +123,8 @@ def _options(request: Request, tree: Tree, manifest: Manifest | None) -> Options
 
 def _has_mtp(request: Request, tree: Tree) -> bool:
     """Whether folders without a manifest have MTP layers, as far as a config.json says."""
-    if request.source is not None or not (tree.root / CONFIG_NAME).exists():
-        return True
-    layers = interpret_config(read_config(tree.root).content).num_layers
+    config = config_beside(tree.root) if request.source is None else None
+    layers = config.num_layers if config else None
     return layers is None or any(index >= layers.value for index in tree.layers)
 
 
@@ -173,17 +174,10 @@ def _notes(inputs: _Input) -> Sequence[str]:
 
 def _preflight(inputs: _Input, plan: Plan) -> Preflight:
     asked = inputs.request
-    request = BaseRequest(
-        asked.source or str(asked.layers_dir),
-        asked.output,
-        inputs.options,
-        threads=asked.threads,
-        verify=asked.verify,
-        overwrite=asked.overwrite,
-    )
+    model = asked.source or str(asked.layers_dir)
     base = model_name(inputs.source.path) if inputs.source else None
     return Preflight(
-        **derived.needs(request, plan, 0, inputs.manifest),
+        **derived.needs(asked, model, plan, 0, inputs.manifest),
         origin={"merged_from": _origin(inputs, plan)},
         about="layer folders" + (f" of {base}" if base else ""),
         base=base,
@@ -228,13 +222,11 @@ class Merging(Derived):
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         found = self._tree.layers[unit.layer.index]
         files = {entry.tensor: entry for entry in self._listing(found)}
-        by_matrix: dict[tuple[str, int, int], list[KtEntry]] = {}
-        for tensor, entry in files.items():
-            by_matrix.setdefault((tensor.proj, tensor.expert, tensor.part), []).append(entry)
         for part in range(found.parts):
             for expert in found.here:
                 for proj in matrices(found.backward):
-                    entries = by_matrix[proj, expert, part]
+                    tensors = (TensorId(found.index, proj, expert, part, kind) for kind in KINDS)
+                    entries = [files[tensor] for tensor in tensors]
                     yield MergeTask(self._tree.root, entries, self.known, self.request.verify)
 
     def _listing(self, found: TreeLayer) -> list[KtEntry]:

@@ -8,15 +8,16 @@ one scale, and columns can only join a part with the same scales.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ktconv import native
+from ktconv.conversion.tasks import Advance, write_tensor
 from ktconv.errors import UsageError, VerificationError
-from ktconv.formats import Kind, Matrix, TensorId, cut_by_rows, scales
+from ktconv.formats import KINDS, Kind, Matrix, TensorId, cut_by_rows, scales
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader, Span
@@ -24,7 +25,6 @@ from ktconv.repack.complete import CompleteWeights
 from ktconv.repack.tasks import check_sum, refuse_odd_scales
 from ktconv.repack.tree import TreeLayer
 from ktconv.system.arrays import F32, I8, U8, Array, Bools
-from ktconv.system.files import io_error, read_exactly
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -109,9 +109,7 @@ class RecutTask:
         places = map(self.packed.weights.place, self._old_tensors())
         return [Span(place.file, place.offset, place.nbytes) for place in places]
 
-    def run(
-        self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
-    ) -> dict[str, Any]:
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         old = []
         for part in range(self.layer.parts):
             old.append(self._read_part(part))
@@ -143,15 +141,12 @@ class RecutTask:
 
     def _read(self, tensor: TensorId) -> U8:
         """A whole tensor, which has the checksum that its manifest records."""
-        place, name = self.packed.weights.place(tensor), name_of(tensor)
+        place = self.packed.weights.place(tensor)
         data = np.empty(place.nbytes, np.uint8)
         with self.reader.open(place.file) as fd:
-            try:
-                read_exactly(fd, data.data, place.offset)
-            except OSError as error:
-                raise io_error(f"read tensor {name} from", place.file, error) from error
+            self.reader.read(fd, place, data.data, 0)
         checksum = hashlib.sha256(data.data).hexdigest()
-        check_sum(checksum, self.known.get(name), f"{name} in {place.file}")
+        check_sum(checksum, self.known.get(place.name), f"{place.name} in {place.file}")
         return data
 
     # ---- cutting ----
@@ -185,30 +180,18 @@ class RecutTask:
     # ---- writing ----
 
     def _write(self, index: int, codes: I8, scale: Array, staging: Staging) -> dict[str, Any]:
+        """To verify, packed codes are unpacked by code that the packer does not share."""
         layout = self.layer.format.layout
+        weight, packed_scale = (name_of(self._tensor(index, kind)) for kind in KINDS)
         packed = native.pack(layout, layout.plain_codes(codes))
-        placed = scales.placed(self.layer.format, scale)
-        written = {self._tensor(index, "weight"): packed, self._tensor(index, "scale"): placed}
-        for tensor, data in written.items():
-            staging.write(name_of(tensor), data.data, 0)
         if self.verify:
-            self._check_written(index, codes, placed, staging)
+            unpacked = native.audit_codes(layout, packed, *codes.shape)
+            if not np.array_equal(unpacked, codes):
+                raise VerificationError(
+                    f"{weight} does not match the packed weights it was made from",
+                    "check this machine's memory, then run the same command again",
+                )
+        written = {weight: packed, packed_scale: scales.placed(self.layer.format, scale)}
         return {
-            name_of(tensor): {"sha256": hashlib.sha256(data.data).hexdigest()}
-            for tensor, data in written.items()
+            name: write_tensor(name, [data], staging, self.verify) for name, data in written.items()
         }
-
-    def _check_written(self, index: int, codes: I8, scale: U8, staging: Staging) -> None:
-        """Read back and unpack, by code that the packer does not share."""
-        layout = self.layer.format.layout
-        packed = np.empty(layout.weight_size(*codes.shape), np.uint8)
-        found = np.empty_like(scale)
-        staging.read(name_of(self._tensor(index, "weight")), packed.data, 0)
-        staging.read(name_of(self._tensor(index, "scale")), found.data, 0)
-        unpacked = native.audit_codes(layout, packed, *codes.shape)
-        if not np.array_equal(unpacked, codes) or not np.array_equal(found, scale):
-            raise VerificationError(
-                f"{name_of(self._tensor(index, 'weight'))} does not match the packed "
-                "weights it was made from",
-                "check this machine's memory and disk, then run the same command again",
-            )

@@ -20,7 +20,7 @@ import numpy as np
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
-from ktconv.conversion.run import BaseRequest, Report, check_output, refuse_nested
+from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId, cut_by_rows
 from ktconv.packed.weights import name_of
@@ -135,16 +135,9 @@ def _down_scales(tree: Tree, new: int) -> str:
 
 def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflight:
     largest = max(layer.hidden * layer.intermediate for layer in packed.tree.layers.values())
-    asked = BaseRequest(
-        str(request.packed),
-        request.output,
-        plan.target.options,
-        threads=request.threads,
-        verify=request.verify,
-        overwrite=request.overwrite,
-    )
+    memory = MATRIX_COPIES * largest
     return Preflight(
-        **derived.needs(asked, plan, MATRIX_COPIES * largest, packed.manifest),
+        **derived.needs(request, str(request.packed), plan, memory, packed.manifest),
         origin={"resharded_from": _origin(packed, request.numa)},
         about=f"packed weights in {packed.tree.parts} NUMA part(s)",
         base=None,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
 from ktconv.checkpoint.agreement import absent_layers, contradictions
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
 from ktconv.checkpoint.side_files import flaws
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, output_formats
@@ -157,9 +157,12 @@ def check_alone(tree: Tree) -> None:
                 f"{_words(_dimensions(layer))}",
                 "convert again; if the layers of the model differ, give --source MODEL",
             )
-    _check_config(tree)
+    dense = None
+    if config := config_beside(tree.root):
+        _check_config(tree, config)
+        dense = config.dense_layers
     between = set(range(layers[0].index, layers[-1].index)) - tree.layers.keys()
-    if gaps := sorted(between - _dense_layers(tree.root, between)):
+    if gaps := [index for index in sorted(between) if not (dense and dense.key_of(index))]:
         raise CheckpointError(
             f"{tree.root} does not contain layer(s) {format_ranges(gaps)} between "
             f"{layers[0].index} and {layers[-1].index}",
@@ -167,11 +170,15 @@ def check_alone(tree: Tree) -> None:
         )
 
 
-def _check_config(tree: Tree) -> None:
+def config_beside(root: Path) -> ModelConfig | None:
+    """What a config.json beside the folders says; None if there is none."""
+    if not (root / CONFIG_NAME).exists():
+        return None
+    return interpret_config(read_config(root).content)
+
+
+def _check_config(tree: Tree, config: ModelConfig) -> None:
     """A config.json beside the folders has sizes, and layers before and after them."""
-    if not (tree.root / CONFIG_NAME).exists():
-        return
-    config = interpret_config(read_config(tree.root).content)
     found = {n: (one.experts, one.hidden, one.intermediate) for n, one in tree.layers.items()}
     for message, _ in contradictions(config, found):
         raise CheckpointError(
@@ -183,14 +190,6 @@ def _check_config(tree: Tree) -> None:
             f"{CONFIG_NAME} there",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
-
-
-def _dense_layers(root: Path, indices: set[int]) -> set[int]:
-    """Those that a config.json beside the folders makes dense."""
-    if not (root / CONFIG_NAME).exists():
-        return set()
-    dense = interpret_config(read_config(root).content).dense_layers
-    return {index for index in indices if dense is not None and dense.key_of(index)}
 
 
 def check_same_source(manifest: Manifest, source: Checkpoint) -> None:

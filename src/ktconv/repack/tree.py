@@ -100,15 +100,7 @@ class Tree:
 
 def read_tree(root: Path) -> Tree:
     """Read all layer folders. CheckpointError names the first thing that is wrong."""
-    if not root.is_dir():
-        raise CheckpointError(
-            f"{root} is not a directory", "give the directory of _layer_* folders"
-        )
-    if (root / STATE_DIRECTORY / "run.json").exists():
-        raise CheckpointError(
-            f"{root} is not finished: a conversion into it was interrupted",
-            "run the same quantize-cpu command again to complete it, then merge",
-        )
+    refuse_unfinished(root, "the directory of _layer_* folders")
     recorded = recorded_of(root)
     layers = {
         index: _judge(root, index, scan_layer(root, index), recorded)
@@ -117,6 +109,17 @@ def read_tree(root: Path) -> Tree:
     tree = Tree(root, layers)
     refuse_mixtures(tree)
     return tree
+
+
+def refuse_unfinished(directory: Path, wanted: str) -> None:
+    """Refuse what is no directory, and one that an interrupted run left."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory", f"give {wanted}")
+    if (directory / STATE_DIRECTORY / "run.json").exists():
+        raise CheckpointError(
+            f"{directory} is not finished: a conversion into it was interrupted",
+            "run the command that began it again to complete it",
+        )
 
 
 def scan_layer(root: Path, index: int) -> list[KtEntry]:
