@@ -11,14 +11,14 @@ from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
 from ktconv.checkpoint.encodings.shapes import biases
-from ktconv.checkpoint.fused import fused_layout, fused_parts
+from ktconv.checkpoint.fused import fused_layout, fused_parts, stacked_layout
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.family import PROJECTIONS, Matrices, Projection
-from ktconv.families.names import known_spellings
+from ktconv.families.names import known_spellings, matrix_name
 
 _NUMBER = re.compile("[0-9]{1,6}")
 _SHOWN = 8  # experts that an error lists
@@ -105,7 +105,7 @@ def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
             spelt = _spelling(stack)
             absent = next(spelt.of(one) for one in PROJECTIONS if one not in projections)
             raise CheckpointError(
-                f"{stack.source}.{expert}.{absent}.weight is missing"
+                f"{matrix_name(stack.source, expert, absent)} is missing"
                 + _missing_experts(found, expected),
                 _INCOMPLETE,
             )
@@ -143,13 +143,15 @@ def _whole_views(rows: int, cols: int) -> _Views:
 
 
 def _fused(stack: Stack, config: ModelConfig) -> _Contents:
-    gate_up, down = fused_parts(stack)
-    layout = fused_layout(gate_up, down, config)
-    name = layout.gate_up
+    parts = fused_parts(stack)
+    if parts["gate"] is parts["up"]:
+        layout = fused_layout(stack, parts, config)
+    else:
+        layout = stacked_layout(parts)
+    name = layout.gate
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
-    parts: Mapping[Projection, Parts] = {"gate": gate_up, "up": gate_up, "down": down}
 
     def views(expert: int) -> Mapping[Projection, _Views]:
         return {proj: (view, view) for proj, view in layout.views(expert).items()}

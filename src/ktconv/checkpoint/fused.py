@@ -1,6 +1,7 @@
-"""Fused experts: one 3-D gate_up_proj and one 3-D down_proj with all experts of a layer.
+"""Fused experts: 3-D tensors with all experts of a layer, for gate and up together or apart.
 
-Two layouts are in use:
+Apart they are stored [E, out, in] by everyone: gate and up [E, I, H], down [E, H, I]. Together
+two layouts are in use:
 
     out-in   gate_up_proj [E, 2I, H]   down_proj [E, H, I]    Qwen3.5, transformers >= 5
     in-out   gate_up_proj [E, H, 2I]   down_proj [E, I, H]    Qwen3-VL, Llama 4, gpt-oss
@@ -30,7 +31,7 @@ from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.family import Projection
+from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.families.table import one_of
 
 # First words of names beside gate_up_proj: gate_up_proj_scale_inv.
@@ -39,27 +40,35 @@ _COMPANIONS = ("scale",)
 
 @dataclass(frozen=True, slots=True)
 class FusedLayout:
-    """Sizes and layout of a layer's two fused tensors."""
+    """Sizes and layout of a layer's two or three fused tensors."""
 
-    gate_up: str  # the name of that tensor
+    gate: str  # the name of the tensor that it is in
     experts: int
     hidden: int
     intermediate: int
     transposed: bool  # stored [in, out]
-    interleaved: bool = False  # even outputs of gate_up are gate, odd ones up
+    together: bool = True  # gate and up are one tensor
+    interleaved: bool = False  # even outputs of that are gate, odd ones up
 
     def views(self, expert: int) -> Mapping[Projection, StoredView]:
         """The positions of the three matrices of `expert`."""
         return {
             "gate": self._gate_up(expert, 0),
-            "up": self._gate_up(expert, 1 if self.interleaved else self.intermediate),
+            "up": self._gate_up(expert, self._up),
             "down": self._view(expert, self.hidden, self.intermediate, self.hidden),
         }
 
+    @property
+    def _up(self) -> int:
+        """The first output that is up."""
+        if self.interleaved:
+            return 1
+        return self.intermediate if self.together else 0
+
     def _gate_up(self, expert: int, output: int) -> StoredView:
-        step = 2 if self.interleaved else 1
+        width, step = (2 if self.together else 1), (2 if self.interleaved else 1)
         return self._view(
-            expert, self.intermediate, self.hidden, 2 * self.intermediate, output, step
+            expert, self.intermediate, self.hidden, width * self.intermediate, output, step
         )
 
     def _view(
@@ -81,11 +90,12 @@ class FusedLayout:
         )
 
 
-def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef]]:
-    """The tensors of a fused stack that are gate and up, and those that are down, by the names of
-    their parts."""
-    fused = table.FAMILIES.fused
-    pattern = re.compile(rf"({one_of((*fused, *fused.values()))})(?:([._])(.+))?")
+def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
+    """The tensors of a fused stack by the names of their parts; gate and up have the same ones
+    where they are together."""
+    ways = table.FAMILIES.stacked
+    names = dict.fromkeys(name for way in ways for name in way)
+    pattern = re.compile(rf"({one_of(names)})(?:([._])(.+))?")
     found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
         match = pattern.fullmatch(rest)
@@ -94,7 +104,7 @@ def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known way to "
                 "store experts",
                 "Known are experts.<e>.<projection>.weight, and "
-                + " and ".join(f"{one} with {other}" for one, other in fused.items())
+                + "; ".join(" with ".join(one) for one in ways)
                 + ".",
             )
         part = _part_name(match[2], match[3])
@@ -105,20 +115,22 @@ def fused_parts(stack: Stack) -> tuple[dict[str, TensorRef], dict[str, TensorRef
                 "Remove one of them from the checkpoint.",
             )
         owner[part] = tensor
-    gate_up, down = next(pair for pair in fused.items() if not found.keys().isdisjoint(pair))
-    for name in (gate_up, down):
+    way = max(ways, key=lambda way: len(found.keys() & set(way)))  # the first of several
+    gate, *_, down = way
+    for name in way:
         if name not in found:
             raise CheckpointError(
                 f"{stack.source}.{name} is missing, although {tensor.name} is there",
                 "Download the checkpoint again.",
             )
-    if stray := found.keys() - {gate_up, down}:
+    if stray := found.keys() - set(way):
         name = next(iter(found[min(stray)].values())).name
         raise CheckpointError(
-            f"{name} and {stack.source}.{gate_up} are two ways to store the same experts",
+            f"{name} and {stack.source}.{gate} are two ways to store the same experts",
             "Remove one of them from the checkpoint.",
         )
-    return _rows_of_bytes(found[gate_up]), _rows_of_bytes(found[down])
+    rows = {name: _rows_of_bytes(found[name]) for name in way}
+    return {"gate": rows[gate], "up": rows[way[-2]], "down": rows[down]}
 
 
 def _part_name(separator: str | None, rest: str | None) -> str:
@@ -127,7 +139,7 @@ def _part_name(separator: str | None, rest: str | None) -> str:
         return "weight"
     if separator == "_" and rest.startswith(_COMPANIONS):
         return "weight_" + rest
-    return rest
+    return "scale" if rest == "weight.scale" else rest  # both are names that GGUF files have
 
 
 def _rows_of_bytes(parts: dict[str, TensorRef]) -> dict[str, TensorRef]:
@@ -139,11 +151,13 @@ def _rows_of_bytes(parts: dict[str, TensorRef]) -> dict[str, TensorRef]:
     return parts | {BLOCKS: replace(blocks, shape=(*rows, groups * size))}
 
 
-def _is_interleaved(parts: Parts, config: ModelConfig) -> bool:
+def _is_interleaved(stack: Stack, parts: Parts, config: ModelConfig) -> bool:
     """Whether even outputs are gate and odd ones up. CheckpointError where biases suggest it, and
     nothing decides."""
     if BLOCKS in parts:
         return True
+    if table.FAMILIES.bare_layer.fullmatch(stack.source):  # GGUF files are written gate first
+        return False
     rows = [row for kind in config.model_types if (row := table.FAMILIES.of(kind)) is not None]
     if BIAS in parts and not any(row.expert_biases for row in rows):
         raise CheckpointError(
@@ -155,10 +169,13 @@ def _is_interleaved(parts: Parts, config: ModelConfig) -> bool:
     return any(row.interleaved for row in rows)
 
 
-def fused_layout(gate_up_parts: Parts, down_parts: Parts, config: ModelConfig) -> FusedLayout:
-    """Decide the layout from both shapes; raises CheckpointError if they fit none."""
-    interleaved = _is_interleaved(gate_up_parts, config)
-    gate_ups, downs = candidates(gate_up_parts), candidates(down_parts)
+def fused_layout(
+    stack: Stack, parts: Mapping[Projection, Parts], config: ModelConfig
+) -> FusedLayout:
+    """Decide the layout from the shapes of gate and up together and of down; raises CheckpointError
+    if they fit none."""
+    interleaved = _is_interleaved(stack, parts["gate"], config)
+    gate_ups, downs = candidates(parts["gate"]), candidates(parts["down"])
     for gate_up, down in product(gate_ups, downs):
         shapes = [gate_up.weight.shape, down.weight.shape]
         if any(len(shape) != 3 or min(shape) == 0 for shape in shapes):
@@ -171,13 +188,39 @@ def fused_layout(gate_up_parts: Parts, down_parts: Parts, config: ModelConfig) -
             hidden, inner = narrow
             if experts == same and wide == [2 * inner, hidden]:
                 return FusedLayout(
-                    gate_up.weight.name, experts, hidden, inner, transposed, interleaved
+                    gate_up.weight.name,
+                    experts,
+                    hidden,
+                    inner,
+                    transposed,
+                    interleaved=interleaved,
                 )
     found = (f"{one.weight.name} {list(one.weight.shape)}" for one in (gate_ups[0], downs[0]))
     raise CheckpointError(
         f"{' and '.join(found)} fit neither "
         f"{_expected(config, transposed=False)} nor {_expected(config, transposed=True)}",
         "Check that the tensors and config.json belong to one checkpoint.",
+    )
+
+
+def stacked_layout(parts: Mapping[Projection, Parts]) -> FusedLayout:
+    """The layout of three tensors; raises CheckpointError if their shapes do not fit each other."""
+    gates, ups, downs = (candidates(parts[projection]) for projection in PROJECTIONS)
+    for gate, up, down in product(gates, ups, downs):
+        if any(
+            len(one.weight.shape) != 3 or min(one.weight.shape) == 0 for one in (gate, up, down)
+        ):
+            continue
+        experts, inner, hidden = gate.encoding.sizes(gate.weight, False)
+        if up.encoding.sizes(up.weight, False) == (experts, inner, hidden) and down.encoding.sizes(
+            down.weight, False
+        ) == (experts, hidden, inner):
+            return FusedLayout(gate.weight.name, experts, hidden, inner, False, together=False)
+    first, second, third = (one[0].weight for one in (gates, ups, downs))
+    raise CheckpointError(
+        f"{first.name} {list(first.shape)}, {second.name} {list(second.shape)} and {third.name} "
+        f"{list(third.shape)} are not [E, I, H], [E, I, H] and [E, H, I]",
+        "The checkpoint is damaged or incomplete; download it again.",
     )
 
 

@@ -44,14 +44,14 @@ def split_tensors(tensors: Iterable[TensorRef]) -> Split:
     stacks: dict[str, Stack | None] = {}
     others: list[TensorRef] = []
     unrecognised: list[str] = []
-    usual, *more = (f".{container}" for container in table.FAMILIES.containers)
-    dotted, elsewhere = f"{usual}.", bool(more or table.FAMILIES.bare_blocks)
+    usual = f".{table.FAMILIES.containers[0]}"
+    dotted = f"{usual}."
     for tensor in tensors:
         # What is nearly always so, without a call for each of a million tensors.
         source, found, rest = tensor.name.partition(dotted)
         if found:
             source += usual
-        elif elsewhere and (parts := split_name(tensor.name)):
+        elif parts := split_name(tensor.name):
             source, rest = parts
         else:
             others.append(tensor)

@@ -86,8 +86,8 @@ class Family:
     Names are parts of tensors' names: in PREFIX.layers.3.mlp.experts.5.gate_proj.weight `layers` is
     "layers", `block` "mlp", `experts` "experts", `matrices.gate` "gate_proj". Without a `block` the
     experts are in the layer itself; without `experts` the block contains the tensors of all its
-    experts directly. `router`, `correction` and `shared` are names within the block, `norm` is
-    one within the layer.
+    experts directly; without both the layer does, as in GGUF files. `router`, `correction` and
+    `shared` are names within the block, `norm` is one within the layer.
 
     Tensors are found by the names of all rows, whatever model_type a checkpoint has: one family
     may be stored in several ways, and its fine-tunes under other types.
@@ -102,6 +102,7 @@ class Family:
     block: str = "mlp"
     experts: str = "experts"
     matrices: Matrices = USUAL
+    before_number: Matrices | None = None  # whose expert's number comes last: ffn_gate.5.weight
     expert_biases: bool = False
     interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up
     router: str = "gate"

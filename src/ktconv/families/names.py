@@ -12,7 +12,7 @@ from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.families.table import one_of
 
 # What only multi-token-prediction layers have, in addition to attention and experts.
-MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
+MTP_MARKS = ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens", "nextn")
 _TWO_LAYER_MLP = ("fc1", "fc2")  # of a dense layer
 _MOST_DIGITS = 6  # of a layer's number; no model comes near
 
@@ -33,7 +33,8 @@ class ExpertsPath:
 
 def split_name(name: str) -> tuple[str, str] | None:
     """model.layers.3.mlp.experts.5.gate_proj.weight -> (model.layers.3.mlp.experts,
-    5.gate_proj.weight); None for names that are not of experts."""
+    5.gate_proj.weight); None for names that are not of experts. An expert's number comes first
+    in the second part, wherever the name has it."""
     for container in table.FAMILIES.containers:
         start, found, rest = name.partition(f".{container}.")
         if found:
@@ -42,7 +43,31 @@ def split_name(name: str) -> tuple[str, str] | None:
         start, found, rest = name.partition(f".{block}.")
         if found and rest.partition(".")[0] in words:
             return f"{start}.{block}", rest
+    return _split_bare(name)
+
+
+def _split_bare(name: str) -> tuple[str, str] | None:
+    """blk.3.ffn_gate_exps.weight -> (blk.3, ffn_gate_exps.weight); blk.3.ffn_gate.5.weight ->
+    (blk.3, 5.ffn_gate.weight)."""
+    words = name.split(".", 3)
+    for count, word in enumerate(words[:2], start=2):  # with a word before it, or none
+        if word in table.FAMILIES.bare_lists:
+            rest = ".".join(words[count:])
+            found = table.FAMILIES.bare_expert.fullmatch(rest)
+            if found is None:
+                return None
+            if found["matrix"]:
+                rest = f"{found['expert']}.{found['matrix']}.{found['part']}"
+            return ".".join(words[:count]), rest
     return None
+
+
+def matrix_name(source: str, expert: int, matrix: str) -> str:
+    """The name of the matrix of a numbered expert, for messages."""
+    spelt = (row.before_number for row in table.FAMILIES.rows if row.before_number)
+    if any(matrix in one.projections for one in spelt):
+        return f"{source}.{matrix}.{expert}.weight"
+    return f"{source}.{expert}.{matrix}.weight"
 
 
 def is_in_experts(name: str) -> bool:
@@ -52,11 +77,12 @@ def is_in_experts(name: str) -> bool:
 
 def _block_of(source: str) -> str | None:
     """model.layers.3.mlp.experts -> model.layers.3.mlp, the block of the experts; unchanged for a
-    block that contains them directly. None if no experts can be under `source`."""
+    block or a layer that contains them directly. None if no experts can be under `source`."""
     block, _, last = source.rpartition(".")
     if last in table.FAMILIES.containers:
         return block
-    return source if last in table.FAMILIES.bare_blocks else None
+    bare = last in table.FAMILIES.bare_blocks or table.FAMILIES.bare_layer.fullmatch(source)
+    return source if bare else None
 
 
 def parse_source(source: str) -> ExpertsPath | None:
@@ -64,7 +90,8 @@ def parse_source(source: str) -> ExpertsPath | None:
 
     Raises CheckpointError for a layer number with too many digits.
     """
-    match = table.FAMILIES.block_path.fullmatch(_block_of(source) or "")
+    block = _block_of(source) or ""
+    match = table.FAMILIES.block_path.fullmatch(block) or table.FAMILIES.bare_layer.fullmatch(block)
     if match is None:
         return None
     if len(match["number"]) > _MOST_DIGITS:
@@ -95,9 +122,11 @@ def layer_number(name: str) -> int | None:
 
 def looked_for() -> str:
     """The pattern of experts' names, for messages."""
+    known = table.FAMILIES
+    layers = [name for name in known.names("layers") if name not in known.bare_lists]
     shown = [
         names[0] if len(names) == 1 else f"({'|'.join(names)})"
-        for names in (table.FAMILIES.names(field) for field in ("layers", "block", "experts"))
+        for names in (layers, known.names("block"), known.names("experts"))
     ]
     return f"[prefix.]{shown[0]}.<L>.{shown[1]}.{shown[2]}.*"
 
@@ -133,7 +162,10 @@ def dense_mlp(prefixes: Iterable[str]) -> re.Pattern[str]:
     is the layer's number."""
     blocks = one_of(table.FAMILIES.names("block"))
     words = one_of((*table.FAMILIES.matrix_words, *_TWO_LAYER_MLP))
-    return re.compile(rf"{one_of(prefixes)}([0-9]{{1,{_MOST_DIGITS}}})\.{blocks}\.{words}\.")
+    bare = one_of(table.FAMILIES.bare_words)
+    return re.compile(
+        rf"{one_of(prefixes)}([0-9]{{1,{_MOST_DIGITS}}})\.(?:{blocks}\.{words}|{bare})\."
+    )
 
 
 # ---- other tensors of the block --------------------------------------------------------
@@ -177,7 +209,8 @@ def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
     """
     block, found = _block(source), []
     for name, spelt, gating in table.FAMILIES.shared_experts:
-        gate, up, down = (f"{block}.{name}.{spelt.of(proj)}.weight" for proj in PROJECTIONS)
+        where = f"{block}.{name}" if name else block
+        gate, up, down = (f"{where}.{spelt.of(proj)}.weight" for proj in PROJECTIONS)
         found.append(SharedExpert(gate, up, down, f"{block}.{gating}.weight"))
     return tuple(found)
 

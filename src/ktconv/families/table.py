@@ -82,6 +82,24 @@ _GPT_OSS: dict[str, Any] = {
     "routing": _router(replace(_LOGITS, bias=True)),
 }  # fmt: skip
 
+# Tensors of GGUF files, whatever the model is; `blk.3.ffn_gate.5.weight` is of old ones.
+_GGUF = Family(
+    (),
+    layers="blk",
+    block="",
+    experts="",
+    matrices=Matrices("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps"),
+    before_number=Matrices("ffn_gate", "ffn_up", "ffn_down"),
+    router="ffn_gate_inp",
+    router_bias="ffn_gate_inp.bias",
+    correction="exp_probs_b.bias",
+    shared="",
+    shared_matrices=Matrices("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+    shared_gate="ffn_gate_inp_shexp",
+    norm="ffn_norm",
+    keys={"width of experts": ("moe_latent_size",)},
+)
+
 # fmt: off
 _ROWS = (
     Family(("qwen2_moe", "qwen3_moe"), shared="shared_expert",
@@ -138,6 +156,8 @@ _ROWS = (
                  "zero experts": ("zero_expert_num",)}),
     Family(("gemma4",), norm="pre_feedforward_layernorm", keys={"top_k": ("top_k_experts",)}),
     Family(("step3p5",), keys={"top_k": ("moe_top_k",)}),
+    _GGUF,
+    replace(_GGUF, norm="post_attention_norm"),  # where `ffn_norm` is not there
 )
 # fmt: on
 
@@ -172,7 +192,8 @@ class Families:
     @cached_property
     def matrices(self) -> tuple[Matrices, ...]:
         """The spellings of experts' matrices."""
-        return _distinct(row.matrices for row in self.rows)
+        own = (row.matrices for row in self.rows)
+        return _distinct((*own, *(row.before_number for row in self.rows if row.before_number)))
 
     @cached_property
     def projections(self) -> Mapping[str, Projection]:
@@ -183,6 +204,12 @@ class Families:
     def fused(self) -> Mapping[str, str]:
         """gate_up_proj -> down_proj: of matrices that have all experts of a layer."""
         return {one.gate_up: one.down for one in self.matrices if one.gate_up}
+
+    @cached_property
+    def stacked(self) -> tuple[tuple[str, ...], ...]:
+        """The names of two or three tensors that have all experts of a layer."""
+        pairs = self.fused.items()
+        return (*pairs, *((one.gate, one.up, one.down) for one in self.matrices))
 
     @cached_property
     def matrix_words(self) -> tuple[str, ...]:
@@ -211,18 +238,52 @@ class Families:
 
     @cached_property
     def has_blocks(self) -> bool:
-        """Whether experts are always in a block of their layer."""
-        return all(row.block for row in self.rows)
+        """Whether experts with a container are always in a block of their layer."""
+        return all(row.block or not row.experts for row in self.rows)
 
     @cached_property
     def bare_blocks(self) -> Mapping[str, frozenset[str]]:
         """Last words of blocks that have stacked experts in them -> first words of those."""
         found: dict[str, frozenset[str]] = {}
         for row in self.rows:
-            if not row.experts:
+            if row.block and not row.experts:
                 word, one = row.block.rpartition(".")[2], row.matrices
-                found[word] = found.get(word, frozenset()) | {one.gate_up or one.gate, one.down}
+                words = {one.gate_up or one.gate, one.gate, one.up, one.down}
+                found[word] = found.get(word, frozenset()) | words
         return found
+
+    @cached_property
+    def _bare(self) -> tuple[Family, ...]:
+        """Rows whose layers contain their experts' tensors themselves."""
+        return tuple(row for row in self.rows if not row.block and not row.experts)
+
+    @cached_property
+    def bare_lists(self) -> frozenset[str]:
+        """Their names of the list of layers: blk."""
+        return frozenset(row.layers for row in self._bare)
+
+    @cached_property
+    def bare_layer(self) -> re.Pattern[str]:
+        """PREFIX.blk.3, whole: `layer`, `prefix`, `list`, `number`."""
+        lists = one_of(sorted(self.bare_lists))
+        return re.compile(rf"(?P<layer>(?P<prefix>(?:.*\.)?)(?P<list>{lists})\.(?P<number>[0-9]+))")
+
+    @cached_property
+    def bare_words(self) -> tuple[str, ...]:
+        """ffn_gate: of an ordinary MLP in such a layer."""
+        rows = (row.before_number for row in self._bare if row.before_number)
+        return _distinct(name for one in rows for name in one.projections)
+
+    @cached_property
+    def bare_expert(self) -> re.Pattern[str]:
+        """What follows blk.3 and a dot: ffn_gate_exps.weight, whole, or ffn_gate.5.weight, with
+        `matrix`, `expert` and `part`."""
+        whole = {name for row in self._bare for name in row.matrices.projections}
+        whole |= {row.matrices.gate_up for row in self._bare if row.matrices.gate_up}
+        return re.compile(
+            rf"{one_of(sorted(whole))}(?:\.(?![0-9]).*)?"  # what ktconv writes has a number here
+            rf"|(?P<matrix>{one_of(self.bare_words)})\.(?P<expert>[0-9]+)\.(?P<part>.+)"
+        )
 
     @cached_property
     def mtp_words(self) -> frozenset[str]:
@@ -254,8 +315,8 @@ class Families:
 
 
 def one_of(names: Iterable[str]) -> str:
-    """A regular expression for one of these names."""
-    return f"(?:{'|'.join(map(re.escape, names))})"
+    """A regular expression for one of these names; without any it matches nothing."""
+    return f"(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
 
 
 def _distinct(values: Iterable[_T]) -> tuple[_T, ...]:
