@@ -32,7 +32,7 @@ typedef enum kt_status {
   KT_ERR_ARGUMENT = 1,        /* null pointer, size below 1, unknown dtype or format */
   KT_ERR_SHAPE = 2,           /* rows or cols not a multiple of what format or dtype need */
   KT_ERR_STRIDE = 3,          /* neither stride of the matrix is 1 */
-  KT_ERR_SCALE = 4,           /* a dtype without the scales it needs, or with some it has not */
+  KT_ERR_SCALE = 4,           /* a dtype without the scales it needs, or a grid that is none */
   KT_ERR_SCRATCH = 5,         /* scratch smaller than kt_scratch_size(cols) */
   KT_ERR_NONFINITE = 6,       /* a NaN or Inf in the matrix; see kt_position */
   KT_ERR_ISA_UNKNOWN = 7,     /* KTCONV_ISA has a name that is no level */
@@ -111,6 +111,26 @@ typedef enum kt_dtype {
   KT_U6 = 11,     /* three words: 16 columns */
   KT_U7 = 12,     /* seven words: 32 columns */
   KT_U8 = 13,     /* a word: 4 columns, 0..255 */
+  /* Blocks of ggml, as GGUF files have them: 32, 64 (NVFP4) or 256 columns of a row with their own
+     scales; docs/encodings.md has the bits. A value is a code times the scale of its part of the
+     block, less an offset where there is one, each operation rounded to binary32; which NaN comes
+     of NaN is not defined. */
+  KT_Q4_0 = 14,
+  KT_Q4_1 = 15,
+  KT_Q5_0 = 16,
+  KT_Q5_1 = 17,
+  KT_Q8_0 = 18,
+  KT_Q2_K = 19,
+  KT_Q3_K = 20,
+  KT_Q4_K = 21,
+  KT_Q5_K = 22,
+  KT_Q6_K = 23,
+  KT_IQ4_NL = 24,
+  KT_IQ4_XS = 25,
+  KT_MXFP4 = 26,
+  KT_NVFP4 = 27,
+  KT_TQ1_0 = 28,
+  KT_TQ2_0 = 29,
   KT_DTYPE_COUNT
 } kt_dtype;
 
@@ -124,9 +144,11 @@ typedef struct kt_stored_unit {
 kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit);
 
 /* A [rows, cols] view of source weights, rows = output features (PyTorch [out, in]).
- * The unit with element (n, k) is n / unit.rows * row_stride + k / unit.cols * col_stride units
- * after data; one of the strides is 1, and rows and cols are whole units. The value of an element
- * is the exact binary32 widening of the stored number, in dtypes from F8_E4M3 on times a scale:
+ * The unit with element (n, k) is n / unit.rows * row_stride + (first_col + k) / unit.cols *
+ * col_stride units after data; one of the strides is 1, and rows and cols are whole units. Blocks
+ * of ggml may be cut: first_col is where in its first block a row begins, and both it and cols are
+ * multiples of 32. The value of an element is the exact binary32 widening of the stored number
+ * (blocks of ggml: see kt_dtype). If there are scales, which F8_E4M3 to U8 need, it is
  *   fl32((value - zero_point[at]) * block_scale[at])
  *   at = (row_origin+n)/block_rows * scale_stride + group of column k
  *   group of column k: group_of_col ? group_of_col[k] : (col_origin+k)/block_cols
@@ -143,13 +165,14 @@ typedef struct kt_matrix {
   int64_t row_stride, col_stride;
   int32_t dtype; /* kt_dtype */
   int32_t round_to_bf16;
-  const float *block_scale; /* NULL for BF16, F16, F32 */
+  const float *block_scale; /* NULL: none */
   int64_t scale_stride;     /* floats from one row of the grid to the next */
   int64_t block_rows, block_cols;
   int64_t row_origin, col_origin;
   const float *zero_point;     /* NULL: zeros; else a grid as block_scale's */
   const int32_t *group_of_col; /* NULL, else [cols] columns of the grid, not checked */
   const float *row_scale;      /* NULL, else [rows] scales to keep */
+  int64_t first_col;           /* columns of the first unit before the matrix: blocks of ggml */
 } kt_matrix;
 
 /* Where KT_ERR_NONFINITE was found: the first such element in row order. */

@@ -239,7 +239,8 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
 INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *audit) {
   const kt_matrix *const m = job->source;
   const int64_t tile_cols = kt_audit_tile_cols(job->format);
-  const int gather = m->col_stride != 1 && m->row_stride == 1;
+  const int gather =
+      m->col_stride != 1 && m->row_stride == 1 && audit_units[m->dtype].cols <= KT_AUDIT_GROUP_COLS;
   const int64_t at_once = gather || grouped ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
   for (int64_t row = 0; row < m->rows; row += at_once) {
     row_state state[2 * KT_AUDIT_ROWS];

@@ -3,61 +3,8 @@
 #ifndef KT_AUDIT_SOURCE_H
 #define KT_AUDIT_SOURCE_H
 
-#include "audit.h"
-
-#include <string.h>
-
-/* Fused products would make the bits of sums depend on the level; GCC's -std=c11 has none. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#endif
-
-/* Loops become vectors of the level only in functions that have its target. */
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-INLINE uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-/* a where `first`, else b; without a branch, which would keep loops from becoming vectors. */
-INLINE uint32_t choose(int first, uint32_t a, uint32_t b) {
-  const uint32_t mask = 0u - (uint32_t)first;
-  return (a & mask) | (b & ~mask);
-}
-
-/* binary16: 1 sign, 5 exponent (bias 15), 10 mantissa bits; denormals become normal. */
-INLINE float f16_value(uint16_t half) {
-  const uint32_t bits = half, sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
-  const uint32_t normal = (magnitude << 13) + (112u << 23);
-  const uint32_t special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
-  const uint32_t finite = choose(magnitude < 0x0400u, denormal, normal);
-  return from_bits(sign | choose(magnitude < 0x7c00u, finite, special));
-}
-
-/* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. */
-INLINE float f8_value(uint8_t byte) {
-  const uint32_t bits = byte, sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
-  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
-  const uint32_t normal = (magnitude << 20) + (120u << 23);
-  const uint32_t finite = choose(magnitude < 8u, denormal, normal);
-  return from_bits(sign | choose(magnitude < 0x7fu, finite, 0x7fc00000u));
-}
-
-INLINE float to_bf16(float value) {
-  const uint32_t bits = bits_of(value);
-  return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
-}
+#include "audit_ggml.h"
+#include "audit_numbers.h"
 
 /* ---- Numbers of some columns of a row: a constant number, for vectors ------- */
 
@@ -105,13 +52,6 @@ INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, const int 
   (void)row;
   side_by_side(from, step, 1, cols, byte);
   for (int c = 0; c < cols; c++) out[c] = f8_value(byte[c]);
-}
-
-/* E2M1: 1 sign, 2 exponent (bias 1), 1 mantissa bits. */
-INLINE float f4_value(uint32_t nibble) {
-  const uint32_t sign = (nibble & 8u) << 28, magnitude = nibble & 7u;
-  const uint32_t denormal = choose(magnitude == 1u, 126u << 23, 0);
-  return from_bits(sign | choose(magnitude < 2u, denormal, (magnitude + 252u) << 22));
 }
 
 INLINE void f4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
@@ -181,13 +121,24 @@ static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const 
               each(KT_U3, u3, 12, 1, 32) each(KT_U5, u5, 20, 1, 32) each(KT_U6, u6, 12, 1, 16)     \
                   each(KT_U7, u7, 28, 1, 32) each(KT_U8, u8, 4, 1, 4)
 
+/* The same of blocks of ggml. */
+#define AUDIT_BLOCKS(each)                                                                         \
+  each(KT_Q4_0, q4_0, 18, 1, 32) each(KT_Q4_1, q4_1, 20, 1, 32) each(KT_Q5_0, q5_0, 22, 1, 32)     \
+      each(KT_Q5_1, q5_1, 24, 1, 32) each(KT_Q8_0, q8_0, 34, 1, 32)                                \
+          each(KT_Q2_K, q2_k, 84, 1, 256) each(KT_Q3_K, q3_k, 110, 1, 256)                         \
+              each(KT_Q4_K, q4_k, 144, 1, 256) each(KT_Q5_K, q5_k, 176, 1, 256)                    \
+                  each(KT_Q6_K, q6_k, 210, 1, 256) each(KT_IQ4_NL, iq4_nl, 18, 1, 32)              \
+                      each(KT_IQ4_XS, iq4_xs, 136, 1, 256) each(KT_MXFP4, mxfp4, 17, 1, 32)        \
+                          each(KT_NVFP4, nvfp4, 36, 1, 64) each(KT_TQ1_0, tq1_0, 54, 1, 256)       \
+                              each(KT_TQ2_0, tq2_0, 66, 1, 256)
+
 typedef struct audit_unit {
   int32_t bytes, rows, cols;
 } audit_unit;
 
 static const audit_unit audit_units[KT_DTYPE_COUNT] = {
 #define UNIT(dtype, name, bytes, rows, cols) [dtype] = {bytes, rows, cols},
-    AUDIT_DTYPES(UNIT)
+    AUDIT_DTYPES(UNIT) AUDIT_BLOCKS(UNIT)
 #undef UNIT
 };
 
@@ -198,6 +149,7 @@ typedef struct stored {
   audit_unit unit;
   const uint8_t *data;
   int64_t row_stride, col_stride;
+  int64_t col; /* of that column in its unit: not 0 in blocks of ggml */
 } stored;
 
 /* Divisions take long, and most units are elements. */
@@ -207,14 +159,15 @@ INLINE int64_t units_in(int64_t elements, int64_t per_unit) {
 
 /* `rows` rows and `cols` columns further on: to the unit with that element. */
 INLINE stored stored_on(stored s, int64_t rows, int64_t cols) {
-  const int64_t at =
-      units_in(rows, s.unit.rows) * s.row_stride + units_in(cols, s.unit.cols) * s.col_stride;
+  const int64_t units = units_in(s.col + cols, s.unit.cols);
+  const int64_t at = units_in(rows, s.unit.rows) * s.row_stride + units * s.col_stride;
+  s.col += cols - units * s.unit.cols;
   s.data += at * s.unit.bytes;
   return s;
 }
 
 INLINE stored stored_from(const kt_matrix *m, int64_t row, int64_t col) {
-  const stored whole = {audit_units[m->dtype], m->data, m->row_stride, m->col_stride};
+  const stored whole = {audit_units[m->dtype], m->data, m->row_stride, m->col_stride, m->first_col};
   return stored_on(whole, row, col);
 }
 
@@ -225,7 +178,7 @@ INLINE stored gathered(stored s, int64_t cols, uint8_t *room) {
   const int64_t run = 2 * KT_AUDIT_ROWS / s.unit.rows, size = s.unit.bytes;
   for (int64_t c = 0; c < cols / s.unit.cols; c++)
     memcpy(room + c * run * size, s.data + size * c * s.col_stride, (size_t)(run * size));
-  return (stored){s.unit, room, 1, run};
+  return (stored){s.unit, room, 1, run, 0};
 }
 
 /* ---- Scales ------------------------------------------------------------------ */
@@ -271,6 +224,19 @@ INLINE void source_values(const kt_matrix *m, const stored *s, const int rows, i
       name##_values(s->data + r / (high) * s->row_stride * (size), step, row + r, cols, out[r]);   \
     break;
     AUDIT_DTYPES(VALUES)
+#define COLUMNS(dtype, name, size, high, wide)                                                     \
+  case dtype:                                                                                      \
+    for (int r = 0; r < rows; r++) {                                                               \
+      const uint8_t *b = s->data + r * s->row_stride * (size);                                     \
+      int first = (int)s->col;                                                                     \
+      for (int c = 0; c < cols; c += 32) {                                                         \
+        name##_columns(b, first, out[r] + c);                                                      \
+        first += 32;                                                                               \
+        if (first == (wide)) first = 0, b += step;                                                 \
+      }                                                                                            \
+    }                                                                                              \
+    break;
+    AUDIT_BLOCKS(COLUMNS)
   }
   if (m->block_scale)
     for (int r = 0; r < rows; r++) scaled_values(m, row + r, col, cols, out[r]);

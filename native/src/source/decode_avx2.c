@@ -7,6 +7,7 @@
 KT_TARGET_BEGIN(AVX2)
 #include "../simd/transpose_avx2.h"
 #include "decode.h"
+#include "decode_loops.h"
 
 #include <math.h>
 #include <string.h>
@@ -90,10 +91,14 @@ KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
   const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
-  if (dtype == KT_F8_E4M3)
+  if (dtype == KT_F8_E4M3) {
     decode_e4m3_row(m, n, rounded, row);
-  else
+  } else if (m->block_scale) {
+    decode_span(from, dtype, 0, m->cols, 1.0f, 0, 0, row);
+    kt_finish_row(m, n, row);
+  } else {
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
+  }
 }
 
 /* Columns k..k+7 of rows n..n+7 of a matrix whose rows lie next to each other (row_stride 1):

@@ -7,6 +7,7 @@
 KT_TARGET_BEGIN(AVX512)
 #include "../simd/transpose_avx512.h"
 #include "decode.h"
+#include "decode_loops.h"
 #include "round_bf16_avx512.h"
 
 #include <math.h>
@@ -77,10 +78,14 @@ KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float
 
 KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
   const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
-  if (dtype == KT_F8_E4M3)
+  if (dtype == KT_F8_E4M3) {
     decode_e4m3_row(m, n, rounded, row);
-  else
+  } else if (m->block_scale) {
+    decode_span(from, dtype, 0, m->cols, 1.0f, 0, 0, row);
+    kt_finish_row(m, n, row);
+  } else {
     decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
+  }
 }
 
 /* Columns k..k+15 of rows n..n+15 of a matrix whose rows lie next to each other
@@ -108,7 +113,7 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
     for (int64_t k = 0; k < m->cols; k += LANES)
       decode_square(m, row, k, dtype, rounded, out, stride);
   } else {
-    /* FP8 stored [in, out], or with zero points, is not a known format */
+    /* numbers with scales stored [in, out], or with zero points, are no known format */
     kt_decode_rows_scalar(m, row, count, out, stride);
   }
 }

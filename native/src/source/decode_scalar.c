@@ -1,13 +1,8 @@
 /* The reference decoders: stored numbers to binary32, [rows, cols] row-major. Selections are
  * bit masks, so that compilers vectorise the loops for any machine. */
-#include "../quantize/rounding.h"
 #include "../simd/target.h"
 #include "decode.h"
-
-/* `yes` where the condition is 1, `no` where it is 0. */
-static inline uint32_t select(uint32_t condition, uint32_t yes, uint32_t no) {
-  return no ^ ((no ^ yes) & (0u - condition));
-}
+#include "decode_loops.h"
 
 static inline float widen_bf16(const uint8_t *at) {
   uint16_t half;
@@ -15,27 +10,18 @@ static inline float widen_bf16(const uint8_t *at) {
   return kt_float((uint32_t)half << 16);
 }
 
-static inline float widen_f16(const uint8_t *at) {
-  uint16_t half;
-  memcpy(&half, at, sizeof half);
-  const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-  const uint32_t normal = (magnitude << 13) + ((127u - 15u) << 23);
-  const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0x1p-24f);
-  const uint32_t special = (magnitude << 13) | 0x7f800000u;
-  const uint32_t finite = select(magnitude < 0x0400u, subnormal, normal);
-  return kt_float(sign | select(magnitude >= 0x7c00u, special, finite));
-}
-
 /* E4M3FN: bias 7, no infinities, magnitude 0x7f is NaN. */
 static inline float widen_e4m3(const uint8_t *at) {
   const uint32_t magnitude = *at & 0x7fu, sign = (uint32_t)(*at & 0x80u) << 24;
   const uint32_t normal = (magnitude << 20) + ((127u - 7u) << 23);
   const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0x1p-9f);
-  const uint32_t finite = select(magnitude < 0x08u, subnormal, normal);
-  return kt_float(sign | select(magnitude == 0x7fu, 0x7fc00000u, finite));
+  const uint32_t finite = kt_select(magnitude < 0x08u, subnormal, normal);
+  return kt_float(sign | kt_select(magnitude == 0x7fu, 0x7fc00000u, finite));
 }
 
 static inline float widen_i8(const uint8_t *at) { return (float)(int8_t)*at; }
+
+static inline float widen_f16(const uint8_t *at) { return kt_widen_f16(at); }
 
 static inline float widen_f32(const uint8_t *at) {
   float value;
@@ -48,34 +34,7 @@ static inline float widen_e2m1(uint32_t nibble) {
   const uint32_t magnitude = nibble & 7u, sign = (nibble & 8u) << 28;
   const uint32_t normal = (magnitude << 22) + ((127u - 1u) << 23);
   const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0.5f);
-  return kt_float(sign | select(magnitude < 2u, subnormal, normal));
-}
-
-/* ---- After widening ------------------------------------------------------- */
-
-static void scale_row(const kt_matrix *m, int64_t n, float *restrict row) {
-  const float *const scales = m->block_scale + kt_grid_row(m, n);
-  const float *const zeros = m->zero_point ? m->zero_point + kt_grid_row(m, n) : NULL;
-  for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
-    const float scale = scales[s.col];
-    if (zeros)
-      for (int64_t i = s.begin; i < s.end; i++) row[i] -= zeros[s.col];
-    for (int64_t i = s.begin; i < s.end; i++) row[i] *= scale;
-  }
-}
-
-/* Round to nearest, ties to even, at bit 16. NaN and Inf keep being what they are. */
-static void round_row_to_bf16(int64_t cols, float *restrict row) {
-  for (int64_t k = 0; k < cols; k++) {
-    const uint32_t bits = kt_bits(row[k]);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    row[k] = kt_float(select((bits & 0x7f800000u) == 0x7f800000u, bits, rounded));
-  }
-}
-
-static void finish_row(const kt_matrix *m, int64_t n, float *row) {
-  if (m->block_scale) scale_row(m, n, row);
-  if (m->round_to_bf16) round_row_to_bf16(m->cols, row);
+  return kt_float(sign | kt_select(magnitude < 2u, subnormal, normal));
 }
 
 /* ---- One element per unit ------------------------------------------------- */
@@ -96,7 +55,7 @@ static void decode_elements(const kt_matrix *m, int64_t row, int64_t count, floa
   for (int64_t r = 0; r < count; r++) {
     float *const to = out + r * stride;
     if (m->col_stride == 1) widen_row(from + r * m->row_stride * size, m->cols, to);
-    finish_row(m, row + r, to);
+    kt_finish_row(m, row + r, to);
   }
 }
 
@@ -137,7 +96,7 @@ static void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *
       widen(from + (r * m->row_stride + c * m->col_stride) * unit.bytes,
             out + r * stride + c * unit.cols);
     }
-  for (int64_t r = 0; r < count; r++) finish_row(m, row + r, out + r * stride);
+  for (int64_t r = 0; r < count; r++) kt_finish_row(m, row + r, out + r * stride);
 }
 
 static void widen_e2m1_pair(const uint8_t *unit, float *columns) {
@@ -186,5 +145,5 @@ void kt_decode_u4_awq_scalar(const kt_matrix *m, int64_t row, int64_t count, flo
       const uint8_t *const word = from + (n / 8 * m->row_stride + k * m->col_stride) * 4;
       out[(n - row) * stride + k] = widen_stream(word, 4, nibble[n % 8]);
     }
-  for (int64_t r = 0; r < count; r++) finish_row(m, row + r, out + r * stride);
+  for (int64_t r = 0; r < count; r++) kt_finish_row(m, row + r, out + r * stride);
 }

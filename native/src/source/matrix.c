@@ -2,11 +2,21 @@
 
 /* One row per dtype; its decoders are a row in decode.c. */
 static const kt_dtype_traits dtypes[KT_DTYPE_COUNT] = {
-    [KT_BF16] = {{2, 1, 1}, 0},    [KT_F16] = {{2, 1, 1}, 0},     [KT_F32] = {{4, 1, 1}, 0},
-    [KT_F8_E4M3] = {{1, 1, 1}, 1}, [KT_F4_E2M1] = {{1, 1, 2}, 1}, [KT_U4] = {{4, 1, 8}, 1},
-    [KT_U4_AWQ] = {{4, 8, 1}, 1},  [KT_I8] = {{1, 1, 1}, 1},      [KT_U2] = {{4, 1, 16}, 1},
-    [KT_U3] = {{12, 1, 32}, 1},    [KT_U5] = {{20, 1, 32}, 1},    [KT_U6] = {{12, 1, 16}, 1},
-    [KT_U7] = {{28, 1, 32}, 1},    [KT_U8] = {{4, 1, 4}, 1},
+    [KT_BF16] = {{2, 1, 1}, 0},     [KT_F16] = {{2, 1, 1}, 0},
+    [KT_F32] = {{4, 1, 1}, 0},      [KT_F8_E4M3] = {{1, 1, 1}, 1},
+    [KT_F4_E2M1] = {{1, 1, 2}, 1},  [KT_U4] = {{4, 1, 8}, 1},
+    [KT_U4_AWQ] = {{4, 8, 1}, 1},   [KT_I8] = {{1, 1, 1}, 1},
+    [KT_U2] = {{4, 1, 16}, 1},      [KT_U3] = {{12, 1, 32}, 1},
+    [KT_U5] = {{20, 1, 32}, 1},     [KT_U6] = {{12, 1, 16}, 1},
+    [KT_U7] = {{28, 1, 32}, 1},     [KT_U8] = {{4, 1, 4}, 1},
+    [KT_Q4_0] = {{18, 1, 32}, 0},   [KT_Q4_1] = {{20, 1, 32}, 0},
+    [KT_Q5_0] = {{22, 1, 32}, 0},   [KT_Q5_1] = {{24, 1, 32}, 0},
+    [KT_Q8_0] = {{34, 1, 32}, 0},   [KT_Q2_K] = {{84, 1, 256}, 0},
+    [KT_Q3_K] = {{110, 1, 256}, 0}, [KT_Q4_K] = {{144, 1, 256}, 0},
+    [KT_Q5_K] = {{176, 1, 256}, 0}, [KT_Q6_K] = {{210, 1, 256}, 0},
+    [KT_IQ4_NL] = {{18, 1, 32}, 0}, [KT_IQ4_XS] = {{136, 1, 256}, 0},
+    [KT_MXFP4] = {{17, 1, 32}, 0},  [KT_NVFP4] = {{36, 1, 64}, 0},
+    [KT_TQ1_0] = {{54, 1, 256}, 0}, [KT_TQ2_0] = {{66, 1, 256}, 0},
 };
 
 const kt_dtype_traits *kt_dtype_find(int dtype) {
@@ -25,10 +35,16 @@ size_t kt_scratch_size(int64_t cols) {
 }
 
 static kt_status check_scales(const kt_matrix *m, int scaled) {
-  if (scaled != (m->block_scale != NULL)) return KT_ERR_SCALE;
-  if (!scaled) return m->zero_point || m->group_of_col ? KT_ERR_SCALE : KT_OK;
+  if (!m->block_scale) return scaled || m->zero_point || m->group_of_col ? KT_ERR_SCALE : KT_OK;
   if (m->block_rows < 1 || m->block_cols < 1 || m->scale_stride < 1) return KT_ERR_SCALE;
   return m->row_origin < 0 || m->col_origin < 0 ? KT_ERR_SCALE : KT_OK;
+}
+
+static kt_status check_units(const kt_matrix *m, kt_stored_unit unit) {
+  if (!kt_is_ggml(m->dtype))
+    return m->rows % unit.rows || m->cols % unit.cols || m->first_col ? KT_ERR_SHAPE : KT_OK;
+  if (m->first_col < 0 || m->first_col >= unit.cols) return KT_ERR_SHAPE;
+  return m->first_col % KT_CUT_COLS || m->cols % KT_CUT_COLS ? KT_ERR_SHAPE : KT_OK;
 }
 
 kt_status kt_matrix_check(const kt_matrix *m) {
@@ -37,6 +53,6 @@ kt_status kt_matrix_check(const kt_matrix *m) {
   if (!traits) return KT_ERR_ARGUMENT;
   if (m->row_stride < 1 || m->col_stride < 1) return KT_ERR_STRIDE;
   if (m->row_stride != 1 && m->col_stride != 1) return KT_ERR_STRIDE;
-  if (m->rows % traits->unit.rows || m->cols % traits->unit.cols) return KT_ERR_SHAPE;
-  return check_scales(m, traits->scaled);
+  const kt_status status = check_units(m, traits->unit);
+  return status ? status : check_scales(m, traits->scaled);
 }

@@ -5,13 +5,19 @@
 
 #include "ktconv.h"
 
-enum { KT_STRIP_ROWS = 16 }; /* rows that are quantized together */
+enum {
+  KT_STRIP_ROWS = 16, /* rows that are quantized together */
+  KT_CUT_COLS = 32    /* blocks of ggml are cut at multiples of so many columns */
+};
 
 /* How a dtype is stored: a row of the table in matrix.c. */
 typedef struct kt_dtype_traits {
   kt_stored_unit unit;
-  int32_t scaled; /* its numbers mean nothing without scales; else it has none */
+  int32_t scaled; /* its numbers mean nothing without scales */
 } kt_dtype_traits;
+
+/* Whether its units are blocks of ggml. */
+static inline int kt_is_ggml(int dtype) { return dtype >= KT_Q4_0 && dtype <= KT_TQ2_0; }
 
 /* NULL for a number that is no dtype. */
 const kt_dtype_traits *kt_dtype_find(int dtype);

@@ -38,4 +38,17 @@ STREAMS = {
     for bits, words in ((2, 1), (3, 3), (4, 1), (5, 5), (6, 3), (7, 7), (8, 1))
 }
 U4 = STREAMS[4]
-ELEMENTS = (BF16, F16, F32, F8_E4M3, F4_E2M1, I8, U4_AWQ, *STREAMS.values())
+# Blocks of ggml: so many bytes for 32, 64 or 256 columns with their own scales. Tensors have the
+# shape of their elements.
+BLOCKS = {
+    name: Element(name, nbytes, unit_cols=cols, items=cols)
+    for name, nbytes, cols in (
+        ("Q4_0", 18, 32), ("Q4_1", 20, 32), ("Q5_0", 22, 32), ("Q5_1", 24, 32), ("Q8_0", 34, 32),
+        ("Q2_K", 84, 256), ("Q3_K", 110, 256), ("Q4_K", 144, 256), ("Q5_K", 176, 256),
+        ("Q6_K", 210, 256), ("IQ4_NL", 18, 32), ("IQ4_XS", 136, 256), ("MXFP4", 17, 32),
+        ("NVFP4", 36, 64), ("TQ1_0", 54, 256), ("TQ2_0", 66, 256),
+    )
+}  # fmt: skip
+ELEMENTS = (
+    BF16, F16, F32, F8_E4M3, F4_E2M1, I8, U4_AWQ, *STREAMS.values(), *BLOCKS.values()
+)  # fmt: skip

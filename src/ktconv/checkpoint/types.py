@@ -16,11 +16,11 @@ from ktconv.families.family import Projection
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor of one safetensors file."""
+    """One tensor of one file."""
 
     name: str
     file: Path
-    dtype: str  # as safetensors spells it: BF16, F16, F32, F8_E4M3, U8, F8_E8M0 ...
+    dtype: str  # as safetensors spells it (BF16, U8, F8_E8M0 ...), or ggml (Q4_K)
     shape: tuple[int, ...]
     offset: int  # of the first byte, from the start of the file
     nbytes: int
@@ -58,6 +58,7 @@ class BlockGrid:
     row_origin: int
     col_origin: int
     outer: OuterScale | None = None  # of scales
+    any_sign: bool = False  # scales may also be negative or 0, as factors of weights may
 
 
 @dataclass(frozen=True, slots=True)

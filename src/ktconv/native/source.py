@@ -13,6 +13,8 @@ from ktconv.native.arrays import Array, check, expect_rows
 _DTYPES = (
     "BF16", "F16", "F32", "F8_E4M3", "F4_E2M1", "I8", "U4_AWQ",
     "U2", "U3", "U4", "U5", "U6", "U7", "U8",
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0",
 )  # fmt: skip
 DTYPES: dict[str, int] = {name: getattr(lib, f"KT_{name}") for name in _DTYPES}
 
@@ -29,6 +31,7 @@ class Matrix:
     """A strided view of source weights; keeps the memory it points to alive.
 
     `buffer` is contiguous uint8 memory, `start` and the strides count stored units of `dtype`.
+    `first_col` columns of the first unit of each row are before the matrix (blocks of ggml).
     `block_scale` is a float32 grid, with blocks of `block` = (rows, cols) and the matrix starting
     at element `origin` of the grid; `zero_point` is such a grid too. `group_of_col` (int32
     [cols]) names the grid's column for each of the matrix, instead of blocks. `row_scale` (float32
@@ -45,6 +48,7 @@ class Matrix:
         start: int = 0,
         row_stride: int | None = None,
         col_stride: int = 1,
+        first_col: int = 0,
         block_scale: Array | None = None,
         block: tuple[int, int] = (1, 1),
         origin: tuple[int, int] = (0, 0),
@@ -54,8 +58,9 @@ class Matrix:
         round_to_bf16: bool = False,
     ) -> None:
         size, unit_rows, unit_cols = stored_unit(dtype)
-        row_stride = cols // unit_cols if row_stride is None else row_stride
-        last = start + (rows // unit_rows - 1) * row_stride + (cols // unit_cols - 1) * col_stride
+        units = -(-(first_col + cols) // unit_cols)
+        row_stride = units if row_stride is None else row_stride
+        last = start + (rows // unit_rows - 1) * row_stride + (units - 1) * col_stride
         if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous or start < 0:
             raise ValueError("buffer must be contiguous uint8, start must not be negative")
         if (last + 1) * size > buffer.nbytes:
@@ -66,7 +71,7 @@ class Matrix:
         self.c.data = ffi.from_buffer("char[]", buffer) + start * size
         self.c.rows, self.c.cols, self.c.dtype = rows, cols, DTYPES[dtype]
         self.c.row_stride, self.c.col_stride = row_stride, col_stride
-        self.c.round_to_bf16 = round_to_bf16
+        self.c.round_to_bf16, self.c.first_col = round_to_bf16, first_col
         self.row_scale = row_scale
         if row_scale is not None:
             expect_rows("row_scale", row_scale, np.float32, (rows,))

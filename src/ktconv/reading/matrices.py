@@ -10,7 +10,6 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, TensorRef
-from ktconv.checkpoint.elements import F8_E4M3
 from ktconv.checkpoint.encodings.grids import (
     grid_nbytes,
     load_block_scale,
@@ -155,11 +154,12 @@ class MatrixReader:
         """Why the value at (row, col) is a NaN or an infinity."""
         tensor, matrix = self.matrix.tensor, self.matrix
         unit = matrix.element
-        flat = matrix.start + row // unit.unit_rows * matrix.row_stride
-        flat += col // unit.unit_cols * matrix.col_stride
+        at = matrix.start + row // unit.unit_rows * matrix.row_stride
+        at += col // unit.unit_cols * matrix.col_stride
+        flat = at * unit.items + (col % unit.unit_cols if unit.items == unit.unit_cols else 0)
         position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
         scales, scale = self.load_scales(), matrix.scale
-        if scales is not None and scale is not None and not self._is_nan(flat):
+        if scales is not None and scale is not None and self._is_finite(at, col % unit.unit_cols):
             block_row, block_col = _origin(scale, row, col)
             group = block_col // scale.block_cols
             if scales.group_of_col is not None:
@@ -176,15 +176,16 @@ class MatrixReader:
             "download the file again; if the original contains it, the model cannot be quantized",
         )
 
-    def _is_nan(self, flat: int) -> bool:
-        """Whether element `flat` of the tensor is one: in FP8, without infinities; scaled integers
-        and FP4 have none."""
-        if self.matrix.element is not F8_E4M3:
-            return False
-        code = bytearray(1)
+    def _is_finite(self, at: int, col: int) -> bool:
+        """Whether column `col` of unit `at` of the tensor is, before it is scaled."""
+        unit = self.matrix.element
+        stored = bytearray(unit.unit_bytes)
         with self.open() as fd:
-            self.reader.read(fd, self.matrix.tensor, memoryview(code), flat)
-        return code[0] & 0x7F == 0x7F
+            self.reader.read(fd, self.matrix.tensor, memoryview(stored), at * unit.unit_bytes)
+        data, one = np.frombuffer(stored, np.uint8), np.ones((1, 1), np.float32)
+        shape = unit.unit_rows, unit.unit_cols
+        values = native.decode(native.Matrix(data, unit.name, *shape, block_scale=one, block=shape))
+        return bool(np.isfinite(values[:, col]).all())
 
     def read(self, fd: int, chunk: range, target: U8, bounce: U8) -> int:
         """Read the rows of `chunk` into `target`, densely packed in their own orientation; returns
@@ -249,6 +250,7 @@ class MatrixReader:
             start=first_col // unit.unit_cols * col_stride,
             row_stride=row_stride,
             col_stride=col_stride,
+            first_col=first_col % unit.unit_cols,
             block_scale=scales.scale if scales else None,
             block=(scale.block_rows, scale.block_cols) if scale else (1, 1),
             origin=_origin(scale, chunk.start, first_col),

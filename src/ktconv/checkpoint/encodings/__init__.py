@@ -20,6 +20,7 @@ from ktconv.checkpoint.encodings.fp4 import (
     NVFP4_PACKED,
 )
 from ktconv.checkpoint.encodings.fp8 import FP8
+from ktconv.checkpoint.encodings.gguf import GGUF
 from ktconv.checkpoint.encodings.gptq import AWQ, GPTQ
 from ktconv.checkpoint.encodings.refusals import unsupported, wrong_scales
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
@@ -27,10 +28,17 @@ from ktconv.checkpoint.types import ExpertMatrix, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
-ENCODINGS: tuple[Encoding, ...] = (
+_SAFETENSORS: tuple[Encoding, ...] = (
     BF16, FP16, FP32, *FP8, INT8, *PACKED, MXFP4, MXFP4_BLOCKS, MXFP4_PACKED, NVFP4_PACKED,
     NVFP4_MODELOPT, *GPTQ, AWQ,
 )  # fmt: skip
+ENCODINGS = tuple(dict.fromkeys((*_SAFETENSORS, *GGUF)))
+
+
+def _rows(gguf: bool) -> tuple[Encoding, ...]:
+    """Those for a kind of file: dtypes and names that both have, as F32 `scale`, differ in what
+    they mean."""
+    return GGUF if gguf else _SAFETENSORS
 
 
 class Candidate:
@@ -51,9 +59,10 @@ def candidates(parts: Parts) -> Sequence[Candidate]:
 
     Raises CheckpointError that names the unsupported tensor.
     """
-    known = _by_names(ENCODINGS, tuple((part, tensor.dtype) for part, tensor in parts.items()))
+    gguf = next(iter(parts.values())).file.name.endswith(".gguf")
+    known = _by_names(gguf, tuple((part, tensor.dtype) for part, tensor in parts.items()))
     if not known:
-        raise unsupported(parts, ENCODINGS)
+        raise unsupported(parts, _rows(gguf))
     return [
         Candidate(encoding, {role: parts[part] for role, part in roles})
         for encoding, roles in known
@@ -62,9 +71,9 @@ def candidates(parts: Parts) -> Sequence[Candidate]:
 
 @lru_cache(1000)  # there are a hundred thousand weights, of few kinds
 def _by_names(
-    encodings: tuple[Encoding, ...], parts: tuple[tuple[str, str], ...]
+    gguf: bool, parts: tuple[tuple[str, str], ...]
 ) -> Sequence[tuple[Encoding, Sequence[tuple[str, str]]]]:
-    found = ((encoding, encoding.roles(dict(parts))) for encoding in encodings)
+    found = ((encoding, encoding.roles(dict(parts))) for encoding in _rows(gguf))
     return [(encoding, tuple(roles.items())) for encoding, roles in found if roles is not None]
 
 
@@ -88,7 +97,7 @@ def stored_matrix(
             continue  # its scales are those of other outputs
         shaped.append(one)
         quantization = None
-        if encoding.quantization is not None:
+        if encoding.quantization is not None and len(one.roles) > 1:
             quantization = encoding.quantization(one.roles, view, config)
             if quantization is None:
                 continue

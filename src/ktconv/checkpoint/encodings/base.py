@@ -44,7 +44,7 @@ class Encoding:
     it are `companions`, and everything else is `ignored`. It has it if also the shape of the
     primary tensor is right, and `quantization` finds scales, zero points and groups: the first
     such row of ENCODINGS counts. `quantization` returns None where the shapes are not those of
-    this encoding.
+    this encoding; without companions it is not asked.
     """
 
     name: str

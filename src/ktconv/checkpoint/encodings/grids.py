@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint.types import BlockGrid, GroupIndex, OuterScale
@@ -142,8 +142,8 @@ def load_grid(grid: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np
 
 
 def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
-    """`load_grid` of scales: every one is finite and positive, else CheckpointError names the
-    tensor and the block."""
+    """`load_grid` of scales: every one is finite and positive (of any sign, where the grid says
+    so), else CheckpointError names the tensor and the block."""
     grid = load_grid(scale, rows, cols, data)
     _check_values(scale, grid)
     return grid
@@ -203,7 +203,7 @@ def load_groups(
 def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
     import numpy as np
 
-    wrong = _not_positive(grid)
+    wrong = ~np.isfinite(grid) if scale.any_sign else _not_positive(grid)
     if not wrong.any():
         return
     row, col = (int(index) for index in np.argwhere(wrong)[0])
@@ -211,7 +211,7 @@ def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
     block = f"block ({first_row + row}, {first_col + col}){_of_expert(scale)}"
     raise CheckpointError(
         f"{scale.tensor.name}: the scale of {block} is "
-        f"{grid[row, col]}, not a positive finite number",
+        f"{grid[row, col]}, not a {'' if scale.any_sign else 'positive '}finite number",
         _HINT,
     )
 
@@ -228,9 +228,10 @@ def _not_positive(grid: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 def _of_expert(scale: BlockGrid) -> str:
     """Which expert's grid it is, where one tensor has all of them."""
-    if len(scale.tensor.shape) != 3:
+    shape = scale.tensor.shape
+    if len(shape) != 3 and not (scale.any_sign and len(shape) == 1):
         return ""
-    return f" of expert {scale.start // (scale.tensor.shape[1] * scale.tensor.shape[2])}"
+    return f" of expert {scale.start // prod(shape[1:])}"
 
 
 def _first_block(grid: BlockGrid) -> tuple[int, int]:

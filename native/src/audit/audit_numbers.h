@@ -1,0 +1,69 @@
+/* audit_numbers.h - number formats of the source as the audit reads them: from their definitions,
+ * not from source/. */
+#ifndef KT_AUDIT_NUMBERS_H
+#define KT_AUDIT_NUMBERS_H
+
+#include "audit.h"
+
+#include <string.h>
+
+/* Fused products would make the bits of sums depend on the level; GCC's -std=c11 has none. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+/* Loops become vectors of the level only in functions that have its target. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/* a where `first`, else b; without a branch, which would keep loops from becoming vectors. */
+INLINE uint32_t choose(int first, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - (uint32_t)first;
+  return (a & mask) | (b & ~mask);
+}
+
+/* binary16: 1 sign, 5 exponent (bias 15), 10 mantissa bits; denormals become normal. */
+INLINE float f16_value(uint16_t half) {
+  const uint32_t bits = half, sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  const uint32_t finite = choose(magnitude < 0x0400u, denormal, normal);
+  return from_bits(sign | choose(magnitude < 0x7c00u, finite, special));
+}
+
+/* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. */
+INLINE float f8_value(uint8_t byte) {
+  const uint32_t bits = byte, sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);
+  const uint32_t finite = choose(magnitude < 8u, denormal, normal);
+  return from_bits(sign | choose(magnitude < 0x7fu, finite, 0x7fc00000u));
+}
+
+INLINE float to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+/* E2M1: 1 sign, 2 exponent (bias 1), 1 mantissa bits. */
+INLINE float f4_value(uint32_t nibble) {
+  const uint32_t sign = (nibble & 8u) << 28, magnitude = nibble & 7u;
+  const uint32_t denormal = choose(magnitude == 1u, 126u << 23, 0);
+  return from_bits(sign | choose(magnitude < 2u, denormal, (magnitude + 252u) << 22));
+}
+
+#endif
