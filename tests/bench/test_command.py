@@ -12,7 +12,7 @@ import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def _quick(quick: None) -> None:
 
 
 def test_formats_are_those_of_the_library() -> None:
-    assert tuple(form.value for form in BenchFormat) == FORMATS
+    assert get_args(BenchFormat) == FORMATS
 
 
 @pytest.mark.parametrize("form", FORMATS)

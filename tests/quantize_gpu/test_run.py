@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -123,8 +123,8 @@ def test_choices_of_quantize_gpu_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
     from ktconv.targets.pack_quantized.scheme import BITS
 
-    assert [method.value for method in GpuMethod] == list(METHODS)
-    assert [scheme.value for scheme in Scheme] == list(BITS)
+    assert get_args(GpuMethod) == tuple(METHODS)
+    assert get_args(Scheme) == tuple(BITS)
 
 
 # ---- resume ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from helpers.convert import ktconv
@@ -20,7 +21,7 @@ Convert = Callable[..., Path]
 
 
 def test_levels_of_the_command() -> None:
-    assert tuple(level.value for level in Level) == LEVELS
+    assert get_args(Level) == LEVELS
 
 
 def test_defaults_of_the_command(tmp_path: Path) -> None:

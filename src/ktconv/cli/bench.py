@@ -2,114 +2,65 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.output import given_options, notify, print_text
-from ktconv.cli.parsing import choice
+from ktconv.cli.parsing import choice, flag, option
 from ktconv.errors import UsageError
 
-
-class BenchStage(str, Enum):
-    forward = "forward"
-    pack = "pack"
-
-
-class BenchFormat(str, Enum):
-    """Names of `bench.render.FORMATS`; a test keeps the two equal."""
-
-    table = "table"
-    markdown = "markdown"
-    json = "json"
-    jsonl = "jsonl"
-    csv = "csv"
-
-
+BenchStage = Literal["forward", "pack"]
+BenchFormat = Literal["table", "markdown", "json", "jsonl", "csv"]  # as bench.render.FORMATS
 _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a smaller --method"}
 
 
 def bench(
     context: typer.Context,
-    method: Annotated[
-        str, typer.Option(help="Weight formats, e.g. int4,bf16; or all.", metavar="LIST")
-    ] = "",
+    method: Annotated[str, option("Weight formats, e.g. int4,bf16; or all.", "LIST")] = "",
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A model's name or hidden,intermediate,experts,top-k; may be repeated.",
-            metavar="SHAPE",
-        ),
+        option("A model's name or hidden,intermediate,experts,top-k; may be repeated.", "SHAPE"),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Measure a converted model's own weights.", metavar="DIR")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(min=0, help="Which layer of --model.", metavar="N")
-    ] = None,
+    model: Annotated[str | None, option("Measure a converted model's own weights.", "DIR")] = None,
+    layer: Annotated[int | None, option("Which layer of --model.", "N", min=0)] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", min=1, help="Experts per token of --model.", metavar="K"),
+        int | None, option("Experts per token of --model.", "K", "--top-k", min=1)
     ] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Use only this many experts.", metavar="N")
-    ] = None,
+    experts: Annotated[int | None, option("Use only this many experts.", "N", min=1)] = None,
     routing: Annotated[
-        str, typer.Option(help="balanced, concentrated, zipf:S or trace:FILE.", metavar="KIND")
+        str, option("balanced, concentrated, zipf:S or trace:FILE.", "KIND")
     ] = "balanced",
-    tokens: Annotated[
-        str, typer.Option(help="Tokens per step, e.g. 1,16,1024.", metavar="LIST")
-    ] = "1,4,16,64,1024",
-    threads: Annotated[
-        str, typer.Option(help="Threads, e.g. 1,2; default: one per core.", metavar="LIST")
-    ] = "",
+    tokens: Annotated[str, option("Tokens per step, e.g. 1,16,1024.", "LIST")] = "1,4,16,64,1024",
+    threads: Annotated[str, option("Threads, e.g. 1,2; default: one per core.", "LIST")] = "",
     isa: Annotated[
-        str,
-        typer.Option(help="auto, all, or levels: scalar, avx2, avx512, amx, neon.", metavar="LIST"),
+        str, option("auto, all, or levels: scalar, avx2, avx512, amx, neon.", "LIST")
     ] = "auto",
     numa: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Parts of the weights; 0: as many as this machine has nodes.", metavar="N"
-        ),
+        int, option("Parts of the weights; 0: as many as this machine has nodes.", "N", min=0)
     ] = 0,
-    iters: Annotated[
-        int | None, typer.Option(min=1, help="Iterations per row.", metavar="N")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.0, max=3600.0, help="Time per row.", metavar="S")
-    ] = 0.5,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Random seed of weights, tokens and routing.", metavar="N")
-    ] = 0,
+    iters: Annotated[int | None, option("Iterations per row.", "N", min=1)] = None,
+    seconds: Annotated[float, option("Time per row.", "S", min=0.0, max=3600.0)] = 0.5,
+    seed: Annotated[int, option("Random seed of weights, tokens and routing.", "N", min=0)] = 0,
     stage: Annotated[
         BenchStage, choice(BenchStage, "forward: an MoE layer; pack: quantizing and packing.")
-    ] = BenchStage.forward,
-    form: Annotated[
-        BenchFormat, choice(BenchFormat, "Output format.", "--format")
-    ] = BenchFormat.table,
+    ] = "forward",
+    form: Annotated[BenchFormat, choice(BenchFormat, "Output format.", "--format")] = "table",
     plot: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Draw a roofline, or tokens/s if the name starts with sweep.", metavar="FILE"
-        ),
+        option("Draw a roofline, or tokens/s if the name starts with sweep.", "FILE"),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="Compare with a report of --format json.", metavar="FILE")
+        Path | None, option("Compare with a report of --format json.", "FILE")
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            help="Slowdown of a row, as a fraction, that counts as a regression.",
-            metavar="F",
-        ),
+        option("Slowdown of a row, as a fraction, that counts as a regression.", "F", min=0.0),
     ] = 0.1,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Also measure other implementations, if installed.")
+        bool, flag("--peers", "Also measure other implementations, if installed.")
     ] = False,
 ) -> None:
     """Measure the MoE kernels against this machine's own limits.
@@ -119,7 +70,7 @@ def bench(
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
-    with errors_shown(form is BenchFormat.json, _HINTS):
+    with errors_shown(form == "json", _HINTS):
         from ktconv.bench import command
         from ktconv.bench.cases import Request
         from ktconv.bench.measure import Effort
@@ -127,8 +78,8 @@ def bench(
         from ktconv.formats import FORMATS
         from ktconv.system.machine import numa_nodes
 
-        effort, shapes, show = Effort(seconds, iters), shape or (), (form.value, notify, print_text)
-        if stage is BenchStage.pack:
+        effort, shapes, show = Effort(seconds, iters), shape or (), (form, notify, print_text)
+        if stage == "pack":
             command.check_packing_options(given_options(context))
             with interruptible(lambda: NOTHING_WRITTEN):
                 command.run_packing(method, shapes, isa, effort, seed, *show)

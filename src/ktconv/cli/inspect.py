@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption, document_lines, print_result
+from ktconv.cli.parsing import argument
 
 
 def inspect(
-    path: Annotated[
-        str, typer.Argument(help="A checkpoint, an output of ktconv, or a hub id.", metavar="PATH")
-    ],
+    path: Annotated[str, argument("A checkpoint, an output of ktconv, or a hub id.", "PATH")],
     as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint or a converted output contains; only headers are read.

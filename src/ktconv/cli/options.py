@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
 from ktconv.cli.output import fact_lines, notify, print_result
+from ktconv.cli.parsing import argument, flag, option
 from ktconv.errors import (
     DiskFullError,
     DiskSpaceError,
@@ -40,38 +39,24 @@ MODEL_HINTS: Hints = {
 
 # Options that several commands have.
 ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Checkpoint directory, or hub id (org/name) in the local cache.", metavar="MODEL"
-    ),
+    str, argument("Checkpoint directory, or hub id (org/name) in the local cache.", "MODEL")
 ]
-OutputArgument = Annotated[
-    Path, typer.Argument(help="Output directory; created if missing.", metavar="OUTPUT")
-]
-LayersOption = Annotated[
-    str, typer.Option(help="Convert only these layers, e.g. 0-3,7.", metavar="LIST")
-]
-MtpOption = Annotated[
-    bool, typer.Option("--mtp/--no-mtp", help="Convert multi-token-prediction layers too.")
-]
-ShardSizeOption = Annotated[str, typer.Option(help="Maximum size of a shard.", metavar="SIZE")]
-ThreadsOption = Annotated[
-    int, typer.Option(min=0, help="Worker threads; 0: one per usable CPU.", metavar="T")
-]
-CopyThreadsOption = Annotated[
-    int, typer.Option(min=0, help="Worker threads; 0: up to 8.", metavar="T")
-]
+OutputArgument = Annotated[Path, argument("Output directory; created if missing.", "OUTPUT")]
+LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
+MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]
+ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE")]
+ThreadsOption = Annotated[int, option("Worker threads; 0: one per usable CPU.", "T", min=0)]
+CopyThreadsOption = Annotated[int, option("Worker threads; 0: up to 8.", "T", min=0)]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Read back and compare everything written.")
+    bool, flag("--verify/--no-verify", "Read back and compare everything written.")
 ]
 OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Remove what ktconv wrote to OUTPUT and start again.")
+    bool, flag("--overwrite", "Remove what ktconv wrote to OUTPUT and start again.")
 ]
 FinalizeOption = Annotated[
-    bool,
-    typer.Option("--finalize", help="Only write index and manifest of layers already converted."),
+    bool, flag("--finalize", "Only write index and manifest of layers already converted.")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+DryRunOption = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
 
 
 Job = Callable[..., "Report"]  # takes a request, an observer and a preflight

@@ -1,13 +1,12 @@
-"""Command-line parsing on top of typer: enumerations, empty values, escaped messages."""
+"""Command-line parsing on top of typer: options, empty values, escaped messages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -17,9 +16,23 @@ from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
 
-def choice(values: type[Enum], words: str, *names: str) -> Any:
-    """An option that takes the values of an enumeration, in any case."""
-    metavar = "|".join(str(member.value) for member in values)
+def argument(words: str, metavar: str) -> Any:
+    return typer.Argument(help=words, metavar=metavar)
+
+
+def option(words: str, metavar: str, *names: str, **limits: Any) -> Any:
+    """An option with a value; `limits` are `min` and `max`."""
+    return typer.Option(*names, help=words, metavar=metavar, **limits)
+
+
+def flag(names: str, words: str) -> Any:
+    """An option without a value, like "--compat" or "--mtp/--no-mtp"."""
+    return typer.Option(names, help=words)
+
+
+def choice(values: Any, words: str, *names: str) -> Any:
+    """An option that takes the values of a Literal type, in any case."""
+    metavar = "|".join(get_args(values))
     return typer.Option(*names, help=words, metavar=metavar, case_sensitive=False)
 
 

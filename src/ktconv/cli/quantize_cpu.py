@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import (
@@ -23,21 +20,17 @@ from ktconv.cli.options import (
     convert,
 )
 from ktconv.cli.output import JsonOption
-from ktconv.cli.parsing import choice
+from ktconv.cli.parsing import choice, flag, option
 from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
-Method = Enum("Method", {key: key for key in output_formats()}, type=str)  # type: ignore[misc]
-DEFAULT_METHOD = Method(next(iter(output_formats())))  # as in Options; a test compares them
-
-
-class Layout(str, Enum):
-    safetensors = "safetensors"
-    layers = "layers"
-
-
-class Scale(str, Enum):
-    amax = "amax"
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(output_formats())]
+DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
+Layout = Literal["safetensors", "layers"]
+Scale = Literal["amax"]
 
 
 def quantize_cpu_command(
@@ -45,51 +38,41 @@ def quantize_cpu_command(
     output: OutputArgument,
     method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
     numa: Annotated[
-        int,
-        typer.Option(min=0, help="NUMA parts; 0: one per NUMA node of this machine.", metavar="N"),
+        int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)
     ] = 0,
     threads: ThreadsOption = 0,
     layers: LayersOption = "",
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
-    ] = Layout.safetensors,
+    ] = "safetensors",
     scale: Annotated[
         Scale,
         choice(Scale, "How row scales are chosen; amax: from the row's largest absolute weight."),
-    ] = Scale.amax,
+    ] = "amax",
     max_shard_size: ShardSizeOption = "5GB",
-    max_memory: Annotated[str, typer.Option(help="Memory limit.", metavar="SIZE")] = "8GiB",
-    experts_only: Annotated[
-        bool, typer.Option("--experts-only", help="Omit non-expert tensors.")
-    ] = False,
+    max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
+    experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: MtpOption = True,
     compat: Annotated[
-        bool,
-        typer.Option("--compat", help="Round to bf16 first, for the reference converter's bytes."),
+        bool, flag("--compat", "Round to bf16 first, for the reference converter's bytes.")
     ] = False,
     requantize: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--requantize",
-            help="Quantize INT8 and INT4 sources anew, also where they could be kept unchanged.",
+            "Quantize INT8 and INT4 sources anew, also where they could be kept unchanged.",
         ),
     ] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Read back and unpack everything written."),
+        bool, flag("--verify/--no-verify", "Read back and unpack everything written.")
     ] = True,
     overwrite: OverwriteOption = False,
     finalize: FinalizeOption = False,
     exclude_experts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Omit the experts listed in this file; needs --allow-partial.",
-            metavar="FILE",
-        ),
+        Path | None, option("Omit the experts listed in this file; needs --allow-partial.", "FILE")
     ] = None,
     allow_partial: Annotated[
-        bool,
-        typer.Option("--allow-partial", help="Allow an output that KTransformers cannot load."),
+        bool, flag("--allow-partial", "Allow an output that KTransformers cannot load.")
     ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -105,10 +88,10 @@ def quantize_cpu_command(
         from ktconv.targets.ktransformers import Options
 
         options = Options(
-            method=method.value,
+            method=method,
             numa=numa,
-            layout=layout.value,
-            scale=scale.value,
+            layout=layout,
+            scale=scale,
             compat=compat,
             mtp=mtp,
             experts_only=experts_only,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,7 +30,7 @@ from ktconv.cli.options import (
     run_job,
 )
 from ktconv.cli.output import JsonOption, given_options, notify, print_result
-from ktconv.cli.parsing import choice
+from ktconv.cli.parsing import choice, flag, option
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -40,18 +39,8 @@ if TYPE_CHECKING:
     from ktconv.quantize_gpu.common import Preflight
 
 
-class GpuMethod(str, Enum):
-    """Names of `quantize_gpu.run.METHODS`; a test keeps the two equal."""
-
-    rtn = "rtn"
-    gptq = "gptq"
-
-
-class Scheme(str, Enum):
-    """Names of `quantize_gpu.scheme.BITS`; a test keeps the two equal."""
-
-    w4a16 = "W4A16"
-    w8a16 = "W8A16"
+GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
+Scheme = Literal["W4A16", "W8A16"]  # as pack_quantized.scheme.BITS
 
 
 def quantize_gpu_command(
@@ -60,66 +49,44 @@ def quantize_gpu_command(
     output: OutputArgument,
     method: Annotated[
         GpuMethod, choice(GpuMethod, "rtn: round to nearest; gptq: calibrated on a text.")
-    ] = GpuMethod.rtn,
-    scheme: Annotated[Scheme, choice(Scheme, "4 or 8 bits per weight.")] = Scheme.w4a16,
+    ] = "rtn",
+    scheme: Annotated[Scheme, choice(Scheme, "4 or 8 bits per weight.")] = "W4A16",
     group_size: Annotated[
         int,
-        typer.Option(
-            help="Weights of a row per scale; -1: the whole row. kt-kernel's RAWINT4 needs 32.",
-            metavar="N",
-        ),
+        option("Weights of a row per scale; -1: the whole row. kt-kernel's RAWINT4 needs 32.", "N"),
     ] = 128,
     experts: Annotated[
-        Path | None,
-        typer.Option(help="Quantize only the experts listed in this file.", metavar="FILE"),
+        Path | None, option("Quantize only the experts listed in this file.", "FILE")
     ] = None,
     dataset: Annotated[
-        str,
-        typer.Option(
-            help="gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", metavar="TEXT"
-        ),
+        str, option("gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", "TEXT")
     ] = "",
-    split: Annotated[
-        str, typer.Option(help="gptq: split of a named dataset.", metavar="NAME")
-    ] = "train",
-    samples: Annotated[
-        int, typer.Option(help="gptq: number of calibration samples.", metavar="N")
-    ] = 512,
+    split: Annotated[str, option("gptq: split of a named dataset.", "NAME")] = "train",
+    samples: Annotated[int, option("gptq: number of calibration samples.", "N")] = 512,
     max_seq_len: Annotated[
-        int, typer.Option("--max-seq-len", help="gptq: maximum tokens per sample.", metavar="N")
+        int, option("gptq: maximum tokens per sample.", "N", "--max-seq-len")
     ] = 2048,
     dampening: Annotated[
-        float,
-        typer.Option(
-            help="gptq: dampening, as a fraction of the Hessian's mean diagonal.", metavar="F"
-        ),
+        float, option("gptq: dampening, as a fraction of the Hessian's mean diagonal.", "F")
     ] = 0.1,
-    seed: Annotated[
-        int, typer.Option(min=0, help="gptq: random seed for choosing samples.", metavar="N")
-    ] = 0,
+    seed: Annotated[int, option("gptq: random seed for choosing samples.", "N", min=0)] = 0,
     self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test/--no-self-test", help="gptq: test the quantization on one layer first."
-        ),
+        bool, flag("--self-test/--no-self-test", "gptq: test the quantization on one layer first.")
     ] = True,
     device: Annotated[
-        str,
-        typer.Option(help="auto, cpu, cuda or cuda:1; auto: a GPU if available.", metavar="NAME"),
+        str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
     layers: LayersOption = "",
     mtp: MtpOption = True,
     max_shard_size: ShardSizeOption = "5GB",
     threads: ThreadsOption = 0,
-    max_memory: Annotated[str, typer.Option(help="rtn: memory limit.", metavar="SIZE")] = "8GiB",
-    max_gpu_memory: Annotated[
-        str, typer.Option(help="gptq: GPU memory limit.", metavar="SIZE")
-    ] = "",
+    max_memory: Annotated[str, option("rtn: memory limit.", "SIZE")] = "8GiB",
+    max_gpu_memory: Annotated[str, option("gptq: GPU memory limit.", "SIZE")] = "",
     max_cpu_memory: Annotated[
         str,
-        typer.Option(
-            help="gptq: CPU memory limit of calibration; weights beyond it are offloaded to disk.",
-            metavar="SIZE",
+        option(
+            "gptq: CPU memory limit of calibration; weights beyond it are offloaded to disk.",
+            "SIZE",
         ),
     ] = "",
     verify: VerifyOption = True,
@@ -140,12 +107,12 @@ def quantize_gpu_command(
         from ktconv.targets.pack_quantized.module_classes import class_lines
         from ktconv.targets.pack_quantized.target import Calibration, Options
 
-        calibrated = method is GpuMethod.gptq
-        _refuse_options_of(GpuMethod.rtn if calibrated else GpuMethod.gptq, given_options(context))
+        calibrated = method == "gptq"
+        _refuse_options_of("rtn" if calibrated else "gptq", given_options(context))
         calibration = Calibration(dataset, split, samples, max_seq_len, seed) if dataset else None
         options = Options(
-            method=method.value,
-            scheme=scheme.value,
+            method=method,
+            scheme=scheme,
             group_size=group_size,
             mtp=mtp,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
@@ -180,9 +147,9 @@ def quantize_gpu_command(
         print_result(as_json, facts, lambda: _gpu_report_lines(report))
 
 
-_OPTIONS_OF = {
-    GpuMethod.rtn: {"--max-memory"},
-    GpuMethod.gptq: {
+_OPTIONS_OF: dict[GpuMethod, set[str]] = {
+    "rtn": {"--max-memory"},
+    "gptq": {
         "--dataset", "--split", "--samples", "--max-seq-len", "--dampening", "--seed",
         "--self-test", "--max-gpu-memory", "--max-cpu-memory",
     },
@@ -192,10 +159,10 @@ _OPTIONS_OF = {
 def _refuse_options_of(other: GpuMethod, given: frozenset[str]) -> None:
     """UsageError for an option that belongs to the other method."""
     if wrong := sorted(given & _OPTIONS_OF[other]):
-        limit = "; the limit for gptq is --max-cpu-memory" if other is GpuMethod.rtn else ""
+        limit = "; the limit for gptq is --max-cpu-memory" if other == "rtn" else ""
         raise UsageError(
-            f"{wrong[0]} belongs to --method {other.value}",
-            f"add --method {other.value}, or omit it{limit}",
+            f"{wrong[0]} belongs to --method {other}",
+            f"add --method {other}, or omit it{limit}",
         )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.options import (
     PACKED_HINTS,
@@ -19,6 +17,7 @@ from ktconv.cli.options import (
     convert,
 )
 from ktconv.cli.output import JsonOption
+from ktconv.cli.parsing import argument, flag, option
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
 
@@ -28,24 +27,16 @@ RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 def merge_command(
     layers_dir: Annotated[
         Path,
-        typer.Argument(
-            help="Directory of _layer_L/_numa_N/*.kt, from ktconv or another converter.",
-            metavar="LAYERS_DIR",
+        argument(
+            "Directory of _layer_L/_numa_N/*.kt, from ktconv or another converter.", "LAYERS_DIR"
         ),
     ],
     output: OutputArgument,
     source: Annotated[
-        str | None,
-        typer.Option(
-            help="Original model, for its other tensors, config and tokenizer.", metavar="MODEL"
-        ),
+        str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
     ] = None,
-    experts_only: Annotated[
-        bool, typer.Option("--experts-only", help="Omit non-expert tensors.")
-    ] = False,
-    mtp: Annotated[
-        bool | None, typer.Option("--mtp/--no-mtp", help="Include or omit MTP layers.")
-    ] = None,
+    experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
+    mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
     max_shard_size: ShardSizeOption = "5GB",
     threads: CopyThreadsOption = 0,
     verify: VerifyOption = True,
@@ -77,16 +68,11 @@ def merge_command(
 
 
 def reshard_command(
-    packed: Annotated[
-        Path, typer.Argument(help="Converted weights: shards or layer folders.", metavar="PACKED")
-    ],
+    packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
     output: OutputArgument,
-    numa: Annotated[int, typer.Option(min=1, help="New number of NUMA parts.", metavar="N")],
+    numa: Annotated[int, option("New number of NUMA parts.", "N", min=1)],
     source: Annotated[
-        str | None,
-        typer.Option(
-            help="Convert again from this model instead, which is always exact.", metavar="MODEL"
-        ),
+        str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,
     max_shard_size: ShardSizeOption = "5GB",
     threads: CopyThreadsOption = 0,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.output import JsonOption, notify, print_result
+from ktconv.cli.parsing import argument, option
 from ktconv.errors import MemoryShortError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -19,65 +18,50 @@ _HINTS: Hints = {MemoryShortError: _MEMORY, MemoryError: _MEMORY}
 def stats(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Checkpoint directory or hub id; or a file written by --json or --trace, "
+        argument(
+            "Checkpoint directory or hub id; or a file written by --json or --trace, "
             "to change the selection.",
-            metavar="MODEL",
+            "MODEL",
         ),
     ],
     text: Annotated[
-        Path | None,
-        typer.Option(help="Text to read instead of the built-in sample.", metavar="FILE"),
+        Path | None, option("Text to read instead of the built-in sample.", "FILE")
     ] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum number of tokens to read; default: 20480.", metavar="N"),
+        int | None, option("Maximum number of tokens to read; default: 20480.", "N", min=1)
     ] = None,
     max_memory: Annotated[
-        str,
-        typer.Option(
-            help="Memory limit for weights; the rest is offloaded to TMPDIR.", metavar="SIZE"
-        ),
+        str, option("Memory limit for weights; the rest is offloaded to TMPDIR.", "SIZE")
     ] = "",
-    layers: Annotated[
-        str, typer.Option(help="Only these layers, e.g. 0-3,7.", metavar="LIST")
-    ] = "",
+    layers: Annotated[str, option("Only these layers, e.g. 0-3,7.", "LIST")] = "",
     hot: Annotated[
-        int | None,
-        typer.Option(min=1, help="Select the N most used experts of each layer.", metavar="N"),
+        int | None, option("Select the N most used experts of each layer.", "N", min=1)
     ] = None,
     hot_share: Annotated[
         float | None,
-        typer.Option(
-            help="Select the fewest experts of each layer that receive this share of "
+        option(
+            "Select the fewest experts of each layer that receive this share of "
             "routed tokens, e.g. 0.9.",
-            metavar="F",
+            "F",
         ),
     ] = None,
     hot_total: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Select the N most used experts of all layers, as sglang-kt does.",
-            metavar="N",
-        ),
+        option("Select the N most used experts of all layers, as sglang-kt does.", "N", min=1),
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the selected experts, for --experts and --exclude-experts.", metavar="FILE"
-        ),
+        option("Write the selected experts, for --experts and --exclude-experts.", "FILE"),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the ids of all chosen experts, for bench --routing trace:FILE.",
-            metavar="FILE.safetensors",
+        option(
+            "Write the ids of all chosen experts, for bench --routing trace:FILE.",
+            "FILE.safetensors",
         ),
     ] = None,
     placement: Annotated[
-        Path | None,
-        typer.Option(help="Write counts for sglang-kt's frequency placement.", metavar="FILE.pt"),
+        Path | None, option("Write counts for sglang-kt's frequency placement.", "FILE.pt")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.options import ThreadsOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import choice
+from ktconv.cli.parsing import argument, choice, option
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
-
-class Level(str, Enum):
-    """Names of `verify.LEVELS`; a test keeps the two equal."""
-
-    structure = "structure"
-    weights = "weights"
-    layers = "layers"
-    model = "model"
-
-
+Level = Literal["structure", "weights", "layers", "model"]  # as verify.LEVELS
 _HINTS: Hints = {
     SourceChangedError: "make sure nothing writes there, then verify again",
     MemoryShortError: "run --level layers, or use a machine with more memory",
@@ -34,80 +24,52 @@ _HINTS: Hints = {
 
 def verify(
     output: Annotated[
-        Path,
-        typer.Argument(
-            help="Output of quantize-cpu, quantize-gpu or another converter.", metavar="OUTPUT"
-        ),
+        Path, argument("Output of quantize-cpu, quantize-gpu or another converter.", "OUTPUT")
     ],
     other: Annotated[
-        Path | None,
-        typer.Argument(help="Another conversion to compare OUTPUT with.", metavar="OTHER"),
+        Path | None, argument("Another conversion to compare OUTPUT with.", "OTHER")
     ] = None,
     source: Annotated[
-        str | None,
-        typer.Option(help="The original checkpoint: a directory or hub id.", metavar="MODEL"),
+        str | None, option("The original checkpoint: a directory or hub id.", "MODEL")
     ] = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
     ] = None,
     sample: Annotated[
-        float,
-        typer.Option(help="Fraction of experts and layers to read, in (0, 1].", metavar="F"),
+        float, option("Fraction of experts and layers to read, in (0, 1].", "F")
     ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Random seed for the sample and random inputs.", metavar="N")
-    ] = 0,
+    seed: Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)] = 0,
     threads: ThreadsOption = 0,
     max_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory limit; default: headers plus 1.5GiB.",
-            metavar="SIZE",
-        ),
+        str | None, option("Memory limit; default: headers plus 1.5GiB.", "SIZE")
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, max=2048, help="Tokens per layer at level layers.", metavar="N")
-    ] = 16,
+    tokens: Annotated[int, option("Tokens per layer at level layers.", "N", min=1, max=2048)] = 16,
     text: Annotated[
-        Path | None,
-        typer.Option(help="Text to read instead of the built-in sample.", metavar="FILE"),
+        Path | None, option("Text to read instead of the built-in sample.", "FILE")
     ] = None,
-    windows: Annotated[
-        int, typer.Option(min=1, help="Windows of 512 tokens at level model.", metavar="N")
-    ] = 40,
+    windows: Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)] = 40,
     max_ppl_increase: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Maximum increase of perplexity; 0.02 is 2 %.", metavar="F"),
+        float | None, option("Maximum increase of perplexity; 0.02 is 2 %.", "F", min=0.0)
     ] = None,
     max_kl: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Maximum mean KL divergence, in nats.", metavar="F"),
+        float | None, option("Maximum mean KL divergence, in nats.", "F", min=0.0)
     ] = None,
     beside: Annotated[
         Path | None,
-        typer.Option(
-            "--with",
-            help="Check that both outputs together contain every expert exactly once.",
-            metavar="OTHER",
+        option(
+            "Check that both outputs together contain every expert exactly once.", "OTHER", "--with"
         ),
     ] = None,
     tp: Annotated[
-        str,
-        typer.Option(
-            help="Tensor-parallel sizes that GPU experts must support, e.g. 1,2,4.",
-            metavar="LIST",
-        ),
+        str, option("Tensor-parallel sizes that GPU experts must support, e.g. 1,2,4.", "LIST")
     ] = "",
     ep: Annotated[
         str,
-        typer.Option(
-            help="Expert-parallel sizes that must divide the experts evenly, e.g. 1,2,4.",
-            metavar="LIST",
-        ),
+        option("Expert-parallel sizes that must divide the experts evenly, e.g. 1,2,4.", "LIST"),
     ] = "",
     report: Annotated[
-        Path | None, typer.Option(help="Write a self-contained HTML report.", metavar="FILE.html")
+        Path | None, option("Write a self-contained HTML report.", "FILE.html")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,7 +89,7 @@ def verify(
         request = VerifyRequest(
             output=output,
             source=source,
-            level=level.value if level else None,
+            level=level,
             sample=sample,
             seed=seed,
             threads=threads or None,
