@@ -131,6 +131,8 @@ typedef enum kt_dtype {
   KT_NVFP4 = 27,
   KT_TQ1_0 = 28,
   KT_TQ2_0 = 29,
+  KT_I4 = 30,      /* a byte: 2 columns, the even one in the low nibble; -8..7, two's complement */
+  KT_F4_E0M3 = 31, /* such a byte; sign, then the magnitude in quarters, 0..1.75 */
   KT_DTYPE_COUNT
 } kt_dtype;
 

@@ -64,6 +64,16 @@ def test_mxfp4() -> None:
     check(theirs[0].T, values)
 
 
+def test_mxint4() -> None:
+    utils = pytest.importorskip("auto_round.experimental.qmodules.mxint4_utils")
+    parts, values = KINDS["mxint4, AutoRound"].of(rng(), ROWS, COLS)
+    numbers = utils.unpack_int4_from_uint8(
+        tensor(parts["weight_packed"]), ROWS, COLS, torch.float32
+    )
+    scale = tensor(parts["weight_scale"]).view(torch.float8_e8m0fnu).to(torch.float32)
+    check(numbers * scale.repeat_interleave(32, 1), values)
+
+
 @pytest.mark.parametrize("divides", [True, False])
 def test_nvfp4(divides: bool) -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")

@@ -61,6 +61,19 @@ def e2m1(nibbles: U8) -> F32:
     return values
 
 
+def e0m3(nibbles: U8) -> F32:
+    """Sign, and a magnitude in quarters."""
+    magnitude = (nibbles & 7).astype(np.float32) / 4
+    values: F32 = np.where(nibbles & 8, -magnitude, magnitude)
+    return values
+
+
+def signed(nibbles: U8) -> F32:
+    """Two's complement."""
+    values: F32 = (nibbles.astype(np.int16) - 16 * (nibbles >> 3)).astype(np.float32)
+    return values
+
+
 def spread(scales: F32, rows: int, cols: int) -> F32:
     """One scale per element, of a grid with blocks of equal size, ragged at the ends."""
     block = [-(-size // count) for size, count in zip((rows, cols), scales.shape, strict=True)]
@@ -131,6 +144,14 @@ def of_mxfp4(
     return dict(stored), e2m1(codes) * powers(scale).repeat(32, axis=1)
 
 
+def of_mxint4(rng: Rng, rows: int, cols: int) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale = rng.integers(110, 130, (rows, cols // 32), np.uint8)
+    return {"weight_packed": pairs(codes), "weight_scale": scale}, (
+        e0m3(codes) * powers(scale).repeat(32, axis=1)
+    )
+
+
 def of_nvfp4(rng: Rng, rows: int, cols: int, names: tuple[str, str], divides: bool) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
     scale = rng.integers(1, 0x7E, (rows, cols // 16), np.uint8)
@@ -199,6 +220,21 @@ def of_int8(rng: Rng, rows: int, cols: int, group: int = 0, asymmetric: bool = F
     if asymmetric:
         parts["weight_zero_point"] = (zero.astype(np.int16) - 128).astype(np.int8)
     return parts, dequantized(codes, scale, zero, group_index(rng, cols, scale.shape[1], False))
+
+
+def of_angelslim(rng: Rng, rows: int, cols: int) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8) ^ np.uint8(8)
+    scale = rng.uniform(0.001, 1, (rows, 1)).astype(np.float32)
+    parts: dict[str, Tensor] = {"weight_packed": pairs(codes).view(np.int8), "weight_scale": scale}
+    return parts, signed(codes) * scale
+
+
+def of_msmodelslim(rng: Rng, rows: int, cols: int, asymmetric: bool = False) -> Stored:
+    codes = (rng.integers(0, 256, (rows, cols), np.uint8) ^ np.uint8(128)).view(np.int8)
+    scale = rng.uniform(0.001, 1, (rows, 1)).astype(np.float32)
+    offset = rng.integers(0, 40, (rows, 1), np.uint8).astype(np.float32) * asymmetric
+    parts: dict[str, Tensor] = {"weight": codes, "weight_scale": scale, "weight_offset": offset}
+    return parts, (codes - offset) * scale
 
 
 def of_gptq(
@@ -287,6 +323,11 @@ KINDS: dict[str, Kind] = {
     "mxfp4, Ling": Kind(
         "mxfp4", partial(of_mxfp4, names=("weight", "weight_scale_inv"), dtypes=("U8", "F8_E8M0"))
     ),
+    "mxint4, AutoRound": Kind(
+        "mxint4",
+        of_mxint4,
+        {"quant_method": "auto-round", "data_type": "mx_int", "packing_format": "auto_round"},
+    ),
     "nvfp4, compressed-tensors": Kind(
         "nvfp4",
         partial(of_nvfp4, names=("weight_packed", "weight_global_scale"), divides=True),
@@ -315,6 +356,11 @@ KINDS: dict[str, Kind] = {
     ),
     "int8 channel": Kind("int8", of_int8, {"quant_method": "compressed-tensors"}),
     "int8 group": Kind("int8", partial(of_int8, group=64)),
+    "int4, AngelSlim": Kind(
+        "int4", of_angelslim, {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    ),
+    "int8, msModelSlim": Kind("int8", of_msmodelslim),
+    "int8 asymmetric, msModelSlim": Kind("int8", partial(of_msmodelslim, asymmetric=True)),
     "int8 asymmetric": Kind("int8", partial(of_int8, asymmetric=True)),
     **{
         f"gptq int{bits}, v{1 + v2}": Kind(

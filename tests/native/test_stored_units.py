@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.encoded import awq_words, e2m1, pairs, stream
+from helpers.encoded import awq_words, e0m3, e2m1, pairs, signed, stream
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -39,6 +39,8 @@ def unsigned(numbers: U8) -> F32:
 PACKED: dict[str, tuple[int, Callable[[U8], Any], Callable[[U8], F32]]] = {
     "F4_E2M1": (4, pairs, e2m1),
     "I8": (8, lambda numbers: numbers, lambda numbers: numbers.view(np.int8).astype(np.float32)),
+    "F4_E0M3": (4, pairs, e0m3),
+    "I4": (4, pairs, signed),
     "U4": (4, words, unsigned),
     "U4_AWQ": (4, awq_words, unsigned),
     **{

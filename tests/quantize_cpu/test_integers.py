@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.convert import convert, ktconv, read_shards
-from helpers.encoded import Stored, of_awq, of_gptq, of_int8, of_packed
+from helpers.encoded import (
+    Stored,
+    of_angelslim,
+    of_awq,
+    of_gptq,
+    of_int8,
+    of_msmodelslim,
+    of_packed,
+)
 from helpers.families import Tensor, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
@@ -57,6 +65,8 @@ def symmetric_gptq(rng: np.random.Generator, rows: int, cols: int, bits: int) ->
 
 KEPT: dict[str, Callable[..., Stored]] = {
     "int8": of_int8,
+    "int8, msModelSlim": of_msmodelslim,
+    "int4, AngelSlim": of_angelslim,
     "int8 packed": partial(of_packed, bits=8),
     "int4 packed": partial(of_packed, bits=4),
     "int3 packed": partial(of_packed, bits=3),
@@ -67,6 +77,7 @@ REQUANTIZED: dict[str, tuple[Callable[..., Stored], str]] = {
     "groups": (partial(of_packed, bits=4, group=64), "a scale for 64 inputs"),
     "zero points": (partial(of_packed, bits=4, asymmetric=True), "are symmetric"),
     "awq": (of_awq, "a scale for 64 inputs"),
+    "msModelSlim": (partial(of_msmodelslim, asymmetric=True), "are symmetric"),
 }
 
 

@@ -66,4 +66,15 @@ INLINE float f4_value(uint32_t nibble) {
   return from_bits(sign | choose(magnitude < 2u, denormal, (magnitude + 252u) << 22));
 }
 
+/* 1 sign, 3 bits of magnitude whose last one is worth a quarter. */
+INLINE float quarters_value(uint32_t nibble) {
+  const float magnitude = (float)(int32_t)(nibble & 7u) / 4.0f;
+  return from_bits(bits_of(magnitude) ^ (nibble >> 3) << 31);
+}
+
+/* Bit 3 is worth -8. */
+INLINE float i4_value(uint32_t nibble) {
+  return (float)((int32_t)(nibble & 7u) - (int32_t)(nibble & 8u));
+}
+
 #endif

@@ -54,16 +54,22 @@ INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, const int 
   for (int c = 0; c < cols; c++) out[c] = f8_value(byte[c]);
 }
 
-INLINE void f4_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  uint8_t pair[KT_AUDIT_COLS / 2], nibble[KT_AUDIT_COLS];
-  (void)row;
-  side_by_side(from, step, 1, cols / 2, pair);
-  for (int c = 0; c < cols / 2; c++) {
-    nibble[2 * c] = pair[c] & 15;
-    nibble[2 * c + 1] = pair[c] >> 4;
+#define NIBBLE_VALUES(name)                                                                        \
+  INLINE void name##_values(const uint8_t *from, int64_t step, int64_t row, const int cols,        \
+                            float *out) {                                                          \
+    uint8_t pair[KT_AUDIT_COLS / 2], nibble[KT_AUDIT_COLS];                                        \
+    (void)row;                                                                                     \
+    side_by_side(from, step, 1, cols / 2, pair);                                                   \
+    for (int c = 0; c < cols / 2; c++) {                                                           \
+      nibble[2 * c] = pair[c] & 15;                                                                \
+      nibble[2 * c + 1] = pair[c] >> 4;                                                            \
+    }                                                                                              \
+    for (int c = 0; c < cols; c++) out[c] = name##_value(nibble[c]);                               \
   }
-  for (int c = 0; c < cols; c++) out[c] = f4_value(nibble[c]);
-}
+
+NIBBLE_VALUES(f4)
+NIBBLE_VALUES(quarters)
+NIBBLE_VALUES(i4)
 
 INLINE uint32_t word_of(const uint8_t *at) {
   return (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
@@ -119,7 +125,8 @@ static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const 
       each(KT_F8_E4M3, f8, 1, 1, 1) each(KT_F4_E2M1, f4, 1, 1, 2) each(KT_U4, u4, 4, 1, 8)         \
           each(KT_U4_AWQ, u4_awq, 4, 8, 1) each(KT_I8, i8, 1, 1, 1) each(KT_U2, u2, 4, 1, 16)      \
               each(KT_U3, u3, 12, 1, 32) each(KT_U5, u5, 20, 1, 32) each(KT_U6, u6, 12, 1, 16)     \
-                  each(KT_U7, u7, 28, 1, 32) each(KT_U8, u8, 4, 1, 4)
+                  each(KT_U7, u7, 28, 1, 32) each(KT_U8, u8, 4, 1, 4) each(KT_I4, i4, 1, 1, 2)     \
+                      each(KT_F4_E0M3, quarters, 1, 1, 2)
 
 /* The same of blocks of ggml. */
 #define AUDIT_BLOCKS(each)                                                                         \

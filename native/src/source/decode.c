@@ -30,6 +30,7 @@ static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
     [KT_Q4_K] = CELLS(ggml),    [KT_Q5_K] = CELLS(ggml),     [KT_Q6_K] = CELLS(ggml),
     [KT_IQ4_NL] = CELLS(ggml),  [KT_IQ4_XS] = CELLS(ggml),   [KT_MXFP4] = CELLS(ggml),
     [KT_NVFP4] = CELLS(ggml),   [KT_TQ1_0] = CELLS(ggml),    [KT_TQ2_0] = CELLS(ggml),
+    [KT_I4] = PACKED(i4),       [KT_F4_E0M3] = PACKED(e0m3),
 };
 
 #define DECODE_ROWS(name, level)                                                                   \

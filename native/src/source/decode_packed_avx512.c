@@ -36,21 +36,29 @@ KT_INLINE __m512i codes16(__m128i data, stream s) {
   return _mm512_srlv_epi32(pairs, s.shift);
 }
 
-KT_INLINE __m512 e2m1_values(void) {
-  return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+/* What numbers of 4 bits mean. */
+typedef enum meaning { UNSIGNED, E2M1, E0M3, TWOS_COMPLEMENT } meaning;
+
+KT_INLINE __m512 values_of(meaning of) {
+  if (of == E2M1)
+    return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  if (of == E0M3)
+    return _mm512_setr_ps(0, 0.25f, 0.5f, 0.75f, 1, 1.25f, 1.5f, 1.75f, -0.0f, -0.25f, -0.5f,
+                          -0.75f, -1, -1.25f, -1.5f, -1.75f);
+  return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
 }
 
 /* Of each index of 4 bits; the lowest `bits` of them are a code. */
-KT_INLINE __m512 values_of_4_bits(int bits, int e2m1) {
+KT_INLINE __m512 values_of_4_bits(int bits, meaning of) {
   const __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  if (e2m1) return e2m1_values();
+  if (of) return values_of(of);
   return _mm512_cvtepi32_ps(_mm512_and_si512(index, _mm512_set1_epi32((1 << bits) - 1)));
 }
 
-KT_INLINE __m512 values16(__m128i data, int bits, int e2m1, stream s) {
+KT_INLINE __m512 values16(__m128i data, int bits, meaning of, stream s) {
   if (bits == SIGNED) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(data));
   const __m512i codes = codes16(data, s);
-  if (e2m1) return _mm512_permutexvar_ps(codes, e2m1_values());
+  if (of) return _mm512_permutexvar_ps(codes, values_of(of));
   return _mm512_cvtepi32_ps(_mm512_and_si512(codes, s.mask));
 }
 
@@ -84,19 +92,19 @@ KT_INLINE __m128i row_data(const uint8_t *row, int64_t k, int bits, stream s) {
 }
 
 /* Columns under one scale. Up to 4 bits, their 16 values are scaled once for all. */
-KT_INLINE void decode_span(const uint8_t *from, kt_grid_span span, int bits, int e2m1, stream s,
+KT_INLINE void decode_span(const uint8_t *from, kt_grid_span span, int bits, meaning of, stream s,
                            __m512 zero, __m512 scale, int rounded, float *out) {
   const int table = bits > 0 && bits <= 4;
   const __m512 values =
-      table ? scaled(values_of_4_bits(bits, e2m1), zero, scale, rounded) : _mm512_setzero_ps();
+      table ? scaled(values_of_4_bits(bits, of), zero, scale, rounded) : _mm512_setzero_ps();
   for (int64_t k = span.begin; k < span.end; k += LANES) {
     const __m128i data = row_data(from, k, bits, s);
     _mm512_storeu_ps(out + k, table ? _mm512_permutexvar_ps(codes16(data, s), values)
-                                    : scaled(values16(data, bits, e2m1, s), zero, scale, rounded));
+                                    : scaled(values16(data, bits, of, s), zero, scale, rounded));
   }
 }
 
-KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int64_t row_bytes, int bits, int e2m1,
+KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int64_t row_bytes, int bits, meaning of,
                           stream s, float *out) {
   const uint8_t *const from = (const uint8_t *)m->data + n * row_bytes;
   const float *const scales = m->block_scale + kt_grid_row(m, n);
@@ -105,13 +113,13 @@ KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int64_t row_bytes, int 
   if (!is_aligned(m)) {
     for (int64_t k = 0; k < m->cols; k += LANES) {
       const __m512 zero = zeros ? grid16(m, zeros, k) : _mm512_setzero_ps();
-      const __m512 value = values16(row_data(from, k, bits, s), bits, e2m1, s);
+      const __m512 value = values16(row_data(from, k, bits, s), bits, of, s);
       _mm512_storeu_ps(out + k, scaled(value, zero, grid16(m, scales, k), rounded));
     }
     return;
   }
   for (kt_grid_span at = kt_grid_first(m); at.begin < m->cols; at = kt_grid_next(m, at))
-    decode_span(from, at, bits, e2m1, s, _mm512_set1_ps(zeros ? zeros[at.col] : 0.0f),
+    decode_span(from, at, bits, of, s, _mm512_set1_ps(zeros ? zeros[at.col] : 0.0f),
                 _mm512_set1_ps(scales[at.col]), rounded, out);
 }
 
@@ -196,36 +204,38 @@ KT_INLINE void decode_awq(const kt_matrix *m, int64_t n, float *out, int64_t str
 
 /* ---- The cells of the table ------------------------------------------------- */
 
-KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int bits, int e2m1,
+KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int bits, meaning of,
                            float *out, int64_t stride) {
   const kt_stored_unit unit = kt_dtype_find(m->dtype)->unit;
   const stream s = stream_of(bits == SIGNED ? 8 : bits);
   if (m->col_stride == 1 && m->cols % LANES == 0) {
     const int64_t row_bytes = m->row_stride * unit.bytes;
     for (int64_t r = 0; r < count; r++)
-      decode_row(m, row + r, row_bytes, bits, e2m1, s, out + r * stride);
-  } else if (count == LANES && m->cols % LANES == 0 && bits != SIGNED && !e2m1) {
+      decode_row(m, row + r, row_bytes, bits, of, s, out + r * stride);
+  } else if (count == LANES && m->cols % LANES == 0 && bits != SIGNED && !of) {
     decode_across(m, row, unit, bits, s, out, stride);
   } else {
     kt_decode_rows_scalar(m, row, count, out, stride);
   }
 }
 
-#define DECODE_DTYPE(name, bits, e2m1)                                                             \
+#define DECODE_DTYPE(name, bits, of)                                                               \
   void kt_decode_##name##_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,       \
                                  int64_t stride) {                                                 \
-    decode_rows(m, row, count, bits, e2m1, out, stride);                                           \
+    decode_rows(m, row, count, bits, of, out, stride);                                             \
   }
 
-DECODE_DTYPE(e2m1, 4, 1)
-DECODE_DTYPE(i8, SIGNED, 0)
-DECODE_DTYPE(u2, 2, 0)
-DECODE_DTYPE(u3, 3, 0)
-DECODE_DTYPE(u4, 4, 0)
-DECODE_DTYPE(u5, 5, 0)
-DECODE_DTYPE(u6, 6, 0)
-DECODE_DTYPE(u7, 7, 0)
-DECODE_DTYPE(u8, 8, 0)
+DECODE_DTYPE(e2m1, 4, E2M1)
+DECODE_DTYPE(e0m3, 4, E0M3)
+DECODE_DTYPE(i4, 4, TWOS_COMPLEMENT)
+DECODE_DTYPE(i8, SIGNED, UNSIGNED)
+DECODE_DTYPE(u2, 2, UNSIGNED)
+DECODE_DTYPE(u3, 3, UNSIGNED)
+DECODE_DTYPE(u4, 4, UNSIGNED)
+DECODE_DTYPE(u5, 5, UNSIGNED)
+DECODE_DTYPE(u6, 6, UNSIGNED)
+DECODE_DTYPE(u7, 7, UNSIGNED)
+DECODE_DTYPE(u8, 8, UNSIGNED)
 
 void kt_decode_u4_awq_avx512(const kt_matrix *m, int64_t row, int64_t count, float *out,
                              int64_t stride) {

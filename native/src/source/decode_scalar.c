@@ -37,6 +37,14 @@ static inline float widen_e2m1(uint32_t nibble) {
   return kt_float(sign | kt_select(magnitude < 2u, subnormal, normal));
 }
 
+/* Sign, and a magnitude in quarters; 8 is -0. */
+static inline float widen_e0m3(uint32_t nibble) {
+  const float magnitude = (float)(int32_t)(nibble & 7u) * 0.25f;
+  return kt_float(kt_bits(magnitude) | (nibble & 8u) << 28);
+}
+
+static inline float widen_i4(uint32_t nibble) { return (float)((int32_t)(nibble ^ 8u) - 8); }
+
 /* ---- One element per unit ------------------------------------------------- */
 
 /* A row whose columns are adjacent in memory, from `from` on. */
@@ -99,10 +107,20 @@ static void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *
   for (int64_t r = 0; r < count; r++) kt_finish_row(m, row + r, out + r * stride);
 }
 
-static void widen_e2m1_pair(const uint8_t *unit, float *columns) {
-  columns[0] = widen_e2m1(*unit & 15u);
-  columns[1] = widen_e2m1(*unit >> 4);
-}
+/* Two columns in a byte. */
+#define DECODE_NIBBLES(name)                                                                       \
+  static void widen_##name##_pair(const uint8_t *unit, float *columns) {                           \
+    columns[0] = widen_##name(*unit & 15u);                                                        \
+    columns[1] = widen_##name(*unit >> 4);                                                         \
+  }                                                                                                \
+  void kt_decode_##name##_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,       \
+                                 int64_t stride) {                                                 \
+    decode_units(m, row, count, out, stride, widen_##name##_pair);                                 \
+  }
+
+DECODE_NIBBLES(e2m1)
+DECODE_NIBBLES(e0m3)
+DECODE_NIBBLES(i4)
 
 /* Number i of a little-endian stream of `bits` each. Bytes behind the number are not read. */
 KT_INLINE float widen_stream(const uint8_t *from, int bits, int i) {
@@ -110,11 +128,6 @@ KT_INLINE float widen_stream(const uint8_t *from, int bits, int i) {
   uint32_t two = from[at / 8];
   if (shift + bits > 8) two |= (uint32_t)from[at / 8 + 1] << 8;
   return (float)(two >> shift & ((1u << bits) - 1));
-}
-
-void kt_decode_e2m1_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
-                           int64_t stride) {
-  decode_units(m, row, count, out, stride, widen_e2m1_pair);
 }
 
 #define DECODE_STREAM(bits, columns_per_unit)                                                      \

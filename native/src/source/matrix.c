@@ -17,6 +17,7 @@ static const kt_dtype_traits dtypes[KT_DTYPE_COUNT] = {
     [KT_IQ4_NL] = {{18, 1, 32}, 0}, [KT_IQ4_XS] = {{136, 1, 256}, 0},
     [KT_MXFP4] = {{17, 1, 32}, 0},  [KT_NVFP4] = {{36, 1, 64}, 0},
     [KT_TQ1_0] = {{54, 1, 256}, 0}, [KT_TQ2_0] = {{66, 1, 256}, 0},
+    [KT_I4] = {{1, 1, 2}, 1},       [KT_F4_E0M3] = {{1, 1, 2}, 1},
 };
 
 const kt_dtype_traits *kt_dtype_find(int dtype) {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config, read_description
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
 from ktconv.checkpoint.safetensors_file import Header, read_header
@@ -43,7 +43,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     config = read_config(directory)
     headers = read_shards(selection)
     split = split_tensors(tensor for header in headers for tensor in header.tensors)
-    layers, notes = build_layers(split, interpret_config(config.content))
+    described = read_description(directory)
+    layers, notes = build_layers(split, interpret_config(config.content, described))
     sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
     for header in headers:
         name = path_text(header.file.name)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ktconv.checkpoint.strict_json import parse_object
@@ -23,6 +24,7 @@ from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
 from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 
+DESCRIPTION = "quant_model_description.json"  # of msModelSlim
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
 MAX_DEPTH = 64  # sections within sections
@@ -70,6 +72,9 @@ class ModelConfig:
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
     packing: str  # quantization_config's name of how integers are packed, in lower case
     packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
+    data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
+    online_rotation: bool  # weights are of inputs that compressed-tensors rotates
+    described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
 
     def top_k_fault(self, experts: int) -> str | None:
         """A sentence if a token is to go to more experts than the `experts` of a layer."""
@@ -111,7 +116,23 @@ def _is_deep(content: Mapping[str, Any]) -> bool:
     return bool(level)
 
 
-def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
+def read_description(directory: Path) -> Mapping[str, str]:
+    """What quant_model_description.json says of each tensor; empty where there is none.
+
+    Raises CheckpointError if it is not an object.
+    """
+    try:
+        data = read_small(directory, DESCRIPTION, MAX_CONFIG_BYTES)
+    except MissingFileError:
+        return {}
+    hint = "Download it again."
+    content = parse_object(data, str(directory / DESCRIPTION), hint, allow_same_twice=True)
+    return {name: kind for name, kind in content.items() if isinstance(kind, str)}
+
+
+def interpret_config(
+    content: Mapping[str, Any], described: Mapping[str, str] = MappingProxyType({})
+) -> ModelConfig:
     """Pick from config.json what the experts are checked against.
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
@@ -142,6 +163,9 @@ def interpret_config(content: Mapping[str, Any]) -> ModelConfig:
         block_size=_block_size(quantization),
         packing=_packing(quantization),
         packed_bits=_packed_bits(quantization),
+        data_types=_data_types(quantization),
+        online_rotation=_online_rotation(quantization),
+        described=described,
     )
     experts = config.num_experts.value if config.num_experts else 0
     if experts and (fault := config.top_k_fault(experts)):
@@ -253,37 +277,73 @@ def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _packing(quantization: Mapping[str, Any]) -> str:
-    """GPTQ's checkpoint_format, AutoRound's packing_format, AWQ's version; "gptq" if none is
-    there, as in files from before there was a second."""
-    for key in ("checkpoint_format", "packing_format", "version"):
+    """GPTQ's checkpoint_format, AutoRound's packing_format (in old files backend), AWQ's version;
+    if none is there "gptq", as in files from before there was a second, and "" of AutoRound's,
+    which means nothing."""
+    for key in ("checkpoint_format", "packing_format", "version", "backend"):
         if isinstance(quantization.get(key), str):
             return str(quantization[key]).lower()
-    return "gptq"
+    return "" if "round" in str(quantization.get("quant_method")) else "gptq"
 
 
-def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
+def _data_types(quantization: Mapping[str, Any]) -> frozenset[str]:
+    extra = quantization.get("extra_config")
+    modules = extra.values() if isinstance(extra, dict) else ()
+    found = [quantization, *(one for one in modules if isinstance(one, dict))]
+    return frozenset(str(one["data_type"]) for one in found if one.get("data_type"))
+
+
+def _online_rotation(quantization: Mapping[str, Any]) -> bool:
+    """Whether a transform of compressed-tensors is applied to what goes into or out of a layer;
+    those of weights are inside them already."""
+    config = quantization.get("transform_config")
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    applied = [
+        one
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        for one in (group.get("apply", ()) if isinstance(group, dict) else ())
+    ]
+    return any(
+        isinstance(one, dict) and one.get("location") in ("input", "output") for one in applied
+    )
+
+
+def _weights_of_groups(quantization: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What compressed-tensors' groups say of their weights."""
     groups = quantization.get("config_groups")
     weights = [
         group.get("weights")
         for group in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(group, dict)
     ]
-    found: list[Any] = [one.get("num_bits") for one in weights if isinstance(one, dict)]
+    return [one for one in weights if isinstance(one, dict)]
+
+
+def _block_structure(quantization: Mapping[str, Any]) -> Any:
+    """Of the first group that has one; None where they differ."""
+    found = [one.get("block_structure") for one in _weights_of_groups(quantization)]
+    there = [one for one in found if one is not None]
+    return there[0] if there and all(one == there[0] for one in there) else None
+
+
+def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
+    found: list[Any] = [one.get("num_bits") for one in _weights_of_groups(quantization)]
     if not found or any(type(bits) is not int or bits != found[0] for bits in found):
         return None
     return found[0] if 2 <= found[0] <= 8 else None
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    value = quantization.get("weight_block_size")
+    key, value = "weight_block_size", quantization.get("weight_block_size")
+    if value is None:
+        key, value = "config_groups.*.weights.block_structure", _block_structure(quantization)
     if value is None:
         return None
     if isinstance(value, list) and len(value) == 2:
         rows, columns = value
         if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
             return rows, columns
-    key = "quantization_config.weight_block_size"
-    raise wrong_value(key, value, "two positive integers")
+    raise wrong_value(f"quantization_config.{key}", value, "two positive integers")
 
 
 def _dense_layers(text: Mapping[str, Any], num_layers: Setting | None) -> DenseLayers | None:

@@ -27,7 +27,9 @@ F16 = Element("F16", 2)
 F32 = Element("F32", 4)
 F8_E4M3 = Element("F8_E4M3", 1)
 F4_E2M1 = Element("F4_E2M1", 1, unit_cols=2)
+F4_E0M3 = Element("F4_E0M3", 1, unit_cols=2)
 I8 = Element("I8", 1, integer_zero=0)
+I4 = Element("I4", 1, unit_cols=2, integer_zero=0)
 U4_AWQ = Element("U4_AWQ", 4, unit_rows=8, integer_zero=8)
 # Unsigned numbers of so many bits in 32-bit words, from the lowest bits on; those of widths that
 # do not divide 32 continue in the next word.
@@ -50,5 +52,6 @@ BLOCKS = {
     )
 }  # fmt: skip
 ELEMENTS = (
-    BF16, F16, F32, F8_E4M3, F4_E2M1, I8, U4_AWQ, *STREAMS.values(), *BLOCKS.values()
+    BF16, F16, F32, F8_E4M3, F4_E2M1, F4_E0M3, I8, I4, U4_AWQ, *STREAMS.values(),
+    *BLOCKS.values(),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from itertools import islice
 from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
+from ktconv.checkpoint.encodings.refusals import check_described, check_rotation
 from ktconv.checkpoint.encodings.shapes import biases
 from ktconv.checkpoint.fused import fused_layout, fused_parts, stacked_layout
 from ktconv.checkpoint.stacks import Stack
@@ -191,10 +192,13 @@ class _EncodingsOfLayer:
         return "+".join(self._seen)
 
     def matrix(self, parts: Parts, views: _Views) -> ExpertMatrix:
+        if self._config.described:
+            check_described(parts, self._config.described)
         encoding, matrix = stored_matrix(
             parts, lambda one: views[one.transposed], self._config, self._wrong_shape
         )
         if encoding.name not in self._seen:
+            check_rotation(matrix.tensor, self._config)
             self._check_declared(encoding, matrix.tensor)
             self._seen[encoding.name] = None
         if BIAS in parts:

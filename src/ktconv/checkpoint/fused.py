@@ -34,8 +34,8 @@ from ktconv.families import table
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.families.table import one_of
 
-# First words of names beside gate_up_proj: gate_up_proj_scale_inv.
-_COMPANIONS = ("scale",)
+# How names beside gate_up_proj begin that are weight_... beside a matrix of its own.
+_COMPANIONS = ("scale", "packed", "zero_point", "g_idx", "shape", "global_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _part_name(separator: str | None, rest: str | None) -> str:
     """gate_up_proj -> weight, gate_up_proj_scale_inv -> weight_scale_inv, and so on."""
     if separator is None or rest is None:
         return "weight"
-    if separator == "_" and rest.startswith(_COMPANIONS):
+    if separator == "_" and rest.startswith(_COMPANIONS) and rest != "scales":
         return "weight_" + rest
     return "scale" if rest == "weight.scale" else rest  # both are names that GGUF files have
 

@@ -11,25 +11,31 @@ from functools import lru_cache
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts, Roles
-from ktconv.checkpoint.encodings.compressed import INT8, PACKED
+from ktconv.checkpoint.encodings.compressed import ANGELSLIM, INT8, MSMODELSLIM, PACKED
 from ktconv.checkpoint.encodings.fp4 import (
     MXFP4,
     MXFP4_BLOCKS,
     MXFP4_PACKED,
+    MXINT4,
     NVFP4_MODELOPT,
     NVFP4_PACKED,
 )
 from ktconv.checkpoint.encodings.fp8 import FP8
 from ktconv.checkpoint.encodings.gguf import GGUF
 from ktconv.checkpoint.encodings.gptq import AWQ, GPTQ
-from ktconv.checkpoint.encodings.refusals import unsupported, wrong_scales
+from ktconv.checkpoint.encodings.refusals import (
+    packed_without_straddling,
+    unsupported,
+    wrong_scales,
+)
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
 from ktconv.checkpoint.types import ExpertMatrix, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
 _SAFETENSORS: tuple[Encoding, ...] = (
-    BF16, FP16, FP32, *FP8, INT8, *PACKED, MXFP4, MXFP4_BLOCKS, MXFP4_PACKED, NVFP4_PACKED,
+    BF16, FP16, FP32, *FP8, INT8, MSMODELSLIM, *PACKED, ANGELSLIM,
+    MXFP4, MXFP4_BLOCKS, MXINT4, MXFP4_PACKED, NVFP4_PACKED,
     NVFP4_MODELOPT, *GPTQ, AWQ,
 )  # fmt: skip
 ENCODINGS = tuple(dict.fromkeys((*_SAFETENSORS, *GGUF)))
@@ -105,10 +111,13 @@ def stored_matrix(
     if shaped:
         first = shaped[0]
         raise wrong_scales(first.encoding, first.roles, view_of(first.encoding), config)
+    first = possible[0]
+    if old := packed_without_straddling(first.weight, view_of(first.encoding), config):
+        raise old
     names: dict[tuple[int, ...], str] = {}
     for one in possible:
         names.setdefault(view_of(one.encoding).shape(one.encoding.element), one.encoding.name)
     expected = [f"{list(shape)} ({name})" for shape, name in names.items()]
     if len(names) == 1:
         expected = [str(list(shape)) for shape in names]
-    raise wrong_shape(possible[0].weight, " or ".join(expected))
+    raise wrong_shape(first.weight, " or ".join(expected))

@@ -4,6 +4,9 @@
 whose codes have 2^(bits - 1) added; `int-quantized` and `naive-quantized`: weight I8 [N, K], one
 code per byte even of 4 bits. weight_scale is [N, G], [N, 1] or [1]. Zero points of packed codes
 are packed down the rows: [N * bits / 32, G].
+
+AngelSlim's w4a8 calls itself int-quantized, but has two signed numbers in a byte: weight_packed I8
+[N, K / 2]. msModelSlim has zero points in float32, weight_offset [N, 1].
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.refusals import packed_without_straddling
 from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks
 from ktconv.checkpoint.types import GroupIndex, Quantization
 from ktconv.checkpoint.views import StoredView
@@ -38,6 +42,8 @@ def _quantization(
 
 def _packed(bits: int) -> Encoding:
     def quantization(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+        if bits == 8 and (old := packed_without_straddling(roles["weight"], view, config)):
+            raise old
         return _quantization(roles, view, f"U{bits}_ROWS", 1 << bits - 1)
 
     return Encoding(
@@ -68,6 +74,30 @@ INT8 = Encoding(
     ignored=_IGNORED,
     quantization=_plain,
     methods=(*_METHODS, "modelopt", "quark"),
+)
+ANGELSLIM = Encoding(
+    "int4",
+    ("I8",),
+    elements.I4,
+    primary="weight_packed",
+    companions=(_SCALE,),
+    ignored=("input_scale",),
+    quantization=_plain,
+    methods=_METHODS,
+)
+
+
+def _ascend(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    return _quantization(roles, view, "F32", 0)
+
+
+MSMODELSLIM = Encoding(
+    "int8",
+    ("I8",),
+    elements.I8,
+    companions=(_SCALE, Companion(ZERO, ("weight_offset",), ("F32",))),
+    ignored=("input_scale", "input_offset", "quant_bias", "deq_scale"),
+    quantization=_ascend,
 )
 # Which of these a weight is follows from how many words its rows take.
 PACKED = tuple(_packed(bits) for bits in sorted(elements.STREAMS))

@@ -1,6 +1,9 @@
 """FP4 (E2M1) in groups of inputs: MXFP4 with a power of two for 32, NVFP4 with an E4M3 scale for
 16 and a second one for the matrix. Element 2j is in the low half of byte j.
 
+MXINT4 of AutoRound has groups like MXFP4, and a magnitude in quarters; only data_type in
+config.json tells the two apart.
+
 NVFP4's second scale divides where compressed-tensors writes it, and multiplies in ModelOpt's.
 """
 
@@ -9,11 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.elements import F4_E2M1
+from ktconv.checkpoint.elements import F4_E0M3, F4_E2M1
 from ktconv.checkpoint.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
 from ktconv.checkpoint.encodings.shapes import POWERS, grid_with_blocks
 from ktconv.checkpoint.types import OuterScale, Quantization
 from ktconv.checkpoint.views import StoredView
+from ktconv.errors import CheckpointError
 
 _MX_GROUP, _NV_GROUP = 32, 16
 
@@ -22,6 +26,17 @@ def _mx(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | N
     tensor = roles[SCALE]
     grid = grid_with_blocks(tensor, view, POWERS[tensor.dtype], (1, _MX_GROUP))
     return None if grid is None else Quantization(grid)
+
+
+def _mx_int(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    kinds = {"mx_int" in name for name in config.data_types if name.startswith("mx_")}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{roles['weight'].name} may be MXINT4 or MXFP4: quantization_config in config.json "
+            f"has the data types {', '.join(sorted(config.data_types))}",
+            "Use a version of this model whose weights of 4 bits all have the same data_type.",
+        )
+    return _mx(roles, view, config) if kinds == {True} else None
 
 
 def _nv(roles: Roles, view: StoredView, divides: bool) -> Quantization | None:
@@ -62,12 +77,19 @@ MXFP4_PACKED = replace(
     companions=(Companion(SCALE, ("weight_scale",), _POWERS),),
     ignored=("weight_shape", "input_scale", "input_global_scale"),
 )
+MXINT4 = replace(
+    MXFP4_PACKED,
+    name="mxint4",
+    element=F4_E0M3,
+    quantization=_mx_int,
+    methods=("auto-round", "auto_round"),
+)
 # gpt-oss: [E, N, K / 32, 16], whose last two axes fused.py makes one.
 MXFP4_BLOCKS = replace(
     MXFP4,
     dtypes=("U8",),
     primary=BLOCKS,
-    companions=(Companion(SCALE, ("weight_scales",), _POWERS),),
+    companions=(Companion(SCALE, ("scales",), _POWERS),),
     ignored=(),
 )
 NVFP4_PACKED = Encoding(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.base import BIAS, SCALE, WEIGHT, Encoding, Parts, Roles
+from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
@@ -14,24 +15,98 @@ _HINT = (
     "integers of compressed-tensors, GPTQ and AWQ; use a version of this model in one of them."
 )
 _DAMAGED = "The checkpoint is inconsistent; download it again."
-# What a tensor beside (or in place of) a weight is a sign of.
+# What words in the name of a tensor beside (or in place of) a weight are a sign of.
 _FOREIGN = {
-    "bitmask": "sparse compression is",
-    "compressed": "sparse compression is",
-    "pre_quant_scale": "a scale of the inputs (AWQ of ModelOpt) is",
-    "absmax": "bitsandbytes is",
-    "quant_map": "bitsandbytes is",
-    "weight_offset": "msModelSlim is",
-    "biases": "MLX quantization is",
+    "bitmask": "sparse compression (sparse-24-bitmask)",
+    "compressed": "sparse compression (sparse-24-bitmask)",
+    "scale_packed": "2:4 sparse compression (marlin-24)",
+    "pre_quant_scale": "a scale of the inputs (AWQ or SmoothQuant of ModelOpt)",
+    "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    "SCB": "bitsandbytes",
+    "weight_format": "bitsandbytes",
+    "scale_bias": "msModelSlim's W4A8, whose order of nibbles is not specified,",
+    "biases": "MLX quantization",
+    "W_q": "HQQ",
+    "weight_scales": "EETQ",
+    "q_weight": "EXL2",
+    "q_invperm": "EXL2",
+    "trellis": "EXL3",
+    "suh": "EXL3",
+    "svh": "EXL3",
+    "_data": "torchao",
+    "qdata": "torchao",
+    "tensor_impl": "torchao",
+    "_weight_qdata": "torchao",
+    "centroids": "VPTQ",
+    "codebooks": "AQLM",
+    "Qidxs": "QuIP#",
+    "B": "Marlin packing",
+    "s_group": "QQQ",
+    "s_channel": "QQQ",
+    "zeros": "BitBLAS packing",
 }
+_ONLINE = "a rotation of the inputs while the model runs (SpinQuant, QuaRot)"
+_KNOWN_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC")  # of msModelSlim
+
+
+def _foreign(part: str) -> str | None:
+    if part.startswith("spinquant") or "hadamard" in part.lower():
+        return _ONLINE
+    words = part.replace(":", ".").split(".")
+    return next((_FOREIGN[word] for word in words if word in _FOREIGN), None)
+
+
+def check_described(parts: Parts, described: Mapping[str, str]) -> None:
+    """CheckpointError if msModelSlim's description gives a weight a type that cannot be read."""
+    for tensor in parts.values():
+        kind = described.get(tensor.name, _KNOWN_TYPES[0])
+        if kind not in _KNOWN_TYPES:
+            raise CheckpointError(
+                f"{tensor.name} is {kind} in quant_model_description.json, which is not supported "
+                "as an input, because how msModelSlim packs it is not specified",
+                f"Supported are {', '.join(_KNOWN_TYPES)}.",
+            )
+
+
+def check_rotation(weight: TensorRef, config: ModelConfig) -> None:
+    """CheckpointError if config.json says that inputs are rotated while the model runs."""
+    if config.online_rotation:
+        raise CheckpointError(
+            f"{weight.name}: {_ONLINE} is not supported as an input "
+            "(quantization_config.transform_config in config.json)",
+            "Use a version of this model whose rotations are all inside its weights.",
+        )
+
+
+def packed_without_straddling(
+    weight: TensorRef, view: StoredView, config: ModelConfig
+) -> CheckpointError | None:
+    """The error for integers of 3, 5, 6 or 7 bits as compressed-tensors packed them before 2026,
+    whole ones in every word; None if these are none. Four of 7 bits take what four of 8 do."""
+    if weight.dtype != "I32" or not weight.name.endswith("_packed") or not weight.shape:
+        return None
+    for bits in (3, 5, 6, 7):
+        each = 32 // bits
+        if -(-view.stored_cols // each) != weight.shape[-1]:
+            continue
+        if bits == 7 and config.packed_bits != 7:
+            continue
+        return CheckpointError(
+            f"{weight.name} has {weight.shape[-1]} words for {view.stored_cols} weights: {bits} "
+            f"bits each, {each} in a word, which is not supported as an input",
+            "Older versions of compressed-tensors packed so; save the model again with one from "
+            "2026, which uses all bits.",
+        )
+    return None
 
 
 def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     """The error for tensors that are no known encoding."""
     for part, tensor in parts.items():
-        if part in _FOREIGN:
+        if what := _foreign(part):
             return CheckpointError(
-                f"{tensor.name} ({tensor.dtype}): {_FOREIGN[part]} not supported as an input", _HINT
+                f"{tensor.name} ({tensor.dtype}): {what} is not supported as an input", _HINT
             )
     encodings = tuple(encodings)
     known = {BIAS, *(name for one in encodings for name in _names(one))}
