@@ -101,10 +101,10 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu
 
 # What the second reader of `verify` may use: positions of tensors, raw bytes, families' names.
 OF_SECOND_READER = {
-    "checkpoint.Checkpoint", "checkpoint.MoELayer", "checkpoint.Projection",
+    *(f"checkpoint.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
     "checkpoint.TensorRef", "checkpoint.shards.read_shards", "checkpoint.shards.select_shards",
-    "families.table", "reading.reader.SourceReader", "system.arrays.Array", "system.arrays.F32",
-    "system.arrays.I64",
+    "families.table", "reading.reader.SourceReader",
+    *(f"system.arrays.{name}" for name in ("Array", "F32", "I64", "U8")),
 }  # fmt: skip
 
 

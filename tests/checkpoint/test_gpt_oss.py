@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.encoded import e2m1, pairs, powers
 from helpers.families import Raw, Tensor, bf16, raw, simple_config, write_checkpoint, write_family
+from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, open_checkpoint
@@ -18,10 +18,7 @@ from ktconv.reading.decoded import source_buffer
 from ktconv.reading.matrices import MatrixReader
 from ktconv.reading.reader import SourceReader
 
-SOURCE = "model.layers.0.mlp.experts"
-EXPERTS, HIDDEN, INNER = 3, 128, 192
 F32 = NDArray[np.float32]
-SIZES = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
 
 
 def values_and_bias(checkpoint: Checkpoint, matrix: ExpertMatrix) -> tuple[F32, F32 | None]:
@@ -44,37 +41,6 @@ def assert_experts(directory: Path, blocks: Blocks) -> None:
             values, bias = values_and_bias(checkpoint, expert[proj])
             np.testing.assert_array_equal(values, whole[proj][0])
             np.testing.assert_array_equal(bias, whole[proj][1])
-
-
-class Blocks:
-    """A layer in MXFP4, the same in bf16, and its values: gate_up [E, 2I, H], whose outputs
-    alternate, and down [E, H, I]."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(3)
-        self.mxfp4: dict[str, Tensor] = {}
-        self.bf16: dict[str, Tensor] = {}
-        self.values: list[F32] = []
-        biases: list[F32] = []
-        for name, rows, cols in (
-            ("gate_up_proj", 2 * INNER, HIDDEN),
-            ("down_proj", HIDDEN, INNER),
-        ):
-            codes = rng.integers(0, 16, (EXPERTS * rows, cols), np.uint8)
-            scale = rng.integers(110, 130, (EXPERTS, rows, cols // 32), np.uint8)
-            values: F32 = e2m1(codes).reshape(EXPERTS, rows, cols) * powers(scale).repeat(
-                32, axis=2
-            )
-            bias = rng.standard_normal((EXPERTS, rows)).astype(np.float16).astype(np.float32)
-            blocks = pairs(codes).reshape(EXPERTS, rows, cols // 32, 16)
-            self.mxfp4[f"{SOURCE}.{name}_blocks"] = blocks
-            self.mxfp4[f"{SOURCE}.{name}_scales"] = scale
-            self.bf16[f"{SOURCE}.{name}"] = bf16(np.ascontiguousarray(values.swapaxes(1, 2)))
-            for tensors in (self.mxfp4, self.bf16):
-                tensors[f"{SOURCE}.{name}_bias"] = bias
-            self.values.append(values)
-            biases.append(bias)
-        self.biases = biases[0], biases[1]
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "a_copy_of_it"])

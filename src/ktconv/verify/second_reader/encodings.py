@@ -11,11 +11,13 @@ import numpy as np
 from ktconv.checkpoint import TensorRef
 from ktconv.system.arrays import F32, I64, Array
 from ktconv.verify.second_reader import numbers
+from ktconv.verify.second_reader.ggml import TYPES
 from ktconv.verify.second_reader.numbers import ITEMS
 
 Read = Callable[[TensorRef, int, int], bytes]  # so many bytes from an offset on of a tensor
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+PRIMARY = ("weight", "weight_packed", "weight_blocks", "qweight")
 _USUAL_BLOCK = (128, 128)
 # How GPTQ (checkpoint_format) and AutoRound (packing_format) call zero points stored as they are.
 _TRUE_ZEROS = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
@@ -63,16 +65,17 @@ class Source:
         return np.frombuffer(data, ITEMS[tensor.dtype]).reshape(shape)
 
     def rectangle(self, part: str, height: range, width: range) -> Array:
-        """Array of some rows and columns of a stored matrix."""
-        tensor = self.parts[part]
-        size, across = np.dtype(ITEMS[tensor.dtype]).itemsize, int(np.prod(self.shape(part)[1:]))
-        base = self.place.expert * self.shape(part)[0] if self.shape(part) != tensor.shape else 0
-        rows = [
-            self.read(tensor, ((base + row) * across + width.start) * size, len(width) * size)
-            for row in height
-        ]
-        data = np.frombuffer(b"".join(rows), ITEMS[tensor.dtype])
-        return data.reshape(len(height), len(width))
+        """Items of some rows and columns of a stored matrix; of blocks of ggml, their bytes."""
+        tensor, rows = self.parts[part], self.shape(part)[0]
+        kind = np.dtype(ITEMS.get(tensor.dtype, "u1"))
+        stacked = self.place.experts or 1 if self.shape(part) != tensor.shape else 1
+        row_bytes = tensor.nbytes // (stacked * rows)
+        first = self.place.expert * rows if stacked > 1 else 0
+        start, nbytes = width.start * kind.itemsize, len(width) * kind.itemsize
+        data = b"".join(
+            self.read(tensor, (first + row) * row_bytes + start, nbytes) for row in height
+        )
+        return np.frombuffer(data, kind).reshape(len(height), len(width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,17 @@ def _by_shape(place: Place, count: int) -> tuple[int, int] | None:
 # ---- floating point --------------------------------------------------------------------
 
 
-def _plain(source: Source) -> Weight:
+def _plain(source: Source) -> Weight | None:
+    """Floats, and in GGUF files blocks of ggml: there a factor may be beside either."""
     dtype = source.parts["weight"].dtype
-    return Weight(source, "weight", Units(lambda items: numbers.floats(items, dtype)))
+    units = Units(lambda items: numbers.floats(items, dtype))
+    if dtype in TYPES:
+        nbytes, count, decode = TYPES[dtype]
+        units = Units(decode, ins=count, items=nbytes)
+    if "scale" not in source.parts:
+        return Weight(source, "weight", units)
+    place, factor = source.place, source.items("scale").astype(np.float32)
+    return _scaled(source, "weight", units, factor, (place.outs, place.ins))
 
 
 def _fp8(source: Source) -> Weight | None:
@@ -197,14 +208,13 @@ _FP4 = Units(lambda items: numbers.E2M1[numbers.pairs(items)], ins=2)
 
 
 def _mxfp4(source: Source) -> Weight | None:
-    primary = _primary(source)
-    name = next(name for name in SCALES if name in source.parts)
+    name = next(name for name in (*SCALES, "weight_scales") if name in source.parts)
     scale = numbers.powers_of_two(source.items(name))
-    return _scaled(source, primary, _FP4, scale, (1, 32))
+    return _scaled(source, primary_of(source.parts), _FP4, scale, (1, 32))
 
 
 def _nvfp4(source: Source) -> Weight | None:
-    primary, parts = _primary(source), source.parts
+    primary, parts = primary_of(source.parts), source.parts
     scale = numbers.floats(source.items("weight_scale"), "F8_E4M3")
     outer = source.items("weight_global_scale" if "weight_global_scale" in parts
                          else "weight_scale_2").reshape(-1)[0]  # fmt: skip
@@ -320,6 +330,12 @@ def _powers(parts: Mapping[str, TensorRef]) -> bool:
     return any(parts[name].dtype in ("U8", "F8_E8M0") for name in SCALES if name in parts)
 
 
+def _only_a_factor(parts: Mapping[str, TensorRef]) -> bool:
+    """No scales; `scale` is none of them in GGUF files."""
+    gguf = parts["weight"].file.suffix == ".gguf"
+    return not any(name in parts for name in SCALES if not (gguf and name == "scale"))
+
+
 def _not(beside: Callable[[Mapping[str, TensorRef]], bool]) -> Callable[..., bool]:
     return lambda parts: not beside(parts)
 
@@ -329,15 +345,21 @@ def _of(*dtypes: str) -> frozenset[str]:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("weight", _of("BF16", "F16", "F32"), _not(_has(*SCALES)), _plain),
+    Row("weight", _of("BF16", "F16", "F32", *TYPES), _only_a_factor, _plain),
     Row("weight", _of("F8_E4M3"), _has(*SCALES), _fp8),
     Row("weight", _of("I8", "U8", "F4"), _powers, _mxfp4),
     Row("weight", _of("U8"), _has("weight_scale_2"), _nvfp4),
     Row("weight", _of("I8"), _not(_powers), _int8),
     Row("weight_packed", _of("U8"), _powers, _mxfp4),
+    Row("weight_blocks", _of("U8"), _has("weight_scales"), _mxfp4),
     Row("weight_packed", _of("U8"), _has("weight_global_scale"), _nvfp4),
     Row("weight_packed", _of("I32"), _has("weight_scale"), _packed),
 )
+
+
+def primary_of(parts: Mapping[str, TensorRef]) -> str:
+    """The name of the tensor with the codes; "" if there is none."""
+    return next((name for name in PRIMARY if name in parts), "")
 
 
 def transposed(parts: Mapping[str, TensorRef]) -> bool:
@@ -358,7 +380,3 @@ def weight_of(source: Source) -> Weight | None:
             if found is not None:
                 return found
     return None
-
-
-def _primary(source: Source) -> str:
-    return "weight_packed" if "weight_packed" in source.parts else "weight"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.families import table
 from ktconv.reading.reader import SourceReader
-from ktconv.verify.second_reader.encodings import Place, Source, Weight, transposed, weight_of
+from ktconv.verify.second_reader.encodings import (
+    PRIMARY,
+    Place,
+    Source,
+    Weight,
+    primary_of,
+    transposed,
+    weight_of,
+)
 
 Parts = dict[str, TensorRef]
-PRIMARY = ("weight", "weight_packed", "qweight")
 
 
 class UnknownWeightError(Exception):
@@ -36,16 +43,17 @@ class SecondReader:
         if proj == "down":
             rows, cols = cols, rows
         for spelt in table.FAMILIES.matrices:
-            name = f"{layer.source}.{expert}.{spelt.of(proj)}"
-            parts = self._modules().get(name)
-            if parts:
-                return self._weight(name, parts, _whole(parts, rows, cols))
-        for gate_up, down in table.FAMILIES.fused.items():
-            name = f"{layer.source}.{down if proj == 'down' else gate_up}"
-            parts, other = self._fused(layer.source, gate_up), self._fused(layer.source, down)
-            if parts and other:
-                place = _stacked(layer, expert, proj, _shape(parts), _shape(other))
-                return self._weight(name, other if proj == "down" else parts, place)
+            word = spelt.of(proj)
+            for name in (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}"):
+                parts = self._modules().get(name)
+                if parts:
+                    return self._weight(name, parts, _whole(parts, rows, cols))
+        for way in table.FAMILIES.stacked:
+            stacks = [self._fused(layer.source, word) for word in way]
+            if all(stacks):
+                which = -1 if proj == "down" else PROJECTIONS.index(proj) * (len(way) - 2)
+                place = _stacked(layer, expert, proj, stacks, self._interleaved(stacks[0]))
+                return self._weight(f"{layer.source}.{way[which]}", stacks[which], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
 
     def module(self, tensor: str, rows: int, cols: int) -> Weight:
@@ -87,14 +95,27 @@ class SecondReader:
 
     def _fused(self, source: str, word: str) -> Parts:
         """The tensors of a parameter with all experts of a layer: gate_up_proj,
-        gate_up_proj_scale_inv, or gate_up_proj.weight and so on."""
+        gate_up_proj_scale_inv, gate_up_proj_blocks, or gate_up_proj.weight and so on."""
         found = dict(self._modules().get(f"{source}.{word}", {}))
+        found |= self._modules().get(f"{source}.{word}.weight", {})  # .scale
         for name, tensor in self._modules().get(source, {}).items():
             if name == word:
                 found["weight"] = tensor
             elif name.startswith(f"{word}_"):
                 found[f"weight{name.removeprefix(word)}"] = tensor
         return found
+
+    def _interleaved(self, gate_up: Parts) -> bool:
+        """Whether even outputs are gate and odd ones up: in gpt-oss, whose blocks no other model
+        has."""
+        if "weight_blocks" in gate_up:
+            return True
+        if any(tensor.file.suffix == ".gguf" for tensor in gate_up.values()):
+            return False
+        config = self._checkpoint.config
+        sections = [config, *(one for one in config.values() if isinstance(one, dict))]
+        rows = (table.FAMILIES.of(section.get("model_type")) for section in sections)
+        return any(row.interleaved for row in rows if row is not None)
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,7 +129,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shape(parts: Parts) -> tuple[int, ...]:
-    primary = next((name for name in PRIMARY if name in parts), None)
+    primary = primary_of(parts)
     return parts[primary].shape if primary else ()
 
 
@@ -121,18 +142,24 @@ def _whole(parts: Parts, rows: int, cols: int) -> Place | None:
 
 
 def _stacked(
-    layer: MoELayer, expert: int, proj: Projection, gate_up: tuple[int, ...], down: tuple[int, ...]
+    layer: MoELayer, expert: int, proj: Projection, stacks: Sequence[Parts], interleaved: bool
 ) -> Place | None:
-    """The place of a projection in tensors with all experts: gate_up [E, 2I, H] and
-    down [E, H, I], or both with the last two axes swapped."""
+    """The place of a projection in tensors with all experts: gate and up [E, I, H] each, or
+    together [E, 2I, H], and down [E, H, I]; those of two tensors may have the last two axes
+    swapped. Of packed numbers only the first of the two axes is known to count outputs."""
     hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
-    if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != experts or down[0] != experts:
+    shapes = [_shape(parts) for parts in stacks]
+    if any(len(shape) < 3 or shape[0] != experts for shape in shapes):
         return None
-    straight = gate_up[1] == 2 * inner and down[1] == hidden
-    turned = gate_up[2] == 2 * inner and down[2] == hidden
+    *wide, down = shapes
+    outs = inner if len(wide) == 2 else 2 * inner
+    straight = all(shape[1] == outs for shape in wide) and down[1] == hidden
+    turned = len(wide) == 1 and wide[0][2] == outs and down[2] == hidden
     if straight == turned:
         return None
     if proj == "down":
         return Place(hidden, inner, hidden, inner, 0, 1, experts, expert, turned)
-    first = inner if proj == "up" else 0
-    return Place(inner, hidden, 2 * inner, hidden, first, 1, experts, expert, turned)
+    first, step = (inner, 1) if proj == "up" and len(wide) == 1 else (0, 1)
+    if interleaved and len(wide) == 1:
+        first, step = (1, 2) if proj == "up" else (0, 2)
+    return Place(inner, hidden, outs, hidden, first, step, experts, expert, turned)
