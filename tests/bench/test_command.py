@@ -24,7 +24,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from ktconv import native
-from ktconv.bench import command, pack_stage, plots, run
+from ktconv.bench import command, pack_stage, run
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
@@ -144,7 +144,7 @@ def test_a_reader_that_leaves_hides_no_regression(
 
 def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(pack_stage.bench_packing, working_set=1 << 16)
-    monkeypatch.setattr(pack_stage, "bench_packing", small)
+    monkeypatch.setattr(command, "bench_packing", small)
 
 
 @pytest.mark.usefixtures("broken_pipe")
@@ -173,7 +173,7 @@ def test_a_picture_that_fails_costs_no_figures(
     def full(*_: Any) -> None:
         raise ResourceError("a.png cannot be written: No space left on device")
 
-    monkeypatch.setattr(plots, "plot", full)
+    monkeypatch.setattr(command, "plot", full)
     result = bench(*SMALL, "--plot", tmp_path / "a.png", "--format", "jsonl")
     assert result.exit_code == 3 and "No space left" in result.stderr
     assert len(list(map(json.loads, result.stdout.splitlines()))) == 6
@@ -260,7 +260,7 @@ def test_bench_stage_pack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_packing_honours_seconds_iterations_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pack_stage, "bench_packing", lambda *_, **given: asked.append(given) or [])
+    monkeypatch.setattr(command, "bench_packing", lambda *_, **given: asked.append(given) or [])
     words = ("--seconds", "0.25", "--iters", "3", "--seed", "5")
     assert bench("--stage", "pack", "--method", "int4", *words, "--format", "json").exit_code == 0
     assert asked == [{"effort": Effort(0.25, 3), "seed": 5}]

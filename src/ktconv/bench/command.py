@@ -7,7 +7,10 @@ from pathlib import Path
 
 from ktconv import native
 from ktconv.bench.cases import Request
+from ktconv.bench.compare import compare, read_report
 from ktconv.bench.measure import Effort
+from ktconv.bench.pack_stage import bench_packing, render_packing
+from ktconv.bench.plots import check_plot, plot
 from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
 from ktconv.bench.run import bench
@@ -16,8 +19,6 @@ from ktconv.formats import FORMATS, Format, format_named, output_formats
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
-
-# compare, plots and pack_stage are imported where used: they are slow to import and rarely needed.
 
 Show = Callable[[str], None]
 
@@ -40,23 +41,15 @@ def run(
     """Shows the report in one of render.FORMATS; returns how many rows regressed against the
     `baseline`, an old report."""
     for path in plots:
-        from ktconv.bench.plots import check_plot
-
         check_plot(path)
-    old = None
-    if baseline is not None:
-        from ktconv.bench.compare import compare, read_report
-
-        old = read_report(baseline)
-    foreseen = old and not request.peers  # peers' rows are known when they are measured
-    report = bench(request, notify, old.expect_any if old and foreseen else None)
+    old = read_report(baseline) if baseline else None
+    # Rows of peers are known when they are measured.
+    report = bench(request, notify, old.expect_any if old and not request.peers else None)
     if old is not None:
         for note in compare(report, old, tolerance):
             notify(note)
     show(render(report, form))
     for path in plots:
-        from ktconv.bench.plots import plot
-
         plot(report, path)
     return sum(bool(row.regressed) for row in report.rows)
 
@@ -78,8 +71,6 @@ def run_packing(
     show: Show,
 ) -> None:
     """Shows what `--stage pack` measures."""
-    from ktconv.bench.pack_stage import bench_packing, render_packing
-
     names = list(output_formats())
     if methods.strip().lower() not in ("", "all"):
         names = [method.key for method in parse_methods(methods)]

@@ -23,7 +23,7 @@ def fingerprint() -> dict[str, Any]:
         "usable_cpus": machine.usable_cpus(),
         "caches": caches(),
         "numa_nodes": machine.numa_nodes(),
-        "governor": _read(_SYS / "cpu0/cpufreq/scaling_governor") or "unknown",
+        "governor": machine.text_of(_SYS / "cpu0/cpufreq/scaling_governor") or "unknown",
         "features": [name for name, present in native.cpu_features().items() if present],
         "memory_bytes": machine.total_memory(),
         "system": f"{platform.system()} {platform.release()}",
@@ -41,7 +41,7 @@ def caches() -> dict[str, str]:
     """Sizes by name, as the kernel reports them: {"L1d": "32K", "L2": "1024K", ...}."""
     found = {}
     for index in sorted((_SYS / "cpu0/cache").glob("index*")):
-        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
+        level, kind, size = (machine.text_of(index / name) for name in ("level", "type", "size"))
         letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
         if level and size:
             found[f"L{level}{letter}"] = size
@@ -52,10 +52,3 @@ def largest_cache() -> int:
     """Bytes; 32 MiB if the kernel does not report any size."""
     sizes = [int(size[:-1]) << 10 for size in caches().values() if size.endswith("K")]
     return max(sizes, default=32 << 20)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

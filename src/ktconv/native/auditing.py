@@ -23,6 +23,7 @@ class Audit:
     max_steps: float
     zeros: int
     invalid: int  # codes outside the format's range, or not 0 under scale 0
+    elements: int
     row_error: Array  # float32, shaped as plain scales: largest |source - dequantized|
     row_amax: Array  # the same: largest |source|
     row_scale: Array  # the same: what the rule makes of that
@@ -62,6 +63,7 @@ def audit(
         sums.max_steps,
         sums.zeros,
         sums.invalid,
+        source.rows * source.cols,
         error,
         amax,
         rule,

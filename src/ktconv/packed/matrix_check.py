@@ -33,7 +33,7 @@ class ErrorStats:
     zeros: int = 0
     elements: int = 0
 
-    def add(self, other: ErrorStats) -> None:
+    def add(self, other: ErrorStats | native.Audit) -> None:
         self.squared_source += other.squared_source
         self.squared_error += other.squared_error
         self.squared_value += other.squared_value
@@ -117,7 +117,7 @@ class MatrixCheck:
         self._rule[here] = self._expected(found, source).reshape(source.rows, -1)
         stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
         self._scale[here] = scales.values(fmt, stored)
-        self._add(found, source)
+        self._sums.add(found)
         if found.invalid:
             self._name_level(start, packed)
         if not math.isfinite(found.squared_source):
@@ -138,18 +138,6 @@ class MatrixCheck:
         self.kept_rows += int(possible.sum())
         expected: F32 = np.where(possible, kept, found.row_scale)
         return expected
-
-    def _add(self, found: native.Audit, source: native.Matrix) -> None:
-        self._sums.add(
-            ErrorStats(
-                found.squared_source,
-                found.squared_error,
-                found.squared_value,
-                found.max_steps,
-                found.zeros,
-                source.rows * source.cols,
-            )
-        )
 
     def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""

@@ -12,12 +12,10 @@ import numpy as np
 from ktconv.checkpoint.others import OtherWeight
 from ktconv.conversion.run import BaseRequest
 from ktconv.conversion.run import Preflight as AnyPreflight
-from ktconv.conversion.tasks import Advance, write_tensor
+from ktconv.conversion.tasks import Advance, CopyTask, write_tensor
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.decoded import decoded_rows, source_buffer
-from ktconv.reading.matrices import span_of
-from ktconv.reading.reader import SourceReader, Span
 from ktconv.targets.pack_quantized.module_classes import ClassCount
 from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget, Plan
 from ktconv.writer.staging import Staging
@@ -44,20 +42,10 @@ class Preflight(AnyPreflight[PackQuantizedTarget]):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedCopy:
+class DecodedCopy(CopyTask):
     """A quantized non-expert matrix, written as bf16."""
 
-    reader: SourceReader
     weight: OtherWeight
-    name: str
-    verify: bool  # read back what was written
-
-    @property
-    def source_bytes(self) -> int:
-        return self.weight.matrix.tensor.nbytes
-
-    def spans(self) -> Sequence[Span]:
-        return [span_of(self.weight.matrix)]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         decoded = decoded_rows(self.reader, self.weight.matrix, buffers, advance)

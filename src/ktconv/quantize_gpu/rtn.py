@@ -137,10 +137,10 @@ class Rtn(Conversion):
         return buffer_sizes(self.plan)
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
-        matrix = self.plan.target.decoded.get(tensor.name)
-        if matrix is None:
+        weight = self.plan.target.decoded.get(tensor.name)
+        if weight is None:
             return super().copy_task(reader, tensor, name)
-        return DecodedCopy(reader, matrix, name, self.request.verify)
+        return DecodedCopy(reader, tensor, name, self.request.verify, weight)
 
     def made_files(self) -> Mapping[str, bytes]:
         return {CONFIG: config.config_json(self.plan), RECIPE: config.recipe_yaml(self.plan)}

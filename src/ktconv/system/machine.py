@@ -43,9 +43,17 @@ def _node_list(kind: str, system: Path = SYSTEM) -> set[int]:
 def _numbers(path: Path) -> set[int]:
     """The numbers in a file of the kernel, like 0-1,3; none where it cannot be read."""
     try:
-        return set(parse_ranges(path.read_text().strip(), path.name))
-    except (OSError, UsageError):
+        return set(parse_ranges(text_of(path), path.name))
+    except UsageError:
         return set()
+
+
+def text_of(path: Path) -> str:
+    """A file of the kernel; nothing where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 # --- threads on CPUs --------------------------------------------------------------------
@@ -102,14 +110,11 @@ def _group_limits(
     controller: str, read: Callable[[Path], float | None], root: Path, membership: Path
 ) -> Iterator[float]:
     """What `read` finds in the groups of this process and in all above them."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for folder in (folder for line in lines for folder in _groups(controller, root, line)):
-        limit = read(folder)
-        if limit is not None:
-            yield limit
+    for line in text_of(membership).splitlines():
+        for folder in _groups(controller, root, line):
+            limit = read(folder)
+            if limit is not None:
+                yield limit
 
 
 def _groups(controller: str, root: Path, line: str) -> Iterator[Path]:
@@ -132,9 +137,9 @@ def _cpu_limit(folder: Path) -> float | None:
     files = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     for names in files:
         try:
-            quota, period = " ".join((folder / name).read_text() for name in names).split()[:2]
+            quota, period = " ".join(text_of(folder / name) for name in names).split()[:2]
             return float(quota) / float(period) if float(quota) > 0 else None
-        except (OSError, ValueError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError):
             continue  # no such file, or "max"
     return None
 
@@ -236,11 +241,7 @@ def available_memory(
 
 
 def _machine_memory(meminfo: Path) -> int:
-    try:
-        text = meminfo.read_text()
-    except OSError:
-        return total_memory()
-    match = re.search(r"MemAvailable:\s+([0-9]+) kB", text)
+    match = re.search(r"MemAvailable:\s+([0-9]+) kB", text_of(meminfo))
     return int(match[1]) * 1024 if match else total_memory()
 
 
@@ -258,19 +259,15 @@ def _memory_room(folder: Path) -> float | None:
 
 
 def _file_pages(stat: Path, prefix: str) -> int:
-    try:
-        text = stat.read_text()
-    except OSError:
-        return 0
-    lines = re.findall(rf"^{prefix}(?:in)?active_file ([0-9]+)$", text, re.MULTILINE)
+    lines = re.findall(rf"^{prefix}(?:in)?active_file ([0-9]+)$", text_of(stat), re.MULTILINE)
     return sum(map(int, lines))
 
 
 def _size_in(path: Path) -> int | None:
     """Bytes; None where there is no such file, or it says max."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        return int(text_of(path))
+    except ValueError:
         return None
 
 
@@ -284,9 +281,5 @@ def disk_free(path: Path) -> int:
 
 def cpu_model() -> str:
     """The CPU's name, or the architecture where it has none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    match = re.search(r"model name\s*:\s*(.+)", text)
+    match = re.search(r"model name\s*:\s*(.+)", text_of(Path("/proc/cpuinfo")))
     return match[1] if match else os.uname().machine

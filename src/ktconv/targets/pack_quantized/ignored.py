@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Protocol
 
+from ktconv.checkpoint import TensorRef
 from ktconv.targets.pack_quantized.module_classes import class_of
+from ktconv.writer.shards import Tensor
 
 HEAD = "lm_head"
 _WEIGHT = ".weight"
@@ -35,15 +36,7 @@ _JOINED: Mapping[str, Sequence[str]] = {
 _IN_LAYER = re.compile(r"(?:.*?\.)(layers\.[0-9]+\..*)")
 _DRAFT = ".eh_proj"  # only a layer for multi-token prediction has it
 
-
-class Stored(Protocol):
-    """A tensor of a plan or of a file."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
+Stored = Tensor | TensorRef  # of a plan or of a file
 
 
 def plain_modules(tensors: Iterable[Stored]) -> set[str]:
