@@ -207,10 +207,15 @@ def _fp8(source: Source) -> Weight | None:
 _FP4 = Units(lambda items: numbers.E2M1[numbers.pairs(items)], ins=2)
 
 
+_QUARTERS = Units(lambda items: numbers.QUARTERS[numbers.pairs(items)], ins=2)  # MXINT4
+
+
 def _mxfp4(source: Source) -> Weight | None:
     name = next(name for name in (*SCALES, "weight_scales") if name in source.parts)
     scale = numbers.powers_of_two(source.items(name))
-    return _scaled(source, primary_of(source.parts), _FP4, scale, (1, 32))
+    primary, kind = primary_of(source.parts), str(source.quantization.get("data_type"))
+    units = _QUARTERS if "mx_int" in kind and primary == "weight_packed" else _FP4
+    return _scaled(source, primary, units, scale, (1, 32))
 
 
 def _nvfp4(source: Source) -> Weight | None:
@@ -277,7 +282,16 @@ def _int8(source: Source) -> Weight | None:
     zero = None
     if "weight_zero_point" in source.parts:
         zero = _grid(numbers.signed(source.items("weight_zero_point")), source.place, blocks)
+    elif "weight_offset" in source.parts:  # msModelSlim
+        zero = _grid(source.items("weight_offset"), source.place, blocks)
     return _scaled(source, "weight", Units(numbers.signed), scale, blocks, zero, 0)
+
+
+def _signed_int4(source: Source) -> Weight | None:
+    """AngelSlim."""
+    found = _float_grid(source, "weight_scale")
+    units = Units(lambda items: numbers.SIGNED_4[numbers.pairs(items)], ins=2)
+    return None if found is None else _scaled(source, "weight_packed", units, *found, None, 0)
 
 
 def _packing(source: Source) -> str:
@@ -354,6 +368,7 @@ ROWS: tuple[Row, ...] = (
     Row("weight_blocks", _of("U8"), _has("weight_scales"), _mxfp4),
     Row("weight_packed", _of("U8"), _has("weight_global_scale"), _nvfp4),
     Row("weight_packed", _of("I32"), _has("weight_scale"), _packed),
+    Row("weight_packed", _of("I8"), _has("weight_scale"), _signed_int4),
 )
 
 

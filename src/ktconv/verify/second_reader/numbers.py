@@ -27,6 +27,8 @@ def _e4m3() -> F32:
 
 
 E4M3 = _e4m3()
+QUARTERS = np.concatenate([np.arange(8), -np.arange(8.0)]).astype(np.float32) / np.float32(4)
+SIGNED_4 = np.concatenate([np.arange(8), np.arange(-8, 0)]).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
