@@ -15,7 +15,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.bench.fingerprint import largest_cache
-from ktconv.bench.limits import read_size
+from ktconv.bench.limits import Meter, read_size
 from ktconv.bench.measure import Effort, batch_bytes, kept_routings
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
@@ -99,6 +99,16 @@ class Plan:
     @property
     def cases(self) -> list[Case]:
         return [case for layer in self.layers for case in layer.cases]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the rows of a run share."""
+
+    request: Request
+    pools: dict[int, Pool]  # by their number of threads
+    meter: Meter
+    notify: Notify
 
 
 def prepare(request: Request, notify: Notify = silent) -> Plan:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ktconv import native
-from ktconv.bench.cases import Request, different_experts, from_cache
-from ktconv.bench.limits import Meter
+from ktconv.bench.cases import Session, different_experts, from_cache
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.launch import measure
-from ktconv.bench.peers.request import Request as PeerRequest
-from ktconv.bench.peers.request import Result
+from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import PEERS, Spec, why_not
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
@@ -20,26 +18,19 @@ from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
 
 
-def peer_rows(
-    request: Request,
-    shape: Shape,
-    methods: Sequence[Format],
-    pools: dict[int, Pool],
-    meter: Meter,
-    notify: Notify,
-) -> Iterator[Row]:
+def peer_rows(session: Session, shape: Shape, methods: Sequence[Format]) -> Iterator[Row]:
     """Rows of every installed peer with weights like those of one of our methods.
 
     A peer that is missing or fails is left out with a message. Limits are measured at the last
     level of the request.
     """
-    native.use_isa(request.isas[-1])
-    for spec in chosen(methods, notify):
+    native.use_isa(session.request.isas[-1])
+    for spec in chosen(methods, session.notify):
         if not fits(spec, shape):
-            notify(f"{spec.name}: left out, too little memory is free")
+            session.notify(f"{spec.name}: left out, too little memory is free")
             continue
-        for pool in pools.values():
-            yield from _measured(spec, request, shape, pool, meter, notify)
+        for pool in session.pools.values():
+            yield from _measured(session, spec, shape, pool)
 
 
 def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
@@ -58,10 +49,9 @@ def fits(spec: Spec, shape: Shape) -> bool:
     return 2 * each * shape.experts < machine.available_memory()
 
 
-def _measured(
-    spec: Spec, request: Request, shape: Shape, pool: Pool, meter: Meter, notify: Notify
-) -> Iterator[Row]:
-    asked = PeerRequest(
+def _measured(session: Session, spec: Spec, shape: Shape, pool: Pool) -> Iterator[Row]:
+    request, meter = session.request, session.meter
+    asked = Request(
         peer=spec.name,
         shape=shape,
         routing=request.routing.text,
@@ -71,13 +61,13 @@ def _measured(
         seed=request.seed,
         different=different_experts(shape),
     )
-    notify(f"{shape.name}, {spec.name}: {pool.threads} threads")
+    session.notify(f"{shape.name}, {spec.name}: {pool.threads} threads")
     before = meter.again(pool)
     results: list[Result] = []
     try:
         results.extend(measure(asked))
     except PeerError as error:
-        notify(f"{spec.name}: left out, {error}")
+        session.notify(f"{spec.name}: left out, {error}")
     around = before, meter.again(pool)
     for result in results:
         sample = Sample(tuple(result.seconds), result.pairs, result.distinct)
@@ -85,7 +75,7 @@ def _measured(
         yield judge(_case(spec, asked, result), sample, *around, errors, meter.best(pool))
 
 
-def _case(spec: Spec, asked: PeerRequest, result: Result) -> Case:
+def _case(spec: Spec, asked: Request, result: Result) -> Case:
     engine, _, method = spec.name.partition(" ")
     return Case(
         engine=engine,

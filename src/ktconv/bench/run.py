@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from ktconv import native
-from ktconv.bench.cases import Layer, Plan, Request, different_experts, prepare
+from ktconv.bench.cases import Layer, Plan, Request, Session, different_experts, prepare
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.limits import Limits, Meter, level_kept
-from ktconv.bench.measure import Batch, Effort, Reference, check, make_batch, sample
+from ktconv.bench.measure import Batch, Reference, check, make_batch, sample
 from ktconv.bench.rows import Case, Key, Row, judge
 from ktconv.bench.weights import RandomWeights
 from ktconv.moe import Experts, pack_experts
@@ -51,48 +51,45 @@ def bench(
     with ExitStack() as stack:
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
         stack.enter_context(level_kept())
-        meter = Meter()
-        _measure_machine(request, meter, pools, notify)
-        for row in _all_rows(plan, pools, meter, notify):
+        session = Session(request, pools, Meter(), notify)
+        _measure_machine(session)
+        for row in _all_rows(session, plan):
             report.rows.append(row)
             notify(
                 f"  {row.isa}, {row.threads} threads, {row.tokens} tokens: "
                 f"{row.median_us:.0f} us, {row.share_of_bound:.0%} of {row.bound}"
             )
-        report.limits = list(meter.found.values())
+        report.limits = list(session.meter.found.values())
     return report
 
 
-def _measure_machine(
-    request: Request, meter: Meter, pools: dict[int, Pool], notify: Notify
-) -> None:
-    for isa in request.isas:
+def _measure_machine(session: Session) -> None:
+    for isa in session.request.isas:
         native.use_isa(isa)
-        for threads, pool in pools.items():
-            limit = meter.measure(pool)
-            notify(
+        for threads, pool in session.pools.items():
+            limit = session.meter.measure(pool)
+            session.notify(
                 f"{isa}, {threads} threads: memory {limit.read_gb_s:.1f} GB/s, "
                 f"int8 {limit.int8_gops:.0f} GOPS, bf16 {limit.bf16_gflops:.0f} GFLOPS"
             )
 
 
-def _all_rows(plan: Plan, pools: dict[int, Pool], meter: Meter, notify: Notify) -> Iterator[Row]:
+def _all_rows(session: Session, plan: Plan) -> Iterator[Row]:
     for layer in plan.layers:
-        yield from _rows(plan.request, layer, pools, meter, notify)
-    if plan.request.peers:
+        yield from _rows(session, layer)
+    if session.request.peers:
         from ktconv.bench.peer_rows import peer_rows
 
         for shape, layers in groupby(plan.layers, key=lambda layer: layer.shape):
             methods = [layer.method for layer in layers]
-            yield from peer_rows(plan.request, shape, methods, pools, meter, notify)
+            yield from peer_rows(session, shape, methods)
 
 
-def _rows(
-    request: Request, layer: Layer, pools: dict[int, Pool], meter: Meter, notify: Notify
-) -> Iterator[Row]:
+def _rows(session: Session, layer: Layer) -> Iterator[Row]:
     """There is memory for the experts of one layer at a time."""
-    experts, shape = layer.experts or _packed(request, layer, pools, notify), layer.shape
-    for pool in pools.values():
+    request, shape = session.request, layer.shape
+    experts = layer.experts or _packed(session, layer)
+    for pool in session.pools.values():
         experts.layer.touch(pool)
     for tokens, cases in groupby(layer.cases, key=lambda case: case.tokens):
         ids = layer.routings(request, tokens)
@@ -100,14 +97,14 @@ def _rows(
         reference = Reference(experts, batch)
         for case in cases:
             native.use_isa(case.isa)
-            yield _row(case, experts, batch, reference, pools[case.threads], meter, request.effort)
+            yield _row(session, case, experts, batch, reference)
 
 
-def _packed(request: Request, layer: Layer, pools: dict[int, Pool], notify: Notify) -> Experts:
+def _packed(session: Session, layer: Layer) -> Experts:
     method, shape = layer.method, layer.shape
-    notify(f"{shape.name}, {method.key}: packing {shape.experts} experts")
-    source = RandomWeights(request.seed, shape.hidden, shape.intermediate)
-    most = pools[max(pools)]
+    session.notify(f"{shape.name}, {method.key}: packing {shape.experts} experts")
+    source = RandomWeights(session.request.seed, shape.hidden, shape.intermediate)
+    most = session.pools[max(session.pools)]
     return pack_experts(
         method,
         source.expert,
@@ -120,17 +117,10 @@ def _packed(request: Request, layer: Layer, pools: dict[int, Pool], notify: Noti
     )
 
 
-def _row(
-    case: Case,
-    experts: Experts,
-    batch: Batch,
-    reference: Reference,
-    pool: Pool,
-    meter: Meter,
-    effort: Effort,
-) -> Row:
+def _row(session: Session, case: Case, experts: Experts, batch: Batch, reference: Reference) -> Row:
+    pool, meter = session.pools[case.threads], session.meter
     errors = check(experts, batch, reference, pool)
     before = meter.again(pool)
-    measured = sample(experts, batch, pool, effort)
+    measured = sample(experts, batch, pool, session.request.effort)
     after = meter.again(pool)
     return judge(case, measured, before, after, errors, meter.best(pool))

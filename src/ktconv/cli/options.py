@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
@@ -69,26 +70,27 @@ def convert(
     dry_run: bool,
     as_json: bool,
     did: str = "Converted",
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    lines: Sequence[str] = (),
 ) -> None:
-    """Print the plan, or do the job and print its result; `did` is the verb of the result."""
+    """Print the plan, or do the job and print its result.
+
+    Notes and progress are shown, and an interrupt prints how to continue. `did` is the verb of the
+    result; plans have `lines` in addition, and all JSON has `facts`.
+    """
     if dry_run:
-        print_result(as_json, preflight_facts(preflight), lambda: preflight_lines(preflight))
+        shown = {**preflight_facts(preflight), **facts}
+        print_result(as_json, shown, lambda: [*preflight_lines(preflight), *lines])
         return
-    report = run_job(request, preflight, job)
-    print_result(as_json, report_facts(report), lambda: report_lines(report, did))
-
-
-def run_job(request: Any, preflight: Preflight[Any], job: Job) -> Report:
-    """Do the job with notes and progress; an interrupt prints how to continue."""
-    for note in preflight.plan.notes:
-        notify(f"note: {note}")
-    for skipped in preflight.plan.skipped:
-        notify(f"skipped: {skipped}")
+    notes = [f"note: {note}" for note in preflight.plan.notes]
+    for line in (*lines, *notes, *(f"skipped: {what}" for what in preflight.plan.skipped)):
+        notify(line)
     gc.freeze()  # the plan lives as long as the process, so collections need not walk it
     with interruptible(lambda: _next_step(request.output, request.overwrite)):
         observer = progress_of(preflight)
         with observer:
-            return job(request, observer, preflight)
+            report = job(request, observer, preflight)
+    print_result(as_json, {**report_facts(report), **facts}, lambda: report_lines(report, did))
 
 
 def _next_step(output: Path, overwrite: bool) -> str:
@@ -196,6 +198,10 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
     from ktconv.conversion.records import describe_units
 
     output = report.preflight.request.output
+    if coverage := report.more.get("coverage"):
+        from ktconv.quantize_gpu.gptq.coverage import coverage_lines
+
+        yield from coverage_lines(coverage)
     if not report.converted and report.complete:
         yield f"{output} is complete: nothing to do."
         return

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,21 +22,12 @@ from ktconv.cli.options import (
     ShardSizeOption,
     ThreadsOption,
     VerifyOption,
-    preflight_facts,
-    preflight_lines,
-    report_facts,
-    report_lines,
-    run_job,
+    convert,
 )
-from ktconv.cli.output import JsonOption, given_options, notify, print_result
+from ktconv.cli.output import JsonOption, given_options, notify
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
-
-if TYPE_CHECKING:
-    from ktconv.conversion.run import Report
-    from ktconv.quantize_gpu.common import Preflight
-
 
 GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
 Scheme = Literal["W4A16", "W8A16"]  # as pack_quantized.scheme.BITS
@@ -136,15 +126,10 @@ def quantize_gpu_command(
             finalize=finalize,
         )
         preflight = prepare(request)
-        if dry_run:
-            facts = preflight_facts(preflight) | gpu_facts(preflight)
-            print_result(as_json, facts, lambda: _gpu_preflight_lines(preflight))
-            return
-        for line in class_lines(preflight.classes):
-            notify(line)
-        report = run_job(request, preflight, partial(quantize_gpu, notify=notify))
-        facts = report_facts(report) | gpu_facts(preflight)
-        print_result(as_json, facts, lambda: _gpu_report_lines(report))
+        facts = {"classes": [asdict(count) for count in preflight.classes]}
+        lines = class_lines(preflight.classes)
+        job = partial(quantize_gpu, notify=notify)
+        convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
 
 
 _OPTIONS_OF: dict[GpuMethod, set[str]] = {
@@ -168,24 +153,3 @@ def _refuse_options_of(other: GpuMethod, given: frozenset[str]) -> None:
 
 def _limit(text: str, option: str) -> int | None:
     return parse_size(text, option) if text else None
-
-
-def gpu_facts(preflight: Preflight) -> dict[str, Any]:
-    """What the JSON of quantize-gpu has in addition to that of any conversion."""
-    return {"classes": [asdict(count) for count in preflight.classes]}
-
-
-def _gpu_preflight_lines(preflight: Preflight) -> Iterator[str]:
-    from ktconv.targets.pack_quantized.module_classes import class_lines
-
-    yield from preflight_lines(preflight)
-    yield from class_lines(preflight.classes)
-
-
-def _gpu_report_lines(report: Report) -> Iterator[str]:
-    if coverage := report.more.get("coverage"):
-        from ktconv.quantize_gpu.gptq.coverage import LayerCoverage, coverage_lines
-
-        seen = {int(layer): LayerCoverage.of_record(record) for layer, record in coverage.items()}
-        yield from coverage_lines(seen)
-    yield from report_lines(report)

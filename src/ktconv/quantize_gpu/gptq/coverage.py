@@ -81,16 +81,18 @@ class Counter:
         return LayerCoverage(self.tokens, self.top_k, self.routed.tolist(), sorted(fell_back))
 
 
-def coverage_lines(layers: Mapping[int, LayerCoverage]) -> list[str]:
-    """A table for people: a line per layer, then the experts that were seldom used or fell back."""
+def coverage_lines(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Records of layers by number as a table for people: a line per layer, then the experts that
+    were seldom used or fell back."""
+    found = sorted((int(layer), LayerCoverage.of_record(one)) for layer, one in records.items())
     head = f"{'layer':>5}  {'tokens':>9}  {'least':>9}  {'median':>9}  {'most':>9}  seldom"
     lines = [f"{head}  fell back"]
-    for index, layer in sorted(layers.items()):
+    for index, layer in found:
         routed = np.asarray(layer.routed)
         numbers = (layer.tokens, routed.min(), int(np.median(routed)), routed.max())
         columns = "  ".join(f"{number:>9}" for number in numbers)
         lines.append(f"{index:>5}  {columns}  {len(layer.seldom):>6}  {len(layer.fell_back):>9}")
-    for index, layer in sorted(layers.items()):
+    for index, layer in found:
         if layer.seldom:
             lines.append(
                 f"layer {index}: {_listed(layer.seldom)} got fewer than {layer.threshold:.0f} "
