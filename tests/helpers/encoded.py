@@ -394,7 +394,10 @@ SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 2
 
 
 def encoded_model(directory: Path, kind: str, **changes: Any) -> tuple[Path, Weights, int]:
-    """A model of two experts, the values that it stands for, and the bytes of its experts."""
+    """A model of two experts, the values that it stands for, and the bytes of its experts.
+
+    `changes`: other tensors by name; None: the tensor is missing.
+    """
     rng = np.random.default_rng(len(kind))
     tensors: dict[str, Tensor] = {}
     stacks = []
@@ -406,7 +409,7 @@ def encoded_model(directory: Path, kind: str, **changes: Any) -> tuple[Path, Wei
             tensors |= {f"{SOURCE}.{expert}.{name}.{part}": one for part, one in parts.items()}
             values.append(value)
         stacks.append(np.stack(values))
-    tensors |= changes
+    tensors = {name: one for name, one in {**tensors, **changes}.items() if one is not None}
     config = simple_config(**SIZES, quantization_config=dict(KINDS[kind].quantization))
     model = write_checkpoint(directory, tensors, config)
     return model, Weights(*stacks), sum(len(raw(one).data) for one in tensors.values())

@@ -70,6 +70,15 @@ class GroupIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredShape:
+    """What a tensor (I64 or I32, from element `start` on) must say: outputs and inputs."""
+
+    tensor: TensorRef
+    start: int
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """What turns stored numbers into weights: (number - zero point) * scale, each the one of the
     element's block, or of its row's block and its column's group."""
@@ -77,6 +86,7 @@ class Quantization:
     scale: BlockGrid
     zero_point: BlockGrid | int | None = None  # blocks as `scale`; int: the same everywhere
     groups: GroupIndex | None = None
+    declared: DeclaredShape | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ from ktconv.checkpoint.encodings.grids import (
     load_grid,
     load_groups,
     load_outer_scale,
+    load_zero_points,
     scale_span,
 )
+from ktconv.checkpoint.types import DeclaredShape
 from ktconv.errors import CheckpointError
 from ktconv.reading.reader import Runs, SourceReader, Span
 from ktconv.system.arrays import F32, I32, U8
@@ -101,14 +103,28 @@ class MatrixReader:
         if isinstance(found.zero_point, int):
             zero_point = np.full_like(scale, found.zero_point)
         elif found.zero_point is not None:
-            zero_point = load_grid(found.zero_point, rows, cols, self._grid(found.zero_point))
+            grid = found.zero_point
+            zero_point = load_zero_points(grid, rows, cols, self._grid(grid))
         if found.groups is not None:
             index = self._bytes(found.groups.tensor, 4 * found.groups.start, 4 * cols)
             groups = load_groups(found.groups, found.scale, scale.shape[1], index)
+        if found.declared is not None:
+            self._check_declared(found.declared)
         outer = found.scale.outer
         if outer is not None:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
         return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
+
+    def _check_declared(self, declared: DeclaredShape) -> None:
+        tensor = declared.tensor
+        size = 8 if tensor.dtype == "I64" else 4
+        found = np.frombuffer(self._bytes(tensor, size * declared.start, 2 * size), f"<i{size}")
+        if tuple(found) != declared.shape:
+            raise CheckpointError(
+                f"{tensor.name} says {found.tolist()}, but {self.matrix.tensor.name} has "
+                f"{declared.shape[0]} x {declared.shape[1]} weights",
+                "The checkpoint is damaged; download it again.",
+            )
 
     def load_bias(self) -> F32 | None:
         """What is added to its outputs, [rows], if something is. CheckpointError for a NaN or an

@@ -99,9 +99,9 @@ def stored_matrix(
         encoding, view = one.encoding, view_of(one.encoding)
         if one.weight.shape != view.shape(encoding.element) or not view.whole(encoding.element):
             continue
+        shaped.append(one)
         if encoding.transposed and not encoding.outputs(one.roles):
             continue  # its scales are those of other outputs
-        shaped.append(one)
         quantization = None
         if encoding.quantization is not None and len(one.roles) > 1:
             quantization = encoding.quantization(one.roles, view, config)

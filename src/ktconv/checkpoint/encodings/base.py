@@ -21,6 +21,7 @@ SCALE = "scale"
 OUTER = "outer scale"
 ZERO = "zero point"
 GROUPS = "groups"
+SHAPE = "shape"  # of the weight, as numbers
 
 BIAS = "bias"  # the name of a tensor that a weight of any encoding may have beside it
 

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.base import GROUPS, SCALE, SHAPE, ZERO, Companion, Encoding, Roles
 from ktconv.checkpoint.encodings.refusals import packed_without_straddling
-from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks
-from ktconv.checkpoint.types import GroupIndex, Quantization
+from ktconv.checkpoint.encodings.shapes import (
+    FLOATS,
+    declared_shape,
+    grid_of_groups,
+    grid_with_blocks,
+    group_index,
+)
+from ktconv.checkpoint.types import Quantization
 from ktconv.checkpoint.views import StoredView
 
 _SCALE = Companion(SCALE, ("weight_scale",), tuple(FLOATS))
-_IGNORED = ("input_scale", "input_zero_point", "weight_shape")
+_SHAPE = Companion(SHAPE, ("weight_shape",), ("I64", "I32"), optional=True)
+_IGNORED = ("input_scale", "input_zero_point")
 _METHODS = ("compressed-tensors", "auto-round")
 
 
@@ -32,12 +39,13 @@ def _quantization(
     scale = grid_of_groups(tensor, view, FLOATS[tensor.dtype])
     if scale is None:
         return None
-    groups = GroupIndex(roles[GROUPS]) if GROUPS in roles else None
+    groups = group_index(roles[GROUPS], view) if GROUPS in roles else None
+    declared = declared_shape(roles[SHAPE], view) if SHAPE in roles else None
     if ZERO not in roles:
-        return Quantization(scale, symmetric or None, groups)
+        return Quantization(scale, symmetric or None, groups, declared)
     block = scale.block_rows, scale.block_cols
     zero = grid_with_blocks(roles[ZERO], view, zero_number, block)
-    return None if zero is None else Quantization(scale, zero, groups)
+    return None if zero is None else Quantization(scale, zero, groups, declared)
 
 
 def _packed(bits: int) -> Encoding:
@@ -55,6 +63,7 @@ def _packed(bits: int) -> Encoding:
             _SCALE,
             Companion(ZERO, ("weight_zero_point",), ("I32",), optional=True),
             Companion(GROUPS, ("weight_g_idx",), ("I32",), optional=True),
+            _SHAPE,
         ),
         ignored=_IGNORED,
         quantization=quantization,
@@ -70,7 +79,7 @@ INT8 = Encoding(
     "int8",
     ("I8",),
     elements.I8,
-    companions=(_SCALE, Companion(ZERO, ("weight_zero_point",), ("I8",), optional=True)),
+    companions=(_SCALE, Companion(ZERO, ("weight_zero_point",), ("I8",), optional=True), _SHAPE),
     ignored=_IGNORED,
     quantization=_plain,
     methods=(*_METHODS, "modelopt", "quark"),

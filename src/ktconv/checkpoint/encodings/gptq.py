@@ -13,8 +13,8 @@ from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import Element
 from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
-from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks
-from ktconv.checkpoint.types import GroupIndex, Quantization
+from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks, group_index
+from ktconv.checkpoint.types import Quantization
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def _quantization(roles: Roles, view: StoredView, number: str) -> Quantization |
         return None
     block = scale.block_rows, scale.block_cols
     zero = grid_with_blocks(roles[ZERO], view, number, block)
-    groups = GroupIndex(roles[GROUPS]) if GROUPS in roles else None
+    groups = group_index(roles[GROUPS], view) if GROUPS in roles else None
     return None if zero is None else Quantization(scale, zero, groups)
 
 

@@ -149,6 +149,22 @@ def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> ND
     return grid
 
 
+def load_zero_points(zero: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
+    """`load_grid` of zero points: every one is in the range of integers of 8 bits, signed or not,
+    else CheckpointError names the tensor."""
+    import numpy as np
+
+    grid = load_grid(zero, rows, cols, data)
+    wrong = ~(np.abs(grid) <= 255)
+    if wrong.any():
+        raise CheckpointError(
+            f"{zero.tensor.name} has the zero point {grid[wrong][0]:.9g}, not a number in the "
+            "range of 8-bit integers",
+            _HINT,
+        )
+    return grid
+
+
 def load_outer_scale(
     outer: OuterScale, grid: NDArray[np.float32], data: Buffer
 ) -> NDArray[np.float32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings.base import BIAS, SCALE, WEIGHT, Encoding, Parts, Roles
+from ktconv.checkpoint.encodings.base import BIAS, SCALE, SHAPE, WEIGHT, Encoding, Parts, Roles
 from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
@@ -14,6 +14,7 @@ _HINT = (
     "Supported are expert weights in BF16, FP16, FP32, FP8 (E4M3), MXFP4, NVFP4, "
     "integers of compressed-tensors, GPTQ and AWQ; use a version of this model in one of them."
 )
+_BLOCK_SIZE = "quantization_config.weight_block_size"
 _DAMAGED = "The checkpoint is inconsistent; download it again."
 # What words in the name of a tensor beside (or in place of) a weight are a sign of.
 _FOREIGN = {
@@ -160,11 +161,11 @@ def _by_weight(parts: Parts, primary: str, encodings: list[Encoding]) -> Checkpo
     companions = [one for encoding in near for one in encoding.companions]
     for companion in companions:
         there = [name for name in companion.names if name in parts]
-        if not there and not companion.optional:
-            spelt = " or ".join(dict.fromkeys(n for c in companions if c.role == companion.role
-                                              for n in c.names))  # fmt: skip
+        spelt = dict.fromkeys(n for c in companions if c.role == companion.role for n in c.names)
+        if parts.keys().isdisjoint(spelt) and not companion.optional:
             return CheckpointError(
-                f"{weight.name} is {weight.dtype}, but it has no {companion.role} ({spelt})",
+                f"{weight.name} is {weight.dtype}, but it has no {companion.role} "
+                f"({' or '.join(spelt)})",
                 "Download the checkpoint again; a quantized weight cannot be read without it.",
             )
         if len(there) > 1:
@@ -193,13 +194,16 @@ def wrong_scales(
     weight = roles[WEIGHT]
     beside = [tensor for role, tensor in roles.items() if role != WEIGHT]
     scale = roles.get(SCALE, beside[0])
-    shapes = " and ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in beside[1:])
+    more = (tensor for tensor in beside if tensor not in (scale, roles.get(SHAPE)))
+    shapes = " and ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in more)
+    fp8 = encoding.name.startswith("fp8")
+    blocks = f", in blocks of {list(config.block_size)} or otherwise" if config.block_size else ""
     return CheckpointError(
         f"{scale.name} has shape {list(scale.shape)}"
         + (f" (with {shapes})" if shapes else "")
         + f", which fits no way to scale the {view.rows} x {view.cols} weights of {weight.name} "
-        f"{list(weight.shape)} as {encoding.name}"
-        + (f", in blocks of {list(config.block_size)} or otherwise" if config.block_size else ""),
-        "Check quantization_config.weight_block_size in config.json; if it is right, download the "
-        "checkpoint again.",
+        f"{list(weight.shape)} as {encoding.name}" + (blocks if fp8 else ""),
+        f"Check {_BLOCK_SIZE} in config.json; if it is right, download the checkpoint again."
+        if fp8
+        else _DAMAGED,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ktconv.checkpoint.encodings.grids import NUMBERS
-from ktconv.checkpoint.types import BlockGrid, TensorRef
+from ktconv.checkpoint.types import BlockGrid, DeclaredShape, GroupIndex, TensorRef
 from ktconv.checkpoint.views import StoredView
+from ktconv.errors import CheckpointError
 
 FLOATS = {"F32": "F32", "BF16": "BF16", "F16": "F16"}
 # U8 has the same bits as F8_E8M0: older files were written before safetensors had that name.
@@ -57,6 +58,30 @@ def biases(tensor: TensorRef, view: StoredView) -> BlockGrid | None:
         return None
     start = view.expert * outputs + view.first_output
     return BlockGrid(tensor, FLOATS[tensor.dtype], start, view.step, 1, 1, 1, 0, 0)
+
+
+def group_index(tensor: TensorRef, view: StoredView) -> GroupIndex:
+    """`tensor` as the group of each input; CheckpointError if it has another number of them."""
+    inputs = outputs_and_inputs(view)[1]
+    if tensor.shape not in ((inputs,), (view.experts, inputs)):
+        raise CheckpointError(
+            f"{tensor.name} has shape {list(tensor.shape)}, expected [{inputs}]: a group for each "
+            "input of its weight",
+            "The checkpoint is damaged; download it again.",
+        )
+    return GroupIndex(tensor, view.expert * inputs if len(tensor.shape) == 2 else 0)
+
+
+def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
+    """`tensor` as outputs and inputs of a weight; CheckpointError if it is not two numbers."""
+    if tensor.shape not in ((2,), (view.experts, 2)):
+        raise CheckpointError(
+            f"{tensor.name} has shape {list(tensor.shape)}, expected [2]: outputs and inputs of "
+            "its weight",
+            "The checkpoint is damaged; download it again.",
+        )
+    index = 2 * view.expert if len(tensor.shape) == 2 else 0
+    return DeclaredShape(tensor, index, outputs_and_inputs(view))
 
 
 def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGrid | None:

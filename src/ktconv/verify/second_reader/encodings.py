@@ -196,12 +196,21 @@ def _fp8(source: Source) -> Weight | None:
     name = next(name for name in SCALES if name in source.parts)
     scale = numbers.floats(source.items(name), source.parts[name].dtype)
     units = Units(lambda items: numbers.E4M3[items])
-    rows, cols = source.quantization.get("weight_block_size") or _USUAL_BLOCK
+    rows, cols = _declared_block(source.quantization) or _USUAL_BLOCK
     found = _scaled(source, "weight", units, scale, (rows, cols))
     shared = _by_shape(source.place, scale.size)
     if found is None and shared is not None:
         found = _scaled(source, "weight", units, scale, shared)
     return found
+
+
+def _declared_block(quantization: Mapping[str, Any]) -> Any:
+    """weight_block_size, or block_structure of compressed-tensors' groups, if they have one."""
+    groups = quantization.get("config_groups")
+    found = [group.get("weights") for group in groups.values()] if groups else []
+    blocks = [one["block_structure"] for one in found if one and one.get("block_structure")]
+    same = blocks and all(one == blocks[0] for one in blocks)
+    return quantization.get("weight_block_size") or (blocks[0] if same else None)
 
 
 _FP4 = Units(lambda items: numbers.E2M1[numbers.pairs(items)], ins=2)
@@ -213,8 +222,10 @@ _QUARTERS = Units(lambda items: numbers.QUARTERS[numbers.pairs(items)], ins=2)  
 def _mxfp4(source: Source) -> Weight | None:
     name = next(name for name in (*SCALES, "weight_scales") if name in source.parts)
     scale = numbers.powers_of_two(source.items(name))
-    primary, kind = primary_of(source.parts), str(source.quantization.get("data_type"))
-    units = _QUARTERS if "mx_int" in kind and primary == "weight_packed" else _FP4
+    extra = source.quantization.get("extra_config") or {}
+    kinds = (one.get("data_type") for one in (source.quantization, *extra.values()))
+    primary, integers = primary_of(source.parts), any("mx_int" in str(kind) for kind in kinds)
+    units = _QUARTERS if integers and primary == "weight_packed" else _FP4
     return _scaled(source, primary, units, scale, (1, 32))
 
 
