@@ -40,7 +40,6 @@ def test_directory(tmp_path: Path) -> None:
     [
         ("model.safetensors", "is a file, not a checkpoint directory"),
         ("model.safetensors.index.json", "is a file, not a checkpoint directory"),
-        ("model.gguf", "not supported as an input yet"),
         ("model.txt", "not a directory"),
     ],
 )

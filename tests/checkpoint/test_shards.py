@@ -178,8 +178,7 @@ def test_file_that_the_index_does_not_name(checkpoint_dir: Path) -> None:
         ("pytorch_model.bin", "unpickling can execute code"),
         ("model.pt", "unpickling can execute code"),
         ("consolidated.00.pth", "unpickling can execute code"),
-        ("model-q4.gguf", "not supported as an input yet"),
-        ("notes.txt", "contains no safetensors file"),
+        ("notes.txt", "contains no safetensors or GGUF file"),
         (None, "is empty"),
     ],
 )

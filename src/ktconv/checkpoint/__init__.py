@@ -1,4 +1,4 @@
-"""Opening Hugging Face MoE checkpoints: where the weights of each expert are stored.
+"""Opening MoE checkpoints, safetensors or GGUF: where the weights of each expert are stored.
 
     checkpoint = open_checkpoint("path/to/model")
     checkpoint.layers[0].experts[5]["gate"]     # an ExpertMatrix: file, offset, strides
@@ -8,14 +8,23 @@ Only headers are read, each once; torch and numpy are not imported.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config, read_description
+from ktconv.checkpoint.config import (
+    CONFIG_NAME,
+    ConfigFile,
+    interpret_config,
+    read_config,
+    read_description,
+)
+from ktconv.checkpoint.gguf.config import config_of_metadata, refuse_unread
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
 from ktconv.checkpoint.safetensors_file import Header, read_header
-from ktconv.checkpoint.shards import read_shards, select_shards
+from ktconv.checkpoint.shards import ShardSelection, read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
 from ktconv.checkpoint.types import (
     BlockGrid,
@@ -26,38 +35,78 @@ from ktconv.checkpoint.types import (
     SourceFile,
     TensorRef,
 )
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text
 
 
 @collector_paused()
-def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Open the checkpoint in directory `model`, or the cached hub model `org/name`.
+def open_checkpoint(model: str | Path, config_directory: str | Path | None = None) -> Checkpoint:
+    """Open the checkpoint that `model` means, see `locate_model`.
 
-    Everything that headers contain is validated. Raises CheckpointError (or
-    ResourceError where the system refuses) with the file or tensor in its message.
+    config.json and other side files are those of `config_directory`, else those beside the
+    safetensors files; a GGUF model without it has a config.json of its metadata. Everything that
+    headers contain is validated. Raises CheckpointError (or ResourceError where the system
+    refuses) with the file or tensor in its message.
     """
-    directory = locate_model(model)
-    selection = select_shards(directory)
-    config = read_config(directory)
+    place = locate_model(model)
+    selection = select_shards(place)
+    side_directory = _side_directory(place, selection, config_directory)
+    config = None if side_directory is None else read_config(side_directory)
     headers = read_shards(selection)
+    if selection.gguf:
+        refuse_unread(headers)
+    if config is None:
+        config = config_of_metadata(headers[0])
     split = split_tensors(tensor for header in headers for tensor in header.tensors)
-    described = read_description(directory)
-    layers, notes = build_layers(split, interpret_config(config.content, described))
+    described = {} if selection.gguf else read_description(place)
+    with _naming(headers[0], config):
+        layers, notes = build_layers(split, interpret_config(config.content, described))
     sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
     for header in headers:
         name = path_text(header.file.name)
         sources.append(SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256))
     return Checkpoint(
-        path=directory,
+        path=selection.files[0] if selection.gguf else place,
         config=config.content,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
         notes=[*selection.notes, *notes],
-        sources=sources,
+        sources=sources if config.made is None else sources[1:],
+        side_directory=side_directory,
+        made_files={} if config.made is None else {CONFIG_NAME: config.made},
     )
+
+
+def _side_directory(
+    place: Path, selection: ShardSelection, given: str | Path | None
+) -> Path | None:
+    if given is None:
+        return None if selection.gguf else place
+    if not Path(given).is_dir():
+        raise UsageError(
+            f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
+        )
+    return Path(given)
+
+
+@contextmanager
+def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
+    """Errors name the metadata where there is no config.json."""
+    try:
+        yield
+    except CheckpointError as error:
+        if config.made is None:
+            raise
+        message = str(error).replace(CONFIG_NAME, f"the metadata of {header.file.name}")
+        raise CheckpointError(
+            message,
+            "The file is damaged, or its metadata are wrong; then --config DIR helps."
+            if message != str(error)
+            else error.hint,
+        ) from None
 
 
 def check_headers(directory: Path) -> None:
@@ -65,8 +114,18 @@ def check_headers(directory: Path) -> None:
 
     For checkpoints that transformers loads, whose encoding `open_checkpoint` may not support.
     """
+    if directory.is_file():
+        raise gguf_refusal(directory, "the model is loaded with transformers for this")
     read_shards(select_shards(directory))
     interpret_config(read_config(directory).content)
+
+
+def gguf_refusal(path: Path, reason: str) -> CheckpointError:
+    """For what can only be done with a safetensors checkpoint."""
+    return CheckpointError(
+        f"{path} is a GGUF model, which is not supported here: {reason}",
+        "Use the safetensors checkpoint of the same model.",
+    )
 
 
 def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:

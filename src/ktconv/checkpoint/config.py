@@ -92,6 +92,7 @@ class ConfigFile:
     content: Mapping[str, Any]
     file_bytes: int
     sha256: str
+    made: bytes | None = None  # the file, where it was made from other files' metadata
 
 
 def read_config(directory: Path) -> ConfigFile:

@@ -1,47 +1,123 @@
-"""From the MODEL argument to a directory: a path, or a hub id in the local cache."""
+"""From the MODEL argument to files: a path, or a hub id in the local cache."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ktconv.checkpoint.shards import INDEX_SUFFIX
-from ktconv.errors import CheckpointError
+from ktconv.checkpoint.gguf.parts import is_gguf, model_files
+from ktconv.checkpoint.shards import INDEX_SUFFIX, file_names
+from ktconv.errors import CheckpointError, KtconvError
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\0]+))?")
+_IMATRIX = (".imatrix", ".dat")
 
 
 def locate_model(model: str | Path) -> Path:
-    """The directory that `model` means; never touches the network.
+    """The directory of safetensors files, or one of the GGUF files, that `model` means; never
+    touches the network.
 
-    `model` is a directory or a hub id `org/name` of the local Hugging Face cache.
-    Raises CheckpointError with a hint what to give instead.
+    `model` is a directory, a GGUF file, or a hub id `org/name` of the local Hugging Face cache; a
+    name after a colon chooses one of several GGUF models there, as in `org/name:Q4_K_M`. A
+    directory with safetensors files counts as such; otherwise it must contain one GGUF model, or
+    its subdirectories must. Raises CheckpointError with a hint what to give instead.
     """
     path = Path(model)
     if path.is_dir():
-        return path
+        return _in_directory(path, str(model))
     if path.exists():
-        raise _is_a_file(path)
-    if isinstance(model, str) and _HUB_ID.match(model):
-        return _locate_in_cache(model)
+        return _file(path)
+    if isinstance(model, str) and (match := _HUB_ID.fullmatch(model)):
+        return _in_directory(_locate_in_cache(match["id"]), model, match["file"])
     raise CheckpointError(
         f"{model} does not exist",
-        "Give a checkpoint directory, or a hub id org/name from the local cache.",
+        "Give a checkpoint directory, a GGUF file, or a hub id org/name from the local cache.",
     )
 
 
-def _is_a_file(path: Path) -> CheckpointError:
+def _file(path: Path) -> Path:
     if path.name.endswith((".safetensors", INDEX_SUFFIX)):
-        return CheckpointError(
+        raise CheckpointError(
             f"{path} is a file, not a checkpoint directory",
             f"Use its directory: {path.parent}",
         )
-    if path.name.endswith(".gguf"):
-        return CheckpointError(
-            f"{path} is a GGUF file, which is not supported as an input yet",
-            "Use the safetensors checkpoint that it was made from.",
+    if path.name.endswith(_IMATRIX):
+        raise CheckpointError(
+            f"{path} is an importance matrix, not a model",
+            "Give the model that it was computed for.",
         )
-    return CheckpointError(f"{path} is not a directory", "Give a checkpoint directory.")
+    if is_gguf(path):
+        return path
+    raise CheckpointError(
+        f"{path} is not a directory, and no GGUF file either",
+        "Give a checkpoint directory or a GGUF file.",
+    )
+
+
+# ---- GGUF models in a directory --------------------------------------------------------
+
+
+def _in_directory(directory: Path, model: str, wanted: str | None = None) -> Path:
+    """`directory`, or a file of the one GGUF model in it."""
+    names = file_names(directory)
+    if wanted is None and any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
+        return directory
+    found = {name: directory / file for name, file in model_files(names).items()}
+    if not found or wanted is not None:
+        found |= _below(directory)
+    if wanted is not None:
+        found = _chosen(found, directory, model, wanted)
+    if not found:
+        return directory  # whose weights, if any, are of another kind
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{directory} contains {len(found)} GGUF models: {_listed(list(found))}",
+            "Give the file of one of them"
+            + (f", or its name after a colon: {model}:NAME." if not Path(model).exists() else "."),
+        )
+    [file] = found.values()
+    return file
+
+
+def _below(directory: Path) -> dict[str, Path]:
+    """GGUF models in subdirectories, where repositories with several have them."""
+    with os.scandir(directory) as entries:
+        inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
+    found: dict[str, Path] = {}
+    for name in inner:
+        with contextlib.suppress(KtconvError):  # one that cannot be listed has no model for us
+            files = model_files(file_names(directory / name))
+            found |= {f"{name}/{stem}": directory / name / file for stem, file in files.items()}
+    return found
+
+
+def _chosen(found: Mapping[str, Path], directory: Path, model: str, wanted: str) -> dict[str, Path]:
+    """Those that `wanted` names: by their files, else by a word of their names."""
+    whole = {
+        name: file
+        for name, file in found.items()
+        if wanted in (name, file.name, file.relative_to(directory).as_posix())
+    }
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9_])", re.IGNORECASE)
+    chosen = whole or {name: file for name, file in found.items() if word.search(name)}
+    if chosen:
+        return chosen
+    there = f"; there are {_listed(list(found))}" if found else ""
+    raise CheckpointError(
+        f"{model}: {directory} contains no GGUF model called {wanted}{there}",
+        "Give the name of a file that is there, or download it.",
+    )
+
+
+def _listed(names: Sequence[str], limit: int = 20) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---- the hub's cache -------------------------------------------------------------------
 
 
 def _locate_in_cache(model: str) -> Path:

@@ -39,14 +39,14 @@ _DAMAGED = "The file is damaged or not a safetensors file; download or copy it a
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of one safetensors file, and what identifies the file's state."""
+    """The header of one safetensors or GGUF file, and what identifies the file's state."""
 
     file: Path
     tensors: Sequence[TensorRef]  # ascending offset
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, Any]  # of safetensors files: texts
     file_bytes: int
     mtime_ns: int
-    sha256: str  # of the header's JSON bytes
+    sha256: str  # of the header's bytes, of safetensors files without their length
 
 
 def read_header(path: Path) -> Header:

@@ -1,4 +1,4 @@
-"""Which safetensors files make up a checkpoint, and whether they match its index."""
+"""Which files make up a checkpoint: safetensors files that match their index, or GGUF files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconv.checkpoint.gguf.parts import all_parts, read_parts
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
@@ -32,15 +33,26 @@ class ShardSelection:
     index: Path | None
     weight_map: Mapping[str, str]  # tensor name to file name; empty without an index
     notes: Sequence[str]
+    gguf: bool = False
 
 
-def select_shards(directory: Path) -> ShardSelection:
+def select_shards(place: Path) -> ShardSelection:
+    """Choose the files of the checkpoint at `place`, which `locate_model` found.
+
+    Raises CheckpointError for files that are missing.
+    """
+    if place.is_file():
+        return ShardSelection(all_parts(place), None, {}, [], gguf=True)
+    return _select_safetensors(place)
+
+
+def _select_safetensors(directory: Path) -> ShardSelection:
     """Choose the safetensors files of the checkpoint in `directory` and check they exist.
 
     An index decides; without one, model.safetensors; without that, every *.safetensors
     at the top level. Sub-directories, which contain other copies, are not searched.
     """
-    names = _file_names(directory)
+    names = file_names(directory)
     index = _select_index(directory, names)
     if index is not None:
         return _select_by_index(directory, index, names)
@@ -55,7 +67,8 @@ def select_shards(directory: Path) -> ShardSelection:
 
 def read_shards(selection: ShardSelection) -> list[Header]:
     """Read every selected header once and check them against the index and each other."""
-    headers = [read_header(file) for file in selection.files]
+    read = read_parts if selection.gguf else _read_each
+    headers = read(selection.files)
     if selection.index is None:
         _check_unique(headers)
     else:  # the index has one shard for each tensor, so this checks uniqueness too
@@ -63,7 +76,15 @@ def read_shards(selection: ShardSelection) -> list[Header]:
     return headers
 
 
-def _file_names(directory: Path) -> list[str]:
+def _read_each(files: Sequence[Path]) -> list[Header]:
+    return [read_header(file) for file in files]
+
+
+def file_names(directory: Path) -> list[str]:
+    """Names of the files in `directory`, and of links to nothing, in order.
+
+    Raises CheckpointError if it is no directory, ResourceError if it cannot be listed.
+    """
     try:
         with os.scandir(directory) as entries:
             # A dangling symlink is listed too: the shard that it should be is missing.
@@ -89,16 +110,10 @@ def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:
             "Use a safetensors version of the checkpoint; if you trust this one, "
             "load it with transformers and call save_pretrained.",
         )
-    ggufs = [name for name in names if name.endswith(".gguf")]
-    if ggufs:
-        return CheckpointError(
-            f"{directory} contains only GGUF weights ({_listed(ggufs)}), which are "
-            "not supported as an input yet",
-            "Use the safetensors checkpoint that the GGUF file was made from.",
-        )
     return CheckpointError(
-        f"{directory} contains no safetensors file",
-        f"A checkpoint has {DEFAULT_INDEX} with its shards, {SINGLE_FILE}, or *.safetensors.",
+        f"{directory} contains no safetensors or GGUF file",
+        f"A checkpoint has {DEFAULT_INDEX} with its shards, {SINGLE_FILE}, *.safetensors, or one "
+        "GGUF model.",
     )
 
 

@@ -6,7 +6,7 @@ Objects have the positions of bytes, never the bytes themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from ktconv.families.family import Projection
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor of one file."""
+    """One tensor of one safetensors or GGUF file."""
 
     name: str
     file: Path
-    dtype: str  # as safetensors spells it (BF16, U8, F8_E8M0 ...), or ggml (Q4_K)
-    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: BF16, F8_E4M3, U8 ..., or ggml: Q4_K
+    shape: tuple[int, ...]  # in units of the dtype; for ggml's blocks, in elements
     offset: int  # of the first byte, from the start of the file
     nbytes: int
 
@@ -172,10 +172,16 @@ class SourceFile:
 class Checkpoint:
     """An opened checkpoint: its config, tensors and MoE layers."""
 
-    path: Path
+    path: Path  # its directory, or the first of its GGUF files
     config: Mapping[str, Any]
-    files: Sequence[Path]  # safetensors shards, in name order
+    files: Sequence[Path]  # safetensors shards or parts of a GGUF model, in name order
     layers: Sequence[MoELayer]  # ascending index
     other_tensors: Sequence[TensorRef]  # everything that is not a routed expert
     notes: Sequence[str]  # what a user should know: MTP layers, config oddities
     sources: Sequence[SourceFile] = ()  # for source_identity()
+    side_directory: Path | None = None  # of config.json, tokenizer and so on; None: there is none
+    made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
+
+    @property
+    def is_gguf(self) -> bool:
+        return bool(self.files) and self.path == self.files[0]

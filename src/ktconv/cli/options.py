@@ -40,7 +40,12 @@ MODEL_HINTS: Hints = {
 
 # Options that several commands have.
 ModelArgument = Annotated[
-    str, argument("Checkpoint directory, or hub id (org/name) in the local cache.", "MODEL")
+    str,
+    argument("Checkpoint directory, GGUF file, or hub id (org/name) in the local cache.", "MODEL"),
+]
+ConfigOption = Annotated[
+    Path | None,
+    option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
 ]
 OutputArgument = Annotated[Path, argument("Output directory; created if missing.", "OUTPUT")]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import (
     MODEL_HINTS,
+    ConfigOption,
     DryRunOption,
     FinalizeOption,
     LayersOption,
@@ -42,6 +43,7 @@ def quantize_cpu_command(
     ] = 0,
     threads: ThreadsOption = 0,
     layers: LayersOption = "",
+    config: ConfigOption = None,
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
@@ -100,6 +102,7 @@ def quantize_cpu_command(
         )
         request = Request(
             model=model,
+            config=config,
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

@@ -8,6 +8,7 @@ from typing import Annotated
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.options import (
     PACKED_HINTS,
+    ConfigOption,
     CopyThreadsOption,
     DryRunOption,
     OutputArgument,
@@ -35,6 +36,7 @@ def merge_command(
     source: Annotated[
         str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
     ] = None,
+    config: ConfigOption = None,
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
     max_shard_size: ShardSizeOption = "5GB",
@@ -57,6 +59,7 @@ def merge_command(
             layers_dir=layers_dir,
             output=output,
             source=source,
+            config=config,
             experts_only=experts_only,
             mtp=mtp,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
@@ -74,6 +77,7 @@ def reshard_command(
     source: Annotated[
         str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,
+    config: ConfigOption = None,
     max_shard_size: ShardSizeOption = "5GB",
     threads: CopyThreadsOption = 0,
     verify: VerifyOption = True,
@@ -96,6 +100,7 @@ def reshard_command(
             output=output,
             numa=numa,
             source=source,
+            config=config,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             threads=threads or None,
             verify=verify,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.options import ThreadsOption, progress_over
+from ktconv.cli.options import ConfigOption, ThreadsOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, option
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -30,8 +30,9 @@ def verify(
         Path | None, argument("Another conversion to compare OUTPUT with.", "OTHER")
     ] = None,
     source: Annotated[
-        str | None, option("The original checkpoint: a directory or hub id.", "MODEL")
+        str | None, option("The original checkpoint: a directory, GGUF file or hub id.", "MODEL")
     ] = None,
+    config: ConfigOption = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
@@ -89,6 +90,7 @@ def verify(
         request = VerifyRequest(
             output=output,
             source=source,
+            config=config,
             level=level,
             sample=sample,
             seed=seed,

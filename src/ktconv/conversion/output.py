@@ -69,7 +69,7 @@ class OutputState:
         names = {name for unit in self._plan.units for name in unit.shard_names}
         names |= {unit.folder for unit in self._plan.units if unit.folder}
         names |= {path.parts[0] for path in self._plan.sidecars} | {MANIFEST, CARD}
-        names |= set(self._plan.target.made_files)
+        names |= set(self._plan.made_files)
         return names | ({INDEX} if self._plan.target.has_index else set())
 
     def _earlier_names(self) -> set[str]:
@@ -138,7 +138,7 @@ class OutputState:
 
     def final_files_present(self) -> bool:
         """Whether index and manifest exist. Model card and side files may be edited."""
-        made = [*map(str, self._plan.sidecars), *self._plan.target.made_files, CARD]
+        made = [*map(str, self._plan.sidecars), *self._plan.made_files, CARD]
         if not all((self._output / name).is_file() for name in made):
             return False
         return not self._plan.target.has_index or self._index_is_right()

@@ -21,6 +21,8 @@ from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
 
+_GGUF_ONLY = "their names and types in GGUF files are not those of safetensors models"
+
 T = TypeVar("T", bound=Target)
 T_co = TypeVar("T_co", bound=Target, covariant=True)
 
@@ -106,6 +108,11 @@ class Plan(Generic[T_co]):
         return [unit.layer for unit in self.layers]
 
     @property
+    def made_files(self) -> Sequence[str]:
+        """Names of files that are made, not copied, beside shards."""
+        return [*self.target.made_files, *self.checkpoint.made_files]
+
+    @property
     def output_bytes(self) -> int:
         """Weights and headers; the index, manifest and sidecar files come on top."""
         return sum(unit.output_bytes for unit in self.units)
@@ -158,7 +165,7 @@ def plan_checkpoint(
         target,
         [_layer_content(layer, (selection or {}).get(layer.index)) for layer in layers],
         copies,
-        target.sidecars(checkpoint.path),
+        [] if checkpoint.side_directory is None else target.sidecars(checkpoint.side_directory),
         checkpoint.notes,
         [*skipped_layers, *skipped_tensors],
     )
@@ -212,7 +219,7 @@ def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], 
     """Non-expert tensors with their output names, and why some are left out."""
     tensors = list(checkpoint.other_tensors)
     skipped = []
-    if why := target.left_out():
+    if why := target.left_out() or (_GGUF_ONLY if checkpoint.is_gguf else None):
         size = sum(tensor.nbytes for tensor in tensors)
         if tensors:
             skipped.append(f"{len(tensors)} non-expert tensors ({format_size(size)}): {why}")

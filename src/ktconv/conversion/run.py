@@ -68,6 +68,7 @@ class BaseRequest:
     verify: bool = True  # read back what was written
     overwrite: bool = False
     finalize: bool = False  # only write index and manifest of finished layers
+    config: Path | None = None  # directory of config.json and other side files; None: the model's
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
@@ -217,8 +218,8 @@ class Conversion(ABC):
         return {}
 
     def made_files(self) -> Mapping[str, bytes]:
-        """The target's `made_files` by name."""
-        return {}
+        """The plan's `made_files` by name."""
+        return self.plan.checkpoint.made_files
 
     def __init__(self, preflight: Preflight[Target], observer: Observer) -> None:
         self.preflight, self.plan, self.request = preflight, preflight.plan, preflight.request
@@ -433,7 +434,9 @@ class Conversion(ABC):
 
     def _write_final_files(self) -> None:
         staging, plan = self.journal.directory, self.plan
-        written = copy_sidecars(plan.sidecars, plan.checkpoint.path, self.output, staging)
+        written = {}
+        if (directory := plan.checkpoint.side_directory) is not None:
+            written = copy_sidecars(plan.sidecars, directory, self.output, staging)
         written |= write_made_files(self.made_files(), self.output, staging)
         write_durably(self.output / CARD, self.card().encode(), staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)

@@ -25,21 +25,22 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
 
-def inspect_path(path: str) -> dict[str, Any]:
-    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError."""
+def inspect_path(path: str, config: Path | None = None) -> dict[str, Any]:
+    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config`: as
+    for `open_checkpoint`."""
     directory = Path(path)
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
-            return _source(open_checkpoint(path))
+            return _source(open_checkpoint(path, config))
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
-    return _source(open_checkpoint(path))
+    return _source(open_checkpoint(path, config))
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:

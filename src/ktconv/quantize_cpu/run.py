@@ -66,7 +66,7 @@ def prepare(request: Request) -> Preflight:
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
-    checkpoint = open_checkpoint(request.model)
+    checkpoint = open_checkpoint(request.model, request.config)
     refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:

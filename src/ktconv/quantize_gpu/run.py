@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint, gguf_refusal, open_checkpoint
 from ktconv.checkpoint.config import interpret_config
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
@@ -41,6 +41,11 @@ def prepare(request: Request) -> Preflight:
         )
     _require_libraries()
     checkpoint = open_checkpoint(request.model)
+    if checkpoint.is_gguf:
+        raise gguf_refusal(
+            checkpoint.path,
+            "engines for GPUs need all tensors under the names of a safetensors checkpoint",
+        )
     refuse_nested(checkpoint.path, request.output)
     options, selection = _choose_experts(request, checkpoint)
     plan = plan_checkpoint(checkpoint, PackQuantizedTarget(options, checkpoint), selection)

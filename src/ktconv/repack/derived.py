@@ -145,6 +145,7 @@ def plan_alone(
         other_tensors=(),
         notes=(),
         sources=source_files(manifest),
+        side_directory=directory,
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)

@@ -61,6 +61,7 @@ class Request:
     threads: int | None = None
     verify: bool = True
     overwrite: bool = False
+    config: Path | None = None  # directory of config and tokenizer; None: the source's
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def prepare(request: Request) -> Preflight:
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
-    source = open_checkpoint(request.source) if request.source else None
+    source = open_checkpoint(request.source, request.config) if request.source else None
     if source is not None:
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

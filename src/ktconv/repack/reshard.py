@@ -54,6 +54,7 @@ class Request:
     threads: int | None = None
     verify: bool = True
     overwrite: bool = False
+    config: Path | None = None  # directory of its config and tokenizer; None: the source's
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
     """The conversion that makes these parts from the source."""
     return quantize_cpu.Request(
         model=str(request.source),
+        config=request.config,
         output=request.output,
         options=_options(request, packed),
         threads=request.threads,

@@ -8,18 +8,20 @@ import shlex
 from pathlib import Path
 
 from ktconv import __version__
+from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:
-    """The name of a checkpoint as one printable line: its directory, or org/name in the hub's
-    cache."""
+    """The name of a checkpoint as one printable line: its directory, what its GGUF files are called
+    after, or org/name in the hub's cache."""
     for part in reversed(path.parts):
         if match := re.fullmatch(r"models--(.+?)--(.+)", part):
             return _one_line(f"{match[1]}/{match[2]}")
-    return _one_line(path.resolve().name)
+    name = path.resolve().name if path.is_dir() else model_stem(path.name)
+    return _one_line(name)
 
 
 def _one_line(name: str) -> str:
@@ -81,6 +83,9 @@ def model_card(plan: Plan) -> str:
     """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
     whole = not options.exclude_experts
+    command = command_line(name, options)
+    if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
+        command += " --config DIR"
     library, whose = ("ktransformers", "KTransformers'") if whole else ("ktconv", "ktconv's")
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(
@@ -89,7 +94,7 @@ def model_card(plan: Plan) -> str:
         f"{name}: CPU experts in {plan.target.name}",
         f"The routed experts of {name}, quantized for {whose} CPU kernels",
         f"{recorded}\n\n{_use(plan)}",
-        command_line(name, options),
+        command,
     )
 
 

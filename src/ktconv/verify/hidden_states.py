@@ -198,6 +198,8 @@ class HiddenStates:
 
 def why_not_captured(output: OpenedOutput) -> str | None:
     """Why the source model cannot be loaded for hidden states, apart from --max-memory."""
+    if output.source.is_gguf:
+        return "the source is a GGUF model"
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             return f"{package} is not installed"

@@ -138,9 +138,10 @@ class LayerTensors:
         )
         assert gate is not None and up is not None and down is not None
         hidden, inner = self._layer.hidden_size, gate.shape[0] if gate.shape else 0
+        shapes: list[tuple[TensorRef, tuple[int, ...]]]
         shapes = [(gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))]
-        if gating is not None:
-            shapes.append((gating, (1, hidden)))
+        if gating is not None:  # a vector in GGUF files
+            shapes.append((gating, (hidden,) if len(gating.shape) == 1 else (1, hidden)))
         fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
         return SharedTensors(gate, up, down, gating) if all(fit) else None
 

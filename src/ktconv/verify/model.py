@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ktconv.checkpoint import gguf_refusal
 from ktconv.errors import ResourceError, UsageError
 from ktconv.model.load import load_config, running, way_out
 from ktconv.system import machine
@@ -70,6 +71,9 @@ class ModelCheck(ABC):
     def check_request(self) -> None:
         """Raises, before anything is read, UsageError for missing packages, ResourceError for too
         little memory, CheckpointError for a model that transformers does not support."""
+        source = self._output.source
+        if source.is_gguf:
+            raise gguf_refusal(source.path, "level model loads the source with transformers")
         require(**MODEL_PACKAGES)
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
             self._check_memory()

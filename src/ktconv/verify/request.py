@@ -37,6 +37,7 @@ class VerifyRequest:
     ep: Sequence[int] | None = None  # required expert-parallel sizes
     thresholds: Thresholds = field(default_factory=Thresholds)
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
+    config: Path | None = None  # directory of the source's config.json; None: the source's own
 
 
 def check_sample(sample: float) -> None:

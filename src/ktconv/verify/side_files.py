@@ -8,7 +8,7 @@ from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
-from ktconv.checkpoint import read_header
+from ktconv.checkpoint import Checkpoint, read_header
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.checkpoint.side_files import (
@@ -118,7 +118,7 @@ def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: boo
     except CheckpointError as error:
         findings.fail(LEVEL, "damaged file", f"{error}.", file=str(name))
         return
-    there = read_small(output.source.path, name)
+    there = _of_source(output.source, str(name))
     if here == there:
         return
     if not output.ours:
@@ -129,6 +129,13 @@ def _compare(output: OpenedOutput, findings: Findings, name: Path, recorded: boo
     elif not recorded:
         message = f"{name} differs from the source's."
         findings.fail(LEVEL, "changed file", message, file=str(name))
+
+
+def _of_source(source: Checkpoint, name: str) -> bytes:
+    """A side file; that of the metadata where the source has none."""
+    if source.side_directory is None:
+        return source.made_files[name]
+    return read_small(source.side_directory, name)
 
 
 def _compare_content(name: Path, here: bytes, there: bytes, findings: Findings) -> None:

@@ -43,8 +43,9 @@ class CpuOutput(OpenedOutput):
         return geometry.here if geometry else ()
 
 
-def open_cpu_output(output: Path, source: str | None) -> CpuOutput:
-    """Raises UsageError if there is nothing to verify, CheckpointError for an unusable source."""
+def open_cpu_output(output: Path, source: str | None, config: Path | None = None) -> CpuOutput:
+    """`config`: as for `open_checkpoint`. Raises UsageError if there is nothing to verify,
+    CheckpointError for an unusable source."""
     if not output.is_dir():
         raise UsageError(
             f"{output} is not a directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
@@ -56,7 +57,7 @@ def open_cpu_output(output: Path, source: str | None) -> CpuOutput:
             f"{output} contains no packed experts",
             "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
         )
-    checkpoint = open_checkpoint(source) if source else None
+    checkpoint = open_checkpoint(source, config) if source else None
     options = (
         (manifest and _options_of(manifest))
         or _options_of_run(output)

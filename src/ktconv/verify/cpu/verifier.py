@@ -36,7 +36,7 @@ class CpuVerifier(OutputVerifier):
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         super().__init__(request, level)
-        self.output = open_cpu_output(request.output, request.source)
+        self.output = open_cpu_output(request.output, request.source, request.config)
 
     def check_options(self) -> None:
         for option, value in (("tp", self.request.tp), ("ep", self.request.ep)):

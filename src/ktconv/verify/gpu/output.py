@@ -139,13 +139,16 @@ def is_gpu_output(directory: Path) -> bool:
         return False
 
 
-def open_gpu_output(output: Path, source: str | None) -> GpuOutput:
-    """Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
-    modules."""
+def open_gpu_output(output: Path, source: str | None, side_files: Path | None = None) -> GpuOutput:
+    """`side_files`: the config_directory of `open_checkpoint`.
+
+    Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
+    modules.
+    """
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     quantization, why_not, config = _quantization(output, manifest)
-    checkpoint = open_checkpoint(source) if source else None
+    checkpoint = open_checkpoint(source, side_files) if source else None
     plan = _plan(checkpoint, manifest) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers)

@@ -36,7 +36,7 @@ class GpuVerifier(OutputVerifier):
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         super().__init__(request, level)
-        self.output = open_gpu_output(request.output, request.source)
+        self.output = open_gpu_output(request.output, request.source, request.config)
 
     def check_options(self) -> None:
         check_sizes("tp", self.request.tp)

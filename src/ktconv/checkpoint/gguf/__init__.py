@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints: headers, splits, and what their metadata say of the model."""

@@ -1,0 +1,83 @@
+"""What llama.cpp calls model families, and what Hugging Face's config.json calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`config`: settings that the files do not have. `refused`: why experts cannot be read."""
+
+    model_type: str
+    _: KW_ONLY
+    config: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+
+
+_TWO_MATRICES = "its experts have no gate projection"
+
+# By general.architecture. Others keep their own name as model_type.
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "afmoe": Architecture("afmoe"),
+    "arctic": Architecture("arctic"),
+    "bailingmoe": Architecture("bailing_moe"),
+    "bailingmoe2": Architecture("bailing_moe_v2"),
+    "dbrx": Architecture("dbrx"),
+    "deepseek": Architecture("deepseek"),
+    # With sigmoid scores; V2 has softmax, and the same architecture: see gguf.config.
+    "deepseek2": Architecture("deepseek_v3"),
+    "dots1": Architecture("dots1"),
+    "ernie4_5-moe": Architecture("ernie4_5_moe"),
+    "exaone-moe": Architecture("exaone_moe"),
+    "gemma4": Architecture("gemma4", config={"hidden_activation": "gelu_pytorch_tanh"}),
+    "glm-dsa": Architecture("glm_moe_dsa"),
+    "glm4moe": Architecture("glm4_moe"),
+    "gpt-oss": Architecture("gpt_oss"),
+    "granitehybrid": Architecture("granitemoehybrid"),
+    "granitemoe": Architecture("granitemoe"),
+    "grok": Architecture("grok", config={"hidden_act": "gelu"}),
+    "grovemoe": Architecture("grove_moe", refused="it has chunk experts beside the others"),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe"),
+    "jamba": Architecture("jamba"),
+    "kimi-linear": Architecture("kimi_linear"),
+    "lfm2moe": Architecture("lfm2_moe"),
+    "llada-moe": Architecture("llada_moe"),
+    "llama": Architecture("mixtral"),
+    "llama4": Architecture("llama4"),
+    "mimo2": Architecture("mimo_v2"),
+    "minimax-m2": Architecture("minimax_m2"),
+    "mistral4": Architecture("mistral4"),
+    "nemotron_h_moe": Architecture("nemotron_h", refused=_TWO_MATRICES),
+    "nomic-bert-moe": Architecture("nomic_bert", refused=_TWO_MATRICES),
+    "olmoe": Architecture("olmoe"),
+    "phimoe": Architecture("phimoe"),
+    "qwen2moe": Architecture("qwen2_moe"),
+    "qwen35moe": Architecture("qwen3_5_moe"),
+    "qwen3moe": Architecture("qwen3_moe"),
+    "qwen3next": Architecture("qwen3_next"),
+    "qwen3vlmoe": Architecture("qwen3_vl_moe"),
+    "smallthinker": Architecture("smallthinker", config={"hidden_act": "relu"}),
+    "step35": Architecture("step3p5"),
+}
+
+# Settings that have the same meaning under two names, by the keys after the architecture's name.
+SETTINGS: Mapping[str, str] = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "embedding_length": "hidden_size",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "moe_latent_size": "moe_latent_size",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+# expert_gating_func; 3 is a softmax over the chosen experts, which families say by themselves.
+SCORING: Mapping[int, str] = {1: "softmax", 2: "sigmoid"}
+SOFTMAX_OF_CHOSEN = 3

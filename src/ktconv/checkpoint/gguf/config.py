@@ -1,0 +1,130 @@
+"""A config.json of what the metadata of a GGUF file say about the experts.
+
+It has what ktconv reads, under the keys of Hugging Face's config.json. What a model needs beside
+that (attention, tokenizer) is not in it, so no library can load the model by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktconv.checkpoint.config import ConfigFile
+from ktconv.checkpoint.gguf.architectures import (
+    ARCHITECTURES,
+    SCORING,
+    SETTINGS,
+    SOFTMAX_OF_CHOSEN,
+    Architecture,
+)
+from ktconv.checkpoint.safetensors_file import Header
+from ktconv.errors import CheckpointError
+
+_CONFIG = "Give the config.json of the model: --config DIR."
+_CHUNKS = "_chexps."  # of Grove: experts that several others share
+
+
+def config_of_metadata(header: Header) -> ConfigFile:
+    """The config.json for a model by the metadata of its first file.
+
+    Raises CheckpointError where they name no architecture, or one whose experts cannot be read.
+    """
+    architecture = header.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise CheckpointError(f"{header.file} has no general.architecture", _CONFIG)
+    content = _content(header, architecture, known_architecture(header))
+    data = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest(), data)
+
+
+def refuse_unread(headers: Sequence[Header]) -> None:
+    """CheckpointError for models whose experts consist of more than is read."""
+    known_architecture(headers[0])
+    for header in headers:
+        for tensor in header.tensors:
+            if _CHUNKS in tensor.name:
+                raise CheckpointError(
+                    f"{tensor.name} is a matrix of chunk experts, which are not supported",
+                    "No file of this model can be converted.",
+                )
+
+
+def known_architecture(header: Header) -> Architecture:
+    """The row of the file's architecture, or one made up from its name.
+
+    Raises CheckpointError for architectures whose experts are of another kind.
+    """
+    name = str(header.metadata.get("general.architecture"))
+    found = ARCHITECTURES.get(name, Architecture(name))
+    if found.refused:
+        raise CheckpointError(
+            f"{header.file} is a model of architecture {name}, which is not supported: "
+            f"{found.refused}",
+            "Models whose experts have gate, up and down projections can be converted.",
+        )
+    return found
+
+
+def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
+    given = {
+        key.removeprefix(f"{name}."): value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{name}.") and value is not None
+    }
+    content: dict[str, Any] = {"model_type": known.model_type, "hidden_act": "silu", **known.config}
+    if "hidden_activation" in content:
+        del content["hidden_act"]
+    content |= {ours: _finite(given[key]) for key, ours in SETTINGS.items() if key in given}
+    if "moe_intermediate_size" not in content and "feed_forward_length" in given:
+        content["intermediate_size"] = given["feed_forward_length"]
+    blocks, extra = given.get("block_count"), given.get("nextn_predict_layers", 0)
+    if type(blocks) is int and type(extra) is int:
+        content["num_hidden_layers"] = blocks - extra
+    content |= _scoring(given) | _dense(given) | _clamp(given)
+    if name == "deepseek2":
+        content |= _deepseek(content)
+    return content
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN; what is left is refused as any other wrong value."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scoring(given: Mapping[str, Any]) -> dict[str, Any]:
+    function = given.get("expert_gating_func")
+    if function is None or function == SOFTMAX_OF_CHOSEN:
+        return {}
+    return {"scoring_func": SCORING.get(function, f"expert_gating_func {function}")}
+
+
+def _dense(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are dense, unless every n-th has experts: then the tensors show it."""
+    leading = given.get("leading_dense_block_count")
+    steps = (given.get(key) for key in ("interleave_moe_layer_step", "moe_every_n_layers"))
+    if leading is None or any(step not in (None, 0, 1) for step in steps):
+        return {}
+    return {"first_k_dense_replace": leading}
+
+
+def _clamp(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The limit of the activation: one number, or one per layer (0: none)."""
+    limits = given.get("swiglu_clamp_exp")
+    if isinstance(limits, list):
+        limits = [_finite(limit) for limit in limits]
+        if not any(limits):
+            return {}
+        return {"swiglu_limits": limits}
+    return {} if not limits else {"swiglu_limit": _finite(limits)}
+
+
+def _deepseek(content: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp has one architecture for V2, V3 and Kimi K2, and no groups where none are given."""
+    groups = {"n_group": content.get("n_group", 1), "topk_group": content.get("topk_group", 1)}
+    if content.get("scoring_func") == "sigmoid":
+        return groups
+    method = "group_limited_greedy" if groups["n_group"] != 1 else "greedy"
+    return {"model_type": "deepseek_v2", "topk_method": method, **groups}

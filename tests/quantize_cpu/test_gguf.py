@@ -1,0 +1,256 @@
+"""GGUF models in every command: the bytes are those of a float32 checkpoint with their values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.convert import all_files, assert_same, convert, read_json, read_model
+from helpers.families import Tensor, Weights, simple_config, write_checkpoint
+from helpers.ggml import HALVES, block_size, blocks_of
+from helpers.gguf_files import Blocks, around, experts, metadata, model, write_gguf
+from helpers.harmless import assert_safe, run
+
+from ktconv.checkpoint import open_checkpoint
+from ktconv.merge import Request as MergeRequest
+from ktconv.merge import merge
+
+gguf = pytest.importorskip("gguf")
+
+EXPERTS, HIDDEN, INNER = 3, 256, 512
+SIZES = {
+    "block_count": 2, "expert_count": EXPERTS, "expert_used_count": 2, "embedding_length": HIDDEN,
+    "expert_feed_forward_length": INNER, "expert_weights_norm": True,
+}  # fmt: skip
+FACTORS = np.array([0.5, 2, 3], np.float32)
+# gate, up and down of both layers: as llama.cpp mixes them, and types of other kinds.
+MIXED = (("Q4_K", "Q4_K", "Q6_K"), ("MXFP4", "IQ4_NL", "Q8_0"))
+
+
+def stack(rng: np.random.Generator, kind: str, rows: int, cols: int) -> Blocks:
+    data = blocks_of(rng, kind, EXPERTS * rows, cols)
+    blocks = data.reshape(-1, block_size(kind)[1])
+    for at in HALVES[kind]:  # scales of about the size that weights have
+        blocks[:, at + 1] = rng.integers(0x10, 0x18, len(blocks))
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 120, len(blocks))
+    return Blocks(kind, data.reshape(EXPERTS, rows, -1))
+
+
+def layers_of(kinds: tuple[tuple[str, str, str], ...] = MIXED) -> list[dict[str, Blocks]]:
+    """By layer: gate, up and down."""
+    rng = np.random.default_rng(7)
+    return [
+        {
+            word: stack(rng, kind, *((HIDDEN, INNER) if word == "down" else (INNER, HIDDEN)))
+            for word, kind in zip(("gate", "up", "down"), one, strict=True)
+        }
+        for one in kinds
+    ]
+
+
+def float_model(directory: Path, layers: list[Weights]) -> Path:
+    """The same values under the names of Hugging Face, one tensor for each expert's matrix."""
+    tensors: dict[str, Tensor] = {
+        f"model.layers.{index}.mlp.experts.{expert}.{word}_proj.weight": one[expert]
+        for index, weights in enumerate(layers)
+        for word, one in zip(("gate", "up", "down"), weights, strict=True)
+        for expert in range(EXPERTS)
+    }
+    config = simple_config(
+        num_hidden_layers=2, num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INNER
+    )
+    return write_checkpoint(directory, tensors, config)
+
+
+def apart(index: int, layer: Mapping[str, Blocks]) -> dict[str, Any]:
+    return {f"blk.{index}.ffn_{word}_exps.weight": one for word, one in layer.items()}
+
+
+def together(index: int, layer: Mapping[str, Blocks]) -> dict[str, Any]:
+    gate_up = np.concatenate([layer["gate"].data, layer["up"].data], axis=1)
+    return {
+        f"blk.{index}.ffn_gate_up_exps.weight": Blocks(layer["gate"].kind, gate_up),
+        f"blk.{index}.ffn_down_exps.weight": layer["down"],
+    }
+
+
+def numbered(index: int, layer: Mapping[str, Blocks]) -> dict[str, Any]:
+    return {
+        f"blk.{index}.ffn_{word}.{expert}.weight": Blocks(one.kind, one.data[expert])
+        for word, one in layer.items()
+        for expert in range(EXPERTS)
+    }
+
+
+def with_factors(index: int, layer: Mapping[str, Blocks]) -> dict[str, Any]:
+    """A factor for each expert; in layer 1 under the other name."""
+    middle = ".weight" if index else ""
+    return apart(index, layer) | {
+        f"blk.{index}.ffn_{word}_exps{middle}.scale": FACTORS for word in layer
+    }
+
+
+FORMS = {"apart": apart, "together": together, "numbered": numbered, "factors": with_factors}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_are_those_of_the_values(form: str, tmp_path: Path) -> None:
+    same = (("Q5_K", "Q5_K", "Q4_0"), ("NVFP4", "NVFP4", "TQ2_0"))
+    layers = layers_of(same if form == "together" else MIXED)
+    tensors: dict[str, Any] = {"output.weight": np.ones((32, HIDDEN), np.float32)}
+    values = []
+    for index, layer in enumerate(layers):
+        tensors |= FORMS[form](index, layer)
+        factor = FACTORS[:, None, None] if form == "factors" else np.float32(1)
+        values.append(Weights(*(one.values * factor for one in layer.values())))
+    path = write_gguf(tmp_path / "m.gguf", tensors, SIZES)
+    reference = float_model(tmp_path / "reference", values)
+    for method, numa in (("int8", 1), ("int4", 2)):
+        for source in (path, reference):
+            convert(source, tmp_path / f"{source.stem}-{method}", method=method, numa=numa)
+        outputs = [read_model(tmp_path / f"{name}-{method}") for name in ("m", "reference")]
+        assert_same(*outputs)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A split model of mixed types with routers and norms."""
+    tensors: dict[str, Any] = {}
+    for index, layer in enumerate(layers_of()):
+        tensors |= apart(index, layer) | around(index, HIDDEN, EXPERTS)
+    directory = tmp_path_factory.mktemp("mixed")
+    return write_gguf(directory / "mixed.gguf", tensors, SIZES, per_file=4)
+
+
+def test_plan_and_inspect(mixed: Path) -> None:
+    result = run("inspect", mixed.parent, "--json")
+    assert_safe(result, 0)
+    facts = json.loads(result.stdout)
+    assert facts["family"] == "qwen3_moe" and facts["files"] == 3
+    assert facts["encodings"] == [
+        "gguf-iq4_nl", "gguf-mxfp4", "gguf-q4_k", "gguf-q6_k", "gguf-q8_0",
+    ]  # fmt: skip
+    assert facts["experts_found_as"] == ["blk.N"] and facts["other_tensors"] == 4
+    result = run("quantize-cpu", mixed, mixed.parent / "never", "--dry-run", "--numa", 1)
+    assert_safe(result, 0)
+    assert "gguf-q4_k" in result.stdout
+    assert "4 non-expert tensors (8.2 kB): their names and types in GGUF files" in result.stdout
+    assert not (mixed.parent / "never").exists()
+
+
+@pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+def test_convert_and_verify(mixed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert_safe(run("quantize-cpu", mixed, output, "--method", "int8", "--numa", 1), 0)
+    manifest = read_json(output / "ktconv.json")
+    assert sorted(manifest["source"]["files"]) == [
+        f"mixed-0000{part}-of-00003.gguf" for part in (1, 2, 3)
+    ]
+    assert manifest["geometry"]["model_type"] == "qwen3_moe"
+    assert read_json(output / "config.json")["num_experts"] == EXPERTS
+    assert "base_model: mixed\n" in (output / "README.md").read_text()
+    result = run("verify", output, "--source", mixed, "--json")
+    assert_safe(result, 0)
+    facts = json.loads(result.stdout)
+    assert [row["routing"] for row in facts["layers"]["layers"]] == ["router", "router"]
+    assert not facts["failures"]
+    again = run("quantize-cpu", mixed, output, "--method", "int8", "--numa", 1)
+    assert_safe(again, 0)
+    assert "nothing to do" in again.stdout
+
+
+def test_a_changed_config_is_found(mixed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert(mixed, output, method="int8")
+    config = read_json(output / "config.json") | {"num_experts_per_tok": 1}
+    (output / "config.json").write_text(json.dumps(config))
+    result = run("verify", output, "--source", mixed, "--level", "structure")
+    assert_safe(result, 1)
+    assert "config.json differs from the file that was written" in result.stdout
+
+
+def test_a_config_directory(mixed: Path, tmp_path: Path) -> None:
+    """config.json and tokenizer come from there, and verify needs it again."""
+    directory, output = tmp_path / "c", tmp_path / "out"
+    directory.mkdir()
+    config = {**open_checkpoint(mixed).config, "architectures": ["Qwen3MoeForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    words = ("--method", "int8", "--numa", 1, "--config", directory)
+    assert_safe(run("quantize-cpu", mixed, output, *words), 0)
+    for name in ("config.json", "tokenizer.json"):
+        assert (output / name).read_bytes() == (directory / name).read_bytes()
+    assert "--max-shard-size 5000000000 --config DIR\n" in (output / "README.md").read_text()
+    assert "config.json" in read_json(output / "ktconv.json")["source"]["files"]
+    verify = ("verify", output, "--source", mixed, "--level", "structure")
+    assert_safe(run(*verify, "--config", directory), 0)
+    result = run(*verify)
+    assert_safe(result, 1)
+    assert "config.json of the source differs from the file that was converted" in result.stdout
+    assert_safe(run("inspect", mixed, "--config", directory), 0)
+
+
+def test_merge(mixed: Path, tmp_path: Path) -> None:
+    convert(mixed, tmp_path / "direct", method="int4")
+    convert(mixed, tmp_path / "layers", method="int4", layout="layers")
+    merge(MergeRequest(tmp_path / "layers", tmp_path / "merged", str(mixed)))
+    files = [all_files(tmp_path / name) for name in ("direct", "merged")]
+    for found in files:
+        for name in ("README.md", "ktconv.json"):  # which say how they were made
+            found.pop(name)
+    assert_same(*files)
+
+
+@pytest.mark.parametrize("command", ["quantize-gpu", "stats", "verify"])
+def test_what_needs_a_safetensors_checkpoint(command: str, tmp_path: Path) -> None:
+    path = model(tmp_path)
+    words: tuple[object, ...] = (path,)
+    if command == "quantize-gpu":
+        if find_spec("llmcompressor") is None:  # without importing it, which takes long
+            pytest.skip("llm-compressor is not installed")
+        words = (path, tmp_path / "out")
+    elif command == "verify":
+        convert(path, tmp_path / "out", method="int8")
+        words = (tmp_path / "out", "--source", path, "--level", "model")
+    result = run(command, *words)
+    assert_safe(result, 2)
+    assert "tiny-moe.gguf is a GGUF model, which is not supported here: " in result.stderr
+    assert "Hint: Use the safetensors checkpoint of the same model." in result.stderr
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a shape": ({"blk.0.ffn_up_exps.weight": np.ones((4, 64, 128), np.float32)}, "are not [E, I,"),
+    "a missing tensor": ({"blk.0.ffn_up_exps.weight": None}, "ffn_up_exps is missing, although"),
+    "a stray tensor": (
+        {"blk.0.ffn_up_exps.extra": np.ones(4, np.float32)}, "blk.0.ffn_up_exps.extra (F32) is not",
+    ),
+    "an encoding": (
+        {"blk.0.ffn_up_exps.weight": np.ones((4, 192, 128), np.int8)}, "has dtype I8, which is not",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_models(fault: str, tmp_path: Path) -> None:
+    change, reason = BAD[fault]
+    tensors = {k: v for k, v in {**experts(), **change}.items() if v is not None}
+    path = write_gguf(tmp_path / "bad.gguf", tensors, metadata())
+    result = run("quantize-cpu", path, tmp_path / "out", "--numa", 1)
+    assert_safe(result, 2)
+    assert reason in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_with_infinities(tmp_path: Path) -> None:
+    layer = layers_of((MIXED[0], MIXED[0]))[0]
+    layer["down"].data[1, 5, 208:210] = (0, 0x7C)  # d of the first block of a row
+    path = write_gguf(tmp_path / "m.gguf", apart(0, layer), {**SIZES, "block_count": 1})
+    result = run("quantize-cpu", path, tmp_path / "out", "--numa", 1)
+    assert_safe(result, 2)
+    assert "blk.0.ffn_down_exps.weight" in result.stderr
