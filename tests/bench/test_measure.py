@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,13 @@ from ktconv.bench import measure
 from ktconv.bench.measure import (
     Batch,
     Effort,
-    OtherWork,
     Reference,
     batch_bytes,
     check,
     checked_tokens,
     make_batch,
     sample,
+    share_of_others,
 )
 from ktconv.bench.routing import parse_routing
 from ktconv.bench.weights import RandomWeights
@@ -258,10 +259,9 @@ def test_pairs_and_distinct_experts_leave_skipped_ids_out() -> None:
 
 def test_what_others_take() -> None:
     """Busy time of all CPUs beyond this process's own; less than two ticks is rounding."""
-    busy = iter([10.0, 14.0, 10.0, 10.001])
-    for expected in (True, False):
-        share = OtherWork(lambda: next(busy), lambda: 1.0).share()
-        assert share > 0.5 if expected else share == 0.0
+    cpus = os.cpu_count() or 1
+    assert share_of_others((5.0, 10.0, 1.0), (7.0, 14.0, 2.0)) == 3.0 / (2.0 * cpus)
+    assert share_of_others((5.0, 10.0, 1.0), (7.0, 10.001, 1.0)) == 0.0
 
 
 def test_weights_repeat_and_experts_differ() -> None:

@@ -15,7 +15,6 @@ from ktconv.formats.decode import (
     e8m0_to_f32,
     f16_to_f32,
     f32_to_bf16,
-    fp8_block_to_f32,
     round_to_bf16,
 )
 
@@ -91,23 +90,3 @@ def test_bf16_rounding_agrees_with_torch() -> None:
     values = bits.view(np.float32)
     theirs = torch.from_numpy(values.copy()).bfloat16().float().numpy()
     assert np.array_equal(theirs, round_to_bf16(values), equal_nan=True)
-
-
-@given(
-    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    origin=st.tuples(st.integers(0, 5), st.integers(0, 5)),
-)
-def test_decoding_fp8_blocks(
-    shape: tuple[int, int], block: tuple[int, int], origin: tuple[int, int]
-) -> None:
-    """Element by element, ragged last blocks and slices that start inside a block."""
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 0x7F, shape, np.uint8)
-    grid = [-(-(o + s) // b) for o, s, b in zip(origin, shape, block, strict=True)]
-    scale = rng.uniform(1e-4, 1, grid).astype(np.float32)
-    values = fp8_block_to_f32(codes, scale, block, origin)
-    assert values.dtype == np.float32
-    for n, k in np.ndindex(shape):
-        factor = scale[(origin[0] + n) // block[0], (origin[1] + k) // block[1]]
-        assert values[n, k] == e4m3fn_to_f32(codes[n, k : k + 1])[0] * factor

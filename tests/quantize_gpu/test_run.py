@@ -127,6 +127,23 @@ def test_choices_of_quantize_gpu_are_those_of_the_library() -> None:
     assert get_args(Scheme) == tuple(BITS)
 
 
+def test_coverage_is_shown_as_a_table() -> None:
+    from ktconv.quantize_gpu.gptq.coverage import LayerCoverage, coverage_lines
+
+    records = {
+        "12": LayerCoverage(100, 2, [99, 98, 1, 2], ["2.up"]).record(),
+        "3": LayerCoverage(100, 2, [50, 50, 50, 50]).record(),
+    }
+    head, third, twelfth, *rest = coverage_lines(records)
+    assert head.split() == ["layer", "tokens", "least", "median", "most", "seldom", "fell", "back"]
+    assert third.split() == ["3", "100", "50", "50", "50", "0", "0"]
+    assert twelfth.split() == ["12", "100", "1", "50", "99", "2", "1"]
+    assert rest == [
+        "layer 12: 2, 3 got fewer than 5 routed tokens",
+        "layer 12: 2.up rounded to nearest",
+    ]
+
+
 # ---- resume ----------------------------------------------------------------------------
 
 

@@ -235,9 +235,9 @@ def sample(experts: Experts, batch: Batch, pool: Pool, effort: Effort) -> Sample
     calls = [experts.layer.call(pool, batch.x, ids, batch.weights, y, scratch) for ids in batch.ids]
     for call in calls[:WARM_UP] if effort.iterations is None else calls[:1]:
         call()
-    others = OtherWork()
+    before = _clocks()
     times = timed(calls, effort)
-    taken = others.share()
+    taken = share_of_others(before, _clocks())
     _expect_finite(experts, y)
     pairs, distinct = routed(batch, len(times))
     return Sample(times, pairs, distinct, taken)
@@ -275,29 +275,18 @@ def _enough(count: int, elapsed: float, effort: Effort) -> bool:
     return count >= _LEAST_ITERATIONS or elapsed >= _PATIENCE * effort.seconds
 
 
-class OtherWork:
-    """CPU time that other processes and other virtual machines use from now on.
+def _clocks() -> tuple[float, float, float]:
+    """Seconds that passed, that all CPUs worked, and that they worked for this process."""
+    return time.perf_counter(), _busy_seconds(), own_seconds()
 
-    `busy` and `own` are the clocks: of all CPUs, and of this process.
-    """
 
-    def __init__(
-        self,
-        busy: Callable[[], float] | None = None,
-        own: Callable[[], float] = own_seconds,
-    ) -> None:
-        self._clocks = busy or _busy_seconds, own
-        self._start, self._before = time.perf_counter(), [clock() for clock in self._clocks]
-
-    def share(self) -> float:
-        """Share of the time of all CPUs; 0 if the system does not report it, or it is too short."""
-        elapsed = time.perf_counter() - self._start
-        busy, own = (
-            clock() - before for clock, before in zip(self._clocks, self._before, strict=True)
-        )
-        if busy - own <= _TICKS / os.sysconf("SC_CLK_TCK"):
-            return 0.0
-        return (busy - own) / max(elapsed * (os.cpu_count() or 1), 1e-9)
+def share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
+    """What other processes and virtual machines used of the time of all CPUs between two readings
+    of `_clocks`; 0 if the system does not report it, or it is too short."""
+    elapsed, busy, own = (b - a for a, b in zip(before, after, strict=True))
+    if busy - own <= _TICKS / os.sysconf("SC_CLK_TCK"):
+        return 0.0
+    return (busy - own) / max(elapsed * (os.cpu_count() or 1), 1e-9)
 
 
 def _busy_seconds() -> float:

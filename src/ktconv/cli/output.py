@@ -56,18 +56,14 @@ def _encodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
+def fact_lines(facts: dict[str, Any], indent: int = 0) -> Iterator[str]:
     """Names and values as aligned lines; nested names indented."""
-    return _fact_lines(facts, 0)
-
-
-def _fact_lines(facts: dict[str, Any], indent: int) -> Iterator[str]:
     width = max((len(name) for name in facts), default=0)
     for name, value in facts.items():
         label = " " * indent + name.replace("_", " ")
         if isinstance(value, dict):
             yield label
-            yield from _fact_lines(value, indent + 2)
+            yield from fact_lines(value, indent + 2)
         else:
             yield f"{label:<{indent + width}}  {_fact_text(name, value)}"
 

@@ -64,20 +64,3 @@ E8M0_VALUES: F32 = np.array(
 def e8m0_to_f32(codes: U8) -> F32:
     """2^(s - 127), exact (s = 0 is the denormal 2^-127); 255 is NaN."""
     return E8M0_VALUES[codes]
-
-
-def fp8_block_to_f32(
-    codes: U8,
-    scale_inv: F32,
-    block: tuple[int, int],
-    origin: tuple[int, int] = (0, 0),
-) -> F32:
-    """v = fl32(f32(fp8) * scale), E4M3FN codes [N, K] with one scale per block.
-
-    scale_inv is float32 [ceil, ceil] over the whole matrix that the scales were made
-    for; `origin` is the position of row 0 and column 0 of `codes` in that matrix.
-    """
-    rows, cols = codes.shape
-    grid_row = (origin[0] + np.arange(rows)) // block[0]
-    grid_col = (origin[1] + np.arange(cols)) // block[1]
-    return e4m3fn_to_f32(codes) * scale_inv[np.ix_(grid_row, grid_col)]
