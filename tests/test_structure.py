@@ -103,7 +103,7 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu
 OF_SECOND_READER = {
     *(f"checkpoint.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
     "checkpoint.TensorRef", "checkpoint.shards.read_shards", "checkpoint.shards.select_shards",
-    "families.table", "reading.reader.SourceReader",
+    "families.table", "reading.reader.SourceReader", "system.collector.collector_paused",
     *(f"system.arrays.{name}" for name in ("Array", "F32", "I64", "U8")),
 }  # fmt: skip
 

@@ -50,14 +50,19 @@ def _rows(gguf: bool) -> tuple[Encoding, ...]:
 class Candidate:
     """An encoding that names and dtypes of a weight's tensors allow, and which tensor is what."""
 
-    __slots__ = ("encoding", "roles")
+    __slots__ = ("_names", "_parts", "encoding")
 
-    def __init__(self, encoding: Encoding, roles: Roles) -> None:
-        self.encoding, self.roles = encoding, roles
+    def __init__(self, encoding: Encoding, names: Sequence[tuple[str, str]], parts: Parts) -> None:
+        self.encoding, self._names, self._parts = encoding, names, parts
 
     @property
     def weight(self) -> TensorRef:
-        return self.roles[WEIGHT]
+        return self._parts[self.encoding.primary]
+
+    @property
+    def roles(self) -> Roles:
+        """Made when asked for, because most candidates have another shape."""
+        return {role: self._parts[part] for role, part in self._names}
 
 
 def candidates(parts: Parts) -> Sequence[Candidate]:
@@ -69,10 +74,7 @@ def candidates(parts: Parts) -> Sequence[Candidate]:
     known = _by_names(gguf, tuple((part, tensor.dtype) for part, tensor in parts.items()))
     if not known:
         raise unsupported(parts, _rows(gguf))
-    return [
-        Candidate(encoding, {role: parts[part] for role, part in roles})
-        for encoding, roles in known
-    ]
+    return [Candidate(encoding, names, parts) for encoding, names in known]
 
 
 @lru_cache(1000)  # there are a hundred thousand weights, of few kinds
@@ -100,11 +102,12 @@ def stored_matrix(
         if one.weight.shape != view.shape(encoding.element) or not view.whole(encoding.element):
             continue
         shaped.append(one)
-        if encoding.transposed and not encoding.outputs(one.roles):
+        roles = one.roles
+        if encoding.transposed and not encoding.outputs(roles):
             continue  # its scales are those of other outputs
         quantization = None
-        if encoding.quantization is not None and len(one.roles) > 1:
-            quantization = encoding.quantization(one.roles, view, config)
+        if encoding.quantization is not None and len(roles) > 1:
+            quantization = encoding.quantization(roles, view, config)
             if quantization is None:
                 continue
         return encoding, view.matrix(one.weight, encoding.element, quantization)

@@ -88,11 +88,12 @@ def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGri
     """`tensor` as a grid of one number per tensor, or per output and a group of its inputs, whose
     size the shape tells."""
     outputs, inputs = outputs_and_inputs(view)
-    whole = grid_with_blocks(tensor, view, number, (outputs, inputs))
-    if whole is not None or not tensor.shape:
-        return whole
-    unit = NUMBERS[number]
-    groups, rest = divmod(_elements(tensor), unit.height(outputs) * (view.experts or 1))
+    count = _elements(tensor)
+    if count in (1, view.experts):
+        whole = grid_with_blocks(tensor, view, number, (outputs, inputs))
+        if whole is not None or not tensor.shape:
+            return whole
+    groups, rest = divmod(count, NUMBERS[number].height(outputs) * (view.experts or 1))
     if rest or not groups or inputs % groups:
         return None
     return grid_with_blocks(tensor, view, number, (1, inputs // groups))

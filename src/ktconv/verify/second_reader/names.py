@@ -11,6 +11,7 @@ from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, Ten
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.families import table
 from ktconv.reading.reader import SourceReader
+from ktconv.system.collector import collector_paused
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,
     Place,
@@ -83,7 +84,7 @@ class SecondReader:
     def _modules(self) -> Mapping[str, Parts]:
         """Tensors by all of their names up to the last dot, and by what follows it. From headers
         that are read again: what the converter left aside is there too."""
-        with self._lock:
+        with self._lock, collector_paused():
             if self._by_module is None:
                 found: dict[str, Parts] = {}
                 for header in read_shards(select_shards(self._checkpoint.path)):
