@@ -28,7 +28,7 @@ demo: $(VENV)/.core
 	$(BIN)/ktconv verify build/demo --source docs/example/tiny-moe
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=30
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 # Every room has some; none needs torch or waits for processes that are killed.
 FAST := tests/checkpoint tests/formats tests/placement tests/system tests/targets tests/writer \
@@ -44,10 +44,10 @@ check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(FAST) --ignore=tests/checkpoint/test_mutations.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
 test-fast: $(VENV)/.check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(FAST) --ignore=tests/checkpoint/test_mutations.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
 asan: build/asan/check build/asan/moe_check
 	build/asan/check

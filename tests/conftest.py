@@ -27,16 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What several processes divide among themselves (`make test`): files, and the kernels' tests
-    as a whole, which share what they compile."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            shared = item.path.parent if item.path.parent.name == "kernels" else item.path
-            item.add_marker(pytest.mark.xdist_group(str(shared)))
-
-
 @pytest.fixture(scope="session")
 def emulator(pytestconfig: pytest.Config) -> Emulator:
     """The emulator of AMX; skips where the CPU has AMX itself or nothing can emulate it."""

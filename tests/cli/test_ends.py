@@ -272,8 +272,15 @@ def interrupted(
     return lines
 
 
-@pytest.mark.parametrize("number", INTERRUPTS)
-@pytest.mark.parametrize("again", [0, *INTERRUPTS])
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [
+        *((number, 0) for number in INTERRUPTS),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGHUP),
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
+)
 def test_a_signal_during_work(
     number: int, again: int, model: Path, output: Path, tmp_path: Path
 ) -> None:

@@ -134,16 +134,20 @@ class Commands:
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"} | variables,
         )
 
-    def run(self, words: Sequence[object], call: int = 0, number: int = signal.SIGKILL) -> Ended:
-        """The command's end; with `call`, hit by `number` ahead of that call (counted from 1)."""
-        streams = [str(self._directory / name) for name in ("stdout", "stderr")]
+    def run(
+        self, words: Sequence[object], call: int = 0, number: int = signal.SIGKILL, typed: str = ""
+    ) -> Ended:
+        """The command's end; with `call`, hit by `number` ahead of that call (counted from 1).
+        `typed` is on its stdin."""
+        streams = [str(self._directory / name) for name in ("stdin", "stdout", "stderr")]
+        Path(streams[0]).write_text(typed)
         # One character per byte: the process decodes its arguments by its own locale.
         encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
         order = {"words": encoded, "call": call, "number": number, "streams": streams}
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
         code = int(self._server.stdout.readline())
-        return Ended(code, *(Path(path).read_text() for path in streams))
+        return Ended(code, *(Path(path).read_text() for path in streams[1:]))
 
     def close(self) -> None:
         """Ends the server."""
@@ -168,8 +172,8 @@ def _run(words: list[str], call: int, number: int) -> None:
 
 def _execute(words: list[str], call: int, number: int, streams: list[str]) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor, path in enumerate(streams, start=1):
+    os.dup2(os.open(streams[0], os.O_RDONLY), 0)
+    for descriptor, path in enumerate(streams[1:], start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     code = 1
     try:

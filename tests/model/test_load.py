@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from helpers.convert import convert
+from helpers.disk_calls import Commands
 from helpers.paths import EVAL, EXAMPLE
 
 from ktconv.errors import CheckpointError, ResourceError
@@ -278,19 +279,29 @@ WAYS_OUT = {
 }
 
 
+@pytest.fixture(scope="module")
+def commands(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Processes with what takes long to import."""
+    slow = ("ktconv.quantize_gpu.llm_compressor", "llmcompressor")
+    modules = slow if find_spec("llmcompressor") else ()
+    server = Commands(tmp_path_factory.mktemp("streams"), "transformers", *modules)
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize("command", WORDS)
-def test_commands_never_ask(command: str, torch: Any, planted: Path, tmp_path: Path) -> None:
+def test_commands_never_ask(
+    command: str, commands: Commands, planted: Path, tmp_path: Path
+) -> None:
     """Each in a process of its own, with y on stdin: one sentence, or random hidden states."""
     if command == "gptq" and find_spec("llmcompressor") is None:
         pytest.skip("llmcompressor is not installed")
     own_architecture(planted)
+    places = {"MODEL": planted, "cpu": tmp_path / "cpu", "new": tmp_path / "new"}
     if command.startswith("verify"):
-        convert(planted, tmp_path / "cpu")
-    words = [str(planted) if word == "MODEL" else word for word in WORDS[command]]
-    done = subprocess.run(
-        [sys.executable, "-m", "ktconv", *words], cwd=tmp_path, input="y\n" * 100, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+        convert(planted, places["cpu"])
+    words = [places.get(word, word) for word in WORDS[command]]
+    done = commands.run(words, typed="y\n" * 100)
     why = "needs its own Python code (auto_map in config.json), and ktconv does not run code"
     assert why in done.stderr + done.stdout
     assert "[y/N]" not in done.stderr + done.stdout and "Traceback" not in done.stderr

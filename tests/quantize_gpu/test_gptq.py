@@ -192,7 +192,7 @@ quantize_gpu(test_gptq.request(*map(Path, sys.argv[1:]), samples=4), Killer())
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(text: Path, tmp_path: Path) -> None:
-    model = MODELS / "tiny-qwen3moe"
+    model = cut(tmp_path / "model", layers=3)
     quantize(model, tmp_path / "clean", text, samples=4)
     tests = Path(__file__).resolve().parent
     script = KILLED.format(paths=[str(tests), str(tests.parent)])
@@ -222,15 +222,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cut(tmp_path_factory.mktemp("small") / "model")
 
 
-def cut(directory: Path, fused: bool = False) -> Path:
-    """Writes it; `fused` as transformers holds experts, all of a layer in two tensors."""
+def cut(directory: Path, fused: bool = False, layers: int = 1) -> Path:
+    """Writes the first layers; `fused` (of one) as transformers stores experts, all of a layer in
+    two tensors."""
     import torch
     from safetensors.torch import load_file, save_file
 
     source = MODELS / "tiny-qwen3moe"
     directory.mkdir()
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 1}
-    config["layer_types"] = ["full_attention"]
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
+    config["layer_types"] = ["full_attention"] * layers
     (directory / "config.json").write_text(json.dumps(config))
     for path in source.glob("tokenizer*"):
         shutil.copy(path, directory / path.name)
@@ -238,7 +239,7 @@ def cut(directory: Path, fused: bool = False) -> Path:
         name: tensor
         for shard in sorted(source.glob("*.safetensors"))
         for name, tensor in load_file(shard).items()
-        if ".layers." not in name or ".layers.0." in name
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
     }
     if fused:
         prefix = "model.layers.0.mlp.experts"
