@@ -173,7 +173,40 @@ def test_blocks_of_ggml(name: str) -> None:
 
 def test_every_type_of_ggml_is_there() -> None:
     plain = {"BF16", "F16", "F32"}
-    assert {dtype for one in GGUF for dtype in one.dtypes} - plain == TYPES.keys()
+    assert {dtype for one in GGUF for dtype in one.dtypes} - plain <= TYPES.keys()
+
+
+@pytest.mark.parametrize("form", ["apart", "together", "numbered"])
+def test_gguf_models(form: str, tmp_path: Path) -> None:
+    """Another type for every projection, and factors of experts."""
+    pytest.importorskip("gguf")
+    from helpers.ggml import blocks_of
+    from helpers.gguf_files import Blocks as Stack
+    from helpers.gguf_files import metadata, write_gguf
+
+    rng, factor = np.random.default_rng(2), np.array([0.5, -3], np.float32)
+    kinds = ("Q4_0", "Q4_0" if form == "together" else "IQ4_NL", "Q8_0")
+    tensors: dict[str, Any] = {}
+    found: dict[str, np.ndarray] = {}
+    for word, kind in zip(PROJECTIONS, kinds, strict=True):
+        rows, cols = (256, 192) if word == "down" else (192, 256)
+        data = blocks_of(rng, kind, 2 * rows, cols).reshape(2, rows, -1)
+        found[word] = Stack(kind, data).values.reshape(2, rows, cols)
+        name = f"blk.0.ffn_{word}"
+        if form == "numbered":
+            tensors |= {f"{name}.{e}.weight": Stack(kind, data[e]) for e in range(2)}
+            continue
+        tensors[f"{name}_exps.weight"] = Stack(kind, data)
+        tensors[f"{name}_exps.scale"] = factor
+        found[word] = found[word] * factor[:, None, None]
+    if form == "together":
+        both = [tensors.pop(f"blk.0.ffn_{word}_exps.weight").data for word in ("gate", "up")]
+        tensors["blk.0.ffn_gate_up_exps.weight"] = Stack("Q4_0", np.concatenate(both, axis=1))
+        tensors["blk.0.ffn_gate_up_exps.scale"] = tensors.pop("blk.0.ffn_gate_exps.scale")
+        del tensors["blk.0.ffn_up_exps.scale"]
+    sizes = metadata(expert_count=2, expert_feed_forward_length=192, embedding_length=256)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, sizes))
+    assert_reads(checkpoint, Weights(**found))
 
 
 def fused_fp8(directory: Path, transposed: bool = False, inner: int = 192) -> Path:

@@ -134,6 +134,23 @@ def _tq1_0(b: U8) -> Array:
     return values
 
 
+def _by_package(name: str) -> Callable[[U8], Array]:
+    """Types with tables of grids, which the package gguf has."""
+
+    def decode(b: U8) -> Array:
+        from gguf import GGMLQuantizationType, quants
+
+        flat = np.ascontiguousarray(b).reshape(-1, b.shape[-1])
+        values: Array = quants.dequantize(flat, GGMLQuantizationType[name])
+        return values.reshape(*b.shape[:-1], -1)
+
+    return decode
+
+
+_GRIDS = {
+    "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "IQ1_S": 50, "IQ1_M": 56
+}  # fmt: skip
+
 TYPES: dict[str, Blocks] = {
     "Q4_0": (18, 32, lambda b: _half(b, 0) * (_nibbles(b[..., 2:]) - 8)),
     "Q4_1": (20, 32, lambda b: _half(b, 0) * _nibbles(b[..., 4:]) + _half(b, 2)),
@@ -151,4 +168,5 @@ TYPES: dict[str, Blocks] = {
     "NVFP4": (36, 64, _nvfp4),
     "TQ1_0": (54, 256, _tq1_0),
     "TQ2_0": (66, 256, lambda b: _half(b, 64) * (_fields(b[..., :64], 2, 32) - 1)),
+    **{name: (nbytes, 256, _by_package(name)) for name, nbytes in _GRIDS.items()},
 }
