@@ -5,21 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
-from ktconv.cli.options import (
-    MODEL_HINTS,
-    ConfigOption,
-    DryRunOption,
-    FinalizeOption,
-    LayersOption,
-    ModelArgument,
-    MtpOption,
-    OutputArgument,
-    OverwriteOption,
-    ShardSizeOption,
-    ThreadsOption,
-    convert,
-)
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.formats import output_formats
@@ -35,15 +22,15 @@ Scale = Literal["amax"]
 
 
 def quantize_cpu_command(
-    model: ModelArgument,
-    output: OutputArgument,
+    model: common.ModelArgument,
+    output: common.OutputArgument,
     method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
     numa: Annotated[
         int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)
     ] = 0,
-    threads: ThreadsOption = 0,
-    layers: LayersOption = "",
-    config: ConfigOption = None,
+    threads: common.ThreadsOption = 0,
+    layers: common.LayersOption = "",
+    config: common.ConfigOption = None,
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
@@ -51,10 +38,10 @@ def quantize_cpu_command(
         Scale,
         choice(Scale, "How row scales are chosen; amax: from the row's largest absolute weight."),
     ] = "amax",
-    max_shard_size: ShardSizeOption = "5GB",
+    max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
-    mtp: MtpOption = True,
+    mtp: common.MtpOption = True,
     compat: Annotated[
         bool, flag("--compat", "Round to bf16 first, for the reference converter's bytes.")
     ] = False,
@@ -68,15 +55,15 @@ def quantize_cpu_command(
     verify: Annotated[
         bool, flag("--verify/--no-verify", "Read back and unpack everything written.")
     ] = True,
-    overwrite: OverwriteOption = False,
-    finalize: FinalizeOption = False,
+    overwrite: common.OverwriteOption = False,
+    finalize: common.FinalizeOption = False,
     exclude_experts: Annotated[
         Path | None, option("Omit the experts listed in this file; needs --allow-partial.", "FILE")
     ] = None,
     allow_partial: Annotated[
         bool, flag("--allow-partial", "Allow an output that KTransformers cannot load.")
     ] = False,
-    dry_run: DryRunOption = False,
+    dry_run: common.DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the routed experts of a checkpoint into quantized CPU weights.
@@ -85,7 +72,7 @@ def quantize_cpu_command(
 
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
-    with errors_shown(as_json, MODEL_HINTS):
+    with errors_shown(as_json, common.MODEL_HINTS):
         from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
         from ktconv.targets.ktransformers import Options
 
@@ -114,4 +101,4 @@ def quantize_cpu_command(
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
         )
-        convert(request, prepare(request), quantize_cpu, dry_run, as_json)
+        common.convert(request, prepare(request), quantize_cpu, dry_run, as_json)

@@ -9,21 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
-from ktconv.cli.options import (
-    MODEL_HINTS,
-    DryRunOption,
-    FinalizeOption,
-    LayersOption,
-    ModelArgument,
-    MtpOption,
-    OutputArgument,
-    OverwriteOption,
-    ShardSizeOption,
-    ThreadsOption,
-    VerifyOption,
-    convert,
-)
 from ktconv.cli.output import JsonOption, given_options, notify
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.errors import UsageError
@@ -35,8 +22,8 @@ Scheme = Literal["W4A16", "W8A16"]  # as pack_quantized.scheme.BITS
 
 def quantize_gpu_command(
     context: typer.Context,
-    model: ModelArgument,
-    output: OutputArgument,
+    model: common.ModelArgument,
+    output: common.OutputArgument,
     method: Annotated[
         GpuMethod, choice(GpuMethod, "rtn: round to nearest; gptq: calibrated on a text.")
     ] = "rtn",
@@ -66,10 +53,10 @@ def quantize_gpu_command(
     device: Annotated[
         str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
-    layers: LayersOption = "",
-    mtp: MtpOption = True,
-    max_shard_size: ShardSizeOption = "5GB",
-    threads: ThreadsOption = 0,
+    layers: common.LayersOption = "",
+    mtp: common.MtpOption = True,
+    max_shard_size: common.ShardSizeOption = "5GB",
+    threads: common.ThreadsOption = 0,
     max_memory: Annotated[str, option("rtn: memory limit.", "SIZE")] = "8GiB",
     max_gpu_memory: Annotated[str, option("gptq: GPU memory limit.", "SIZE")] = "",
     max_cpu_memory: Annotated[
@@ -79,10 +66,10 @@ def quantize_gpu_command(
             "SIZE",
         ),
     ] = "",
-    verify: VerifyOption = True,
-    overwrite: OverwriteOption = False,
-    finalize: FinalizeOption = False,
-    dry_run: DryRunOption = False,
+    verify: common.VerifyOption = True,
+    overwrite: common.OverwriteOption = False,
+    finalize: common.FinalizeOption = False,
+    dry_run: common.DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
@@ -91,7 +78,7 @@ def quantize_gpu_command(
 
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
-    with errors_shown(as_json, MODEL_HINTS):
+    with errors_shown(as_json, common.MODEL_HINTS):
         from ktconv.quantize_gpu.common import Request
         from ktconv.quantize_gpu.run import prepare, quantize_gpu
         from ktconv.targets.pack_quantized.module_classes import class_lines
@@ -129,7 +116,7 @@ def quantize_gpu_command(
         facts = {"classes": [asdict(count) for count in preflight.classes]}
         lines = class_lines(preflight.classes)
         job = partial(quantize_gpu, notify=notify)
-        convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
+        common.convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
 
 
 _OPTIONS_OF: dict[GpuMethod, set[str]] = {

@@ -5,24 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from ktconv.cli import options as common
 from ktconv.cli.exits import Hints, errors_shown
-from ktconv.cli.options import (
-    PACKED_HINTS,
-    ConfigOption,
-    CopyThreadsOption,
-    DryRunOption,
-    OutputArgument,
-    OverwriteOption,
-    ShardSizeOption,
-    VerifyOption,
-    convert,
-)
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import argument, flag, option
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
 
-RESHARD_HINTS: Hints = {**PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
+RESHARD_HINTS: Hints = {**common.PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 
 def merge_command(
@@ -32,18 +22,18 @@ def merge_command(
             "Directory of _layer_L/_numa_N/*.kt, from ktconv or another converter.", "LAYERS_DIR"
         ),
     ],
-    output: OutputArgument,
+    output: common.OutputArgument,
     source: Annotated[
         str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
     ] = None,
-    config: ConfigOption = None,
+    config: common.ConfigOption = None,
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
-    max_shard_size: ShardSizeOption = "5GB",
-    threads: CopyThreadsOption = 0,
-    verify: VerifyOption = True,
-    overwrite: OverwriteOption = False,
-    dry_run: DryRunOption = False,
+    max_shard_size: common.ShardSizeOption = "5GB",
+    threads: common.CopyThreadsOption = 0,
+    verify: common.VerifyOption = True,
+    overwrite: common.OverwriteOption = False,
+    dry_run: common.DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
@@ -52,7 +42,7 @@ def merge_command(
 
     Example: ktconv merge qwen3-layers qwen3-int4 --source Qwen/Qwen3-30B-A3B
     """
-    with errors_shown(as_json, PACKED_HINTS):
+    with errors_shown(as_json, common.PACKED_HINTS):
         from ktconv.merge import Request, merge, prepare
 
         request = Request(
@@ -67,22 +57,22 @@ def merge_command(
             verify=verify,
             overwrite=overwrite,
         )
-        convert(request, prepare(request), merge, dry_run, as_json, "Merged")
+        common.convert(request, prepare(request), merge, dry_run, as_json, "Merged")
 
 
 def reshard_command(
     packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
-    output: OutputArgument,
+    output: common.OutputArgument,
     numa: Annotated[int, option("New number of NUMA parts.", "N", min=1)],
     source: Annotated[
         str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,
-    config: ConfigOption = None,
-    max_shard_size: ShardSizeOption = "5GB",
-    threads: CopyThreadsOption = 0,
-    verify: VerifyOption = True,
-    overwrite: OverwriteOption = False,
-    dry_run: DryRunOption = False,
+    config: common.ConfigOption = None,
+    max_shard_size: common.ShardSizeOption = "5GB",
+    threads: common.CopyThreadsOption = 0,
+    verify: common.VerifyOption = True,
+    overwrite: common.OverwriteOption = False,
+    dry_run: common.DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Change the number of NUMA parts of a conversion without changing any weight.
@@ -106,4 +96,4 @@ def reshard_command(
             verify=verify,
             overwrite=overwrite,
         )
-        convert(request, prepare(request), reshard, dry_run, as_json, "Resharded")
+        common.convert(request, prepare(request), reshard, dry_run, as_json, "Resharded")
