@@ -282,7 +282,8 @@ class Families:
         whole |= {row.matrices.gate_up for row in self._bare if row.matrices.gate_up}
         return re.compile(
             rf"{one_of(sorted(whole))}(?:\.(?![0-9]).*)?"  # what ktconv writes has a number here
-            rf"|(?P<matrix>{one_of(self.bare_words)})\.(?P<expert>[0-9]+)\.(?P<part>.+)"
+            rf"|(?P<matrix>{one_of(self.bare_words)})\.(?P<expert>[0-9]+)\.(?P<part>.+)",
+            re.DOTALL,
         )
 
     @cached_property

@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "tensors": (header(counts=(HUGE, 0)), f"declares {HUGE} tensors, for which its"),
     "pairs": (header(counts=(0, 2**64 - 1)), "key-value pairs, for which its"),
     "more tensors": (header(counts=(4, 0)), "tensor '' has 0 dimensions"),
-    "key": (header((), [struct.pack("<Q", HUGE)]), f"declares {HUGE} bytes for a key, number 0"),
+    "key": (header((), [struct.pack("<Q", HUGE)]), f"declares {HUGE} bytes for a key"),
     "key beyond": (header((), [struct.pack("<Q", 500)]), "declares 500 bytes for a key"),
     "long key": (header((), [pair("k" * 66_000, 0, b"1")]), "of more than 65535 bytes: 'kkk"),
     "key twice": (header((), [pair("k", 0, b"1"), pair("k", 0, b"2")]), "contains the key 'k' tw"),
@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
         header((), [pair("general.alignment", 8, text("32"))]), "general.alignment '32', which is"
     ),
     "name twice": (header([ONE, ("a", (8,), 0, 256)]), "tensor 'a' is there twice"),
-    "name not text": (header([(b"\xff", (8,), 0, 0)]), "name of a tensor, number 0"),  # type: ignore[list-item]
+    "name not text": (header([(b"\xff", (8,), 0, 0)]), "a name of a tensor that is not UTF-8"),  # type: ignore[list-item]
     "no dimension": (header([("a", (), 0, 0)]), "tensor 'a' has 0 dimensions; 1 to 4"),
     "five": (header([("a", (1,) * 5, 0, 0)]), "tensor 'a' has 5 dimensions"),
     "empty": (header([("a", (32, 0), 0, 0)]), "tensor 'a' has shape [0, 32], without any"),

@@ -78,8 +78,9 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
     if "hidden_activation" in content:
         del content["hidden_act"]
     content |= {ours: _finite(given[key]) for key, ours in SETTINGS.items() if key in given}
-    if "moe_intermediate_size" not in content and "feed_forward_length" in given:
-        content["intermediate_size"] = given["feed_forward_length"]
+    width = given.get("feed_forward_length")  # a list where layers differ, with dense ones in it
+    if "moe_intermediate_size" not in content and not isinstance(width, (list, type(None))):
+        content["intermediate_size"] = width
     blocks, extra = given.get("block_count"), given.get("nextn_predict_layers", 0)
     if type(blocks) is int and type(extra) is int:
         content["num_hidden_layers"] = blocks - extra

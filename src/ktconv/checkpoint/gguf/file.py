@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from struct import Struct
@@ -43,8 +42,9 @@ _UNSUPPORTED = "Convert it again with a current version of llama.cpp, or use a s
 _CHUNK = 1 << 20
 
 _U32, _U64, _HEAD = Struct("<I"), Struct("<Q"), Struct("<QQ")
-_SIZES = [Struct(f"<{dims}Q") for dims in (1, 2, 3, 4)]  # the fastest dimension first
-_ARRAY_HEAD, _TENSOR_TAIL = Struct("<IQ"), Struct("<IQ")
+_ARRAY_HEAD = Struct("<IQ")
+# Sizes from the fastest dimension on, type and offset of tensors with 1 to 4 dimensions.
+_ENTRIES = [Struct(f"<{dims}QIQ") for dims in (1, 2, 3, 4)]
 # Types of values: 8 is a string, 9 an array.
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -156,7 +156,17 @@ class _Source:
         return text
 
     def name(self, what: str) -> str:
-        start = self.position
+        """A text of at most MAX_NAME_BYTES. There may be 100 000, so `text` is only called for
+        those that are wrong or not loaded yet."""
+        data, start = self.data, self.position
+        if start + 8 <= len(data):
+            (length,) = _U64.unpack_from(data, start)
+            end = start + 8 + length
+            if length <= MAX_NAME_BYTES and end <= len(data):
+                raw = data[start + 8 : end]
+                if raw.isascii() and b"\0" not in raw:
+                    self.position = end
+                    return raw.decode()
         name = self.text(what)
         if self.position - start - 8 > MAX_NAME_BYTES:
             self.fail(f"has {what} of more than {MAX_NAME_BYTES} bytes: {name!r:.40}")
@@ -207,8 +217,8 @@ def _read_counts(source: _Source) -> tuple[int, int]:
 def _read_pairs(source: _Source, count: int) -> dict[str, Any]:
     """The pairs; None for the values that are passed over."""
     found: dict[str, Any] = {}
-    for number in range(count):
-        key = source.name(f"a key, number {number} of {count},")
+    for _ in range(count):
+        key = source.name("a key")
         if key in found:
             source.fail(f"contains the key {key!r:.80} twice")
         (kind,) = source.unpack(_U32)
@@ -264,13 +274,16 @@ _Entry = tuple[str, GgmlType, tuple[int, ...], int, int]  # name, type, shape, o
 def _read_entries(source: _Source, count: int, alignment: int) -> Sequence[_Entry]:
     found: list[_Entry] = []
     names: set[str] = set()
-    for number in range(count):
-        name = source.name(f"the name of a tensor, number {number} of {count},")
-        with _of_tensor(source, name):
+    for _ in range(count):
+        name = source.name("a name of a tensor")
+        try:
             if name in names:
                 raise _FaultError("is there twice")
             names.add(name)
             found.append((name, *_read_entry(source, alignment)))
+        except _FaultError as fault:
+            message = f"{source.path}: tensor {name!r:.200} {fault}"
+            raise CheckpointError(message, fault.hint) from None
     return found
 
 
@@ -282,22 +295,13 @@ class _FaultError(Exception):
         self.hint = hint
 
 
-@contextmanager
-def _of_tensor(source: _Source, name: str) -> Iterator[None]:
-    try:
-        yield
-    except _FaultError as fault:
-        raise CheckpointError(f"{source.path}: tensor {name!r:.200} {fault}", fault.hint) from None
-
-
 def _read_entry(source: _Source, alignment: int) -> tuple[GgmlType, tuple[int, ...], int, int]:
     (dims,) = source.unpack(_U32)
-    if not 0 < dims <= len(_SIZES):
-        raise _FaultError(f"has {dims} dimensions; 1 to {len(_SIZES)} are possible")
-    sizes = source.unpack(_SIZES[dims - 1])
-    number, offset = source.unpack(_TENSOR_TAIL)
-    kind = _type(number)
-    shape = sizes[::-1]
+    if not 0 < dims <= len(_ENTRIES):
+        raise _FaultError(f"has {dims} dimensions; 1 to {len(_ENTRIES)} are possible")
+    *sizes, number, offset = source.unpack(_ENTRIES[dims - 1])
+    kind = TYPES.get(number) or _unsupported(number)
+    shape = tuple(sizes[::-1])
     elements = math.prod(shape)
     if elements == 0:
         raise _FaultError(f"has shape {list(shape)}, without any element")
@@ -317,10 +321,7 @@ def _read_entry(source: _Source, alignment: int) -> tuple[GgmlType, tuple[int, .
     return kind, shape, offset, nbytes
 
 
-def _type(number: int) -> GgmlType:
-    kind = TYPES.get(number)
-    if kind is not None:
-        return kind
+def _unsupported(number: int) -> NoReturn:
     if number in REMOVED:
         raise _FaultError(
             f"is of type {number} ({REMOVED[number]}), which llama.cpp has removed", _UNSUPPORTED
