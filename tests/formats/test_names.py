@@ -60,7 +60,7 @@ def test_examples() -> None:
         "blk.0.ffn_gate_exps.0.weight",
         "blk.00.ffn_gate_exps.0.numa.0.weight",
         "blk.0.ffn_gate_exps.0.numa.0.weight\n",
-        "blk.0.ffn_gate_exps.0.numa.0.bias",
+        "blk.0.ffn_gate_exps.0.numa.0.biases",
         "xblk.0.ffn_gate_exps.0.numa.0.weight",
         "blk.٣.ffn_gate_exps.0.numa.0.weight",
         "blk.0.ffn_gate_up_exps.0.numa.0.weight",

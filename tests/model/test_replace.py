@@ -218,9 +218,13 @@ def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
 def test_experts_that_matrices_do_not_describe(model: Any, int8: Path) -> None:
     module: Any = find_experts(model)[1].module
     module.has_bias = True  # as gpt-oss has
-    with pytest.raises(CheckpointError, match="their own bias or norm"):
+    with pytest.raises(CheckpointError, match="its experts have biases, those in"):
         replace_experts(model, int8, threads=1)
     module.has_bias = False
+    module.has_post_expert_norm = True
+    with pytest.raises(CheckpointError, match="their own norm"):
+        replace_experts(model, int8, threads=1)
+    del module.has_post_expert_norm
     module.forward = lambda hidden_states, top_k_index: hidden_states
     with pytest.raises(CheckpointError, match="called with 2 arguments"):
         replace_experts(model, int8, threads=1)

@@ -52,7 +52,14 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
         experts.append({p: encodings.matrix(of[p], where[p]) for p in PROJECTIONS})
     gate = experts[0]["gate"]
     return MoELayer(
-        index, stack.source, is_mtp, gate.cols, gate.rows, encodings.name, tuple(experts)
+        index,
+        stack.source,
+        is_mtp,
+        gate.cols,
+        gate.rows,
+        encodings.name,
+        tuple(experts),
+        encodings.biased,
     )
 
 
@@ -186,6 +193,7 @@ class _EncodingsOfLayer:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._seen: dict[str, None] = {}
+        self.biased = False
 
     @property
     def name(self) -> str:
@@ -203,6 +211,7 @@ class _EncodingsOfLayer:
             self._seen[encoding.name] = None
         if BIAS in parts:
             matrix = replace(matrix, bias=_bias(parts[BIAS], views[encoding.transposed]))
+            self.biased = True
         return matrix
 
     def _check_declared(self, encoding: Encoding, weight: TensorRef) -> None:

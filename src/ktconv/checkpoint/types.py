@@ -139,14 +139,11 @@ class MoELayer:
     intermediate_size: int
     encoding: str  # a name of checkpoint.encodings, or several, joined by "+"
     experts: Sequence[Mapping[Projection, ExpertMatrix]]  # by expert id
+    biased: bool = False  # whether one at least of its matrices has a bias
 
     @property
     def encodings(self) -> Sequence[str]:
         return self.encoding.split("+")
-
-    @property
-    def has_biases(self) -> bool:
-        return any(matrix.bias for expert in self.experts for matrix in expert.values())
 
     @property
     def kinds(self) -> Sequence[ExpertMatrix]:

@@ -63,6 +63,13 @@ def quantize_cpu_command(
     allow_partial: Annotated[
         bool, flag("--allow-partial", "Allow an output that KTransformers cannot load.")
     ] = False,
+    allow_activation_mismatch: Annotated[
+        bool,
+        flag(
+            "--allow-activation-mismatch",
+            "Convert experts with biases (gpt-oss), which KTransformers would compute wrongly.",
+        ),
+    ] = False,
     dry_run: common.DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,6 +93,7 @@ def quantize_cpu_command(
             experts_only=experts_only,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             requantize=requantize,
+            allow_activation_mismatch=allow_activation_mismatch,
         )
         request = Request(
             model=model,

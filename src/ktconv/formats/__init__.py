@@ -15,6 +15,7 @@ from .names import (
     KtFile,
     Matrix,
     TensorId,
+    kinds_of,
     kt_path,
     parse_kt_path,
     parse_tensor_name,

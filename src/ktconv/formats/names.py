@@ -13,19 +13,19 @@ from typing import Literal, cast
 from .table import output_named
 
 Matrix = Literal["gate", "up", "down", "gate_bwd", "up_bwd", "down_bwd"]
-Kind = Literal["weight", "scale"]
+Kind = Literal["weight", "scale", "bias"]
 
 BACKWARD: tuple[Matrix, ...] = ("gate_bwd", "up_bwd", "down_bwd")
-KINDS: tuple[Kind, ...] = ("weight", "scale")
+KINDS: tuple[Kind, ...] = ("weight", "scale")  # of every matrix
 
-_KT_WORD: dict[Kind, str] = {"weight": "quant", "scale": "scale"}
+_KT_WORD: dict[Kind, str] = {"weight": "quant", "scale": "scale"}  # biases have no files
 _KT_KIND: dict[str, Kind] = {word: kind for kind, word in _KT_WORD.items()}
 
 _NUMBER = "(0|[1-9][0-9]{0,4})"  # layers, experts and parts
 _SIZE = "(0|[1-9][0-9]{0,15})"
 _MATRIX = "((?:gate|up|down)(?:_bwd)?)"
 _TENSOR = re.compile(
-    rf"blk\.{_NUMBER}\.ffn_{_MATRIX}_exps\.{_NUMBER}\.numa\.{_NUMBER}\.(weight|scale)"
+    rf"blk\.{_NUMBER}\.ffn_{_MATRIX}_exps\.{_NUMBER}\.numa\.{_NUMBER}\.(weight|scale|bias)"
 )
 _KT_PATH = re.compile(
     rf"_layer_{_NUMBER}/_numa_{_NUMBER}/"
@@ -51,6 +51,16 @@ class KtFile:
     method: str  # an output format's name, or MOE_ and that name for another layout of it
     tensor: TensorId
     nbytes: int  # exact size of the file
+
+
+def kinds_of(proj: Matrix, part: int, biased: bool) -> tuple[Kind, ...]:
+    """The tensors of one part's matrix in a layer with or without biases. That of down is added
+    once, so part 0 has it; backward matrices have none."""
+    return (
+        (*KINDS, "bias")
+        if biased and (proj in ("gate", "up") or (proj, part) == ("down", 0))
+        else KINDS
+    )
 
 
 def tensor_name(layer: int, proj: Matrix, expert: int, part: int, kind: Kind) -> str:

@@ -94,6 +94,8 @@ class Format:
 
     def stored(self, kind: Kind, rows: int, cols: int) -> tuple[str, tuple[int, ...], int]:
         """dtype, shape and bytes of a packed matrix's tensor in shards."""
+        if kind == "bias":
+            return "F32", (rows,), 4 * rows
         if kind == "weight":
             nbytes = self.layout.weight_size(rows, cols)
             return "I8", (nbytes,), nbytes

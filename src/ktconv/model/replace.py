@@ -251,6 +251,12 @@ def _check_layers(model: nn.Module, sites: Mapping[int, Site], directory: Path) 
 def _check_match(model: nn.Module, site: Site, experts: Experts, directory: Path) -> None:
     """The experts are plain matrices on the CPU, of the same sizes, with the same activation."""
     _check_plain(site)
+    if getattr(site.module, "has_bias", False) != experts.biased:
+        missing = f"those in {directory}" if not experts.biased else "those of the model"
+        raise CheckpointError(
+            f"layer {site.layer} does not match: its experts have biases, {missing} do not",
+            "give the model that was converted",
+        )
     theirs, ours = _sizes(site.module), (experts.count, experts.hidden, experts.intermediate)
     for what, own, packed in zip(("experts", "hidden", "intermediate"), theirs, ours, strict=True):
         if own != packed:
@@ -271,10 +277,10 @@ def _check_plain(site: Site) -> None:
     module: Any = site.module
     if isinstance(module, PackedExperts):
         raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
-    if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         raise CheckpointError(
             f"{site.path}, the experts of {type(module).__name__}, have their own "
-            "bias or norm, which packed experts do not support",
+            "norm, which packed experts do not support",
             "the model can be converted and verified up to --level layers",
         )
     if module.down_proj.device.type != "cpu":

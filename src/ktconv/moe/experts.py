@@ -63,6 +63,11 @@ class Experts:
         self.count, self.parts = layer.experts, layer.parts
 
     @property
+    def biased(self) -> bool:
+        """Whether matrices have biases."""
+        return self.layer.biased
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, scales included."""
         return self.format.expert_bytes(self.hidden, self.intermediate, self.parts)

@@ -13,7 +13,16 @@ from ktconv import native
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
-from ktconv.formats import KINDS, PROJECTIONS, Format, TensorId, matrix_shape, scales, split
+from ktconv.formats import (
+    KINDS,
+    PROJECTIONS,
+    Format,
+    TensorId,
+    kinds_of,
+    matrix_shape,
+    scales,
+    split,
+)
 from ktconv.moe.experts import Experts
 from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.native import Activation, PackedMatrix
@@ -91,16 +100,18 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     geometry, mapped = packed.geometry(layer), _Mapped(packed)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
-    for tensor in (
-        TensorId(layer, proj, expert, part, "scale")
-        for proj in PROJECTIONS
-        for expert in geometry.here
-        for part in range(geometry.parts)
-    ):
-        stored = mapped.get(tensor).view(fmt.layout.scale_array)
-        if not np.isfinite(scales.values(fmt, stored)).all():
+    for tensor in geometry.tensors(layer):
+        if tensor.kind == "weight":
+            continue
+        stored = mapped.get(tensor)
+        if tensor.kind == "bias":
+            numbers: Array = stored.view("<f4")
+        else:
+            numbers = scales.values(fmt, stored.view(fmt.layout.scale_array))
+        if not np.isfinite(numbers).all():
             raise CheckpointError(
-                f"{name_of(tensor)} of {packed.directory} contains a scale that is not finite",
+                f"{name_of(tensor)} of {packed.directory} contains a {tensor.kind} that is not "
+                "finite",
                 "convert it again",
             )
 
@@ -120,7 +131,11 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
 
     def projection(proj: Any, expert: int, part: int) -> PackedMatrix:
         weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
-        return PackedMatrix(weight, aligned_to(scale, alignment))
+        bias = None
+        if "bias" in kinds_of(proj, part, geometry.biased):
+            stored = mapped.get(TensorId(layer, proj, expert, part, "bias"))
+            bias = aligned_to(stored, 4).view(np.float32)
+        return PackedMatrix(weight, aligned_to(scale, alignment), bias)
 
     def expert(e: int, p: int) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix] | None:
         if e in geometry.elsewhere:
@@ -169,8 +184,12 @@ def _streams(parts: Sequence[Sequence[PackedMatrix]], geometry: Geometry) -> Str
 
     def streamed(index: int, proj: Any) -> Streamed:
         rows, cols = matrix_shape(proj, geometry.hidden, geometry.intermediate)
+        biases = [bias for part in parts if (bias := part[index].bias) is not None]
         return Streamed(
-            rows, cols, lambda: _pieces([part[index] for part in parts], proj, geometry)
+            rows,
+            cols,
+            lambda: _pieces([part[index] for part in parts], proj, geometry),
+            np.concatenate(biases) if biases else None,
         )
 
     gate, up, down = (streamed(index, proj) for index, proj in enumerate(PROJECTIONS))

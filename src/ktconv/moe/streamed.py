@@ -24,18 +24,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A matrix [rows, cols]; `pieces()` covers it once, each time it is called."""
+    """A matrix [rows, cols]; `pieces()` covers it once, each time it is called. `bias` [rows] is
+    added to products."""
 
     rows: int
     cols: int
     pieces: Callable[[], Iterator[Piece]]
+    bias: F32 | None = None
 
     def product(self, x: F32) -> F32:
-        """x [M, cols] times the transposed matrix: [M, rows]."""
+        """x [M, cols] times the transposed matrix, and the bias: [M, rows]."""
         y = np.zeros((len(x), self.rows), np.float32)
         for piece in self.pieces():
             y[:, piece.rows] += x[:, piece.cols] @ piece.values.T
-        return y
+        return y if self.bias is None else y + self.bias
 
     def values(self) -> F32:
         """The whole matrix."""

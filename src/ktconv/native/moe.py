@@ -87,6 +87,9 @@ class Layer:
     ) -> None:
         self.layout, self.hidden, self.intermediate = layout, hidden, intermediate
         self.parts, self.experts = len(experts), len(experts[0])
+        self.biased = any(
+            matrix.bias is not None for row in experts for one in row if one for matrix in one
+        )
         self._keep = experts
         self._table = ffi.new("kt_expert[]", self.parts * self.experts)
         self.c = ffi.new("kt_moe *")

@@ -31,6 +31,7 @@ from ktconv.formats import (
     Matrix,
     TensorId,
     is_backward,
+    kinds_of,
     output_formats,
     packed_shape,
     parse_kt_path,
@@ -56,6 +57,7 @@ class Geometry:
     intermediate: int
     format: Format | None  # None: no known format has such sizes
     elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
+    biased: bool = False  # whether its matrices have biases
 
     @property
     def here(self) -> Sequence[int]:
@@ -77,7 +79,7 @@ class Geometry:
         for expert in self.here:
             for part in range(self.parts):
                 for proj in matrices:
-                    for kind in KINDS:
+                    for kind in kinds_of(proj, part, self.biased):
                         yield TensorId(layer, proj, expert, part, kind)
 
 
@@ -265,7 +267,8 @@ def _geometry(
     else:
         known = None
     experts = 1 + max([0, *left_out, *(key.expert for key in forward)])
-    return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out))
+    biased = any(key.kind == "bias" for key in tensors)
+    return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out), biased)
 
 
 def _fits(fmt: Format, rows: int, cols: int, *places: TensorRef | None) -> bool:

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_tensor
 from ktconv.errors import VerificationError
-from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, split, tensor_name
+from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, kinds_of, split, tensor_name
 from ktconv.native import Layout
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, Scales, chunk_rows, chunks
+from ktconv.system.arrays import F32
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -69,8 +72,8 @@ class QuantizeTask(ExpertTask):
                         self._convert(source, chunk, scales, part, staging, buffers)
                 remaining -= count
                 advance(count)
-        advance(remaining)  # block scales
-        return self._finish(parts, staging)
+        advance(remaining)  # block scales, biases
+        return self._finish(parts, staging) | self._write_biases(parts, source.load_bias(), staging)
 
     def _part(self, index: int) -> Part:
         layer, options = self.layer, self.options
@@ -112,6 +115,20 @@ class QuantizeTask(ExpertTask):
         part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
         part.rows_done += view.rows
         part.bytes_done += packed.nbytes
+
+    def _write_biases(
+        self, parts: Sequence[Part], bias: F32 | None, staging: Staging
+    ) -> dict[str, Any]:
+        """Each part's, in float32; zeros where only other matrices of the layer have one."""
+        if bias is None:
+            bias = np.zeros(self.matrix.rows, np.float32)
+        records: dict[str, Any] = {}
+        for part in parts:
+            if "bias" in kinds_of(self.proj, part.index, self.layer.biased):
+                own = bias[part.owned.row_start : part.owned.row_stop].view(np.uint8)
+                name = self._name(part, "bias")
+                records[name] = write_tensor(name, [own], staging, self.verify)
+        return records
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
         """Writes the scales; returns the manifest's record of each tensor."""

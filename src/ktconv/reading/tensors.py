@@ -48,7 +48,8 @@ class SourceTensors:
         return values
 
     def _streamed(self, matrix: ExpertMatrix) -> Streamed:
-        return Streamed(matrix.rows, matrix.cols, lambda: self._pieces(matrix))
+        bias = MatrixReader(self._reader, matrix).load_bias()
+        return Streamed(matrix.rows, matrix.cols, lambda: self._pieces(matrix), bias)
 
     def _pieces(self, matrix: ExpertMatrix) -> Iterator[Piece]:
         source = MatrixReader(self._reader, matrix)

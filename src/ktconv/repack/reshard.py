@@ -75,6 +75,11 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
         raise UsageError(
             f"{request.packed} has {request.numa} NUMA part(s) already", "use it unchanged"
         )
+    if request.source is None and any(layer.biased for layer in packed.tree.layers.values()):
+        raise UsageError(
+            f"{request.packed} has experts with biases, which are cut anew only from the model",
+            "give --source MODEL",
+        )
     if request.source is not None:
         return quantize_cpu.prepare(source_request(request, packed))
     plan = _plan(request, packed)

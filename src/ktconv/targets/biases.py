@@ -11,8 +11,8 @@ from ktconv.errors import CheckpointError
 def refuse_biases(layers: Sequence[MoELayer], why: str, hint: str) -> None:
     """CheckpointError that names the first bias of an expert, if there is one."""
     for layer in layers:
-        if not layer.has_biases:
+        if not layer.biased:
             continue
         matrices = (matrix for expert in layer.experts for matrix in expert.values())
         tensor = next(matrix.bias.tensor for matrix in matrices if matrix.bias)
-        raise CheckpointError(f"{tensor.name}: the experts of this model have biases, {why}", hint)
+        raise CheckpointError(f"{tensor.name}: the experts of this model have biases; {why}", hint)

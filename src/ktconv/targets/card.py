@@ -11,7 +11,7 @@ from ktconv import __version__
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
+from ktconv.targets.ktransformers import NO_BIASES, NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:
@@ -43,6 +43,7 @@ def command_line(name: str, options: Options) -> str:
         for flag, wanted in (
             ("--compat", options.compat),
             ("--requantize", options.requantize),
+            ("--allow-activation-mismatch", options.allow_activation_mismatch),
             ("--no-mtp", not options.mtp),
             ("--experts-only", options.experts_only),
         )
@@ -64,6 +65,8 @@ def _use(plan: Plan) -> str:
             f"It runs in ktconv only. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
             f"For KTransformers, convert without `--exclude-experts`."
         )
+    if plan.target.options.allow_activation_mismatch:
+        return f"It runs in ktconv only, because the experts have biases;\n{NO_BIASES}."
     return (
         "KTransformers loads it. Serve it with these flags of sglang-kt. The number of thread\n"
         f"pools must be that of the files, {plan.target.options.numa}; otherwise it crashes or "
@@ -82,7 +85,7 @@ def _expert_counts(plan: Plan) -> str:
 def model_card(plan: Plan) -> str:
     """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    whole = not options.exclude_experts
+    whole = not (options.exclude_experts or options.allow_activation_mismatch)
     command = command_line(name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"

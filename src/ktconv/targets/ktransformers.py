@@ -17,9 +17,9 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
     BACKWARD,
     FORMATS,
-    KINDS,
     Format,
     Matrix,
+    kinds_of,
     kt_path,
     output_formats,
     packed_shape,
@@ -41,6 +41,8 @@ from ktconv.writer.shards import Tensor
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.
 NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
 
+NO_BIASES = "KTransformers does not add them, and its results would be wrong"
+
 OutputLayout = Literal["safetensors", "layers"]
 
 
@@ -58,6 +60,8 @@ class Options(BaseOptions):
     max_shard_size: int = 5_000_000_000
     exclude_experts: ExpertSet = field(default_factory=ExpertSet)
     requantize: bool = False  # integers too that could be kept
+    # Experts of which KTransformers computes something else are converted all the same.
+    allow_activation_mismatch: bool = False
 
     @property
     def keep_integers(self) -> bool:
@@ -65,7 +69,7 @@ class Options(BaseOptions):
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
-        for name in (EXCLUDED, "requantize"):
+        for name in (EXCLUDED, "requantize", "allow_activation_mismatch"):
             if not record[name]:
                 del record[name]
         return record
@@ -76,7 +80,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
 
     Raises CheckpointError for a malformed set of excluded experts.
     """
-    usual = Options(requantize=True).as_dict()
+    usual = Options(requantize=True, allow_activation_mismatch=True).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None
@@ -90,13 +94,26 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded experts that the model does not have or that are all of a layer's.
     """
     excluded = options.exclude_experts
+    if not any(layer.biased for layer in checkpoint.layers):
+        options = replace(options, allow_activation_mismatch=False)
     if not excluded:
-        return plan_checkpoint(checkpoint, KTransformersTarget(options))
+        plan = plan_checkpoint(checkpoint, KTransformersTarget(options))
+        return replace(plan, notes=[*plan.notes, *_bias_notes(options)])
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, KTransformersTarget(options), selection)
     left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
-    return replace(plan, skipped=[*plan.skipped, left_out], notes=[*plan.notes, note])
+    notes = [*plan.notes, *_bias_notes(options), note]
+    return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
+
+
+def _bias_notes(options: Options) -> Sequence[str]:
+    if not options.allow_activation_mismatch:
+        return []
+    return [
+        f"biases of experts are written in float32; {NO_BIASES}: this one is for ktconv's own "
+        "runtime"
+    ]
 
 
 def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
@@ -144,7 +161,7 @@ class KTransformersTarget(Target):
 
     def serving(self) -> str | None:
         options = self.options
-        if options.exclude_experts:
+        if options.exclude_experts or options.allow_activation_mismatch:
             return None
         method = f"--kt-method AMX{self.name} --kt-threadpool-count {options.numa}"
         return f"{method} --kt-weight-path"
@@ -152,11 +169,18 @@ class KTransformersTarget(Target):
     def check(self, layers: Sequence[MoELayer]) -> None:
         """Refuse dimensions and NUMA counts that the format cannot represent."""
         fmt, numa = self.format, self.options.numa
-        refuse_biases(
-            layers,
-            "which KTransformers does not add, so that its results would be wrong",
-            "No version of this model can be converted for KTransformers.",
-        )
+        if not self.options.allow_activation_mismatch:
+            refuse_biases(
+                layers,
+                NO_BIASES,
+                "No version of this model can be converted for KTransformers; "
+                "--allow-activation-mismatch converts it for ktconv's own runtime.",
+            )
+        elif not self.has_index and any(layer.biased for layer in layers):
+            raise UsageError(
+                "--layout layers has no files for biases of experts",
+                "use --layout safetensors",
+            )
         for layer in layers:
             hidden, intermediate = layer.hidden_size, layer.intermediate_size
             reason = fmt.check(hidden, intermediate, numa)
@@ -198,12 +222,12 @@ class KTransformersTarget(Target):
         stored = {
             (proj, kind): fmt.stored(kind, *shape)
             for proj, shape in shapes.items()
-            for kind in KINDS
+            for kind in kinds_of(proj, 0, layer.biased)
         }
         for part in range(numa):
             for expert in experts:
                 for proj in matrices:
-                    for kind in KINDS:
+                    for kind in kinds_of(proj, part, layer.biased):
                         name = tensor_name(layer.index, proj, expert, part, kind)
                         yield Tensor(name, *stored[proj, kind])
 

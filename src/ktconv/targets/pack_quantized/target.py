@@ -86,7 +86,7 @@ class PackQuantizedTarget(Target):
     def check(self, layers: Sequence[MoELayer]) -> None:
         refuse_biases(
             layers,
-            "which quantize-gpu does not write",
+            "quantize-gpu does not write them",
             "Serve the original model on the GPU.",
         )
         self.scheme.check(layers)

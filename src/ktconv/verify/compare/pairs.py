@@ -129,6 +129,8 @@ class MatrixTask:
             return TaskResult(self, same_bytes=True, equal=True)
         if self.a.fault or self.b.fault:
             return TaskResult(self, False, False, _UNKNOWN, None, (_digest(a), _digest(b)))
+        if not np.array_equal(_biases(a), _biases(b)):
+            return TaskResult(self, False, False, _UNKNOWN, None, (_digest(a), _digest(b)))
         values = self.a.joined(a), self.b.joined(b)
         if values[0].same_as(values[1]):
             return TaskResult(self, same_bytes=False, equal=True)
@@ -136,6 +138,12 @@ class MatrixTask:
         if first is None:
             return TaskResult(self, same_bytes=False, equal=True)
         return TaskResult(self, False, False, sums, first, (_digest(a), _digest(b)))
+
+
+def _biases(data: Mapping[Piece, U8]) -> U8:
+    """Of all parts, one behind the other."""
+    pieces = [data[piece] for piece in sorted(data) if piece[1] == "bias"]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
 
 def _digest(data: Mapping[Piece, U8]) -> bytes:

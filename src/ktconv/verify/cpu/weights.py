@@ -6,13 +6,13 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer
-from ktconv.formats import FORMATS, KINDS, Projection, TensorId, packed_shape
+from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
@@ -51,7 +51,7 @@ class ExpertMatrixCheck:
         tensors = (
             TensorId(self.layer, self.proj, self.expert, part, kind)
             for part in range(self.output.options.numa)
-            for kind in KINDS
+            for kind in kinds_of(self.proj, part, self.output.packed.layers[self.layer].biased)
         )
         places = self.output.packed.tensors
         return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
@@ -61,6 +61,7 @@ class ExpertMatrixCheck:
         comparable = self.source is not None and all(part.complete for part in parts)
         if comparable:
             self._compare(parts, buffers)
+        self._compare_biases(parts)
         checksums = sum(part.read_rest(buffers) for part in parts)
         sums = self._finish(parts) if comparable else None
         advance(self.nbytes)
@@ -85,6 +86,19 @@ class ExpertMatrixCheck:
                     part.compare(view, chunk.start % rows, buffers)
                     if reading and part is touched[number % len(touched)]:
                         reading.view(source, grid, chunk, buffers.source, first_col, part.cols)
+
+    def _compare_biases(self, parts: Sequence[_Part]) -> None:
+        """With the source's, if it is read: the same numbers, or zeros where it has none."""
+        expected = None
+        if self.source is not None:
+            assert self.context.reader is not None
+            matrix = self.source.experts[self.expert][self.proj]
+            expected = MatrixReader(self.context.reader, matrix).load_bias()
+            if expected is None:
+                expected = np.zeros(matrix.rows, np.float32)
+        for part in parts:
+            first = 0 if self.proj == "down" else part.index * part.rows
+            part.compare_bias(None if expected is None else expected[first : first + part.rows])
 
     def _reading(self, scales: Scales | None) -> ReadingCheck | None:
         """The check of how the source is read, which begins with its scales."""
@@ -150,6 +164,10 @@ class _Part:
         self._weight = self._stream(weight, self._layout.weight_size(self.rows, self.cols))
         self._scale = np.empty(self._layout.scale_size(self.rows, self.cols), np.uint8)
         self._scales = self._stream(scale, self._scale.nbytes)
+        bias = replace(weight, kind="bias")
+        self._bias = None
+        if "bias" in kinds_of(item.proj, index, geometry.biased):
+            self._bias = self._stream(bias, 4 * self.rows)
         self._checked: Sequence[bool | None] = ()
         if self._scales is not None:
             self._scales.read(self._scale)
@@ -176,9 +194,28 @@ class _Part:
         )
         self.check.compare(view, first, Packed(packed, self._scale[start:stop], view.rows))
 
+    def compare_bias(self, expected: F32 | None) -> None:
+        """Reports the first number that differs from the source's."""
+        if self._bias is None or expected is None:
+            return
+        found = self._bias.read(np.empty(expected.nbytes, np.uint8)).view(np.float32)
+        rows = np.flatnonzero(found.view(np.uint32) != expected.view(np.uint32))
+        if len(rows):
+            row, name = int(rows[0]), name_of(replace(self._id, kind="bias"))
+            self._report(
+                Violation(
+                    "bias",
+                    f"{name}: number {row} is {found[row]:.9g}, that of the source "
+                    f"{expected[row]:.9g}.",
+                    name,
+                    row=row,
+                )
+            )
+
     def read_rest(self, buffers: Buffers) -> int:
         """Reads what was not compared. Returns how many checksums were checked."""
-        streams = [one for one in (self._weight, self._scales) if one is not None]
+        every = (self._weight, self._scales, self._bias)
+        streams = [one for one in every if one is not None]
         for one in streams:
             one.read_rest(buffers.source)
         self._checked = [one.check() for one in streams]
