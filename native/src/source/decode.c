@@ -21,7 +21,7 @@
 /* One row per dtype, with the scalar decoder at least. */
 static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
     [KT_BF16] = CELLS(bf16),    [KT_F16] = CELLS(f16),       [KT_F32] = CELLS(f32),
-    [KT_F8_E4M3] = CELLS(e4m3), [KT_F4_E2M1] = PACKED(e2m1), [KT_U4_AWQ] = PACKED(u4_awq),
+    [KT_F8_E4M3] = CELLS(e4m3), [KT_F4_E2M1] = PACKED(e2m1), [KT_U4_AWQ] = CELLS(u4_awq),
     [KT_I8] = PACKED(i8),       [KT_U2] = PACKED(u2),        [KT_U3] = PACKED(u3),
     [KT_U4] = PACKED(u4),       [KT_U5] = PACKED(u5),        [KT_U6] = PACKED(u6),
     [KT_U7] = PACKED(u7),       [KT_U8] = PACKED(u8),        [KT_Q4_0] = CELLS(ggml),

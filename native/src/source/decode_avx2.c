@@ -144,5 +144,34 @@ DECODE_DTYPE(f16, KT_F16)
 DECODE_DTYPE(f32, KT_F32)
 DECODE_DTYPE(e4m3, KT_F8_E4M3)
 
+/* ---- Words of 8 rows --------------------------------------------------------- */
+
+/* The words of columns k..k+7 have, after one shift each, 8 columns of a row. */
+KT_INLINE void widen_words(const uint8_t *at, int64_t step, float *out, int64_t stride) {
+  static const int nibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  int32_t each[LANES];
+  for (int i = 0; i < LANES; i++) memcpy(each + i, at + i * step, sizeof *each);
+  const __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)each);
+  for (int r = 0; r < 8; r++) {
+    const __m256i shifted = _mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * nibble[r]));
+    const __m256i code = _mm256_and_si256(shifted, _mm256_set1_epi32(15));
+    _mm256_storeu_ps(out + r * stride, _mm256_cvtepi32_ps(code));
+  }
+}
+
+void kt_decode_u4_awq_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
+  if (row % 8 || count % 8 || m->cols % LANES) {
+    kt_decode_rows_scalar(m, row, count, out, stride);
+    return;
+  }
+  const uint8_t *const from = (const uint8_t *)m->data + row / 8 * m->row_stride * 4;
+  for (int64_t k = 0; k < m->cols; k += LANES) /* each line of memory once for all rows */
+    for (int64_t r = 0; r < count; r += 8)
+      widen_words(from + (r / 8 * m->row_stride + k * m->col_stride) * 4, m->col_stride * 4,
+                  out + r * stride + k, stride);
+  for (int64_t r = 0; r < count; r++) kt_finish_row(m, row + r, out + r * stride);
+}
+
 KT_TARGET_END
 #endif
