@@ -1,23 +1,18 @@
-"""The result of comparing two conversions."""
+"""The result of comparing two conversions, and the words for it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from ktconv.verify.compare.words import (
-    NAMED,
-    counted,
-    more_words,
-    words_about,
-    words_of_matrix,
-)
 
 Verdict = Literal["equal bytes", "equal weights", "different"]
 
 SCHEMA = 1
 WORST_SHOWN = 5  # matrices in the summary
+NAMED = 8  # places in one sentence
+LISTED = 50  # sentences of one kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +43,9 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON. A number that is not finite is null."""
-        facts = asdict(self)
-        sides = {"a": facts.pop("a"), "b": facts.pop("b")}
-        return {
-            "schema": SCHEMA,
-            "kind": "comparison",
-            "a": self.a["path"],
-            "b": self.b["path"],
-            "verdict": facts.pop("verdict"),
-            "passed": self.equal,
-            **{key: facts.pop(key) for key in ("expected", "sample", "seed")},
-            "conversions": sides,
-            **facts,
-        }
+        kind: dict[str, Any] = {"schema": SCHEMA, "kind": "comparison", "passed": self.equal}
+        sides = {"a": self.a["path"], "b": self.b["path"]}
+        return kind | asdict(self) | sides | {"conversions": {"a": self.a, "b": self.b}}
 
     def lines(self) -> list[str]:
         """A short summary for people: the verdict, what differs, the worst matrices, notes."""
@@ -76,3 +61,63 @@ class Comparison:
             *(words_of_matrix(matrix) for matrix in self.worst[:WORST_SHOWN]),
             *self.notes,
         ]
+
+
+# ---- words -----------------------------------------------------------------------------
+
+
+def finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def counted(count: int, word: str) -> str:
+    plural = f"{word[:-1]}ces" if word.endswith("x") else f"{word}s"
+    return f"{count:,} {word if count == 1 else plural}"
+
+
+def step_words(steps: float) -> str:
+    return (
+        f"{steps:.4g} quantization steps" if math.isfinite(steps) else "values that are not numbers"
+    )
+
+
+def more_words(count: int, word: str) -> list[str]:
+    return [f"... and {counted(count, f'more {word}')}"] if count > 0 else []
+
+
+def shortened(sentences: Sequence[str], word: str) -> list[str]:
+    """The first sentences of one kind, and how many more there are."""
+    return [*sentences[:LISTED], *more_words(len(sentences) - LISTED, word)]
+
+
+def matrix_words(layer: int, expert: int, proj: str) -> str:
+    return f"Layer {layer}, expert {expert}, {proj}"
+
+
+def place_words(places: Sequence[Mapping[str, Any]]) -> str:
+    words = [" ".join(f"{key} {value}" for key, value in place.items()) for place in places]
+    more = f" and {len(words) - NAMED:,} more" if len(words) > NAMED else ""
+    return ", ".join(words[:NAMED]).replace("tensor ", "").replace("projection ", "") + more
+
+
+def words_about(side: Mapping[str, Any]) -> str:
+    method = (side["method"] or "several or unknown formats").upper()
+    parts = counted(side["numa"], "NUMA part") if side["numa"] else "several numbers of NUMA parts"
+    layers = counted(len(side["layers"]), "layer")
+    return f"{side['path']}: {method}, {parts}, {layers}, as {side['layout']}"
+
+
+def words_of_matrix(matrix: Mapping[str, Any]) -> str:
+    """One of the worst matrices as a line."""
+    place = matrix_words(matrix["layer"], matrix["expert"], matrix["projection"])
+    if "row" not in matrix:
+        return f"{place}: the bytes differ."
+    keys = ("relative_rms_difference", "cosine", "max_difference_steps", "value_a", "value_b")
+    relative, cosine, steps, first, second = (
+        "not finite" if matrix[key] is None else f"{matrix[key]:.6g}" for key in keys
+    )
+    return (
+        f"{place}: relative RMS {relative}, cosine {cosine}, at most {steps} steps, "
+        f"{matrix['differing_elements']:,} of {matrix['elements']:,} elements; first "
+        f"[{matrix['row']}, {matrix['column']}], {first} in A, {second} in B"
+    )

@@ -15,8 +15,8 @@ from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
 from ktconv.reading.buffers import Buffers
 from ktconv.system.arrays import F32, U8, Bools
+from ktconv.verify.compare.comparison import finite
 from ktconv.verify.compare.sides import Piece, Side, Values
-from ktconv.verify.compare.words import finite
 from ktconv.verify.copies import OTHER
 from ktconv.verify.reading import read_tensor
 from ktconv.verify.runner import Advance, unit_of
@@ -68,16 +68,6 @@ _UNKNOWN = DifferenceStats(*(math.nan,) * 5)  # where only bytes could be compar
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
-    """The first element that differs, row by row of the whole matrix."""
-
-    row: int
-    column: int
-    a: float
-    b: float
-
-
-@dataclass(frozen=True, slots=True)
 class TaskResult:
     """The comparison of a matrix or a tensor."""
 
@@ -85,7 +75,9 @@ class TaskResult:
     same_bytes: bool
     equal: bool
     sums: DifferenceStats | None = None  # None: equal
-    first: _First | None = None  # None: equal, or only bytes could be compared
+    # The place and both values of the first element that differs, row by row of the whole matrix;
+    # None: equal, or only bytes could be compared.
+    first: dict[str, Any] | None = None
     digests: tuple[bytes, bytes] | None = None  # of the bytes of A and B, where they differ
     offset: int = 0  # of the first byte that differs, of a tensor
 
@@ -154,7 +146,7 @@ def _digest(data: Mapping[Piece, U8]) -> bytes:
     return digest.digest()
 
 
-def _measure(a: Values, b: Values) -> tuple[DifferenceStats, _First | None]:
+def _measure(a: Values, b: Values) -> tuple[DifferenceStats, dict[str, Any] | None]:
     """Compares some rows at a time, so that float64 copies stay small."""
     rows, cols = a.codes.shape
     height = max(1, CHUNK_ELEMENTS // cols)
@@ -165,9 +157,9 @@ def _measure(a: Values, b: Values) -> tuple[DifferenceStats, _First | None]:
             left, right = a.values(here), b.values(here)
             unequal = (left != right) & ~(np.isnan(left) & np.isnan(right))
             if first is None and unequal.any():
-                row, column = divmod(int(unequal.argmax()), cols)
-                at = float(left[row, column]), float(right[row, column])
-                first = _First(start + row, column, *at)
+                row, column = at = divmod(int(unequal.argmax()), cols)
+                values = {"value_a": finite(left[at]), "value_b": finite(right[at])}
+                first = {"row": start + row, "column": column, **values}
             total.add(sums_of(left, right, unequal, np.maximum(a.steps(here), b.steps(here))))
     return total, first
 

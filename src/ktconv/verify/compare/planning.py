@@ -1,4 +1,4 @@
-"""What is to be compared, and the differences that headers show."""
+"""What is to be compared, and the differences that headers and side files show."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint.side_files import is_legal, list_side_files
+from ktconv.errors import CheckpointError
 from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry
+from ktconv.system.regular_files import read_small
+from ktconv.verify.compare.comparison import (
+    NAMED,
+    counted,
+    matrix_words,
+    place_words,
+    shortened,
+)
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
-from ktconv.verify.compare.side_files import SideFiles, compare_side_files
-from ktconv.verify.compare.sides import ORDER, Expert, Input, Side, side_of
-from ktconv.verify.compare.words import NAMED, counted, matrix_words, place_words, shortened
+from ktconv.verify.compare.sides import ORDER, Expert, Input, Side
 from ktconv.verify.request import check_sample
+from ktconv.verify.side_content import content_differences
 from ktconv.writer.journal import Journal
 
 
 @dataclass(slots=True)
 class Plan:
-    """Differences by headers, and what is to be read."""
+    """Differences that are known already, and what is to be read."""
 
     a: Input
     b: Input
@@ -30,11 +39,9 @@ class Plan:
     tasks: list[Task] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    only: tuple[list[dict[str, Any]], list[dict[str, Any]]] = field(
-        default_factory=lambda: ([], [])
-    )
-    same_tensors: bool = True  # False: some are extra, though the weights may be equal
-    side_files: SideFiles = field(default_factory=SideFiles)
+    # False: some tensors are extra, or side files not the same, though the weights may be equal.
+    same_bytes: bool = True
+    side_files: int = 0  # that were compared
 
 
 def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
@@ -48,11 +55,10 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     for layer in sorted(plan.a.layers.keys() & plan.b.layers.keys()):
         faults += _plan_layer(plan, layer, rng)
     plan.differences += shortened(faults, "incomplete matrix")
-    _plan_only(plan)
+    for here, there in ((plan.a, plan.b), (plan.b, plan.a)):
+        _plan_only(plan, here, there)
     _plan_others(plan, rng)
-    plan.side_files = compare_side_files(a, b)
-    plan.differences += shortened(plan.side_files.differences, "difference of a side file")
-    plan.notes += plan.side_files.notes
+    plan.differences += shortened(list(_side_files(plan, a, b)), "difference of a side file")
     return plan
 
 
@@ -70,7 +76,7 @@ def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:
     chosen = set(rng.sample(experts, max(1, round(len(experts) * plan.sample)))) if experts else {}
     faults = []
     for expert, proj in _in_order(both):
-        pair = [side_of(side, layer, expert, proj) for side in (plan.a, plan.b)]
+        pair = [side.side(layer, expert, proj) for side in (plan.a, plan.b)]
         if fault := _one_sided(plan, layer, *pair):
             faults.append(f"{matrix_words(layer, expert, proj)} cannot be compared: {fault}.")
         elif expert in chosen:
@@ -99,21 +105,19 @@ def _dimensions(geometry: Geometry) -> str:
     )
 
 
-def _plan_only(plan: Plan) -> None:
-    """Layers, experts and projections that only one side has."""
-    for index, (here, there) in enumerate(((plan.a, plan.b), (plan.b, plan.a))):
-        places = list(_only_in(here, there))
-        extra = [place for place in places if is_backward(place.get("projection", "gate"))]
-        missing = [place for place in places if place not in extra]
-        plan.only[index].extend(places)
-        if missing:
-            plan.differences.append(f"Only in {here.name}: {place_words(missing)}.")
-        if extra:
-            plan.same_tensors = False
-            plan.notes.append(
-                f"Only {here.name} has backward matrices, which fine-tuning uses: "
-                f"{place_words(extra)}."
-            )
+def _plan_only(plan: Plan, here: Input, there: Input) -> None:
+    """Layers, experts and projections that `there` does not have."""
+    places = list(_only_in(here, there))
+    extra = [place for place in places if is_backward(place.get("projection", "gate"))]
+    missing = [place for place in places if place not in extra]
+    here.only += places
+    if missing:
+        plan.differences.append(f"Only in {here.name}: {place_words(missing)}.")
+    if extra:
+        plan.same_bytes = False
+        plan.notes.append(
+            f"Only {here.name} has backward matrices, which fine-tuning uses: {place_words(extra)}."
+        )
 
 
 def _only_in(here: Input, there: Input) -> Iterator[dict[str, Any]]:
@@ -144,17 +148,15 @@ def _in_order(matrices: Iterable[Expert]) -> list[Expert]:
 def _plan_others(plan: Plan, rng: random.Random) -> None:
     """Non-expert tensors. Layer folders and `--experts-only` have none: that is no difference."""
     a, b = plan.a.packed.others, plan.b.packed.others
-    if not a or not b:
-        if a or b:
-            here, there = ("A", "B") if a else ("B", "A")
-            count = counted(len(a or b), "tensor")
-            plan.notes.append(f"Only {here} has non-expert tensors ({count}), {there} none.")
+    if _one_has_none(plan, a.keys(), b.keys(), "non-expert tensors", "tensor"):
         return
-    for index, (name, extra) in enumerate((("A", a.keys() - b.keys()), ("B", b.keys() - a.keys()))):
+    for here, extra in ((plan.a, a.keys() - b.keys()), (plan.b, b.keys() - a.keys())):
         places = [{"tensor": tensor} for tensor in sorted(extra)]
-        plan.only[index].extend(places)
+        here.only += places
         if places:
-            plan.differences.append(f"Non-expert tensors only in {name}: {place_words(places)}.")
+            plan.differences.append(
+                f"Non-expert tensors only in {here.name}: {place_words(places)}."
+            )
     for tensor in sorted(a.keys() & b.keys()):
         if (a[tensor].dtype, a[tensor].shape) != (b[tensor].dtype, b[tensor].shape):
             plan.differences.append(
@@ -164,5 +166,55 @@ def _plan_others(plan: Plan, rng: random.Random) -> None:
             plan.tasks.append(TensorTask(a[tensor], b[tensor]))
 
 
+def _one_has_none(plan: Plan, a: Set[Any], b: Set[Any], what: str, word: str) -> bool:
+    """Whether A or B has none of them, and a note if the other one has some."""
+    if bool(a) != bool(b):
+        here, there = ("A", "B") if a else ("B", "A")
+        count = counted(len(a or b), word)
+        plan.notes.append(f"Only {here} has {what} ({count}), {there} none.")
+    return not a or not b
+
+
 def _type(tensor: TensorRef) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+# ---- side files: config, tokenizer, templates, code -------------------------------------
+
+
+def _side_files(plan: Plan, a: Path, b: Path) -> Iterator[str]:
+    """Differences of all side files. An output without any, as other tools write it, is not
+    different."""
+    names = set(list_side_files(a)), set(list_side_files(b))
+    if _one_has_none(plan, *names, "side files", "file"):
+        return
+    for name in sorted(names[0] ^ names[1], key=lambda name: (name in names[1], name)):
+        plan.same_bytes = False
+        sentence = f"Only {'B' if name in names[1] else 'A'} has {name}."
+        if is_legal(name):
+            plan.notes.append(sentence)
+        else:
+            yield sentence
+    for name in sorted(names[0] & names[1]):
+        try:
+            here, there = (read_small(directory, name) for directory in (a, b))
+        except CheckpointError as error:
+            yield f"{name} cannot be compared: {error}."
+            continue
+        plan.side_files += 1
+        if here != there:
+            plan.same_bytes = False
+            yield from _content(plan, name, here, there)
+
+
+def _content(plan: Plan, name: Path, here: bytes, there: bytes) -> Iterator[str]:
+    """Differences in content; of unknown files, which were copied from the model, in bytes."""
+    found = content_differences(name, here, there, "in B")
+    if found is None:
+        found = [] if is_legal(name) else ["its bytes differ"]
+    if not found:
+        means = (
+            "its text differs" if is_legal(name) else "written differently, but it means the same"
+        )
+        plan.notes.append(f"{name}: {means}.")
+    yield from (f"{name}: {difference}." for difference in found)

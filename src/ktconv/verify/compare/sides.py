@@ -18,12 +18,12 @@ from ktconv.formats import (
     PROJECTIONS,
     Kind,
     Matrix,
-    TensorId,
     cut_by_rows,
     scales,
+    tensor_name,
 )
-from ktconv.packed.weights import Geometry, PackedWeights, name_of, open_packed
 from ktconv.system.arrays import F32, I8, U8
+from ktconv.packed.weights import Geometry, PackedWeights, open_packed
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
 
@@ -38,6 +38,7 @@ class Input:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
+        self.only: list[dict[str, Any]] = []  # layers, experts, projections, tensors: only here
         with translated("read", directory):
             if not directory.is_dir():
                 raise UsageError(f"{directory} is not a directory", "give outputs of quantize-cpu")
@@ -74,6 +75,28 @@ class Input:
                 f"{self.name} has {tensor} in {first} and again in {second}: which one is used "
                 "depends on the reader."
             )
+
+    def side(self, layer: int, expert: int, proj: Matrix) -> Side:
+        """A matrix that it has at least a part of."""
+        fault = next(self._faults(layer, expert, proj), None)
+        named = f"{self.name} has {fault}" if fault else None
+        return Side(self.layers[layer][expert, proj], proj, self.packed.layers[layer], named)
+
+    def _faults(self, layer: int, expert: int, proj: Matrix) -> Iterator[str]:
+        """Why a matrix cannot be dequantized: unknown format, missing tensors, wrong sizes."""
+        pieces, geometry = self.layers[layer][expert, proj], self.packed.layers[layer]
+        if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
+            yield "an unknown format"
+            return
+        for part in range(geometry.parts):
+            for kind in KINDS:
+                place, stored = pieces.get((part, kind)), geometry.stored(proj, kind)
+                assert stored is not None  # the format is known
+                name = tensor_name(layer, proj, expert, part, kind)
+                if place is None:
+                    yield f"no {name}"
+                elif place.nbytes != stored[2]:
+                    yield f"{place.nbytes} bytes of {name}, not {stored[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +152,3 @@ class Values:
     def same_as(self, other: Values) -> bool:
         """True only for the same values; values may be equal where it is False."""
         return np.array_equal(self.step, other.step) and np.array_equal(self.codes, other.codes)
-
-
-def side_of(here: Input, layer: int, expert: int, proj: Matrix) -> Side:
-    pieces, geometry = here.layers[layer][expert, proj], here.packed.layers[layer]
-    if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
-        fault: str | None = f"{here.name} has an unknown format"
-    else:
-        tensors = (
-            TensorId(layer, proj, expert, part, kind)
-            for part in range(geometry.parts)
-            for kind in KINDS
-        )
-        faults = (_fault(here.name, tensor, pieces, geometry) for tensor in tensors)
-        fault = next(filter(None, faults), None)
-    return Side(pieces, proj, geometry, fault)
-
-
-def _fault(
-    name: str, tensor: TensorId, pieces: Mapping[Piece, TensorRef], geometry: Geometry
-) -> str | None:
-    """Whether a tensor is missing or has a wrong size."""
-    place = pieces.get((tensor.part, tensor.kind))
-    stored = geometry.stored(tensor.proj, tensor.kind)
-    assert stored is not None  # the format is known
-    if place is None:
-        return f"{name} has no {name_of(tensor)}"
-    if place.nbytes != stored[2]:
-        return f"{name} has {place.nbytes} bytes of {name_of(tensor)}, not {stored[2]}"
-    return None

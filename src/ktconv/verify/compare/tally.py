@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from ktconv.formats import Matrix, cut_by_rows
 from ktconv.packed.weights import Geometry
 from ktconv.system.units import format_ranges
-from ktconv.verify.compare.comparison import Comparison
+from ktconv.verify.compare.comparison import Comparison, counted, shortened, step_words
 from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan
 from ktconv.verify.compare.sides import ORDER
-from ktconv.verify.compare.words import counted, finite, shortened, step_words
 
 WORST_KEPT = 20  # matrices
 
@@ -97,51 +96,32 @@ class Tally:
     def result(self) -> Comparison:
         plan = self._plan
         self._keep_worst()
-        matrices = self._matrices()
-        cause, explained = _cause(plan, self._layers, self._sums)
-        explained = explained and not (plan.differences or self._tensors)
+        layers = self._layers
+        matrices = sum(layer.matrices for layer in layers.values())
+        differing = {n: layer for n, layer in sorted(layers.items()) if layer.different.total()}
+        found, explained = _matrices(plan, differing, matrices, self._sums)
         moved = shortened(list(_moved(*self._digests)), "moved expert")
         tensors = shortened(self._tensors, "non-expert tensor")
-        differences = [*plan.differences, *matrices, *cause, *moved, *tensors]
-        same = self._equal_bytes and plan.same_tensors and plan.side_files.same_bytes
+        differences = [*plan.differences, *found, *moved, *tensors]
+        same = self._equal_bytes and plan.same_bytes
         return Comparison(
             a=plan.a.about(),
             b=plan.b.about(),
             verdict="different" if differences else "equal bytes" if same else "equal weights",
-            expected=explained,
+            expected=explained and not (plan.differences or tensors),
             sample=plan.sample,
             seed=plan.seed,
-            matrices=sum(layer.matrices for layer in self._layers.values()),
+            matrices=matrices,
             elements=self._elements,
             other_tensors=self._others,
-            side_files=plan.side_files.compared,
-            layers=[self._layers[layer].as_dict(layer) for layer in sorted(self._layers)],
+            side_files=plan.side_files,
+            layers=[layers[layer].as_dict(layer) for layer in sorted(layers)],
             worst=[_worst_dict(done) for done in self._worst],
-            only_in_a=plan.only[0],
-            only_in_b=plan.only[1],
+            only_in_a=plan.a.only,
+            only_in_b=plan.b.only,
             differences=differences,
             notes=plan.notes,
         )
-
-    def _matrices(self) -> list[str]:
-        """A sentence about all matrices that differ, if there are any."""
-        different = _by_projection(self._layers.values())
-        if not different:
-            return []
-        total = sum(layer.matrices for layer in self._layers.values())
-        among = ", ".join(f"{different[proj]} {proj}" for proj in ORDER if proj in different)
-        where = format_ranges([n for n, one in self._layers.items() if one.different.total()])
-        return [
-            f"{different.total()} of {counted(total, 'expert matrix')} differ ({among}), in layers "
-            f"{where}."
-        ]
-
-
-def _by_projection(layers: Iterable[_Layer]) -> Counter[Matrix]:
-    found: Counter[Matrix] = Counter()
-    for layer in layers:
-        found.update(layer.different)
-    return +found
 
 
 def _badness(done: TaskResult) -> float:
@@ -155,32 +135,33 @@ def _worst_dict(done: TaskResult) -> dict[str, Any]:
     about = {"layer": done.task.layer, "expert": done.task.expert, "projection": done.task.proj}
     if done.first is None:
         return about | dict.fromkeys(done.sums.as_dict())
-    return {
-        **about,
-        **done.sums.as_dict(),
-        "elements": done.task.elements,
-        "row": done.first.row,
-        "column": done.first.column,
-        "value_a": finite(done.first.a),
-        "value_b": finite(done.first.b),
-    }
+    return about | done.sums.as_dict() | {"elements": done.task.elements} | done.first
 
 
-def _cause(
-    plan: Plan, layers: Mapping[int, _Layer], sums: DifferenceStats
+def _matrices(
+    plan: Plan, differing: Mapping[int, _Layer], total: int, sums: DifferenceStats
 ) -> tuple[list[str], bool]:
-    """A sentence about options that cause the differences, and whether they explain all."""
-    differing = {number: layer for number, layer in layers.items() if layer.different.total()}
-    pairs = [(plan.a.packed.layers[n], plan.b.packed.layers[n]) for n in differing]
-    reason = _reason(pairs, _by_projection(differing.values()).keys())
-    if reason is None:
+    """Sentences about all matrices that differ and about options that cause it, if there are any;
+    and whether these explain all. `total` matrices were compared."""
+    if not differing:
         return [], False
+    different = sum((layer.different for layer in differing.values()), Counter[Matrix]())
+    among = ", ".join(f"{different[proj]} {proj}" for proj in ORDER if proj in different)
+    sentence = (
+        f"{different.total()} of {counted(total, 'expert matrix')} differ ({among}), in layers "
+        f"{format_ranges(list(differing))}."
+    )
+    pairs = [(plan.a.packed.layers[n], plan.b.packed.layers[n]) for n in differing]
+    reason = _reason(pairs, different.keys())
+    if reason is None:
+        return [sentence], False
     if sums.max_steps <= max(_bound(here) + _bound(there) for here, there in pairs):
         most = (
             f"no value differs by more than two roundings can, at most {step_words(sums.max_steps)}"
         )
-        return [f"This is expected: {reason}; {most}."], True
-    return [f"{reason}, but that does not explain {step_words(sums.max_steps)}."], False
+        return [sentence, f"This is expected: {reason}; {most}."], True
+    cause = f"{reason}, but that does not explain {step_words(sums.max_steps)}."
+    return [sentence, cause], False
 
 
 def _reason(pairs: Sequence[tuple[Geometry, Geometry]], different: Set[Matrix]) -> str | None:
