@@ -24,9 +24,9 @@ from ktconv.model.evaluate import (
     capture_layer_inputs,
     greedy_side_by_side,
     perplexity_and_divergence,
-    sample_text,
     windows,
 )
+from ktconv.model.text import read_text
 from ktconv.system import machine
 
 # ---- without PyTorch -------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_windows_that_cannot_be(tokenizer: Any) -> None:
 
 
 def test_the_sample_text_is_enough_for_an_evaluation(tokenizer: Any) -> None:
-    assert len(windows(tokenizer, sample_text(), 128)) >= 8
+    assert len(windows(tokenizer, read_text(None)[0], 128)) >= 8
 
 
 # ---- comparing -------------------------------------------------------------------------

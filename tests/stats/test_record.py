@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.model.text import text_pieces
 from ktconv.placement.expert_sets import read_expert_set
-from ktconv.stats.command import run
-from ktconv.stats.record import Recorder, _batches, text_pieces, token_windows
-from ktconv.stats.request import StatsRequest
+from ktconv.stats.command import StatsRequest, run
+from ktconv.stats.record import Recorder, _batches, token_windows
 from ktconv.system import machine
 
 

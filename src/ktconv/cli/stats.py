@@ -72,8 +72,7 @@ def stats(
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
     with errors_shown(as_json, _HINTS):
-        from ktconv.stats.command import run
-        from ktconv.stats.request import StatsRequest
+        from ktconv.stats.command import StatsRequest, run
 
         request = StatsRequest(
             model=model,

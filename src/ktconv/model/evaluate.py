@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,6 @@ def _bytes_of(shard: Path, dtype: str | torch.dtype) -> int:
 
 
 # ---- text ------------------------------------------------------------------------------
-
-
-def sample_text() -> str:
-    """The text to evaluate on where none is given: a few pages of prose and code."""
-    return resources.files("ktconv.model").joinpath("sample.txt").read_text(encoding="utf-8")
 
 
 def windows(tokenizer: Any, text: str, length: int, limit: int | None = None) -> list[Tensor]:

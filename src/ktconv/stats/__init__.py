@@ -5,7 +5,8 @@ statistics.layers[0].hottest(32)            # the ids of the 32 most used expert
 write_expert_set(statistics.hot(32), Path("hot.json"))
 """
 
+from ktconv.model.text import text_pieces
 from ktconv.stats.counts import LayerCounts, Statistics
-from ktconv.stats.record import Recorder, text_pieces
+from ktconv.stats.record import Recorder
 
 __all__ = ["LayerCounts", "Recorder", "Statistics", "text_pieces"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,39 @@ from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
+from ktconv.model.text import open_text
 from ktconv.placement.expert_sets import write_expert_set
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
-from ktconv.stats.placement import ENDING, write_placement
-from ktconv.stats.record import Recorder, text_pieces
-from ktconv.stats.request import DEFAULT_TOKENS, StatsRequest
-from ktconv.stats.text import lines_of
-from ktconv.stats.trace import read_trace, write_trace
 from ktconv.system.arrays import I32
+from ktconv.stats.files import PLACEMENT, read_trace, write_placement, write_trace
+from ktconv.stats.record import Recorder
 from ktconv.system.files import check_writable, translated
 from ktconv.system.text import Notify
+
+DEFAULT_TOKENS = 20480  # 40 windows
+SHOWN_NEVER = 5  # experts that are named in a row of the table
+
+
+@dataclass(frozen=True, slots=True)
+class StatsRequest:
+    """What to count, how to choose, and what to write."""
+
+    model: str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
+    text: Path | None = None  # None: the text that ships with ktconv
+    max_tokens: int | None = None
+    max_memory: int | None = None  # bytes of weights that are in memory; None: all
+    layers: Sequence[int] | None = None
+    hot: int | None = None
+    hot_share: float | None = None
+    hot_total: int | None = None
+    write: Path | None = None
+    trace: Path | None = None
+    placement: Path | None = None
+
+    @property
+    def choice(self) -> tuple[int | None, float | None, int | None]:
+        """How to choose, as `Statistics.chosen` takes it."""
+        return self.hot, self.hot_share, self.hot_total
 
 
 def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str]]:
@@ -45,7 +68,7 @@ def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str
         write_placement(statistics, request.placement)
         notify(f"wrote {request.placement}")
     facts["seconds"] = round(time.monotonic() - started, 3)
-    return facts, list(lines_of(statistics, facts, request))
+    return facts, list(_lines(statistics, facts, request))
 
 
 def _check(request: StatsRequest) -> None:
@@ -66,7 +89,7 @@ def _check(request: StatsRequest) -> None:
         )
     for option, path, ending in (
         ("--trace", request.trace, ".safetensors"),
-        ("--placement", request.placement, ENDING),
+        ("--placement", request.placement, PLACEMENT),
     ):
         if path is not None and path.suffix != ending:
             raise UsageError(f"{option} {path} does not end in {ending}", f"name a {ending} file")
@@ -103,10 +126,9 @@ def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int
     """Counts, and the recorded ids if a trace was requested."""
     directory = locate_model(request.model)
     check_headers(directory)
-    pieces = _text(request.text)
+    pieces, name = open_text(request.text)
     notify("loading the model")
     limit = request.max_tokens or DEFAULT_TOKENS
-    name = request.text.name if request.text else "the built-in sample"
     hints = way_out(
         "use a release of transformers that supports this architecture",
         "set --max-memory to offload part of the weights to disk",
@@ -118,15 +140,6 @@ def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int
     return Statistics(found.layers, {**found.about, "text": name}), ids
 
 
-def _text(path: Path | None) -> Iterator[str]:
-    """The text, whose first piece was read: a missing file is an error before a model is loaded."""
-    pieces = text_pieces(path)
-    first = next(pieces, "")
-    if not first.strip():
-        raise UsageError(f"--text {path} is empty", "give a UTF-8 text file")
-    return chain([first], pieces)
-
-
 def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:
     """--hot and --layers must fit the model: an error before it reads."""
     import numpy as np
@@ -136,3 +149,54 @@ def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:
     if request.layers is not None:
         statistics = statistics.only(request.layers)
     statistics.chosen(*request.choice)
+
+
+# ---- lines for people ------------------------------------------------------------------
+
+
+def _lines(statistics: Statistics, facts: dict[str, Any], request: StatsRequest) -> Iterator[str]:
+    head = ("layer", "tokens", "most used", "least used", "hot", "take", "balance", "never used")
+    rows = [head, *(_row(about) for about in facts["layers"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield (
+        f"{_choice(request)}: {facts['hot_experts']} of {facts['experts']} experts take "
+        f"{100 * facts['hot_share']:.1f} % of the routed tokens"
+    )
+    if request.hot_total is not None and (tied := statistics.tied(request.hot_total)):
+        yield (
+            f"not chosen, but used as often as the last of these: {tied}. sglang-kt "
+            "may choose them instead; a different --hot-total avoids the tie"
+        )
+
+
+def _row(about: dict[str, Any]) -> tuple[str, ...]:
+    most, least = (
+        f"{one['expert']} ({100 * one['share']:.2f} %)"
+        for one in (about["most_used"], about["least_used"])
+    )
+    never = about["never_used"]
+    names = ", ".join(map(str, never[:SHOWN_NEVER]))
+    more = f" and {len(never) - SHOWN_NEVER} more" if len(never) > SHOWN_NEVER else ""
+    return (
+        str(about["layer"]),
+        str(about["tokens"]),
+        most,
+        least,
+        f"{len(about['hot'])} of {about['experts']}",
+        f"{100 * about['hot_share']:.1f} %",
+        f"{about['balance']:.3f}",
+        names + more if never else "none",
+    )
+
+
+def _choice(request: StatsRequest) -> str:
+    """How the hot experts were chosen."""
+    if request.hot is not None:
+        return f"the {request.hot} hottest of each layer"
+    if request.hot_total is not None:
+        return f"the {request.hot_total} hottest of all layers"
+    if request.hot_share is not None:
+        return f"the fewest of each layer that take {100 * request.hot_share:g} %"
+    return "the hottest quarter of each layer"

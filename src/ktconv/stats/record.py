@@ -19,9 +19,7 @@ from ktconv.system.units import format_duration
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
-_PIECE = 1 << 20  # characters of a text that are in memory at a time
 _NOTIFY_SECONDS = 5.0
-_TEXT = "give a UTF-8 text file"
 
 
 @dataclass(slots=True)
@@ -141,26 +139,6 @@ def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
 
 
 # ---- text ------------------------------------------------------------------------------
-
-
-def text_pieces(path: Path | None) -> Iterator[str]:
-    """A text file's lines, about a million characters at a time; the text that ships for None.
-
-    Raises UsageError for a file that is missing, empty or no UTF-8 text.
-    """
-    if path is None:
-        from ktconv.model.evaluate import sample_text
-
-        yield sample_text()
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            while piece := file.read(_PIECE):
-                yield piece + file.readline(_PIECE)
-    except OSError as error:
-        raise UsageError(f"--text {path} cannot be read: {error.strerror}", _TEXT) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path} cannot be read: it is not UTF-8 text", _TEXT) from error
 
 
 def token_windows(

@@ -6,14 +6,13 @@ result.passed, result.failures, result.facts
 
 from ktconv.verify.findings import Failure
 from ktconv.verify.request import LEVELS, Thresholds, VerifyRequest
-from ktconv.verify.run import Prepared, Result, prepare, verify
+from ktconv.verify.run import Result, prepare, verify
 
 Request = VerifyRequest
 
 __all__ = [
     "LEVELS",
     "Failure",
-    "Prepared",
     "Request",
     "Result",
     "Thresholds",

@@ -15,6 +15,7 @@ from ktconv.checkpoint import MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.routers import route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.model.text import read_text
 from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import activation_of
 from ktconv.reading.tensors import SourceTensors
@@ -22,7 +23,6 @@ from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify
 from ktconv.system.units import format_ranges, format_size
-from ktconv.verify.corpus import read_text
 from ktconv.verify.findings import Findings
 from ktconv.verify.layer_tensors import LayerTensors, Router, by_note, top_k_of_layer
 from ktconv.verify.memory import Budget

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
@@ -15,6 +16,7 @@ from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
+from ktconv.formats import Format
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
@@ -52,12 +54,12 @@ class LayerNeed:
 @dataclass(frozen=True, slots=True)
 class Need:
     """Bytes per thread that reads weights, of level layers, of loading the source model for hidden
-    states, and of level model. None for what is not done."""
+    states, and of level model; None or 0 for what is not done."""
 
     thread: int
     layers: LayerNeed | None = None
-    capture: int | None = None
-    model: int | None = None
+    capture: int = 0
+    model: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,74 +90,49 @@ def plan_memory(
 ) -> Budget:
     """Portions for `asked` bytes in total; by default for 1.5 GiB beyond what is used now, or what
     the smallest portions need. Raises MemoryLimitError where these need more than `asked`."""
-    return _Planner(need, asked, threads).plan(why_not_captured)
-
-
-class _Planner:
-    def __init__(self, need: Need, asked: int | None, threads: int | None) -> None:
-        self._need, self._asked = need, asked
-        resident = machine.resident_memory()
-        self._base = resident + MEMORY_MARGIN
-        self._layers = need.layers or LayerNeed(0, 0)
-        smallest = max(self._layers.least, need.model or 0) + (threads or 1) * need.thread
-        self._limit = asked or max(resident + DEFAULT_MEMORY, self._base + smallest)
-        least = self._base + self._layers.least
-        self._threads = fit_threads(self._limit, threads, least, need.thread, "verification")
-
-    def plan(self, why_not_captured: str | None) -> Budget:
-        self._check_model()
-        reading = self._threads * self._need.thread
-        if self._need.layers is None:
-            return Budget(self._threads, self._base + reading)
-        why_not = why_not_captured or self._why_not_captured()
-        libraries = 0 if why_not else LIBRARIES_MEMORY
-        threads, packed, computing = self._portions(self._limit - self._base - libraries)
-        capture = 0 if why_not else self._need.capture or 0
-        peak = max(reading, libraries + computing, reading + max(capture, self._need.model or 0))
-        return Budget(self._threads, self._base + peak, threads, packed, why_not)
-
-    def _portions(self, room: int) -> tuple[int, int, int]:
-        """Of level layers: threads, each with at least one expert, bytes of packed weights, and
-        bytes in total. Allocators keep the memory of threads that read weights, and reuse it for
-        as many threads."""
-        need, reader = self._layers, self._need.thread
-        most = (room - need.fixed - self._threads * reader) // max(
-            1, need.thread + need.expert - reader
+    layers, resident = need.layers or LayerNeed(0, 0), machine.resident_memory()
+    base = resident + MEMORY_MARGIN
+    smallest = max(layers.least, need.model) + (threads or 1) * need.thread
+    limit = asked or max(resident + DEFAULT_MEMORY, base + smallest)
+    threads = fit_threads(limit, threads, base + layers.least, need.thread, "verification")
+    reading = base + threads * need.thread
+    if need.model and asked and reading + need.model > asked:
+        raise MemoryLimitError(
+            f"--max-memory {format_size(asked)} is too small: --level model needs "
+            f"{format_size(reading + need.model)}",
+            f"use --max-memory {-(-(reading + need.model) // (1 << 20))}MiB or --level layers",
         )
-        threads = max(1, min(self._threads, most))
-        fixed = need.fixed + threads * need.thread + (self._threads - threads) * reader
-        packed = min(need.expert * need.experts, room - fixed)
-        return threads, packed, fixed + packed
-
-    def _why_not_captured(self) -> str | None:
-        """Why there is too little memory to load the source model for hidden states; else None."""
-        loading = max(self._need.capture or 0, LIBRARIES_MEMORY + self._layers.least)
-        needed = self._base + self._threads * self._need.thread + loading
-        if needed <= self._limit:
-            return None
-        return (
-            f"loading the source model needs {format_size(needed)} of memory, but "
-            f"only {format_size(self._limit)} may be used (--max-memory)"
+    if need.layers is None:
+        return Budget(threads, reading)
+    loading = reading + max(need.capture, LIBRARIES_MEMORY + layers.least)
+    if loading > limit:
+        why_not_captured = why_not_captured or (
+            f"loading the source model needs {format_size(loading)} of memory, but "
+            f"only {format_size(limit)} may be used (--max-memory)"
         )
+    libraries, capture = (0, 0) if why_not_captured else (LIBRARIES_MEMORY, need.capture)
+    room = limit - base - libraries
+    computing, layer_threads, packed = _portions(layers, room, threads, need.thread)
+    peak = max(base + libraries + computing, reading + max(capture, need.model))
+    return Budget(threads, peak, layer_threads, packed, why_not_captured)
 
-    def _check_model(self) -> None:
-        needed = self._base + self._threads * self._need.thread + (self._need.model or 0)
-        if self._need.model and self._asked and needed > self._asked:
-            raise MemoryLimitError(
-                f"--max-memory {format_size(self._asked)} is too small: --level model needs "
-                f"{format_size(needed)}",
-                f"use --max-memory {-(-needed // (1 << 20))}MiB or --level layers",
-            )
+
+def _portions(need: LayerNeed, room: int, readers: int, reader: int) -> tuple[int, int, int]:
+    """Of level layers: bytes in total, threads, each with at least one expert, and bytes of packed
+    weights. Allocators keep the memory of the `readers`, threads that read weights with `reader`
+    bytes each, and reuse it for as many threads."""
+    more = max(1, need.thread + need.expert - reader)
+    threads = max(1, min(readers, (room - need.fixed - readers * reader) // more))
+    fixed = need.fixed + threads * need.thread + (readers - threads) * reader
+    packed = min(need.expert * need.experts, room - fixed)
+    return fixed + packed, threads, packed
 
 
 # ---- what portions need ------------------------------------------------------------------
 
 
 def layers_need(
-    layers: Iterable[MoELayer],
-    geometries: Iterable[Geometry],
-    request: VerifyRequest,
-    top_k: int,
+    layers: Iterable[MoELayer], geometries: Iterable[Geometry], request: VerifyRequest, top_k: int
 ) -> LayerNeed:
     """Memory of level layers; `geometries` are those of the layers that our kernels run."""
     layers, tokens = list(layers), request.tokens
@@ -164,15 +141,15 @@ def layers_need(
     at_once = min(tokens, TOKENS_AT_ONCE)
     arrays = at_once * F32 * (_OF_EXPERT_TOKENS * hidden + _OF_MIDDLE * inner)
     pieces = max((_pieces(one) for layer in layers for one in layer.kinds), default=0)
-    known = {one for one in geometries if one.format}
-    expert = max((_expert_bytes(one) for one in known), default=0)
+    known = {(one.format, one) for one in geometries if one.format}
+    sizes = (fmt.expert_bytes(one.hidden, one.intermediate, one.parts) for fmt, one in known)
+    scratch = (_scratch(fmt, one, tokens, top_k, request.threads) for fmt, one in known)
     return LayerNeed(
-        fixed=tokens * hidden * F32 * _OF_ALL_TOKENS
-        + max((_scratch(one, tokens, top_k, request.threads) for one in known), default=0),
+        fixed=tokens * hidden * F32 * _OF_ALL_TOKENS + max(scratch, default=0),
         # If tokens are computed in blocks: hidden states, and results of blocks and in total.
         thread=arrays + pieces + 7 * max(0, tokens - TOKENS_AT_ONCE) * hidden * F32,
-        expert=expert,
-        experts=max((len(one.here) for one in known), default=0),
+        expert=max(sizes, default=0),
+        experts=max((len(one.here) for _, one in known), default=0),
     )
 
 
@@ -184,21 +161,11 @@ def _pieces(matrix: ExpertMatrix) -> int:
     return max(source, packed)
 
 
-def _expert_bytes(geometry: Geometry) -> int:
-    assert geometry.format is not None
-    return geometry.format.expert_bytes(geometry.hidden, geometry.intermediate, geometry.parts)
-
-
-def _scratch(geometry: Geometry, tokens: int, top_k: int, threads: int | None) -> int:
+def _scratch(fmt: Format, geometry: Geometry, tokens: int, top_k: int, threads: int | None) -> int:
     """The scratch memory of the kernels for a layer of that size."""
-    assert geometry.format is not None
-    layer = native.Layer(
-        geometry.format.layout,
-        native.Activation(),
-        geometry.hidden,
-        geometry.intermediate,
-        [[None] * geometry.experts] * geometry.parts,
-    )
+    sizes = geometry.hidden, geometry.intermediate
+    experts: list[list[Any]] = [[None] * geometry.experts] * geometry.parts
+    layer = native.Layer(fmt.layout, native.Activation(), *sizes, experts)
     with Pool(threads) as pool:
         return layer.scratch_size(tokens, top_k, pool)
 

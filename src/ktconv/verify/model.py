@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from ktconv.checkpoint import gguf_refusal
 from ktconv.errors import ResourceError, UsageError
 from ktconv.model.load import load_config, running, way_out
+from ktconv.model.text import read_text
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
-from ktconv.verify.corpus import read_text
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import Thresholds, VerifyRequest

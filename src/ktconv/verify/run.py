@@ -10,33 +10,22 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, UsageError
+from ktconv.model.text import read_text
 from ktconv.system.text import Notify, silent
-from ktconv.verify.corpus import read_text
 from ktconv.verify.cpu.verifier import CpuVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
 from ktconv.verify.gpu.output import is_gpu_output
 from ktconv.verify.gpu.verifier import GpuVerifier
-from ktconv.verify.memory import Budget, memory_facts
+from ktconv.verify.memory import memory_facts
 from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
-from ktconv.verify.runner import Check, run_checks, sizes_by_unit
-from ktconv.verify.totals import ItemResult, Totals
+from ktconv.verify.runner import run_checks, sizes_by_unit
+from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier
 
 
 def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
     """A progression without an observer."""
     return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """An opened output with the results of level structure, and what is to be read."""
-
-    verifier: OutputVerifier
-    budget: Budget
-    checks: Sequence[Check[ItemResult]]
-    structure: Facts
-    more: Mapping[str, Facts | None]  # sections of this kind of output; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +38,7 @@ class Result:
     facts: Mapping[str, Any]
 
 
-def prepare(request: VerifyRequest) -> Prepared:
+def prepare(request: VerifyRequest) -> OutputVerifier:
     """Opens everything and runs level structure on headers. Raises KtconvError for what cannot be
     verified."""
     level = _level(request)
@@ -59,10 +48,8 @@ def prepare(request: VerifyRequest) -> Prepared:
     is_gpu = request.output.is_dir() and is_gpu_output(request.output)
     # CpuVerifier says what is wrong with anything that is neither.
     verifier = GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
-    verifier.check_request()
-    more = verifier.check_more()
-    structure = verifier.check_structure()
-    return Prepared(verifier, verifier.budget(), verifier.checks(), structure, more)
+    verifier.prepare()
+    return verifier
 
 
 def _level(request: VerifyRequest) -> str:
@@ -81,7 +68,7 @@ def _level(request: VerifyRequest) -> str:
 def verify(
     request: VerifyRequest,
     progression: Progression = unwatched,
-    prepared: Prepared | None = None,
+    prepared: OutputVerifier | None = None,
     notify: Notify = silent,
 ) -> Result:
     """Runs all levels up to the requested one. `notify` gets a line for each step; `progression`
@@ -90,31 +77,32 @@ def verify(
     Raises KtconvError where something cannot be run; failed checks are failures of the result.
     """
     started = time.monotonic()
-    ready = prepared or prepare(request)
-    verifier, totals = ready.verifier, Totals()
-    with progression(sizes_by_unit(ready.checks)) as observer:
-        sizes, threads = verifier.buffer_sizes(), ready.budget.threads
-        for found in run_checks(ready.checks, sizes, threads, observer):
+    verifier, totals = prepared or prepare(request), Totals()
+    with progression(sizes_by_unit(verifier.checks)) as observer:
+        sizes, threads = verifier.buffer_sizes(), verifier.budget.threads
+        for found in run_checks(verifier.checks, sizes, threads, observer):
             totals.add(found)
     levels: dict[str, Facts | None] = {
-        "structure": ready.structure
+        "structure": verifier.structure
         | {
             "bytes_checked": totals.bytes_checked,
             "checksums": totals.checksums,
             "copied_tensors": totals.copied_tensors,
         },
         **dict.fromkeys(LEVELS[1:]),
-        **ready.more,
+        **verifier.more,
     }
     if verifier.level != "structure":
         levels["weights"] = verifier.weights_facts(totals)
-    levels |= _computed(ready, progression, notify)
-    return _result(ready, levels, time.monotonic() - started)
+    levels |= _computed(verifier, progression, notify)
+    return _result(verifier, levels, time.monotonic() - started)
 
 
-def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict[str, Facts | None]:
+def _computed(
+    verifier: OutputVerifier, progression: Progression, notify: Notify
+) -> dict[str, Facts | None]:
     """Levels layers and model, as far as they are requested and can be run."""
-    verifier, findings = ready.verifier, ready.verifier.findings
+    findings = verifier.findings
     wanted = LEVELS[2 : LEVELS.index(verifier.level) + 1]
     if wanted and findings.count("structure"):  # nothing to run kernels on
         findings.note("levels layers and model were not run: level structure failed")
@@ -123,7 +111,7 @@ def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict
     for name in wanted:
         try:
             if name == "layers":
-                levels[name] = verifier.layers_check(ready.budget, notify).run(progression)
+                levels[name] = verifier.layers_check(notify).run(progression)
             else:
                 levels[name] = verifier.model_check(notify).run()
         except KtconvError as error:
@@ -135,11 +123,10 @@ def _computed(ready: Prepared, progression: Progression, notify: Notify) -> dict
     return levels
 
 
-def _result(ready: Prepared, levels: dict[str, Facts | None], seconds: float) -> Result:
+def _result(verifier: OutputVerifier, levels: dict[str, Facts | None], seconds: float) -> Result:
     from ktconv.bench.fingerprint import fingerprint
 
-    verifier, findings = ready.verifier, ready.verifier.findings
-    output, request = verifier.output, verifier.request
+    output, request, findings = verifier.output, verifier.request, verifier.findings
     for name, about in levels.items():
         if about is not None:
             about["passed"] = findings.count(name) == 0
@@ -156,7 +143,7 @@ def _result(ready: Prepared, levels: dict[str, Facts | None], seconds: float) ->
         "sample": request.sample,
         "seed": request.seed,
         "seconds": round(seconds, 3),
-        **memory_facts(ready.budget),
+        **memory_facts(verifier.budget),
         "failure_count": findings.count(),
         "failures": [failure.as_dict() for failure in findings.listed],
         "notes": list(findings.notes),

@@ -40,6 +40,10 @@ class OutputVerifier(ABC):
     """Runs every level on one opened output."""
 
     output: OpenedOutput
+    budget: Budget
+    checks: Sequence[Check[ItemResult]]  # what to read
+    structure: Facts  # what level structure found in headers
+    more: Facts  # sections of the report that only this kind has; None: not requested
     structure_class: ClassVar[type[StructureCheck]]
     layers_class: ClassVar[type[LayersCheck]]
     model_class: ClassVar[type[ModelCheck]]
@@ -49,38 +53,39 @@ class OutputVerifier(ABC):
 
     # ---- before anything is read ----
 
-    def check_request(self) -> None:
-        """Raises KtconvError for what cannot be run, before an hour of reading."""
+    def prepare(self) -> None:
+        """Runs level structure on headers. Raises KtconvError for what cannot be run."""
         self.check_options()
         if self.level in LEVELS_WITH_MODEL_CODE:
             hidden_states.check_source(self.output)
         if self.level == "model":
             self.model_check(silent).check_request()
+        self.more = self.check_more()
+        self.structure = self.structure_class(self.output, self.findings).run()
+        self.budget = self._budget()
+        self.checks = self._checks()
 
     @abstractmethod
     def check_options(self) -> None:
         """Raises UsageError for options that apply to another kind of output."""
 
-    def check_structure(self) -> Facts:
-        return self.structure_class(self.output, self.findings).run()
-
     @abstractmethod
-    def check_more(self) -> dict[str, Facts | None]:
-        """Sections of the report that only this kind has, from headers; None: not requested."""
+    def check_more(self) -> Facts:
+        """`more`, from headers."""
 
-    def budget(self) -> Budget:
+    def _budget(self) -> Budget:
         """Threads and memory for all levels up to the requested one."""
         need, why_not = Need(self.thread_bytes()), None
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             layers = self.output.source_layers.values()
-            models = self.model_class.models_loaded
-            model = level_model_bytes(source, models) if self.level == "model" else None
             need = Need(
                 need.thread,
                 layers_need(layers, self.geometries(), self.request, top_k),
                 capture_bytes(source),
-                model,
+                level_model_bytes(source, self.model_class.models_loaded)
+                if self.level == "model"
+                else 0,
             )
             why_not = hidden_states.why_not_captured(self.output)
         return plan_memory(need, self.request.max_memory, self.request.threads, why_not)
@@ -99,7 +104,7 @@ class OutputVerifier(ABC):
     def buffer_sizes(self) -> BufferSizes:
         """Buffers that a worker needs to read any matrix of the source."""
 
-    def checks(self) -> Sequence[Check[ItemResult]]:
+    def _checks(self) -> Sequence[Check[ItemResult]]:
         """What to read, in the order of the output; with --sample a part of it, which has at least
         one expert of every layer."""
         source, reader, second = self.output.checkpoint, None, None
@@ -132,8 +137,8 @@ class OutputVerifier(ABC):
 
     # ---- levels layers and model ----
 
-    def layers_check(self, budget: Budget, notify: Notify) -> LayersCheck:
-        return self.layers_class(self.output, self.request, budget, self.findings, notify)
+    def layers_check(self, notify: Notify) -> LayersCheck:
+        return self.layers_class(self.output, self.request, self.budget, self.findings, notify)
 
     def model_check(self, notify: Notify) -> ModelCheck:
         return self.model_class(self.output, self.request, self.findings, notify)

@@ -46,7 +46,7 @@ class CpuVerifier(OutputVerifier):
                     "omit it",
                 )
 
-    def check_more(self) -> dict[str, Facts | None]:
+    def check_more(self) -> Facts:
         """Whether this output and another together contain every expert once, for --with."""
         other = self.request.beside
         return {COVERAGE: check_cover(self.output, other, self.findings) if other else None}
@@ -64,15 +64,11 @@ class CpuVerifier(OutputVerifier):
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
     ) -> Iterator[ExpertMatrixCheck | CopyCheck]:
-        packed, options, checkpoint = (
-            self.output.packed,
-            self.output.options,
-            self.output.checkpoint,
-        )
+        packed, checkpoint = self.output.packed, self.output.checkpoint
         sources = checkpoint.layers if checkpoint and context.compare else ()
         source_of = {layer.index: layer for layer in sources}
         for layer, geometry in packed.layers.items():
-            if geometry.format is None or geometry.format.key != options.method:
+            if geometry.format is None or geometry.format.key != self.output.options.method:
                 continue  # reported by level structure
             source = self._matching(layer, geometry, source_of.get(layer))
             count = max(1, round(len(geometry.here) * share))

@@ -48,7 +48,7 @@ class GpuVerifier(OutputVerifier):
                 f"swap them: ktconv verify {other} --with {directory}",
             )
 
-    def check_more(self) -> dict[str, Facts | None]:
+    def check_more(self) -> Facts:
         """How engines would load and split the experts."""
         return {MAPPING: check_mapping(self.output, self.request, self.findings)}
 
