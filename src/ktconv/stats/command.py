@@ -15,9 +15,9 @@ from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
 from ktconv.placement.expert_sets import write_expert_set
 from ktconv.stats.counts import LayerCounts, Statistics, from_facts
-from ktconv.system.arrays import I32
 from ktconv.stats.files import PLACEMENT, read_trace, write_placement, write_trace
 from ktconv.stats.record import Recorder
+from ktconv.system.arrays import I32
 from ktconv.system.files import check_writable, translated
 from ktconv.system.text import Notify
 

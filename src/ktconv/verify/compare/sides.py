@@ -22,8 +22,8 @@ from ktconv.formats import (
     scales,
     tensor_name,
 )
-from ktconv.system.arrays import F32, I8, U8
 from ktconv.packed.weights import Geometry, PackedWeights, open_packed
+from ktconv.system.arrays import F32, I8, U8
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
 
