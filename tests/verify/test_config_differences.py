@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ktconv.verify.config_differences import config_differences
+from ktconv.verify.side_content import config_differences
 
 OLD: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 1,

@@ -21,7 +21,7 @@ from ktconv.formats import FORMATS, reference
 from ktconv.packed.weights import open_packed
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
-from ktconv.verify import Request, copies, verify
+from ktconv.verify import Request, reading, verify
 from ktconv.verify.command import in_json
 
 Convert = Callable[..., Path]
@@ -103,7 +103,7 @@ def test_one_byte_of_any_piece_of_a_copied_tensor(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large tensors are read piece by piece; without checksums only the source tells."""
-    monkeypatch.setattr(copies, "COPY_BYTES", 128)
+    monkeypatch.setattr(reading, "COPY_BYTES", 128)
     output = forget_manifest(damaged())
     ref = open_packed(output).others["blk.1.input_layernorm.weight"]
     place = ref

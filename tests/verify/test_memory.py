@@ -35,8 +35,9 @@ from ktconv.moe import open_experts, streamed
 from ktconv.moe.streamed import Piece, Streamed, whole
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
-from ktconv.verify import Request, prepare, reference, verify
+from ktconv.verify import Request, layers, prepare, verify
 from ktconv.verify.hidden_states import Inputs
+from ktconv.verify.layers import LayerReference, Outputs
 from ktconv.verify.memory import (
     DEFAULT_MEMORY,
     LIBRARIES_MEMORY,
@@ -45,7 +46,6 @@ from ktconv.verify.memory import (
     memory_facts,
     plan_memory,
 )
-from ktconv.verify.reference import LayerReference, Outputs
 
 MIB = 1 << 20
 HIDDEN, INNER = 512, 512
@@ -447,7 +447,7 @@ def test_blas_has_one_thread_while_ours_share_the_work(
         during.append(blas_threads())
         return compute(*arguments)
 
-    monkeypatch.setattr(reference, "in_blocks", noticed)
+    monkeypatch.setattr(layers, "in_blocks", noticed)
     assert verify(Request(output, str(model), level="layers")).passed
     assert during and all(threads <= {1} for threads in during)
     assert blas_threads() == before

@@ -1,8 +1,9 @@
-"""Reads bytes of an output and compares them with the checksums of its manifest."""
+"""Reads bytes of an output, and compares them with what its manifest says and with the source."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,13 +11,22 @@ import numpy as np
 
 from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
+from ktconv.packed.matrix_check import ErrorStats
+from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader
 from ktconv.system.arrays import U8
 from ktconv.system.files import FileTooShortError, io_error, read_exactly
 from ktconv.system.regular_files import opened_regular
 from ktconv.verify.findings import Findings
+from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader import SecondReader
+from ktconv.verify.totals import ItemResult
 from ktconv.writer.journal import Record
+from ktconv.writer.manifest import MANIFEST
+
+CLAIMS = ("relative_rms_error", "max_error_steps", "zero_share")
+TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another order
+COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +94,58 @@ def read_into(tensor: TensorRef, target: U8, start: int) -> U8:
     except OSError as error:
         raise io_error("read", tensor.file, error) from error
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCheck:
+    """The checksum of one tensor and its equality with the source."""
+
+    context: Context
+    unit: str
+    tensor: TensorRef  # in the output
+    origin: TensorRef | None  # in the source
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
+        stream, equal = TensorStream(self.context, self.tensor), True
+        for offset in range(0, self.nbytes, COPY_BYTES):
+            piece = stream.read(buffers.source[: min(COPY_BYTES, self.nbytes - offset)])
+            equal = equal and self._equal(piece, offset, buffers)
+            advance(len(piece))
+        if not equal:
+            self.context.fail_copy(self.tensor, "differs from the source")
+        return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
+
+    def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
+        if self.origin is None or self.context.reader is None:
+            return True
+        if self.origin.nbytes != self.tensor.nbytes:
+            return False
+        other = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
+        with self.context.reader.open(self.origin.file) as fd:
+            self.context.reader.read(fd, self.origin, other.data, offset)
+        return bool(np.array_equal(piece, other))
+
+
+def check_claims(context: Context, name: str, sums: ErrorStats) -> None:
+    """A failure for each error of tensor `name` that is not the one measured, `sums`."""
+    about, measured = context.records.get(name, {}), sums.as_dict()
+    for key in CLAIMS:
+        if key in about and not _agree(about[key], measured[key]):
+            context.findings.fail(
+                "weights",
+                "manifest",
+                f"{MANIFEST} says {key} {about[key]} of {name}, but {measured[key]:.4g} was "
+                "measured.",
+                file=MANIFEST,
+                tensor=name,
+            )
+
+
+def _agree(claim: object, measured: float) -> bool:
+    if not isinstance(claim, (int, float)) or isinstance(claim, bool):
+        return False
+    return math.isclose(claim, measured, rel_tol=TOLERANCE, abs_tol=1e-9)

@@ -31,6 +31,9 @@ class Check(Protocol[Found]):
     def run(self, buffers: Buffers, advance: Advance) -> Found: ...
 
 
+OTHER = "other"  # the unit of non-expert tensors
+
+
 def unit_of(layer: int) -> str:
     """The unit of progress of a layer, as conversions call it."""
     return f"layer-{layer:05d}"

@@ -13,7 +13,6 @@ from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
 from ktconv.verify import hidden_states
-from ktconv.verify.copies import OTHER, CopyCheck
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import (
@@ -26,9 +25,9 @@ from ktconv.verify.memory import (
 )
 from ktconv.verify.model import ModelCheck
 from ktconv.verify.output import OpenedOutput
-from ktconv.verify.reading import Context
+from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
-from ktconv.verify.runner import Check
+from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals

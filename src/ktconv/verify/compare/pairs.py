@@ -17,9 +17,8 @@ from ktconv.reading.buffers import Buffers
 from ktconv.system.arrays import F32, U8, Bools
 from ktconv.verify.compare.comparison import finite
 from ktconv.verify.compare.sides import Piece, Side, Values
-from ktconv.verify.copies import OTHER
 from ktconv.verify.reading import read_tensor
-from ktconv.verify.runner import Advance, unit_of
+from ktconv.verify.runner import OTHER, Advance, unit_of
 
 CHUNK_ELEMENTS = 1 << 17  # of a matrix, at a time in float64
 _CHUNK_ARRAYS = 64  # bytes of memory per element of a chunk

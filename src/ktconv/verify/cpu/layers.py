@@ -19,8 +19,7 @@ from ktconv.system.arrays import F32
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
-from ktconv.verify.layers import LayersCheck
-from ktconv.verify.reference import LayerReference, Outputs, relative
+from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
 
 
 class CpuLayersCheck(LayersCheck):

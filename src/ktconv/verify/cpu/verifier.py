@@ -11,7 +11,6 @@ from ktconv.formats import FORMATS, PROJECTIONS, is_backward
 from ktconv.packed.weights import Geometry
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import BufferSizes
-from ktconv.verify.copies import CopyCheck
 from ktconv.verify.cpu.cover import LEVEL as COVERAGE
 from ktconv.verify.cpu.cover import check_cover
 from ktconv.verify.cpu.layers import CpuLayersCheck
@@ -20,7 +19,7 @@ from ktconv.verify.cpu.output import CpuOutput, open_cpu_output
 from ktconv.verify.cpu.structure import CpuStructureCheck
 from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
-from ktconv.verify.reading import Context
+from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier

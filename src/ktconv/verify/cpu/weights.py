@@ -18,9 +18,8 @@ from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
 from ktconv.system.arrays import F32
-from ktconv.verify.claims import check_claims
 from ktconv.verify.cpu.output import CpuOutput
-from ktconv.verify.reading import Context, TensorStream
+from ktconv.verify.reading import Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.totals import ItemResult

@@ -13,8 +13,7 @@ from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import Inputs
-from ktconv.verify.layers import LayersCheck
-from ktconv.verify.reference import LayerReference, Outputs
+from ktconv.verify.layers import LayerReference, LayersCheck, Outputs
 
 
 class GpuLayersCheck(LayersCheck):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.targets.pack_quantized.names import LINEAR
-from ktconv.verify.config_differences import QUANTIZATION_KEYS, differences, flat, shown
+from ktconv.verify.side_content import QUANTIZATION_KEYS, differences, flat, shown
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"

@@ -13,15 +13,15 @@ from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, PARTS, Scheme
 from ktconv.targets.pack_quantized.target import weight_dtype
-from ktconv.verify.config_differences import (
+from ktconv.verify.gpu.output import GpuOutput, Module
+from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
+from ktconv.verify.gpu.unpack import SCALE_DTYPES
+from ktconv.verify.side_content import (
     QUANTIZATION_KEYS,
     config_differences,
     differences,
     flat,
 )
-from ktconv.verify.gpu.output import GpuOutput, Module
-from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
-from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.structure import StructureCheck
 from ktconv.writer.manifest import MANIFEST
 

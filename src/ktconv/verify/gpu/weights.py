@@ -15,15 +15,13 @@ from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader
 from ktconv.targets.pack_quantized.scheme import PARTS
-from ktconv.verify.claims import check_claims
-from ktconv.verify.copies import OTHER
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.gpu.unpack import SCALE_DTYPES, levels, scales, values
-from ktconv.verify.reading import Context, TensorStream, read_tensor
+from ktconv.verify.reading import Context, TensorStream, check_claims, read_tensor
 from ktconv.verify.reading_check import ReadingCheck, expert_check, module_check
-from ktconv.verify.runner import Advance, unit_of
+from ktconv.verify.runner import OTHER, Advance, unit_of
 from ktconv.verify.totals import ItemResult
 
 LEVEL = "weights"
