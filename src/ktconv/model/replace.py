@@ -55,16 +55,15 @@ class ReplacedExperts:
         self,
         sites: Mapping[int, Site],
         packed: Mapping[int, PackedExperts],
-        pool: Pool | None,
         keep: bool,
-        isa_before: str | None,
+        used: ExitStack,
     ) -> None:
         self.layers = tuple(sorted(sites))
         self.method = packed[self.layers[0]].experts.format.key
         self.own = {layer: _elsewhere(packed[layer].experts) for layer in self.layers}
-        self._sites, self._packed, self._pool = sites, packed, pool
+        self._sites, self._packed = sites, packed
+        self._used = used  # the threads, and the instruction set that was in use before
         self._originals = {n: site.module for n, site in sites.items()} if keep else None
-        self._isa_before = isa_before
         self._put(packed)
 
     def _put(self, modules: Mapping[int, nn.Module]) -> None:
@@ -99,10 +98,7 @@ class ReplacedExperts:
         """
         for module in self._packed.values():
             module.pool = None
-        if self._pool is not None:
-            self._pool.close()
-        if self._isa_before is not None:
-            native.use_isa(self._isa_before)
+        self._used.close()
 
     def __enter__(self) -> ReplacedExperts:
         return self
@@ -144,19 +140,14 @@ def replace_experts(
     experts = _open(directory, sites)
     for layer, site in sites.items():
         _check_match(model, site, experts[layer], directory)
-    before, pool = _use_isa(isa), None
-    try:
-        pool = Pool(threads) if threads is not None else None
+    with ExitStack() as used:
+        if isa is not None:
+            _use_isa(isa, used)
+        pool = used.enter_context(Pool(threads)) if threads is not None else None
         packed = {layer: _packed(site, experts[layer], pool) for layer, site in sites.items()}
         for layer, site in sites.items():
             _check_likeness(site, packed[layer], directory)
-    except BaseException:
-        if pool is not None:
-            pool.close()
-        if before is not None:
-            native.use_isa(before)
-        raise
-    return ReplacedExperts(sites, packed, pool, keep, before)
+        return ReplacedExperts(sites, packed, keep, used.pop_all())
 
 
 def find_experts(model: nn.Module) -> dict[int, Site]:
@@ -298,17 +289,14 @@ def _sizes(module: Any) -> tuple[int, int, int]:
     return count, cols, rows
 
 
-def _use_isa(name: str | None) -> str | None:
-    """Uses this level if one is named; then the one that was in use before."""
-    if name is None:
-        return None
+def _use_isa(name: str, used: ExitStack) -> None:
+    """Uses this level until `used` ends."""
     if name not in native.isa_available():
         raise UsageError(
             f"this machine does not support {name}", f"it has: {', '.join(native.isa_available())}"
         )
-    before = native.isa()
+    used.callback(native.use_isa, native.isa())
     native.use_isa(name)
-    return before
 
 
 def _packed(site: Site, experts: Experts, pool: Pool | None) -> PackedExperts:
