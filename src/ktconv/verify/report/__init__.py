@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ktconv.verify.report import sections, values
+from ktconv.verify.report import charts, heat, sections, values
 
 
 def render_report(result: Mapping[str, Any]) -> str:
@@ -50,6 +50,7 @@ def _environment() -> Environment:
         "duration": values.show_duration,
         "entries": values.items,
         "error": values.show_error,
+        "figure": lambda value: Markup(values.figure(value)),
         "id": values.show_id,
         "mapping": values.mapping,
         "number": values.number,
@@ -58,7 +59,7 @@ def _environment() -> Environment:
         "share": values.show_share,
         "text": values.escape,
     }
-    environment.globals |= {"sections": sections, "values": values}
+    environment.globals |= {"charts": charts, "heat": heat, "sections": sections, "values": values}
     style, script = (_asset(environment, name) for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {"style": style, "script": script, "script_digest": digest}

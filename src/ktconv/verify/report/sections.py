@@ -130,7 +130,7 @@ def layer_rows(result: Facts) -> list[Facts]:
     return list(rows.values())
 
 
-def weights_pictures(section: Facts) -> dict[str, Markup]:
+def weights_pictures(section: Facts) -> dict[str, Any]:
     layers = records(section["layers"])
     experts = [[number(value) for value in items(layer["experts"])] for layer in layers]
     values = [number(layer["relative_rms_error"]) for layer in layers]
@@ -139,7 +139,7 @@ def weights_pictures(section: Facts) -> dict[str, Markup]:
     return {"experts": _heat(layers, experts), "layers": _chart(layers, [series])}
 
 
-def outputs_chart(section: Facts) -> Markup:
+def outputs_chart(section: Facts) -> dict[str, Any]:
     layers = records(section["layers"])
     series = [
         Series(name, [number(layer[key]) for layer in layers])
@@ -163,7 +163,7 @@ def compared_layers(result: Facts) -> list[Facts]:
     return layers
 
 
-def difference_pictures(layers: Sequence[Facts]) -> dict[str, Markup]:
+def difference_pictures(layers: Sequence[Facts]) -> dict[str, Any]:
     values = [number(layer["relative_rms_difference"]) for layer in layers]
     experts = [_differences(records(layer["experts"])) for layer in layers]
     return {
@@ -182,15 +182,15 @@ def _differences(experts: Sequence[Facts]) -> list[float | None]:
     return [found.get(expert) for expert in range(1 + max(found, default=-1))]
 
 
-def _heat(layers: Sequence[Facts], experts: Sequence[Sequence[float | None]]) -> Markup:
+def _heat(layers: Sequence[Facts], experts: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     return heat_map([_label(layer) for layer in layers], experts)
 
 
-def _chart(layers: Sequence[Facts], series: Sequence[Series]) -> Markup:
+def _chart(layers: Sequence[Facts], series: Sequence[Series]) -> dict[str, Any]:
     """Lines over the layers; empty if nothing was measured."""
     used = [one for one in series if any(value is not None for value in one.values)]
     if not used:
-        return Markup()
+        return {}
     return line_chart([_label(layer) for layer in layers], _places(layers), used)
 
 
