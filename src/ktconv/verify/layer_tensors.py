@@ -14,12 +14,7 @@ from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.families.config import USUAL_TOP_K, top_k_of
 from ktconv.families.family import RouterSpec
-from ktconv.families.names import (
-    SharedExpert,
-    norm_tensors,
-    router_tensors,
-    shared_expert_tensors,
-)
+from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
 from ktconv.families.routers import UnknownRouter, check_experts, router_of
 from ktconv.reading.tensors import SourceTensors
 
@@ -116,34 +111,28 @@ class LayerTensors:
 
     def _norm(self) -> TensorRef | None:
         tensor = self._tensors.find(norm_tensors(self._layer.source))
-        if tensor is None:
-            return None
-        return tensor if self._fits("norm", tensor, (self._layer.hidden_size,)) else None
+        fits = tensor and self._fits("norm", tensor, (self._layer.hidden_size,))
+        return tensor if fits else None
 
     def _shared(self) -> SharedTensors | None:
         for names in shared_expert_tensors(self._layer.source):
             wanted = (names.gate, names.up, names.down)
-            missing = [name for name in wanted if self._tensors.find([name]) is None]
-            if not missing:
-                return self._shared_of(names)
+            gate, up, down, gating = (self._tensors.find([one]) for one in (*wanted, names.gating))
+            if gate and up and down:
+                hidden, inner = self._layer.hidden_size, gate.shape[0] if gate.shape else 0
+                shapes: list[tuple[TensorRef, tuple[int, ...]]]
+                shapes = [(gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))]
+                if gating is not None:  # a vector in GGUF files
+                    shapes.append((gating, (hidden,) if len(gating.shape) == 1 else (1, hidden)))
+                fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
+                return SharedTensors(gate, up, down, gating) if all(fit) else None
+            found = (gate, up, down)
+            missing = [name for name, one in zip(wanted, found, strict=True) if one is None]
             if len(missing) == 1:  # else there is none, or under other names
                 message = f"the shared expert of layer {self._layer.index} has no {missing[0]}."
                 self.faults.append(Fault("shared expert", message, missing[0]))
                 return None
         return None
-
-    def _shared_of(self, names: SharedExpert) -> SharedTensors | None:
-        gate, up, down, gating = (
-            self._tensors.find([name]) for name in (names.gate, names.up, names.down, names.gating)
-        )
-        assert gate is not None and up is not None and down is not None
-        hidden, inner = self._layer.hidden_size, gate.shape[0] if gate.shape else 0
-        shapes: list[tuple[TensorRef, tuple[int, ...]]]
-        shapes = [(gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))]
-        if gating is not None:  # a vector in GGUF files
-            shapes.append((gating, (hidden,) if len(gating.shape) == 1 else (1, hidden)))
-        fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
-        return SharedTensors(gate, up, down, gating) if all(fit) else None
 
     def _fits(self, check: str, tensor: TensorRef, shape: tuple[int, ...]) -> bool:
         """Whether a tensor can be used. A wrong shape is a fault, an unknown encoding a note."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,17 +44,6 @@ def require(**packages: str) -> None:
                 f"--level model needs {package}, which is not installed",
                 f"install it with: pip install {installed}, or run --level layers",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPair:
-    """The model with converted experts. `experts.originals()`, as of what
-    `ktconv.model.replace_experts` returns, is a context in which it has the source's."""
-
-    model: Any
-    experts: Any
-    from_source: int  # experts missing in the output: the source's run in both
-    facts: Facts = field(default_factory=dict)
 
 
 class ModelCheck(ABC):
@@ -114,24 +103,21 @@ class ModelCheck(ABC):
         length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
         runs = windows(tokenizer, text, length, self._request.windows)
         prompt = text[:PROMPT_CHARACTERS]
-        with self._pair(model) as pair:
+        with self._pair(model) as (both, experts, about):
             self._notify(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
-            found = perplexity_and_divergence(pair.model, pair.experts, runs)
+            found = perplexity_and_divergence(both, experts, runs)
             self._notify(f"writing {NEW_TOKENS} tokens with both")
-            source, converted = greedy_side_by_side(
-                pair.model, pair.experts, tokenizer, prompt, NEW_TOKENS
-            )
-        if pair.from_source:
+            source, converted = greedy_side_by_side(both, experts, tokenizer, prompt, NEW_TOKENS)
+        if missing := about["experts_of_source"]:
             self._findings.note(
-                f"level model: {pair.from_source} experts that are not in this output ran on the "
-                "source's weights"
+                f"level model: {missing} experts that are not in this output ran on the source's "
+                "weights"
             )
         limits = self._thresholds()
         facts = asdict(found) | {
             "text": name,
             "windows": len(runs),
-            "experts_of_source": pair.from_source,
-            **pair.facts,
+            **about,
             "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
             "thresholds": asdict(limits),
             "generation": {"prompt": prompt, "source": source, "converted": converted},
@@ -141,8 +127,11 @@ class ModelCheck(ABC):
         return facts
 
     @abstractmethod
-    def _pair(self, model: Any) -> AbstractContextManager[ModelPair]:
-        """A context in which `model` can be run with the converted experts."""
+    def _pair(self, model: Any) -> AbstractContextManager[tuple[Any, Any, Facts]]:
+        """A context with a model that has the converted experts; an object whose `originals()`, as
+        of what `ktconv.model.replace_experts` returns, is a context in which it has the source's;
+        and facts, with `experts_of_source`: how many are missing in the output and run as the
+        source's in both."""
 
     @property
     @abstractmethod
@@ -151,11 +140,8 @@ class ModelCheck(ABC):
 
     def _thresholds(self) -> Thresholds:
         """The requested thresholds, else the defaults."""
-        asked, default = self._request.thresholds, DEFAULTS[self._bits]
-        return Thresholds(
-            default.max_ppl_increase if asked.max_ppl_increase is None else asked.max_ppl_increase,
-            default.max_kl if asked.max_kl is None else asked.max_kl,
-        )
+        asked = asdict(self._request.thresholds).items()
+        return replace(DEFAULTS[self._bits], **{name: x for name, x in asked if x is not None})
 
     def _check(self, facts: Facts, check: str, measure: str, limit: str) -> None:
         value, allowed = facts[measure], facts["thresholds"][limit]

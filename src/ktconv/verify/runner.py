@@ -89,20 +89,18 @@ class Progress:
     """Reports to an observer, if there is one, on units whose checks come one after the other."""
 
     def __init__(self, units: Iterable[str], observer: Observer | None) -> None:
-        self._observer, self._lock = observer, threading.Lock()
+        self._observer, self._lock = observer or Observer(), threading.Lock()
         self._left = Counter(units)  # checks by unit
         self._started: set[str] = set()
-        if observer:
-            observer.begin(list(self._left))
+        self._observer.begin(list(self._left))
 
     def advance(self, nbytes: int) -> None:
-        if self._observer:
-            with self._lock:
-                self._observer.advanced(nbytes)
+        with self._lock:
+            self._observer.advanced(nbytes)
 
     def start(self, unit: str) -> None:
         """A check of a unit begins."""
-        if self._observer and unit not in self._started:
+        if unit not in self._started:
             self._started.add(unit)
             with self._lock:
                 self._observer.unit_started(unit)
@@ -110,6 +108,6 @@ class Progress:
     def finish(self, unit: str) -> None:
         """A check of a unit is done."""
         self._left[unit] -= 1
-        if self._observer and not self._left[unit]:
+        if not self._left[unit]:
             with self._lock:
                 self._observer.unit_finished(unit)

@@ -10,7 +10,7 @@ from typing import Any
 from ktconv.formats import FORMATS
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Facts
-from ktconv.verify.model import LEVEL, ModelCheck, ModelPair
+from ktconv.verify.model import LEVEL, ModelCheck
 
 
 class CpuModelCheck(ModelCheck):
@@ -35,9 +35,9 @@ class CpuModelCheck(ModelCheck):
             return None
 
     @contextmanager
-    def _pair(self, model: Any) -> Iterator[ModelPair]:
+    def _pair(self, model: Any) -> Iterator[tuple[Any, Any, Facts]]:
         from ktconv.model import replace_experts
 
         directory, threads = self._output.directory, self._request.threads
         with replace_experts(model, directory, threads=threads, keep=True) as replaced:
-            yield ModelPair(model, replaced, sum(map(len, replaced.own.values())))
+            yield model, replaced, {"experts_of_source": sum(map(len, replaced.own.values()))}

@@ -16,7 +16,7 @@ from ktconv.errors import CheckpointError
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
-from ktconv.verify.model import MODEL_PACKAGES, ModelCheck, ModelPair, require
+from ktconv.verify.model import MODEL_PACKAGES, ModelCheck, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,22 +56,23 @@ class GpuModelCheck(ModelCheck):
             return super()._run()
 
     @contextmanager
-    def _pair(self, model: Any) -> Iterator[ModelPair]:
+    def _pair(self, model: Any) -> Iterator[tuple[Any, Any, Facts]]:
         from ktconv.model import load_model
 
         if self._output.is_partial:
             self._notify("replacing its experts with the dequantized ones")
-            swapped = _Swapped(model, self._output)
-            facts = {"loaded_by": "ktconv"}
-            yield ModelPair(swapped, swapped, swapped.experts_of_source, facts)
+            pair: _Pair = _Swapped(model, self._output)
         else:
             self._notify("loading the converted model")
             pair = _Pair(model, load_model(self._output.directory)[0])
-            yield ModelPair(pair, pair, 0, {"loaded_by": "transformers"})
+        facts = {"experts_of_source": pair.experts_of_source, "loaded_by": pair.loaded_by}
+        yield pair, pair, facts
 
 
 class _Pair:
     """Two models behind the interface of one, for `ktconv.model.evaluate`."""
+
+    experts_of_source, loaded_by = 0, "transformers"
 
     def __init__(self, source: Any, converted: Any) -> None:
         self._source, self._current = source, converted
@@ -95,10 +96,11 @@ class _Pair:
 class _Swapped(_Pair):
     """One model with dequantized experts in place of some of its own."""
 
+    loaded_by = "ktconv"
+
     def __init__(self, model: Any, output: GpuOutput) -> None:
         super().__init__(model, model)
         self._kept: list[tuple[Tensor, Tensor]] = []  # view of a parameter, its other content
-        self.experts_of_source = 0
         self._put_all(model, output)
 
     @contextmanager
