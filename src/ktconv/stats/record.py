@@ -75,12 +75,7 @@ class Recorder:
         }
 
     def read(
-        self,
-        pieces: Iterable[str],
-        max_tokens: int,
-        notify: Notify = silent,
-        *,
-        keep: bool = False,
+        self, pieces: Iterable[str], max_tokens: int, notify: Notify = silent, *, keep: bool = False
     ) -> tuple[Statistics, dict[int, I32]]:
         """Counts over the first `max_tokens` tokens of a text that comes in pieces.
 

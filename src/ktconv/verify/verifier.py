@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from ktconv.checkpoint import TensorRef
-from ktconv.packed.weights import Geometry
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
@@ -49,6 +49,12 @@ class OutputVerifier(ABC):
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
+        self.output = self.open(request.output, request.source, request.config)
+
+    @staticmethod
+    @abstractmethod
+    def open(output: Path, source: str | None, config: str | None) -> OpenedOutput:
+        """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 
     # ---- before anything is read ----
 
@@ -80,7 +86,7 @@ class OutputVerifier(ABC):
             layers = self.output.source_layers.values()
             need = Need(
                 need.thread,
-                layers_need(layers, self.geometries(), self.request, top_k),
+                layers_need(layers, self.output.packed.layers.values(), self.request, top_k),
                 capture_bytes(source),
                 level_model_bytes(source, self.model_class.models_loaded)
                 if self.level == "model"
@@ -92,10 +98,6 @@ class OutputVerifier(ABC):
     @abstractmethod
     def thread_bytes(self) -> int:
         """Memory of a thread that reads and compares."""
-
-    def geometries(self) -> Iterable[Geometry]:
-        """Dimensions of the layers that our kernels run."""
-        return ()
 
     # ---- levels structure and weights ----
 

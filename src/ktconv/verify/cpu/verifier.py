@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
@@ -20,7 +20,6 @@ from ktconv.verify.cpu.structure import CpuStructureCheck
 from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
 from ktconv.verify.reading import Context, CopyCheck
-from ktconv.verify.request import VerifyRequest
 from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier
 
@@ -32,10 +31,7 @@ class CpuVerifier(OutputVerifier):
     structure_class = CpuStructureCheck
     layers_class = CpuLayersCheck
     model_class = CpuModelCheck
-
-    def __init__(self, request: VerifyRequest, level: str) -> None:
-        super().__init__(request, level)
-        self.output = open_cpu_output(request.output, request.source, request.config)
+    open = staticmethod(open_cpu_output)
 
     def check_options(self) -> None:
         for option, value in (("tp", self.request.tp), ("ep", self.request.ep)):
@@ -52,9 +48,6 @@ class CpuVerifier(OutputVerifier):
 
     def thread_bytes(self) -> int:
         return self.buffer_sizes().nbytes + _CHECK_BYTES
-
-    def geometries(self) -> Iterable[Geometry]:
-        return self.output.packed.layers.values()
 
     def buffer_sizes(self) -> BufferSizes:
         layers = list(self.output.checkpoint.layers) if self.output.checkpoint else []

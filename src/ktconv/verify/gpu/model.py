@@ -143,6 +143,5 @@ def _views(module: Any, expert: int, hidden: int, inner: int) -> tuple[Tensor, T
     if tuple(gate_up.shape) == (2 * inner, hidden) and tuple(down.shape) == (hidden, inner):
         return gate_up[:inner], gate_up[inner:], down
     raise CheckpointError(
-        f"{type(module).__name__} stores its experts in an unsupported way",
-        "run --level layers",
+        f"{type(module).__name__} stores its experts in an unsupported way", "run --level layers"
     )

@@ -31,6 +31,8 @@ from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
+# Observers with which the scale follows from the largest weight.
+_TAKING_LARGEST = ("", "minmax", "memoryless_minmax", "static_minmax")
 _PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
 
 
@@ -56,11 +58,7 @@ class Module:
         """The fields of a failure that locate this module."""
         if self.where is None:
             return {}
-        return {
-            "layer": self.layer,
-            "expert": self.where.expert,
-            "projection": self.where.proj,
-        }
+        return {"layer": self.layer, "expert": self.where.expert, "projection": self.where.proj}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +261,6 @@ def _method(output: Path, manifest: Manifest | None, quantization: Quantization)
     except MissingFileError:
         return "unknown"
     modifiers = set(re.findall(r"\b(\w+Modifier)\b", text))
-    plain = all(_takes_largest(group.observer) for group in quantization.groups)
+    plain = all(group.observer in _TAKING_LARGEST for group in quantization.groups)
     known = {"GPTQModifier": "gptq", "QuantizationModifier": "rtn"}
     return known.get(modifiers.pop(), "unknown") if len(modifiers) == 1 and plain else "unknown"
-
-
-def _takes_largest(observer: str) -> bool:
-    """Whether the scale follows from the largest weight."""
-    return observer in ("", "minmax", "memoryless_minmax", "static_minmax")

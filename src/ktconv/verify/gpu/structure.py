@@ -16,12 +16,7 @@ from ktconv.targets.pack_quantized.target import weight_dtype
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
-from ktconv.verify.side_content import (
-    QUANTIZATION_KEYS,
-    config_differences,
-    differences,
-    flat,
-)
+from ktconv.verify.side_content import QUANTIZATION_KEYS, config_differences, differences, flat
 from ktconv.verify.structure import StructureCheck
 from ktconv.writer.manifest import MANIFEST
 

@@ -19,7 +19,6 @@ from ktconv.verify.gpu.rounding import rules_of
 from ktconv.verify.gpu.structure import GpuStructureCheck
 from ktconv.verify.gpu.weights import DecodedCheck, ModuleCheck, largest_error
 from ktconv.verify.reading import Context
-from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Check
 from ktconv.verify.totals import ItemResult, Totals
 from ktconv.verify.verifier import OutputVerifier
@@ -33,10 +32,7 @@ class GpuVerifier(OutputVerifier):
     structure_class = GpuStructureCheck
     layers_class = GpuLayersCheck
     model_class = GpuModelCheck
-
-    def __init__(self, request: VerifyRequest, level: str) -> None:
-        super().__init__(request, level)
-        self.output = open_gpu_output(request.output, request.source, request.config)
+    open = staticmethod(open_gpu_output)
 
     def check_options(self) -> None:
         check_sizes("tp", self.request.tp)
