@@ -55,17 +55,11 @@ class StructureCheck(ABC):
         for name, why in self._packed.damaged.items():
             self._fail("damaged file", f"{why}.", file=name)
         for tensor, first, second in self._packed.doubles:
-            self._fail(
-                "double tensor",
-                f"{tensor} is in {first} and again in {second}.",
-                file=second,
-                tensor=tensor,
-            )
+            message = f"{tensor} is in {first} and again in {second}."
+            self._fail("double tensor", message, file=second, tensor=tensor)
         if self._output.unfinished:
-            self._fail(
-                "unfinished",
-                f"{self._directory} is incomplete: run the command that converted it again.",
-            )
+            again = "run the command that converted it again"
+            self._fail("unfinished", f"{self._directory} is incomplete: {again}.")
 
     def manifest(self) -> None:
         """Checks that files and source are those that the manifest records."""
@@ -83,17 +77,10 @@ class StructureCheck(ABC):
             self._fail("manifest", f"{MANIFEST} has a damaged record of {key}.", file=MANIFEST)
         for record in manifest.files:
             if not file_is_intact(self._directory, record):
-                self._fail(
-                    "changed file",
-                    f"{record['name']} is missing, or its size or header differs from the "
-                    "manifest.",
-                    file=record["name"],
-                )
+                name = record["name"]
+                message = f"{name} is missing, or its size or header differs from the manifest."
+                self._fail("changed file", message, file=name)
         self._source_identity(manifest)
-
-    def _recorded(self) -> set[str]:
-        """Tensors that the manifest lists."""
-        return set(self._output.records)
 
     def _found(self) -> set[str]:
         return {name_of(tensor) for tensor in self._packed.tensors} | self._packed.others.keys()
@@ -107,11 +94,8 @@ class StructureCheck(ABC):
             old, new = dict(before.get(name, {})), dict(now.get(name, {}))
             times = old.pop("mtime_ns", None), new.pop("mtime_ns", None)
             if old != new:
-                self._fail(
-                    "changed source",
-                    f"{name} of the source differs from the file that was converted.",
-                    file=name,
-                )
+                message = f"{name} of the source differs from the file that was converted."
+                self._fail("changed source", message, file=name)
             elif times[0] != times[1]:
                 self._findings.note(
                     f"{name} of the source has another modification time than at conversion"
@@ -132,7 +116,7 @@ class StructureCheck(ABC):
                 expected.add(tensor.name)
                 if not self._check_tensor(tensor):
                     missing.append(tensor.name)
-        recorded, found = self._recorded(), self._found()
+        recorded, found = self._output.records.keys(), self._found()
         self._missing(missing + sorted(recorded - expected - found))
         self._unexpected(expected)
         if self._output.manifest is not None:
@@ -153,13 +137,9 @@ class StructureCheck(ABC):
     def _unlisted(self, names: set[str]) -> None:
         """Without a checksum, a changed bit that could be due to rounding is not found."""
         if names:
-            self._fail(
-                "manifest",
-                f"{MANIFEST} has no record of {min(names)}"
-                + (f" and {len(names) - 1} more tensor(s)." if len(names) > 1 else "."),
-                file=MANIFEST,
-                tensor=min(names),
-            )
+            more = f" and {len(names) - 1} more tensor(s)" if len(names) > 1 else ""
+            message = f"{MANIFEST} has no record of {min(names)}{more}."
+            self._fail("manifest", message, file=MANIFEST, tensor=min(names))
 
     def _check_tensor(self, tensor: Tensor) -> bool:
         """Whether it is there; a failure if it has another type or shape than planned."""
@@ -190,12 +170,8 @@ class StructureCheck(ABC):
 
     def _missing(self, names: list[str]) -> None:
         for name in names:
-            self._fail(
-                "missing tensor",
-                f"{name} is missing.",
-                tensor=name,
-                **where_of(parse_tensor_name(name)),
-            )
+            where = where_of(parse_tensor_name(name))
+            self._fail("missing tensor", f"{name} is missing.", tensor=name, **where)
 
     # ---- index ----
 

@@ -46,24 +46,27 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
     layers = _layers(output)
     manifest = read_manifest(other)
     if Journal(other).run_file.exists():
-        findings.fail(
-            LEVEL,
-            "unfinished",
-            f"{other} is incomplete: run the command that converted it again.",
-            file=str(other),
-        )
+        message = f"{other} is incomplete: run the command that converted it again."
+        findings.fail(LEVEL, "unfinished", message, file=str(other))
     _same_source(output.manifest, manifest, other, findings)
-    here = _packed_ids(output.packed)
-    there = _ids_of(other, layers, findings)
+    here, there = _packed_ids(output.packed), _ids_of(other, layers, findings)
     for layer, (count, _) in layers.items():
-        _check_layer(layer, count, here.get(layer, set()), there.get(layer, set()), findings)
-    for layer in sorted(there.keys() - layers.keys()):
-        findings.fail(
-            LEVEL,
-            "unknown layer",
-            f"{other} has experts of layer {layer}, which is not an MoE layer of this conversion.",
-            layer=layer,
+        everything, ours, theirs = (
+            set(range(count)),
+            here.get(layer, set()),
+            there.get(layer, set()),
         )
+        for check, ids, words in (
+            ("experts in neither", everything - ours - theirs, "in neither output"),
+            ("experts in both", ours & theirs, "in both"),
+            ("unknown experts", (ours | theirs) - everything, "not the model's"),
+        ):
+            if ids:
+                message = f"layer {layer}: expert(s) {format_ranges(sorted(ids))} {words}."
+                findings.fail(LEVEL, check, message, layer=layer, expert=min(ids))
+    for layer in sorted(there.keys() - layers.keys()):
+        message = f"{other} has experts of layer {layer}, which is not an MoE layer"
+        findings.fail(LEVEL, "unknown layer", f"{message} of this conversion.", layer=layer)
     return {
         "output": str(output.directory),
         "with": str(other),
@@ -92,25 +95,6 @@ def _layers(output: CpuOutput) -> Layers:
     return {index: (about["experts"], about["source"]) for index, about in layers}
 
 
-def _check_layer(
-    layer: int, count: int, here: set[int], there: set[int], findings: Findings
-) -> None:
-    everything = set(range(count))
-    for check, ids, words in (
-        ("experts in neither", everything - here - there, "in neither output"),
-        ("experts in both", here & there, "in both"),
-        ("unknown experts", (here | there) - everything, "not the model's"),
-    ):
-        if ids:
-            findings.fail(
-                LEVEL,
-                check,
-                f"layer {layer}: expert(s) {format_ranges(sorted(ids))} {words}.",
-                layer=layer,
-                expert=min(ids),
-            )
-
-
 def _same_source(
     ours: Manifest | None, theirs: Manifest | None, other: Path, findings: Findings
 ) -> None:
@@ -122,12 +106,8 @@ def _same_source(
     names = sorted(here.keys() | there.keys())
     different = [name for name in names if here.get(name) != there.get(name)]
     if different:
-        findings.fail(
-            LEVEL,
-            "another source",
-            f"{other} was made from another model: {different[0]} differs.",
-            file=different[0],
-        )
+        message = f"{other} was made from another model: {different[0]} differs."
+        findings.fail(LEVEL, "another source", message, file=different[0])
 
 
 def _source_files(manifest: Manifest | None) -> dict[str, Record]:
@@ -161,11 +141,8 @@ def _ids_of(other: Path, layers: Layers, findings: Findings) -> Ids:
             f"--with {other} contains no experts", "give an output of ktconv quantize-gpu"
         )
     numbers = {source: layer for layer, (_, source) in layers.items()}
-    return {
-        layer: set(_whole(stack, layer, findings))
-        for stack in stacks
-        for layer in (numbers.get(stack.source, stack.path.number),)
-    }
+    by_layer = ((numbers.get(stack.source, stack.path.number), stack) for stack in stacks)
+    return {layer: set(_whole(stack, layer, findings)) for layer, stack in by_layer}
 
 
 def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
@@ -176,14 +153,8 @@ def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
             found.setdefault(expert, set()).add(matrix)
     for expert, matrices in sorted(found.items()):
         if matrices not in _WHOLE:
-            names = ", ".join(sorted(matrices))
-            findings.fail(
-                LEVEL,
-                "incomplete expert",
-                f"layer {layer}: expert {expert} has only {names}.",
-                layer=layer,
-                expert=expert,
-            )
+            message = f"layer {layer}: expert {expert} has only {', '.join(sorted(matrices))}."
+            findings.fail(LEVEL, "incomplete expert", message, layer=layer, expert=expert)
         yield expert
 
 

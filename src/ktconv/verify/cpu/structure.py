@@ -23,7 +23,7 @@ class CpuStructureCheck(StructureCheck):
             return self._check_planned(output.plan.units)
         self._wrong_sizes()
         if output.manifest is not None:
-            return self._check_names(self._recorded())
+            return self._check_names({*self._output.records})
         layers = self._packed.layers.items()
         names = {name_of(one) for index, here in layers for one in here.tensors(index)}
         self._missing(sorted(names - self._found()))
@@ -34,19 +34,14 @@ class CpuStructureCheck(StructureCheck):
         """Checks that all layers have the same method and number of parts."""
         options = self._output.options
         for layer, geometry in self._packed.layers.items():
+            words = None
             if geometry.format is None or geometry.format.key != options.method:
-                self._fail(
-                    "dimensions",
-                    f"the tensors of layer {layer} do not have the sizes of "
-                    f"{FORMATS[options.method].name}.",
-                    layer=layer,
-                )
+                name = FORMATS[options.method].name
+                words = f"the tensors of layer {layer} do not have the sizes of {name}"
             elif geometry.parts != options.numa:
-                self._fail(
-                    "dimensions",
-                    f"layer {layer} has {geometry.parts} NUMA part(s), not {options.numa}.",
-                    layer=layer,
-                )
+                words = f"layer {layer} has {geometry.parts} NUMA part(s), not {options.numa}"
+            if words:
+                self._fail("dimensions", f"{words}.", layer=layer)
 
     def _kt_files(self) -> None:
         """Checks that names of `.kt` files begin with the method, as readers expect."""

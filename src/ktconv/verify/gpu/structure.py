@@ -44,7 +44,7 @@ class GpuStructureCheck(StructureCheck):
         if self._output.plan is not None:
             return self._check_planned(self._output.plan.others, checked)
         if self._output.manifest is not None:
-            return len(checked) + self._check_names(self._recorded() - checked)
+            return len(checked) + self._check_names(self._output.records.keys() - checked)
         return len(checked) + len(self._output.others)
 
     # ---- config.json ----
@@ -121,7 +121,7 @@ class GpuStructureCheck(StructureCheck):
                             unit.layer.experts[expert][proj],
                         )
         elif output.manifest is not None:
-            for name in sorted(self._recorded()):
+            for name in sorted(self._output.records):
                 if name.endswith(f".{PARTS[0]}"):
                     yield name.removesuffix(f".{PARTS[0]}"), None
         else:
