@@ -135,14 +135,9 @@ def check_claims(context: Context, name: str, sums: ErrorStats) -> None:
     about, measured = context.records.get(name, {}), sums.as_dict()
     for key in CLAIMS:
         if key in about and not _agree(about[key], measured[key]):
-            context.findings.fail(
-                "weights",
-                "manifest",
-                f"{MANIFEST} says {key} {about[key]} of {name}, but {measured[key]:.4g} was "
-                "measured.",
-                file=MANIFEST,
-                tensor=name,
-            )
+            claim = f"{MANIFEST} says {key} {about[key]} of {name}"
+            message = f"{claim}, but {measured[key]:.4g} was measured."
+            context.findings.fail("weights", "manifest", message, file=MANIFEST, tensor=name)
 
 
 def _agree(claim: object, measured: float) -> bool:

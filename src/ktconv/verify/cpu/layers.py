@@ -41,15 +41,11 @@ class CpuLayersCheck(LayersCheck):
         kernel_error, y = self._outputs(experts, inputs, reference)
         for isa, error in kernel_error.items():
             if not error <= KERNEL_BOUND:
-                self._findings.fail(
-                    LEVEL,
-                    "kernel",
+                message = (
                     f"layer {layer.index} on {isa}: the kernels have an error of {error:.3g} from "
-                    "float32 arithmetic on the same packed weights; the limit is "
-                    f"{KERNEL_BOUND:g}.",
-                    layer=layer.index,
-                    value=error,
+                    f"float32 arithmetic on the same packed weights; the limit is {KERNEL_BOUND:g}."
                 )
+                self._findings.fail(LEVEL, "kernel", message, layer=layer.index, value=error)
         return reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
 
     def _outputs(

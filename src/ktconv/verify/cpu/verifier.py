@@ -80,13 +80,11 @@ class CpuVerifier(OutputVerifier):
         here = geometry.experts, geometry.hidden, geometry.intermediate
         if there == here:
             return source
-        self.findings.fail(
-            "structure",
-            "dimensions",
+        message = (
             f"layer {layer} has {here[0]} experts of hidden {here[1]} and intermediate {here[2]}, "
-            f"its source {there[0]} of {there[1]} and {there[2]}.",
-            layer=layer,
+            f"its source {there[0]} of {there[1]} and {there[2]}."
         )
+        self.findings.fail("structure", "dimensions", message, layer=layer)
         return None
 
     def weights_facts(self, totals: Totals) -> Facts:

@@ -22,6 +22,7 @@ from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.reading import Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
+from ktconv.verify.structure import where_of
 from ktconv.verify.totals import ItemResult
 
 LEVEL = "weights"
@@ -228,13 +229,5 @@ class _Part:
         return found
 
     def _report(self, violation: Violation) -> None:
-        weight = self._id
-        self._context.findings.fail(
-            LEVEL,
-            **asdict(violation),
-            file=self._packed.tensors[weight].file.name,
-            layer=weight.layer,
-            expert=weight.expert,
-            projection=weight.proj,
-            part=weight.part,
-        )
+        file, where = self._packed.tensors[self._id].file.name, where_of(self._id)
+        self._context.findings.fail(LEVEL, **asdict(violation), file=file, **where)

@@ -61,12 +61,8 @@ def check_mapping(output: GpuOutput, request: VerifyRequest, findings: Findings)
 
 def _size(size: int, split: Split, demanded: bool, kind: str, findings: Findings) -> Facts:
     if demanded and not split.possible:
-        findings.fail(
-            LEVEL,
-            f"{kind} parallel",
-            f"{kind}-parallel size {size} is not possible: {split.reason}.",
-            value=float(size),
-        )
+        message = f"{kind}-parallel size {size} is not possible: {split.reason}."
+        findings.fail(LEVEL, f"{kind} parallel", message, value=float(size))
     shares = {} if split.first_layer is None else {"first_layer": split.first_layer}
     about = {"size": size, "demanded": demanded, "possible": split.possible}
     return {**about, "reason": split.reason, **shares}
@@ -118,15 +114,10 @@ class _Slots:
                 for proj in PROJECTIONS:
                     missing = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
                     if missing:
-                        self._findings.fail(
-                            LEVEL,
-                            "slot",
-                            f"layer {layer}, expert {expert}: nothing fills {SLOTS[proj]} "
-                            f"({', '.join(missing)}).",
-                            layer=layer,
-                            expert=expert,
-                            projection=proj,
-                        )
+                        words = f"nothing fills {SLOTS[proj]} ({', '.join(missing)})."
+                        message = f"layer {layer}, expert {expert}: {words}"
+                        where = {"layer": layer, "expert": expert, "projection": proj}
+                        self._findings.fail(LEVEL, "slot", message, **where)
 
     def _fail(self, check: str, message: str, module: Module) -> None:
         self._findings.fail(LEVEL, check, message, tensor=module.name, **module.at)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,12 +121,8 @@ class RoundingCheck:
             (steps, MOST_RMS_STEPS, "steps on average"),
         ):
             if not found <= most:
-                self._violation(
-                    "error",
-                    "weight_packed",
-                    f"differs from its source by {found:.4g} {words}, where {most:g} is expected.",
-                    value=found,
-                )
+                message = f"differs from its source by {found:.4g} {words}"
+                self._violation("error", f"{message}, where {most:g} is expected.", value=found)
                 break
         return self.sums
 
@@ -138,15 +133,9 @@ class RoundingCheck:
         sound: Bools = np.isfinite(scale) & (scale > 0)
         if not sound.all():
             row, group = (int(i) for i in np.argwhere(~sound)[0])
-            self._violation(
-                "scale",
-                "weight_scale",
-                f"is {scale[row, group]} at [{first + row}, {group}]: scales are finite and "
-                "positive.",
-                row=first + row,
-                column=group,
-                value=float(scale[row, group]),
-            )
+            value = scale[row, group]
+            words = f"is {value} at [{first + row}, {group}]: scales are finite and positive."
+            self._violation("scale", words, first + row, group, value=float(value))
         if self.rules.scales:
             widest = np.abs(source).reshape(*scale.shape, -1).max(axis=2).astype(np.float64)
             exact = widest / self.group.half_range
@@ -154,17 +143,13 @@ class RoundingCheck:
             wrong = sound & np.isfinite(widest) & ((scale < low) | (scale > high))
             if wrong.any():
                 row, group = (int(i) for i in np.argwhere(wrong)[0])
-                self._violation(
-                    "scale",
-                    "weight_scale",
-                    f"is {scale[row, group]:.9g} at [{first + row}, {group}], but the largest "
-                    f"weight of the group makes {high[row, group]:.9g} "
-                    f"({int(wrong.sum())} scales differ).",
-                    row=first + row,
-                    column=group,
-                    source_value=float(high[row, group]),
-                    value=float(scale[row, group]),
+                value, expected = float(scale[row, group]), float(high[row, group])
+                words = (
+                    f"is {value:.9g} at [{first + row}, {group}], but the largest weight of the "
+                    f"group makes {expected:.9g} ({int(wrong.sum())} scales differ)."
                 )
+                about = {"source_value": expected, "value": value}
+                self._violation("scale", words, first + row, group, **about)
         return sound
 
     def _scale(self, exact: NDArray[np.float64]) -> F32:
@@ -203,18 +188,14 @@ class RoundingCheck:
             row, col = int(rows[index]), int(cols[index])
             value = float(got[index]) * float(chosen[index])
             error = float(steps[row, col])
-            self._violation(
-                "element",
-                "weight_packed",
-                f"[{first + row}, {col}] is {float(source[row, col]):.9g} in the source, but "
-                f"{value:.9g} here: level {got[index]} where rounding makes {one[index]:g}, "
-                f"{error:.4g} steps off ({len(found)} levels of these rows are wrong).",
-                row=first + row,
-                column=col,
-                source_value=float(source[row, col]),
-                value=value,
-                steps=error,
+            expected = float(source[row, col])
+            words = (
+                f"[{first + row}, {col}] is {expected:.9g} in the source, but {value:.9g} here: "
+                f"level {got[index]} where rounding makes {one[index]:g}, {error:.4g} steps off "
+                f"({len(found)} levels of these rows are wrong)."
             )
+            about = {"source_value": expected, "value": value, "steps": error}
+            self._violation("element", words, first + row, col, **about)
 
     def _level(self, exact: NDArray[np.float64]) -> F32:
         top = self.group.max_level
@@ -223,18 +204,21 @@ class RoundingCheck:
 
     def _name_source(self, source: F32, first: int) -> None:
         row, col = (int(i) for i in np.argwhere(~np.isfinite(source))[0])
-        self._violation(
-            "source",
-            "weight_packed",
-            f"has a source that contains {source[row, col]} at [{first + row}, {col}].",
-            row=first + row,
-            column=col,
-        )
+        words = f"has a source that contains {source[row, col]} at [{first + row}, {col}]."
+        self._violation("source", words, first + row, col)
 
-    def _violation(self, check: str, part: str, words: str, **where: Any) -> None:
-        """Reports a Violation with these fields."""
-        name = f"{self.module}.{part}"
-        self.report(Violation(check, f"{name} ({self.where}) {words}", name, **where))
+    def _violation(
+        self,
+        check: str,
+        words: str,
+        row: int | None = None,
+        column: int | None = None,
+        **values: float,
+    ) -> None:
+        """Reports a Violation of a tensor: of its scales if that is what was checked."""
+        name = f"{self.module}.{'weight_scale' if check == 'scale' else 'weight_packed'}"
+        message = f"{name} ({self.where}) {words}"
+        self.report(Violation(check, message, name, row, column, **values))
 
 
 def _squares(values: F32) -> float:

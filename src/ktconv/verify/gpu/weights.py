@@ -83,13 +83,9 @@ class ModuleCheck:
         if self.matrix is not None:
             actual = [self.matrix.rows, self.matrix.cols]
         if recorded != actual:
+            words, at = f"says {recorded}, but the matrix is {actual}", self.module.at
             self.context.findings.fail_tensor(
-                "structure",
-                "wrong shape",
-                tensor.name,
-                tensor.file,
-                f"says {recorded}, but the matrix is {actual}",
-                **self.module.at,
+                "structure", "wrong shape", tensor.name, tensor.file, words, **at
             )
 
     def _compare(
