@@ -109,12 +109,10 @@ class Statistics:
                     f"--hot {hot} is more than the {layer.experts} experts of layer {layer.layer}",
                     f"use at most {layer.experts}",
                 )
-        return {
-            layer.layer: layer.hottest_with_share(share)
-            if share is not None
-            else layer.hottest(hot or max(1, layer.experts // 4))
-            for layer in self.layers
-        }
+        if share is not None:
+            return {layer.layer: layer.hottest_with_share(share) for layer in self.layers}
+        quarter = {layer.layer: max(1, layer.experts // 4) for layer in self.layers}
+        return {one.layer: one.hottest(hot or quarter[one.layer]) for one in self.layers}
 
     def _hottest_of_all(self, total: int) -> dict[int, list[int]]:
         """As sglang-kt's placement by frequency; of equally used ones the lower layer and id."""

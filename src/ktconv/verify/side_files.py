@@ -118,7 +118,9 @@ class _SideFiles:
             return
         source, made = self._output.source, self._output.source.made_files
         # Where the source has no side files, that of its metadata.
-        there = read_small(source.side_directory, name) if source.side_directory else made[str(name)]
+        there = (
+            read_small(source.side_directory, name) if source.side_directory else made[str(name)]
+        )
         if here == there:
             return
         if not self._output.ours:

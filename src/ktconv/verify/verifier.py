@@ -53,7 +53,7 @@ class OutputVerifier(ABC):
 
     @staticmethod
     @abstractmethod
-    def open(output: Path, source: str | None, config: str | None) -> OpenedOutput:
+    def open(output: Path, source: str | None, config: Path | None) -> OpenedOutput:
         """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 
     # ---- before anything is read ----
@@ -84,13 +84,12 @@ class OutputVerifier(ABC):
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             layers = self.output.source_layers.values()
+            models = self.model_class.models_loaded if self.level == "model" else 0
             need = Need(
                 need.thread,
                 layers_need(layers, self.output.packed.layers.values(), self.request, top_k),
                 capture_bytes(source),
-                level_model_bytes(source, self.model_class.models_loaded)
-                if self.level == "model"
-                else 0,
+                level_model_bytes(source, models) if models else 0,
             )
             why_not = hidden_states.why_not_captured(self.output)
         return plan_memory(need, self.request.max_memory, self.request.threads, why_not)

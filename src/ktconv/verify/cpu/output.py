@@ -18,6 +18,8 @@ from ktconv.verify.output import NO_LIMIT, OpenedOutput
 from ktconv.writer.journal import Journal, is_run_record
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
+_HINT = "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuOutput(OpenedOutput):
@@ -31,12 +33,8 @@ class CpuOutput(OpenedOutput):
     @property
     def dimensions(self) -> dict[int, Dimensions]:
         """Of layers in a known format."""
-        layers = self.packed.layers.items()
-        return {
-            index: (here.experts, here.hidden, here.intermediate)
-            for index, here in layers
-            if here.format is not None
-        }
+        known = {index: here for index, here in self.packed.layers.items() if here.format}
+        return {n: (here.experts, here.hidden, here.intermediate) for n, here in known.items()}
 
     def experts_in(self, layer: int) -> Sequence[int]:
         geometry = self.packed.layers.get(layer)
@@ -47,16 +45,11 @@ def open_cpu_output(output: Path, source: str | None, config: Path | None = None
     """`config`: as for `open_checkpoint`. Raises UsageError if there is nothing to verify,
     CheckpointError for an unusable source."""
     if not output.is_dir():
-        raise UsageError(
-            f"{output} is not a directory", "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
-        )
+        raise UsageError(f"{output} is not a directory", _HINT)
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
-        raise UsageError(
-            f"{output} contains no packed experts",
-            "give an OUTPUT of ktconv quantize-cpu or quantize-gpu",
-        )
+        raise UsageError(f"{output} contains no packed experts", _HINT)
     checkpoint = open_checkpoint(source, config) if source else None
     options = (
         (manifest and _options_of(manifest))

@@ -89,17 +89,11 @@ class GpuOutput(OpenedOutput):
         rows: dict[int, dict[str, int]] = {}
         for (layer, _, proj), module in self.experts.items():
             packed = module.parts.get(PARTS[0])
-            if layer is not None and packed and packed.shape:
+            if layer is not None and proj != "up" and packed and packed.shape:
                 rows.setdefault(layer, {}).setdefault(proj, packed.shape[0])
-        return {
-            layer: (
-                recorded.get(layer, {}).get("experts", len(self.layers[layer])),
-                found["down"],
-                found["gate"],
-            )
-            for layer, found in sorted(rows.items())
-            if {"gate", "down"} <= found.keys()
-        }
+        whole = {layer: found for layer, found in sorted(rows.items()) if len(found) == 2}
+        counts = {n: recorded.get(n, {}).get("experts", len(self.layers[n])) for n in whole}
+        return {n: (counts[n], found["down"], found["gate"]) for n, found in whole.items()}
 
     @property
     def experts(self) -> dict[tuple[int | None, int, Projection], Module]:

@@ -26,11 +26,9 @@ def heat_map(labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> d
     tops = [_TOP + index * height for index in range(len(rows))]
     base = _TOP + len(rows) * height
     total = max(_LEFT + columns * cell + _RIGHT, 620)
+    starts = [f"{expert * cell:.2f}" for expert in range(columns)]
     cells = [
-        [
-            (f"{expert * cell:.2f}", _shade_of(value, scale), value)
-            for expert, value in enumerate(row)
-        ]
+        [(x, _shade_of(value, scale), value) for x, value in zip(starts, row, strict=False)]
         for row in rows
     ]
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 40) if step * cell >= 30)
