@@ -53,7 +53,7 @@ class OutputVerifier(ABC):
 
     @staticmethod
     @abstractmethod
-    def open(output: Path, source: str | None, config: Path | None) -> OpenedOutput:
+    def open(output: Path, source: str | None, side_files: Path | None) -> OpenedOutput:
         """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 
     # ---- before anything is read ----

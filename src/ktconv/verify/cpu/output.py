@@ -41,16 +41,18 @@ class CpuOutput(OpenedOutput):
         return geometry.here if geometry else ()
 
 
-def open_cpu_output(output: Path, source: str | None, config: Path | None = None) -> CpuOutput:
-    """`config`: as for `open_checkpoint`. Raises UsageError if there is nothing to verify,
-    CheckpointError for an unusable source."""
+def open_cpu_output(output: Path, source: str | None, side_files: Path | None = None) -> CpuOutput:
+    """`side_files`: the config_directory of `open_checkpoint`.
+
+    Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
+    """
     if not output.is_dir():
         raise UsageError(f"{output} is not a directory", _HINT)
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(f"{output} contains no packed experts", _HINT)
-    checkpoint = open_checkpoint(source, config) if source else None
+    checkpoint = open_checkpoint(source, side_files) if source else None
     options = (
         (manifest and _options_of(manifest))
         or _options_of_run(output)
