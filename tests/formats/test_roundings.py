@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from ktconv.formats import INT4, INT8, SMALLEST_NORMAL, Format, output_formats
+from ktconv.formats import INT4, INT8, SMALLEST_NORMAL, Format, output_formats, scales
 from ktconv.formats import int4 as int4_rules
 from ktconv.formats import int8 as int8_rules
 from ktconv.formats.decode import bf16_to_f32
@@ -39,7 +39,7 @@ def check_bounds(fmt: Format, matrix: F32) -> None:
     assert int(np.abs(codes.astype(int)).max(initial=0)) <= fmt.traits.max_level
     restored = dequantize(fmt, codes, scale).astype(np.float64)
     error = np.abs(matrix.astype(np.float64) - restored)
-    bound = np.array([fmt.error_bound(d) for d in scale])
+    bound = scales.error_bound(fmt, scale)
     worst = (error / bound[:, None]).max(initial=0.0)
     assert worst <= 1.0, f"{worst} of the bound; scales {scale}"
     assert not restored[scale == 0].any()
@@ -178,7 +178,9 @@ def test_bounds_are_nearly_reached(fmt: Format, needed: float) -> None:
     y = {"int8": 126.5, "int4": 103.5}[fmt.key]
     matrix = row(fmt.traits.max_level * fmt.traits.scale_units, y)
     codes, scale = quantize(fmt, matrix)
-    error = abs(y - float(dequantize(fmt, codes, scale)[0, 1])) / fmt.step(scale[0])
+    error = abs(y - float(dequantize(fmt, codes, scale)[0, 1])) / (
+        fmt.traits.scale_units * float(scale[0])
+    )
     assert error == needed
     assert needed <= fmt.max_error_steps <= needed + 2.0**-15
 

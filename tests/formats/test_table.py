@@ -22,6 +22,7 @@ from ktconv.formats import (
     packed_shape,
     split,
 )
+from ktconv.formats.scales import error_bound
 
 both_formats = pytest.mark.parametrize("fmt", output_formats().values(), ids=lambda fmt: fmt.key)
 
@@ -99,10 +100,12 @@ def test_split_of_rows_and_columns() -> None:
             split("up", 8, 6, part, parts)
 
 
-def test_steps() -> None:
-    assert INT8.step(0.5) == 0.5
-    assert INT4.step(0.5) == 8.0
-    assert isinstance(INT4.step(np.float32(0.5)), float)
+def test_error_bounds_are_in_steps() -> None:
+    half = np.array([0.5, 0.0], np.float32)
+    for fmt, step in ((INT8, 0.5), (INT4, 8.0)):
+        bounds = [fmt.max_error_steps * step, fmt.smallest_amax]
+        assert error_bound(fmt, half).tolist() == bounds
+        assert error_bound(fmt, half, 1.0)[0] == bounds[0] + step
 
 
 def test_import_is_light() -> None:

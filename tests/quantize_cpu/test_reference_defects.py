@@ -47,7 +47,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
-from ktconv.formats import FORMATS, reference
+from ktconv.formats import FORMATS, reference, scales
 from ktconv.formats.decode import round_to_bf16
 from ktconv.system.files import write_all
 from ktconv.writer import staging
@@ -345,7 +345,7 @@ def test_a11_error_of_int4_is_stated(model: Path, tmp_path: Path) -> None:
     assert 0.5 < max(steps) <= fmt.max_error_steps + 1e-4
     for truth in truths(matrices_of(LAYERS), "int4", 1).values():
         off = np.abs(reference.dequantize(fmt, truth.codes, truth.scale) - truth.source)
-        assert (off.max(axis=1) <= [fmt.error_bound(scale) for scale in truth.scale]).all()
+        assert (off.max(axis=1) <= scales.error_bound(fmt, truth.scale)).all()
 
 
 def test_a12_fp16_keeps_its_mantissa(tmp_path: Path) -> None:

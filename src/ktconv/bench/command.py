@@ -92,11 +92,7 @@ def parse_shapes(texts: Sequence[str]) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(parse_shape(text) for text in texts or (DEFAULT_SHAPE,)))
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    return _numbers(text, "--tokens", MOST_TOKENS)
-
-
-def _numbers(text: str, option: str, most: int) -> tuple[int, ...]:
+def parse_numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     numbers = tuple(parse_ranges(text, option))
     if numbers[0] < 1 or numbers[-1] > most:
         raise UsageError(f"{option} {text!r} must be numbers from 1 to {most}")
@@ -104,7 +100,9 @@ def _numbers(text: str, option: str, most: int) -> tuple[int, ...]:
 
 
 def parse_threads(text: str) -> tuple[int, ...]:
-    return _numbers(text, "--threads", machine.MAX_THREADS) if text else (machine.usable_cores(),)
+    return (
+        parse_numbers(text, "--threads", machine.MAX_THREADS) if text else (machine.usable_cores(),)
+    )
 
 
 def parse_isas(text: str, methods: Sequence[Format] = ()) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def bench(
         request = Request(
             methods=command.parse_methods(method),
             shapes=command.parse_shapes(shapes),
-            tokens=command.parse_tokens(tokens),
+            tokens=command.parse_numbers(tokens, "--tokens", command.MOST_TOKENS),
             threads=command.parse_threads(threads),
             isas=command.parse_isas(isa, tuple(FORMATS.values())),
             routing=parse_routing(routing),

@@ -8,7 +8,7 @@ from ktconv.system.arrays import F32, Array
 
 from .decode import bf16_to_f32, e8m0_to_f32
 from .groups import pack_scale, unpack_scale
-from .table import Format
+from .table import SMALLEST_NORMAL, Format
 
 
 def ordered(fmt: Format, packed: Array, rows: int, cols: int) -> Array:
@@ -32,3 +32,10 @@ def values(fmt: Format, stored: Array) -> F32:
     if fmt.scale_dtype == "f32":
         return stored.view(np.float32)
     return bf16_to_f32(stored) if fmt.scale_dtype == "bf16" else e8m0_to_f32(stored)
+
+
+def error_bound(fmt: Format, scale: Array, slack: float = 0.0) -> Array:
+    """Largest |x - dequantized| in weight units that the rules allow under float32 scales, with
+    `slack` steps on top, in binary64. For a scale of zero that is what amax stays below."""
+    steps = (fmt.max_error_steps + slack) * fmt.traits.scale_units * scale.astype(np.float64)
+    return np.where(scale == 0, fmt.smallest_amax, np.maximum(steps, SMALLEST_NORMAL))

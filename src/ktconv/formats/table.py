@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Literal
 
 from ktconv.errors import UsageError
 
@@ -40,9 +40,10 @@ class Format:
     without anything being wrong.
 
     `max_error_steps` bounds |x - dequantized| / step for every finite element of
-    a row with scale d > 0 (the flushed elements below excepted), where
-    dequantized is fl32(code * step(d)).  Let u = 2^-24, the relative error of one
-    float32 rounding, and M = max_level * scale_units (127 or 112).
+    a row with scale d > 0 (the flushed elements below excepted), where a step is
+    scale_units * d (d, or 16 d for INT4) and dequantized is fl32(code * step).
+    Let u = 2^-24, the relative error of one float32 rounding, and
+    M = max_level * scale_units (127 or 112).
 
     1. d = (amax / M)(1 + e0) with |e0| <= u + 2^-28: INT8 multiplies by
        fl32(1/127) = (1 - 2^-28)/127, which is where 2^-28 comes from, INT4
@@ -110,22 +111,6 @@ class Format:
         maxima as for bf16: the float32 just below already gives a denormal.
         """
         return self.traits.max_level * self.traits.scale_units * SMALLEST_NORMAL
-
-    def step(self, scale: SupportsFloat) -> float:
-        """Distance of two neighbouring levels in weight units: d, or 16 d for INT4.
-
-        Exact in binary64, also where a float32 `scale` is a NumPy scalar.
-        """
-        return self.traits.scale_units * float(scale)
-
-    def error_bound(self, scale: SupportsFloat) -> float:
-        """Largest |x - dequantized| in weight units that the rules allow under a scale.
-
-        For a scale of zero that is what amax stays below.
-        """
-        if float(scale) == 0.0:
-            return self.smallest_amax
-        return max(self.max_error_steps * self.step(scale), SMALLEST_NORMAL)
 
     def expert_bytes(self, hidden: int, intermediate: int, parts: int = 1) -> int:
         """Bytes of one expert, scales included."""

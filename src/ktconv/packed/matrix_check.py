@@ -141,10 +141,7 @@ class MatrixCheck:
 
     def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""
-        fmt, scale = self._fmt, self._scale[rows].astype(np.float64)
-        allowed = (fmt.max_error_steps + BINARY32_SLACK) * fmt.traits.scale_units * scale
-        allowed = np.maximum(allowed, np.finfo(np.float32).tiny)
-        allowed = np.where(scale == 0, fmt.smallest_amax, allowed)
+        allowed = scales.error_bound(self._fmt, self._scale[rows], BINARY32_SLACK)
         outside: Bools = ~(self._error[rows] <= allowed)
         return outside | ~np.isfinite(self._error[rows])
 

@@ -296,9 +296,7 @@ class Gptq(Rtn):
                 for projection in PROJECTIONS:
                     module = module_name(unit.layer, expert, projection)
                     names = {part: f"{module}.{part}" for part in PARTS}
-                    tensors = {
-                        part: shard_of[name].get_tensor(name) for part, name in names.items()
-                    }
+                    tensors = {part: shard_of[n].get_tensor(n) for part, n in names.items()}
                     yield QuantizedMatrix(expert, projection, tensors)
 
 
