@@ -29,6 +29,12 @@ UNITS = {
     "U5": (20, 32), "U6": (12, 16), "U7": (28, 32), "U8": (4, 4), "U4_AWQ": (4, 1),
     "I4": (1, 2), "F4_E0M3": (1, 2),
 }  # fmt: skip
+GGML = {
+    "Q4_0": (18, 32), "Q4_1": (20, 32), "Q5_0": (22, 32), "Q5_1": (24, 32), "Q8_0": (34, 32),
+    "Q2_K": (84, 256), "Q3_K": (110, 256), "Q4_K": (144, 256), "Q5_K": (176, 256),
+    "Q6_K": (210, 256), "IQ4_NL": (18, 32), "IQ4_XS": (136, 256), "MXFP4": (17, 32),
+    "NVFP4": (36, 64), "TQ1_0": (54, 256), "TQ2_0": (66, 256),
+}  # fmt: skip
 TRANSPOSED = ("BF16", "F16", "F32", "U4", "U8", "U4_AWQ")
 
 
@@ -61,6 +67,11 @@ def source(case: Case) -> Any:
         if case.dtype == "BF16":
             stored = (values.view(np.uint32) >> 16).astype(np.uint16)
         rows, cols, scales = ROWS, COLS, {}
+    elif case.dtype in GGML:
+        size, wide = GGML[case.dtype]
+        rows, cols, scales = ROWS, COLS // wide, {}
+        # Of no two bytes half precision makes an infinity or a NaN.
+        stored = rng.integers(0, 0x7C, (rows, cols * size), np.uint8).view(f"V{size}")
     else:
         size, wide = UNITS[case.dtype]
         high = 8 if case.dtype == "U4_AWQ" else 1
@@ -133,12 +144,12 @@ class Version:
         return float(self._process.stdout.readline())
 
 
-def cases(levels: list[str]) -> list[Case]:
+def cases(levels: list[str], dtypes: list[str]) -> list[Case]:
     return [
         Case(what, isa, dtype, transposed, method)
         for what in ("pack", "audit")
         for isa in levels
-        for dtype in (*PLAIN, *UNITS)
+        for dtype in dtypes
         for transposed in (False, True)
         if not transposed or dtype in TRANSPOSED
         for method in ("int4", "int8")
@@ -163,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, help="directory with another built ktconv")
     parser.add_argument("--isa", default="avx512,avx2,scalar")
+    parser.add_argument("--dtypes", default=",".join((*PLAIN, *UNITS, *GGML)))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -176,7 +188,7 @@ def main() -> None:
     versions = [Version(tree) for tree in trees]
     print("| case | GB/s | times the other's speed |")
     print("| --- | ---: | ---: |")
-    for case in cases(options.isa.split(",")):
+    for case in cases(options.isa.split(","), options.dtypes.split(",")):
         print(report(versions, case, options.rounds), flush=True)
 
 

@@ -6,48 +6,70 @@
 #ifndef KT_AUDIT_GGML_H
 #define KT_AUDIT_GGML_H
 
+#include "../simd/unroll.h"
 #include "audit_numbers.h"
 
 INLINE float half_in(const uint8_t *b, int at) {
   return f16_value((uint16_t)(b[at] | b[at + 1] << 8));
 }
 
-/* Nibble l of 16 bytes: 0..15 the low ones. */
-INLINE int nibble_of_32(const uint8_t *qs, int l) { return l < 16 ? qs[l] & 15 : qs[l - 16] >> 4; }
+/* The low nibbles of 16 bytes, then the high ones. */
+INLINE void nibbles_of_16(const uint8_t *qs, uint8_t q[32]) {
+  KT_LOOP
+  for (int l = 0; l < 16; l++) q[l] = qs[l] & 15;
+  KT_LOOP
+  for (int l = 0; l < 16; l++) q[16 + l] = qs[l] >> 4;
+}
 
 INLINE void q4_0_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = d * (float)(nibble_of_32(b + 2, l) - 8);
+  nibbles_of_16(b + 2, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * (float)(q[l] - 8);
 }
 
 INLINE void q4_1_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0), m = half_in(b, 2);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = d * (float)nibble_of_32(b + 4, l) + m;
+  nibbles_of_16(b + 4, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * (float)q[l] + m;
 }
 
-INLINE int five_bits(const uint8_t *qh, const uint8_t *qs, int l) {
+/* The same with bit l of a word as 16. */
+INLINE void five_bits(const uint8_t *qh, const uint8_t *qs, uint8_t q[32]) {
   const uint32_t word =
       (uint32_t)qh[0] | (uint32_t)qh[1] << 8 | (uint32_t)qh[2] << 16 | (uint32_t)qh[3] << 24;
-  return nibble_of_32(qs, l) + 16 * (int)(word >> l & 1);
+  nibbles_of_16(qs, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) q[l] = (uint8_t)(q[l] + 16 * (word >> l & 1));
 }
 
 INLINE void q5_0_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = d * (float)(five_bits(b + 2, b + 6, l) - 16);
+  five_bits(b + 2, b + 6, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * (float)(q[l] - 16);
 }
 
 INLINE void q5_1_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0), m = half_in(b, 2);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = d * (float)five_bits(b + 4, b + 8, l) + m;
+  five_bits(b + 4, b + 8, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * (float)q[l] + m;
 }
 
 INLINE void q8_0_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0);
   (void)first;
+  KT_LOOP
   for (int l = 0; l < 32; l++) out[l] = d * (float)(int8_t)b[2 + l];
 }
 
@@ -58,6 +80,7 @@ INLINE void q2_k_columns(const uint8_t *b, int first, float *out) {
   for (int run = 0; run < 2; run++) {
     const int scale = b[first / 16 + run];
     const float step = d * (float)(scale % 16), least_value = dmin * (float)(scale / 16);
+    KT_LOOP
     for (int l = 16 * run; l < 16 * run + 16; l++)
       out[l] = step * (float)(qs[l] >> shift & 3) - least_value;
   }
@@ -72,6 +95,7 @@ INLINE void q3_k_columns(const uint8_t *b, int first, float *out) {
     const int low = scales[j % 8] >> (j < 8 ? 0 : 4) & 15;
     const int high = scales[8 + j % 4] >> 2 * (j / 4) & 3;
     const float step = d * (float)(16 * high + low - 32);
+    KT_LOOP
     for (int l = 16 * run; l < 16 * run + 16; l++)
       out[l] = step * (float)((qs[l] >> shift & 3) - 4 + 4 * (mask[l] >> bit & 1));
   }
@@ -91,6 +115,7 @@ INLINE void q4_k_columns(const uint8_t *b, int first, float *out) {
   const uint8_t *const qs = b + 16 + j / 2 * 32;
   const float step = half_in(b, 0) * (float)packed_scale(b + 4, j);
   const float least_value = half_in(b, 2) * (float)packed_minimum(b + 4, j);
+  KT_LOOP
   for (int l = 0; l < 32; l++) out[l] = step * (float)(qs[l] >> shift & 15) - least_value;
 }
 
@@ -99,6 +124,7 @@ INLINE void q5_k_columns(const uint8_t *b, int first, float *out) {
   const uint8_t *const qh = b + 16, *const qs = b + 48 + j / 2 * 32;
   const float step = half_in(b, 0) * (float)packed_scale(b + 4, j);
   const float least_value = half_in(b, 2) * (float)packed_minimum(b + 4, j);
+  KT_LOOP
   for (int l = 0; l < 32; l++)
     out[l] = step * (float)((qs[l] >> shift & 15) + 16 * (qh[l] >> j & 1)) - least_value;
 }
@@ -109,6 +135,7 @@ INLINE void q6_k_columns(const uint8_t *b, int first, float *out) {
   const uint8_t *const low = b + 64 * h + quarter % 2 * 32, *const high = b + 128 + 32 * h;
   for (int run = 0; run < 2; run++) {
     const float step = d * (float)(int8_t)b[192 + first / 16 + run];
+    KT_LOOP
     for (int l = 16 * run; l < 16 * run + 16; l++) {
       const int six = (low[l] >> quarter / 2 * 4 & 15) + 16 * (high[l] >> 2 * quarter & 3);
       out[l] = step * (float)(six - 32);
@@ -122,60 +149,83 @@ static const float iq4_numbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 
 INLINE void iq4_nl_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 0);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = d * iq4_numbers[nibble_of_32(b + 2, l)];
+  nibbles_of_16(b + 2, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * iq4_numbers[q[l]];
 }
 
 INLINE void iq4_xs_columns(const uint8_t *b, int first, float *out) {
   const int j = first / 32, low = b[4 + j / 2] >> j % 2 * 4 & 15;
   const int high = (b[2] + 256 * b[3]) >> 2 * j & 3;
   const float step = half_in(b, 0) * (float)(low + 16 * high - 32);
-  for (int l = 0; l < 32; l++) out[l] = step * iq4_numbers[nibble_of_32(b + 8 + 16 * j, l)];
+  uint8_t q[32];
+  nibbles_of_16(b + 8 + 16 * j, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = step * iq4_numbers[q[l]];
 }
 
-/* + 0: in ggml, E2M1 has one zero. The scale is halved and the number doubled, so that 2^128 is
- * not needed. */
-INLINE float fp4_of_ggml(int nibble) { return 2 * f4_value((uint32_t)nibble) + 0.0f; }
+/* + 0: in ggml, E2M1 has one zero. Twice the number, because scales are halved: then 2^128 is not
+ * needed. */
+INLINE float twice_fp4(uint8_t nibble) { return 2 * f4_value(nibble) + 0.0f; }
 
 INLINE void mxfp4_columns(const uint8_t *b, int first, float *out) {
   const uint32_t e = b[0];
   const float half = from_bits(e == 0 ? 1u << 21 : e == 1 ? 1u << 22 : (e - 1) << 23);
+  uint8_t q[32];
   (void)first;
-  for (int l = 0; l < 32; l++) out[l] = half * fp4_of_ggml(nibble_of_32(b + 1, l));
+  nibbles_of_16(b + 1, q);
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = half * twice_fp4(q[l]);
+}
+
+/* Half of F8 without its sign. 0x7f is 0, but 0xff what 0x7f would be: 480. */
+INLINE float half_f8(uint32_t byte) {
+  const uint32_t bits = byte & 0x7f;
+  const uint32_t half = bits_of(f8_value((uint8_t)bits) / 2);
+  return from_bits(choose(byte == 0x7f, 0, choose(byte == 0xff, bits_of(240.0f), half)));
 }
 
 INLINE void nvfp4_columns(const uint8_t *b, int first, float *out) {
+  uint8_t q[32];
+  float half[32];
   for (int run = 0; run < 2; run++) {
-    const int s = first / 16 + run, byte = b[s];
-    /* F8 without the sign; 0x7f is 0, while 0xff is what 0x7f would be: 480 */
-    const float number = (byte & 0x7f) == 0x7f ? 480.0f : f8_value(byte & 0x7f);
-    const float half = byte == 0x7f ? 0.0f : number / 2;
-    for (int l = 0; l < 16; l++) {
-      const int nibble = b[4 + 8 * s + l % 8] >> (l < 8 ? 0 : 4) & 15;
-      out[16 * run + l] = half * fp4_of_ggml(nibble);
-    }
+    const int s = first / 16 + run;
+    const float of_run = half_f8(b[s]);
+    KT_LOOP
+    for (int l = 0; l < 8; l++) q[16 * run + l] = b[4 + 8 * s + l] & 15;
+    KT_LOOP
+    for (int l = 0; l < 8; l++) q[16 * run + 8 + l] = b[4 + 8 * s + l] >> 4;
+    KT_LOOP
+    for (int l = 0; l < 16; l++) half[16 * run + l] = of_run;
   }
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = half[l] * twice_fp4(q[l]);
 }
 
-/* Column i is digit n of a byte, counted from the highest in base 3. */
-INLINE int ternary(const uint8_t *b, int i) {
-  int n = i / 32, at = i % 32;
-  if (i >= 160) n = (i - 160) / 16, at = 32 + (i - 160) % 16;
-  if (i >= 240) n = (i - 240) / 4, at = 48 + (i - 240) % 4;
-  int rest = b[at];
-  for (int k = 0; k < n; k++) rest = rest * 3 % 256;
-  return rest * 3 / 256 - 1;
-}
+/* Digit n of a byte, counted from the highest in base 3. */
+INLINE int ternary(uint8_t byte, int power) { return byte * power % 256 * 3 / 256 - 1; }
 
+/* Runs of 16 columns are one digit of 16 bytes, but the last one is four digits of four. */
 INLINE void tq1_0_columns(const uint8_t *b, int first, float *out) {
+  static const uint8_t powers[5] = {1, 3, 9, 27, 81};
   const float d = half_in(b, 52);
-  for (int l = 0; l < 32; l++) out[l] = d * (float)ternary(b, first + l);
+  for (int run = first / 16; run < first / 16 + 2; run++, out += 16) {
+    const uint8_t *const qs = run < 10 ? b + 16 * (run % 2) : b + 32;
+    const int power = powers[run < 10 ? run / 2 : run == 15 ? 0 : run - 10];
+    if (run < 15) KT_LOOP
+    for (int l = 0; l < 16; l++) out[l] = d * (float)ternary(qs[l], power);
+    else KT_LOOP for (int l = 0; l < 16; l++) out[l] =
+        d * (float)ternary(b[48 + l % 4], powers[l / 4]);
+  }
 }
 
 INLINE void tq2_0_columns(const uint8_t *b, int first, float *out) {
   const float d = half_in(b, 64);
   const uint8_t *const qs = b + first / 128 * 32;
   const int shift = first % 128 / 32 * 2;
+  KT_LOOP
   for (int l = 0; l < 32; l++) out[l] = d * (float)((qs[l] >> shift & 3) - 1);
 }
 

@@ -10,6 +10,13 @@
 #define KT_UNROLL(n) KT_PRAGMA(GCC unroll n)
 #endif
 
+/* A loop over a constant that becomes vectors. GCC would unroll it first, and then see none. */
+#if defined(__clang__)
+#define KT_LOOP
+#else
+#define KT_LOOP KT_PRAGMA(GCC unroll 1)
+#endif
+
 /* Behind each line of an unrolled loop. Else compilers decode or broadcast far ahead, and run out
  * of registers; and they look through all the loads before each load, which takes them long. */
 #define KT_IN_ORDER __asm__ volatile("" ::: "memory")

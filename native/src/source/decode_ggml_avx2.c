@@ -1,4 +1,4 @@
-/* Blocks of ggml as the compiler vectorizes their decoders for AVX2. */
+/* Blocks of ggml on AVX2. Bit-equal to decode_ggml_scalar.c. */
 #include "../cpu.h"
 
 #if KT_X86
@@ -6,6 +6,9 @@
 
 KT_TARGET_BEGIN(AVX2)
 #include "decode.h"
+#define GGML_LANES 8
+#include "ggml_bytes_x86.h"
+
 #include "decode_ggml_loop.h"
 
 void kt_decode_ggml_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,

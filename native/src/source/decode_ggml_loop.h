@@ -1,20 +1,17 @@
 /* decode_ggml_loop.h - blocks of ggml as binary32, included by one file per level.
  *
  * A block is unpacked to codes of 8 bits and, for each run of columns, a scale and an offset; then
- * value = code * scale - offset, each operation rounded to binary32. Plain loops with constant
- * bounds: compilers make of them what the level allows, and the bits are the same everywhere. The
- * layouts are those of ggml; docs/encodings.md lists them. */
+ * value = code * scale - offset, each operation rounded to binary32. What the layouts have in
+ * common is in ggml_bytes_scalar.h or ggml_bytes_x86.h, whichever the file included before; the
+ * rest are loops over constants, of which compilers make what the level allows. The layouts are
+ * those of ggml; docs/encodings.md lists them. */
 #ifndef KT_DECODE_GGML_LOOP_H
 #define KT_DECODE_GGML_LOOP_H
 
+#include "../simd/unroll.h"
 #include "decode_loops.h"
 
 #include <string.h>
-
-/* Clang would fuse the product with the difference; GCC's -std=c11 does not. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#endif
 
 enum { BLOCK_COLS = 256, RUNS = BLOCK_COLS / 16 };
 
@@ -25,29 +22,12 @@ typedef struct block {
 
 /* ---- What several types share ------------------------------------------------ */
 
-/* Low nibbles of `count` bytes, then the high ones. */
-KT_INLINE void nibbles(const uint8_t *from, const int count, const int zero, int8_t *code) {
-  for (int i = 0; i < count; i++) code[i] = (int8_t)((from[i] & 15) - zero);
-  for (int i = 0; i < count; i++) code[count + i] = (int8_t)((from[i] >> 4) - zero);
-}
-
 /* Pairs of bits: of 32 bytes the lowest, then the next ones, and so on. */
 KT_INLINE void pairs_of_bits(const uint8_t from[64], const int zero, int8_t code[256]) {
   for (int h = 0; h < 2; h++)
     for (int s = 0; s < 4; s++)
       for (int l = 0; l < 32; l++)
         code[128 * h + 32 * s + l] = (int8_t)((from[32 * h + l] >> 2 * s & 3) - zero);
-}
-
-/* Nibbles as indices of a table of 16. */
-KT_INLINE void looked_up(const int8_t table[16], const int count, int8_t *code) {
-  for (int i = 0; i < count; i++) code[i] = table[code[i]];
-}
-
-/* Bit i of 32 as 16 * bit, on top of nibbles. */
-KT_INLINE void fifth_bits(const uint8_t from[4], const int zero, int8_t code[32]) {
-  for (int i = 0; i < 32; i++)
-    code[i] = (int8_t)((code[i] | (from[i / 8] >> i % 8 & 1) << 4) - zero);
 }
 
 /* Scales and minima of 6 bits: of 8 runs of 32 columns in Q4_K and Q5_K. */
@@ -70,47 +50,48 @@ KT_INLINE float half_of_e8m0(uint8_t byte) {
   return kt_float(byte < 2 ? 0x00200000u << byte : (uint32_t)(byte - 1) << 23);
 }
 
-/* Half of the E4M3 number whose sign bit is ignored; 0x7f is 0, as ggml writes it. */
+/* Half of the E4M3 number whose sign bit is ignored; 0x7f is 0, as in ggml. With an exponent field
+ * of half precision, which has another bias, the same bits are 2^-8 of the number. */
 KT_INLINE float half_of_ue4m3(uint8_t byte) {
-  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-  if (byte == 0x7f) return 0.0f;
-  if (exponent == 0) return (float)mantissa * 0x1p-10f;
-  return kt_float((uint32_t)(exponent + 119) << 23 | (uint32_t)mantissa << 20);
+  const uint16_t half = (uint16_t)((byte & 0x7f) << 7);
+  uint8_t bytes[2];
+  memcpy(bytes, &half, sizeof half);
+  return kt_float(kt_select(byte == 0x7f, 0, kt_bits(ggml_half(bytes) * 128.0f)));
 }
 
 /* ---- One block of each type --------------------------------------------------- */
 
 KT_INLINE void unpack_q4_0(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
-  nibbles(at + 2, 16, 8, b->code);
+  b->scale[0] = ggml_half(at);
+  ggml_nibbles(at + 2, 16, 8, b->code);
 }
 
 KT_INLINE void unpack_q4_1(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
-  b->offset[0] = -kt_widen_f16(at + 2);
-  nibbles(at + 4, 16, 0, b->code);
+  b->scale[0] = ggml_half(at);
+  b->offset[0] = -ggml_half(at + 2);
+  ggml_nibbles(at + 4, 16, 0, b->code);
 }
 
 KT_INLINE void unpack_q5_0(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
-  nibbles(at + 6, 16, 0, b->code);
-  fifth_bits(at + 2, 16, b->code);
+  b->scale[0] = ggml_half(at);
+  ggml_nibbles(at + 6, 16, 0, b->code);
+  ggml_fifth_bits(at + 2, 16, b->code);
 }
 
 KT_INLINE void unpack_q5_1(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
-  b->offset[0] = -kt_widen_f16(at + 2);
-  nibbles(at + 8, 16, 0, b->code);
-  fifth_bits(at + 4, 0, b->code);
+  b->scale[0] = ggml_half(at);
+  b->offset[0] = -ggml_half(at + 2);
+  ggml_nibbles(at + 8, 16, 0, b->code);
+  ggml_fifth_bits(at + 4, 0, b->code);
 }
 
 KT_INLINE void unpack_q8_0(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
+  b->scale[0] = ggml_half(at);
   memcpy(b->code, at + 2, 32);
 }
 
 KT_INLINE void unpack_q2_k(const uint8_t *at, block *b) {
-  const float d = kt_widen_f16(at + 80), dmin = kt_widen_f16(at + 82);
+  const float d = ggml_half(at + 80), dmin = ggml_half(at + 82);
   for (int j = 0; j < 16; j++) {
     b->scale[j] = d * (float)(at[j] & 15);
     b->offset[j] = dmin * (float)(at[j] >> 4);
@@ -120,7 +101,7 @@ KT_INLINE void unpack_q2_k(const uint8_t *at, block *b) {
 
 KT_INLINE void unpack_q3_k(const uint8_t *at, block *b) {
   const uint8_t *const scales = at + 96;
-  const float d = kt_widen_f16(at + 108);
+  const float d = ggml_half(at + 108);
   for (int j = 0; j < 16; j++) {
     const int low = j < 8 ? scales[j] & 15 : scales[j - 8] >> 4;
     const int high = scales[8 + j % 4] >> 2 * (j / 4) & 3;
@@ -133,23 +114,23 @@ KT_INLINE void unpack_q3_k(const uint8_t *at, block *b) {
 }
 
 KT_INLINE void unpack_q4_k(const uint8_t *at, block *b) {
-  scales_of_6_bits(at + 4, kt_widen_f16(at), kt_widen_f16(at + 2), b);
-  for (int j = 0; j < 4; j++) nibbles(at + 16 + 32 * j, 32, 0, b->code + 64 * j);
+  scales_of_6_bits(at + 4, ggml_half(at), ggml_half(at + 2), b);
+  for (int j = 0; j < 4; j++) ggml_nibbles(at + 16 + 32 * j, 32, 0, b->code + 64 * j);
 }
 
 KT_INLINE void unpack_q5_k(const uint8_t *at, block *b) {
-  scales_of_6_bits(at + 4, kt_widen_f16(at), kt_widen_f16(at + 2), b);
-  for (int j = 0; j < 4; j++) nibbles(at + 48 + 32 * j, 32, 0, b->code + 64 * j);
+  scales_of_6_bits(at + 4, ggml_half(at), ggml_half(at + 2), b);
+  for (int j = 0; j < 4; j++) ggml_nibbles(at + 48 + 32 * j, 32, 0, b->code + 64 * j);
   for (int j = 0; j < 8; j++)
     for (int l = 0; l < 32; l++)
       b->code[32 * j + l] = (int8_t)(b->code[32 * j + l] | (at[16 + l] >> j & 1) << 4);
 }
 
 KT_INLINE void unpack_q6_k(const uint8_t *at, block *b) {
-  const float d = kt_widen_f16(at + 208);
+  const float d = ggml_half(at + 208);
   for (int j = 0; j < 16; j++) b->scale[j] = d * (float)(int8_t)at[192 + j];
   for (int h = 0; h < 2; h++) {
-    nibbles(at + 64 * h, 64, 0, b->code + 128 * h);
+    ggml_nibbles(at + 64 * h, 64, 0, b->code + 128 * h);
     for (int s = 0; s < 4; s++)
       for (int l = 0; l < 32; l++) {
         int8_t *const code = b->code + 128 * h + 32 * s + l;
@@ -159,34 +140,34 @@ KT_INLINE void unpack_q6_k(const uint8_t *at, block *b) {
 }
 
 KT_INLINE void unpack_iq4_nl(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at);
-  nibbles(at + 2, 16, 0, b->code);
-  looked_up(iq4_table, 32, b->code);
+  b->scale[0] = ggml_half(at);
+  ggml_nibbles(at + 2, 16, 0, b->code);
+  ggml_look_up(iq4_table, 32, b->code);
 }
 
 KT_INLINE void unpack_iq4_xs(const uint8_t *at, block *b) {
-  const float d = kt_widen_f16(at);
+  const float d = ggml_half(at);
   const int high = at[2] | at[3] << 8;
   for (int j = 0; j < 8; j++) {
     const int low = at[4 + j / 2] >> 4 * (j % 2) & 15;
     b->scale[j] = d * (float)((low | (high >> 2 * j & 3) << 4) - 32);
-    nibbles(at + 8 + 16 * j, 16, 0, b->code + 32 * j);
+    ggml_nibbles(at + 8 + 16 * j, 16, 0, b->code + 32 * j);
   }
-  looked_up(iq4_table, 256, b->code);
+  ggml_look_up(iq4_table, 256, b->code);
 }
 
 KT_INLINE void unpack_mxfp4(const uint8_t *at, block *b) {
   b->scale[0] = half_of_e8m0(at[0]);
-  nibbles(at + 1, 16, 0, b->code);
-  looked_up(e2m1_table, 32, b->code);
+  ggml_nibbles(at + 1, 16, 0, b->code);
+  ggml_look_up(e2m1_table, 32, b->code);
 }
 
 KT_INLINE void unpack_nvfp4(const uint8_t *at, block *b) {
   for (int s = 0; s < 4; s++) {
     b->scale[s] = half_of_ue4m3(at[s]);
-    nibbles(at + 4 + 8 * s, 8, 0, b->code + 16 * s);
+    ggml_nibbles(at + 4 + 8 * s, 8, 0, b->code + 16 * s);
   }
-  looked_up(e2m1_table, 64, b->code);
+  ggml_look_up(e2m1_table, 64, b->code);
 }
 
 /* Five numbers 0..2 of a byte: it is 256/243 of them in base 3, the first the highest digit, so
@@ -199,14 +180,14 @@ KT_INLINE void base_3_digits(const uint8_t *from, const int bytes, const int dig
 }
 
 KT_INLINE void unpack_tq1_0(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at + 52);
+  b->scale[0] = ggml_half(at + 52);
   base_3_digits(at, 32, 5, b->code);
   base_3_digits(at + 32, 16, 5, b->code + 160);
   base_3_digits(at + 48, 4, 4, b->code + 240);
 }
 
 KT_INLINE void unpack_tq2_0(const uint8_t *at, block *b) {
-  b->scale[0] = kt_widen_f16(at + 64);
+  b->scale[0] = ggml_half(at + 64);
   pairs_of_bits(at, 1, b->code);
 }
 
@@ -230,10 +211,8 @@ KT_INLINE void unpack_tq2_0(const uint8_t *at, block *b) {
 KT_INLINE void block_values(const block *b, const int cols, const int run, const int offsets,
                             float *restrict out) {
   for (int j = 0; j < cols / run; j++)
-    for (int i = 0; i < run; i++) {
-      const float value = (float)b->code[run * j + i] * b->scale[j];
-      out[run * j + i] = offsets ? value - b->offset[j] : value;
-    }
+    ggml_values(b->code + run * j, run, b->scale[j], offsets ? b->offset[j] : 0.0f, offsets,
+                out + run * j);
 }
 
 /* `blocks` blocks, `step` bytes apart. */
