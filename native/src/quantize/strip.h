@@ -38,7 +38,7 @@ typedef struct kt_strip_rule {
 KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch,
                                kt_decode_rows_fn *decode) {
   const int plain_f32 = m->dtype == KT_F32 && !m->round_to_bf16;
-  if (m->col_stride == 1 && (m->dtype == KT_BF16 || plain_f32)) {
+  if (m->col_stride == 1 && !m->block_scale && (m->dtype == KT_BF16 || plain_f32)) {
     const int64_t size = plain_f32 ? 4 : 2;
     return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
                       plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};

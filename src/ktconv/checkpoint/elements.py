@@ -10,12 +10,13 @@ class Element:
     """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
     matrix [out, in], and how many `items` of the tensor's dtype those bytes are."""
 
-    name: str  # of the decoder in the C library
+    name: str  # of the decoder in the C library, or of ggml's type
     unit_bytes: int
     unit_rows: int = 1
     unit_cols: int = 1
     items: int = 1
     integer_zero: int | None = None  # of integers: the number that means 0 where nothing else says
+    by_package: bool = False  # decoded by the package gguf, not by the C library
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix of whole units."""
@@ -51,7 +52,15 @@ BLOCKS = {
         ("NVFP4", 36, 64), ("TQ1_0", 54, 256), ("TQ2_0", 66, 256),
     )
 }  # fmt: skip
-ELEMENTS = (
+# Blocks of 256 columns whose numbers are in tables, which only the package gguf has.
+GRID_BLOCKS = {
+    name: Element(name, nbytes, unit_cols=256, items=256, by_package=True)
+    for name, nbytes in (
+        ("IQ2_XXS", 66), ("IQ2_XS", 74), ("IQ2_S", 82), ("IQ3_XXS", 98), ("IQ3_S", 110),
+        ("IQ1_S", 50), ("IQ1_M", 56),
+    )
+}  # fmt: skip
+ELEMENTS = (  # those that the C library decodes
     BF16, F16, F32, F8_E4M3, F4_E2M1, F4_E0M3, I8, I4, U4_AWQ, *STREAMS.values(),
     *BLOCKS.values(),
 )  # fmt: skip

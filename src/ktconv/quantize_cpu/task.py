@@ -17,7 +17,7 @@ from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, kinds_of, spl
 from ktconv.native import Layout
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import MatrixReader, Scales, chunk_rows, chunks
+from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
 from ktconv.system.arrays import F32
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
@@ -34,7 +34,7 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
                 continue
             seen.add(key)
             rows = min(chunk_rows(matrix), matrix.rows)
-            source = max(source, matrix.nbytes(rows))
+            source = max(source, buffer_bytes(matrix, rows))
             packed = max(packed, fmt.layout.weight_size(rows, matrix.cols))
             cols = max(cols, matrix.cols)
     return BufferSizes(source, packed, cols)

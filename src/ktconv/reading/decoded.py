@@ -8,7 +8,7 @@ import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import MatrixReader, chunk_rows
+from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.reading.reader import SourceReader
 from ktconv.system.arrays import F32, U16
 
@@ -16,7 +16,7 @@ from ktconv.system.arrays import F32, U16
 def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
     """What reading a matrix needs."""
     rows = min(chunk_rows(matrix), matrix.rows)
-    return BufferSizes(matrix.nbytes(rows))
+    return BufferSizes(buffer_bytes(matrix, rows))
 
 
 def decoded_rows(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint.elements import F32 as ELEMENT_F32
 from ktconv.checkpoint.encodings.grids import (
     grid_nbytes,
     load_block_scale,
@@ -21,6 +22,7 @@ from ktconv.checkpoint.encodings.grids import (
 )
 from ktconv.checkpoint.types import DeclaredShape
 from ktconv.errors import CheckpointError
+from ktconv.reading.grid_blocks import decode_blocks, require_package
 from ktconv.reading.reader import Runs, SourceReader, Span
 from ktconv.system.arrays import F32, I32, U8
 
@@ -50,7 +52,16 @@ def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
 def chunk_rows(matrix: ExpertMatrix) -> int:
     """Rows per chunk: as many whole row blocks as fit the target size, at least one."""
     target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
-    return max(1, target // matrix.nbytes(ROWS_STEP)) * ROWS_STEP
+    return max(1, target // buffer_bytes(matrix, ROWS_STEP)) * ROWS_STEP
+
+
+def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
+    """Bytes of so many rows as `MatrixReader.read` leaves them: as in the source, but float32 where
+    the package gguf decodes them. UsageError if it is needed and not installed."""
+    if not matrix.element.by_package:
+        return matrix.nbytes(rows)
+    require_package(matrix.element.name)
+    return rows * matrix.cols * 4
 
 
 def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
@@ -200,14 +211,27 @@ class MatrixReader:
             self.reader.read(fd, self.matrix.tensor, memoryview(stored), at * unit.unit_bytes)
         data, one = np.frombuffer(stored, np.uint8), np.ones((1, 1), np.float32)
         shape = unit.unit_rows, unit.unit_cols
-        values = native.decode(native.Matrix(data, unit.name, *shape, block_scale=one, block=shape))
+        if unit.by_package:
+            values = decode_blocks(unit.name, data[None])
+        else:
+            view = native.Matrix(data, unit.name, *shape, block_scale=one, block=shape)
+            values = native.decode(view)
         return bool(np.isfinite(values[:, col]).all())
 
     def read(self, fd: int, chunk: range, target: U8, bounce: U8) -> int:
-        """Read the rows of `chunk` into `target`, densely packed in their own orientation; returns
-        the number of bytes."""
+        """Read the rows of `chunk` into `target`, densely packed in their own orientation, and
+        decoded if the package gguf does that; returns the number of bytes read."""
         matrix, unit = self.matrix, self.matrix.element
-        data = target.data[: matrix.nbytes(len(chunk))]
+        if unit.by_package:
+            stored = np.empty((len(chunk), matrix.nbytes(1)), np.uint8)
+            count = self._read_stored(fd, chunk, stored.data.cast("B"), bounce)
+            decoded = target[: buffer_bytes(matrix, len(chunk))].view(np.float32)
+            decoded.reshape(len(chunk), matrix.cols)[:] = decode_blocks(unit.name, stored)
+            return count
+        return self._read_stored(fd, chunk, target.data[: matrix.nbytes(len(chunk))], bounce)
+
+    def _read_stored(self, fd: int, chunk: range, data: memoryview, bounce: U8) -> int:
+        matrix, unit = self.matrix, self.matrix.element
         rows, cols = len(chunk) // unit.unit_rows, matrix.cols // unit.unit_cols
         if matrix.col_stride == 1:
             runs, run_length, stride = rows, cols, matrix.row_stride
@@ -254,6 +278,8 @@ class MatrixReader:
     ) -> native.Matrix:
         """Columns from `first_col` on of the chunk that `read` left in `data`."""
         matrix, unit, rows = self.matrix, self.matrix.element, len(chunk)
+        if unit.by_package:  # `read` has decoded them
+            unit = ELEMENT_F32
         row_stride, col_stride = matrix.cols // unit.unit_cols, 1
         if matrix.col_stride != 1:
             row_stride, col_stride = 1, rows // unit.unit_rows

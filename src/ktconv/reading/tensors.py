@@ -9,7 +9,7 @@ import numpy as np
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.others import OtherWeights
 from ktconv.moe.streamed import Piece, Streamed, Streams
-from ktconv.reading.matrices import MatrixReader, chunk_rows
+from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import F32
 
@@ -54,7 +54,7 @@ class SourceTensors:
     def _pieces(self, matrix: ExpertMatrix) -> Iterator[Piece]:
         source = MatrixReader(self._reader, matrix)
         rows = min(chunk_rows(matrix), matrix.rows)
-        buffer = np.empty(matrix.nbytes(rows), np.uint8)
+        buffer = np.empty(buffer_bytes(matrix, rows), np.uint8)
         bounce = np.empty(BOUNCE_BYTES, np.uint8)
         for chunk, values in source.decoded(buffer, bounce):
             yield Piece(slice(chunk.start, chunk.stop), slice(0, matrix.cols), values)

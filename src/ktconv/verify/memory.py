@@ -20,7 +20,7 @@ from ktconv.formats import Format
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
-from ktconv.reading.matrices import chunk_rows, experts_bytes
+from ktconv.reading.matrices import buffer_bytes, chunk_rows, experts_bytes
 from ktconv.reading.reader import BOUNCE_BYTES
 from ktconv.system import machine
 from ktconv.system.pool import Pool
@@ -156,7 +156,7 @@ def layers_need(
 def _pieces(matrix: ExpertMatrix) -> int:
     """Memory to read a source or packed matrix, with two pieces as float32."""
     rows = min(chunk_rows(matrix), matrix.rows)
-    source = matrix.nbytes(rows) + rows * matrix.cols * 2 * F32 + BOUNCE_BYTES
+    source = buffer_bytes(matrix, rows) + rows * matrix.cols * 2 * F32 + BOUNCE_BYTES
     packed = min(piece_rows(matrix.cols), matrix.rows) * matrix.cols * (2 + 2 * F32)
     return max(source, packed)
 

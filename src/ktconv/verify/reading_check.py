@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, MoELayer, Projection
 from ktconv.formats.decode import round_to_bf16
-from ktconv.reading.matrices import MatrixReader, Scales
+from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.system.arrays import F32, U8
 from ktconv.verify.findings import Findings
 from ktconv.verify.second_reader import SecondReader, UnknownWeightError, Weight
@@ -126,7 +126,7 @@ class ReadingCheck:
             return
         rows, wide = self.chunk(chunk, first_col, cols)
         if self.matrix.col_stride == 1:
-            data = data[self.matrix.nbytes(rows.start - chunk.start) :]
+            data = data[buffer_bytes(self.matrix, rows.start - chunk.start) :]
         found = native.decode(source.view(rows, scales, data, wide.start, len(wide)))
         self.values(rows, wide, found, source.round_to_bf16)
 

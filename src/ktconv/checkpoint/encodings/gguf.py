@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.elements import BLOCKS
+from ktconv.checkpoint.elements import BLOCKS, GRID_BLOCKS, Element
 from ktconv.checkpoint.encodings.base import SCALE, Companion, Encoding, Roles
 from ktconv.checkpoint.encodings.shapes import grid_with_blocks, outputs_and_inputs
 from ktconv.checkpoint.encodings.unquantized import BF16, FP16, FP32
@@ -22,11 +22,11 @@ def _factor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization
     return None if grid is None else Quantization(replace(grid, any_sign=True))
 
 
-def _of_blocks(name: str) -> Encoding:
+def _of_blocks(element: Element) -> Encoding:
     return Encoding(
-        f"gguf-{name.lower()}",
-        (name,),
-        BLOCKS[name],
+        f"gguf-{element.name.lower()}",
+        (element.name,),
+        element,
         companions=(Companion(SCALE, ("scale", "weight.scale"), ("F32",), optional=True),),
         quantization=_factor,
     )
@@ -42,4 +42,5 @@ def _with_factor(plain: Encoding) -> Encoding:
 
 
 _FLOATS = (BF16, FP16, FP32)
-GGUF = (*_FLOATS, *map(_with_factor, _FLOATS), *map(_of_blocks, BLOCKS))
+_BLOCKS = (*BLOCKS.values(), *GRID_BLOCKS.values())
+GGUF = (*_FLOATS, *map(_with_factor, _FLOATS), *map(_of_blocks, _BLOCKS))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
-from ktconv.reading.matrices import chunk_rows
+from ktconv.reading.matrices import buffer_bytes, chunk_rows
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.layers import GpuLayersCheck
 from ktconv.verify.gpu.mapping import LEVEL as MAPPING
@@ -55,7 +55,8 @@ class GpuVerifier(OutputVerifier):
         return self.buffer_sizes().nbytes + _PER_ELEMENT * max(sizes, default=0) + _ROUNDING_BYTES
 
     def buffer_sizes(self) -> BufferSizes:
-        sizes = (one.nbytes(min(chunk_rows(one), one.rows)) for one in self._matrices())
+        matrices = self._matrices()
+        sizes = (buffer_bytes(one, min(chunk_rows(one), one.rows)) for one in matrices)
         return BufferSizes(max(sizes, default=0))
 
     def _matrices(self) -> list[ExpertMatrix]:
