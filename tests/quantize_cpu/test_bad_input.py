@@ -497,7 +497,7 @@ def test_source_that_changes_during_the_run(
     clean = contents(tmp_path / "clean")
     shard = model / "model.safetensors"
     observer = At("layer-00001", lambda: CHANGES[change](shard))
-    monkeypatch.setattr("ktconv.cli.options.progress_of", lambda preflight: Shown(observer))
+    monkeypatch.setattr("ktconv.cli.options.progress_over", lambda sizes: Shown(observer))
     code, phrase = (3, "No such file") if change == "removed" else (2, "changed while it was read")
     refused(run(model, output, "--threads=1"), code, str(shard), phrase)
     assert staged(output) == []

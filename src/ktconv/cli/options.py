@@ -92,7 +92,7 @@ def convert(
         notify(line)
     gc.freeze()  # the plan lives as long as the process, so collections need not walk it
     with interruptible(lambda: _next_step(request.output, request.overwrite)):
-        observer = progress_of(preflight)
+        observer = progress_over({unit.key: unit.source_bytes for unit in preflight.plan.units})
         with observer:
             report = job(request, observer, preflight)
     print_result(as_json, {**report_facts(report), **facts}, lambda: report_lines(report, did))
@@ -235,10 +235,6 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"Another ktconv is still writing to {output} and will finalize it; if it "
             "fails, run with --finalize."
         )
-
-
-def progress_of(preflight: Preflight[Any]) -> Any:
-    return progress_over({unit.key: unit.source_bytes for unit in preflight.plan.units})
 
 
 def progress_over(sizes: dict[str, int]) -> Any:
