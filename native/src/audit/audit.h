@@ -10,9 +10,11 @@
 #include "ktconv.h"
 
 enum {
-  KT_AUDIT_ROWS = 16,      /* rows that are compared at once, half of a tile's */
-  KT_AUDIT_COLS = 64,      /* columns of them: of INT8 half a tile, of INT4 a quarter */
-  KT_AUDIT_GROUP_COLS = 32 /* the same of GINT4, half a tile */
+  KT_AUDIT_ROWS = 16,       /* rows of half a tile */
+  KT_AUDIT_COLS = 64,       /* columns that are added at once: of INT8 half a tile */
+  KT_AUDIT_GROUP_COLS = 32, /* the same of GINT4, a tile */
+  KT_AUDIT_BLOCK = 512,     /* columns that are unpacked at once */
+  KT_AUDIT_GATHERED = 128   /* the same of sources whose rows lie side by side */
 };
 
 /* A format as docs/formats.md defines it, independent of the packers. A code is a byte, or

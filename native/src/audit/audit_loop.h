@@ -27,22 +27,44 @@ INLINE int64_t group_tile_at(int64_t cols, int64_t row, int64_t col) {
   return (row / 32 * (cols / 32) + col / 32) * 512;
 }
 
-/* 64 bytes are 4 columns of the 16 rows, one row after the other. */
-INLINE void bytes_by_row(const uint8_t *tile, const int cols,
-                         uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
+/* 64 bytes are 4 columns of the 16 rows, one row after the other. Here and below, what is of a
+ * row is `pitch` bytes behind that of the row before. */
+INLINE void bytes_by_row(const uint8_t *tile, const int cols, uint8_t *bytes, const int64_t pitch) {
   for (int g = 0; g < cols / 4; g++)
-    for (int r = 0; r < KT_AUDIT_ROWS; r++) memcpy(&bytes[r][4 * g], tile + 64 * g + 4 * r, 4);
+    for (int r = 0; r < KT_AUDIT_ROWS; r++)
+      memcpy(bytes + r * pitch + 4 * g, tile + 64 * g + 4 * r, 4);
 }
 
 /* Low (0) or high (1) nibbles as numbers -8..7; sign: 8 if they are two's complement, 0 if they
  * are the number plus 8. */
-INLINE void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], int high, const int sign,
-                    const int cols, int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS]) {
+INLINE void nibbles(uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS], const int high, const int sign,
+                    const int cols, int8_t *codes, const int64_t pitch) {
   for (int r = 0; r < KT_AUDIT_ROWS; r++)
     for (int c = 0; c < cols; c++) {
       const int nibble = (bytes[r][c] >> (high ? 4 : 0)) & 15;
-      codes[r][c] = (int8_t)((nibble ^ sign) - 8);
+      codes[r * pitch + c] = (int8_t)((nibble ^ sign) - 8);
     }
+}
+
+/* The codes of half a tile of INT8 or INT4: 16 rows. */
+INLINE void half_tile_codes(const kt_audit_format *format, const uint8_t *tile, int8_t *codes,
+                            const int64_t pitch) {
+  uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  if (format->planes == 1) {
+    bytes_by_row(tile, KT_AUDIT_COLS, (uint8_t *)codes, pitch);
+    return;
+  }
+  bytes_by_row(tile, KT_AUDIT_COLS, bytes[0], KT_AUDIT_COLS);
+  nibbles(bytes, 0, 8, KT_AUDIT_COLS, codes, pitch);
+  nibbles(bytes, 1, 8, KT_AUDIT_COLS, codes + KT_AUDIT_COLS, pitch);
+}
+
+/* Those of a tile of GINT4: the low nibbles are 16 rows, the high ones 16 more. */
+INLINE void group_tile_codes(const uint8_t *tile, int8_t *codes, const int64_t pitch) {
+  uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  bytes_by_row(tile, KT_AUDIT_GROUP_COLS, bytes[0], KT_AUDIT_COLS);
+  nibbles(bytes, 0, 0, KT_AUDIT_GROUP_COLS, codes, pitch);
+  nibbles(bytes, 1, 0, KT_AUDIT_GROUP_COLS, codes + KT_AUDIT_ROWS * pitch, pitch);
 }
 
 /* The code of one element. */
@@ -74,7 +96,7 @@ INLINE float scale_at(const kt_audit_job *job, int64_t row, int64_t group) {
  * then neither the order of sums nor their bits depend on how wide the machine's vectors are. */
 typedef struct group_state {
   float most_error[LANES], most_source[LANES];
-  int32_t counts[LANES]; /* of zeros, and of invalid codes << 16 */
+  int64_t zeros, invalid;
 } group_state;
 
 typedef struct row_state {
@@ -98,99 +120,69 @@ INLINE float most_of(const float *x, const int cols) {
   return larger(most, larger(fabsf(x[2 * LANES]), fabsf(x[3 * LANES])));
 }
 
-INLINE uint8_t count_of(const int8_t *codes, int8_t code, const int cols) {
-  const int count = (codes[0] == code) + (codes[LANES] == code);
-  if (cols == 2 * LANES) return (uint8_t)count;
-  return (uint8_t)(count + (codes[2 * LANES] == code) + (codes[3 * LANES] == code));
+/* How many of a block's codes are this one; in bytes, which a block does not fill. */
+INLINE int64_t count_of(const int8_t *codes, int8_t code, const int cols, int64_t runs) {
+  uint8_t each[KT_AUDIT_COLS] = {0};
+  for (int64_t run = 0; run < runs; run++)
+    for (int c = 0; c < cols; c++) each[c] = (uint8_t)(each[c] + (codes[run * cols + c] == code));
+  int32_t sum = 0;
+  for (int c = 0; c < cols; c++) sum += each[c];
+  return sum;
 }
 
-/* Adds 64 columns, or 32. The only code that can be beyond the levels is `invalid`, unless it is
- * 0: then none can. */
-INLINE void compare_run(const float *w, const int8_t *codes, float step, const int8_t invalid,
-                        const int cols, row_state *row) {
+/* Adds `runs` times 64 columns of a row, or 32. The only code that can be beyond the levels is
+ * `invalid`, unless it is 0: then none can. */
+INLINE void compare_runs(const float *w, const int8_t *codes, float step, const int8_t invalid,
+                         const int cols, int64_t runs, row_state *row) {
   group_state *const group = &row->group;
-  float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
-  for (int c = 0; c < cols; c++) {
-    v[c] = (float)codes[c] * step;
-    e[c] = w[c] - v[c];
+  double source[LANES], error[LANES], value[LANES];
+  float most_source[LANES], most_error[LANES];
+  memcpy(source, row->source, sizeof source);
+  memcpy(error, row->error, sizeof error);
+  memcpy(value, row->value, sizeof value);
+  memcpy(most_source, group->most_source, sizeof most_source);
+  memcpy(most_error, group->most_error, sizeof most_error);
+  for (int64_t run = 0; run < runs; run++) {
+    const float *const x = w + run * cols;
+    float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
+    for (int c = 0; c < cols; c++) {
+      v[c] = (float)codes[run * cols + c] * step;
+      e[c] = x[c] - v[c];
+    }
+    for (int i = 0; i < LANES; i++) source[i] += (double)square_sum(x + i, cols);
+    for (int i = 0; i < LANES; i++) error[i] += (double)square_sum(e + i, cols);
+    for (int i = 0; i < LANES; i++) value[i] += (double)square_sum(v + i, cols);
+    for (int i = 0; i < LANES; i++) most_source[i] = larger(most_of(x + i, cols), most_source[i]);
+    for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(e + i, cols), most_error[i]);
   }
-  for (int i = 0; i < LANES; i++) row->source[i] += (double)square_sum(w + i, cols);
-  for (int i = 0; i < LANES; i++) row->error[i] += (double)square_sum(e + i, cols);
-  for (int i = 0; i < LANES; i++) row->value[i] += (double)square_sum(v + i, cols);
-  for (int i = 0; i < LANES; i++)
-    group->most_source[i] = larger(most_of(w + i, cols), group->most_source[i]);
-  for (int i = 0; i < LANES; i++)
-    group->most_error[i] = larger(most_of(e + i, cols), group->most_error[i]);
-  for (int i = 0; i < LANES; i++) {
-    const uint8_t zeros = count_of(codes + i, 0, cols);
-    const uint8_t both =
-        invalid ? (uint8_t)(zeros + 16 * count_of(codes + i, invalid, cols)) : zeros;
-    group->counts[i] += (both | both << 12) & 0x000f000f;
-  }
-}
-
-INLINE void compare_plane(const kt_audit_job *job, stored s, int64_t row, int64_t col,
-                          const int cols, const int8_t invalid,
-                          int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS], const float *step,
-                          row_state *state) {
-  float source[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  if (cols == KT_AUDIT_COLS)
-    values_of_half_tile(job->source, &s, row, col, source);
-  else
-    values_of_group_tile(job->source, &s, row, col, source);
-  for (int r = 0; r < KT_AUDIT_ROWS; r++)
-    compare_run(source[r], codes[r], step[r], invalid, cols, state + r);
-}
-
-/* Half a tile of the packed matrix against its source, which s is from (row, col) on. */
-INLINE void compare_half_tile(const kt_audit_job *job, stored s, int64_t row, int64_t col,
-                              const float *step, row_state *state) {
-  uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  const int64_t at = half_tile_at(job->format, job->rows, job->source->cols, job->first + row, col);
-  bytes_by_row(job->packed + at, KT_AUDIT_COLS, bytes);
-  if (job->format->planes == 1) {
-    compare_plane(job, s, row, col, KT_AUDIT_COLS, -128, (int8_t (*)[KT_AUDIT_COLS])bytes, step,
-                  state);
-    return;
-  }
-  nibbles(bytes, 0, 8, KT_AUDIT_COLS, codes);
-  compare_plane(job, s, row, col, KT_AUDIT_COLS, -8, codes, step, state);
-  nibbles(bytes, 1, 8, KT_AUDIT_COLS, codes);
-  s = stored_on(s, 0, KT_AUDIT_COLS);
-  compare_plane(job, s, row, col + KT_AUDIT_COLS, KT_AUDIT_COLS, -8, codes, step, state);
-}
-
-/* The same of a tile of GINT4: the low nibbles are 16 rows, the high ones 16 more. */
-INLINE void compare_group_tile(const kt_audit_job *job, stored s, int64_t row, int64_t col,
-                               const float *step, row_state *state) {
-  uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  int8_t codes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
-  const int64_t at = group_tile_at(job->source->cols, job->first + row, col);
-  bytes_by_row(job->packed + at, KT_AUDIT_GROUP_COLS, bytes);
-  for (int high = 0; high < 2; high++) {
-    nibbles(bytes, high, 0, KT_AUDIT_GROUP_COLS, codes);
-    compare_plane(job, s, row, col, KT_AUDIT_GROUP_COLS, 0, codes, step, state);
-    s = stored_on(s, KT_AUDIT_ROWS, 0);
-    row += KT_AUDIT_ROWS, step += KT_AUDIT_ROWS, state += KT_AUDIT_ROWS;
-  }
+  memcpy(row->source, source, sizeof source);
+  memcpy(row->error, error, sizeof error);
+  memcpy(row->value, value, sizeof value);
+  memcpy(group->most_source, most_source, sizeof most_source);
+  memcpy(group->most_error, most_error, sizeof most_error);
+  group->zeros += count_of(codes, 0, cols, runs);
+  if (invalid) group->invalid += count_of(codes, invalid, cols, runs);
 }
 
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
 static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
   const kt_matrix *const m = job->source;
+  const int64_t cols = KT_AUDIT_GROUP_COLS, in_strip = row % (2 * KT_AUDIT_ROWS);
   memset(state->source, 0, sizeof state->source + sizeof state->error + sizeof state->value);
-  for (int64_t c = 0; c < m->cols; c++) {
-    const int code = code_at(job->format, job->packed, job->rows, m->cols, job->first + row, c);
-    const float step = job->format->units * scale_at(job, row, c / job->group);
-    const int64_t in_run = c % KT_AUDIT_GROUP_COLS, from = c - in_run;
-    float run[1][KT_AUDIT_COLS];
-    const stored s = stored_from(m, row, from);
-    source_values(m, &s, 1, row, from, KT_AUDIT_GROUP_COLS, run);
-    const double w = (double)run[0][in_run], v = (double)((float)code * step);
-    state->source[0] += w * w;
-    state->error[0] += (w - v) * (w - v);
-    state->value[0] += v * v;
+  for (int64_t col = 0; col < m->cols; col += cols) {
+    uint8_t room[ROOM_BYTES];
+    float values[KT_AUDIT_GROUP_COLS];
+    const stored strip = stored_from(m, row - in_strip, col, cols, room);
+    source_values(m, stored_on(strip, in_strip), row, col, cols, values);
+    for (int64_t c = 0; c < cols; c++) {
+      const int code =
+          code_at(job->format, job->packed, job->rows, m->cols, job->first + row, col + c);
+      const float step = job->format->units * scale_at(job, row, (col + c) / job->group);
+      const double w = (double)values[c], v = (double)((float)code * step);
+      state->source[0] += w * w;
+      state->error[0] += (w - v) * (w - v);
+      state->value[0] += v * v;
+    }
   }
 }
 
@@ -217,13 +209,8 @@ static void finish_group(const kt_audit_job *job, int64_t row, int64_t group, gr
   const double scale = (double)scale_at(job, row, group);
   const double steps = (double)job->error[at] / ((double)job->format->units * scale);
   if (scale > 0 && steps > audit->max_steps) audit->max_steps = steps;
-  int64_t zeros = 0, invalid = 0;
-  for (int i = 0; i < LANES; i++) {
-    zeros += found->counts[i] & 0xffff;
-    invalid += found->counts[i] >> 16;
-  }
-  audit->zeros += zeros;
-  audit->invalid += scale == 0 ? job->group - zeros : invalid;
+  audit->zeros += found->zeros;
+  audit->invalid += scale == 0 ? job->group - found->zeros : found->invalid;
   memset(found, 0, sizeof *found);
 }
 
@@ -236,29 +223,58 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   audit->squared_value += total(state->value);
 }
 
+/* `width` columns of the rows compared at once: unpacked, then row after row. */
+INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_t at_once,
+                          int64_t col, int64_t width, const int grouped, const float *step,
+                          row_state *state) {
+  const int64_t run_bytes = units_in(width, s.unit.cols) * s.unit.bytes;
+  int8_t codes[2 * KT_AUDIT_ROWS][KT_AUDIT_BLOCK];
+  const kt_audit_format *const format = job->format;
+  const int64_t rows = job->rows, cols = job->source->cols, first = job->first + row;
+  for (int64_t c = 0; c < width; c += kt_audit_tile_cols(format))
+    if (grouped)
+      group_tile_codes(job->packed + group_tile_at(cols, first, col + c), codes[0] + c,
+                       KT_AUDIT_BLOCK);
+    else
+      for (int64_t half = 0; half < at_once; half += KT_AUDIT_ROWS) {
+        const uint8_t *const tile =
+            job->packed + half_tile_at(format, rows, cols, first + half, col + c);
+        prefetch(tile + 2 * KT_AUDIT_BLOCK * KT_AUDIT_ROWS / format->planes,
+                 KT_AUDIT_ROWS * KT_AUDIT_COLS);
+        half_tile_codes(format, tile, codes[half] + c, KT_AUDIT_BLOCK);
+      }
+  for (int64_t r = 0; r < at_once; r++) {
+    float w[KT_AUDIT_BLOCK];
+    const stored from = stored_on(s, r);
+    prefetch(from.data + run_bytes, run_bytes);
+    source_values(job->source, from, row + r, col, width, w);
+    if (grouped)
+      compare_runs(w, codes[r], step[r], 0, KT_AUDIT_GROUP_COLS, width / KT_AUDIT_GROUP_COLS,
+                   state + r);
+    else
+      compare_runs(w, codes[r], step[r], format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
+                   width / KT_AUDIT_COLS, state + r);
+  }
+}
+
 INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *audit) {
   const kt_matrix *const m = job->source;
-  const int64_t tile_cols = kt_audit_tile_cols(job->format);
-  const int gather =
-      m->col_stride != 1 && m->row_stride == 1 && audit_units[m->dtype].cols <= KT_AUDIT_GROUP_COLS;
-  const int64_t at_once = gather || grouped ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
+  const int across = is_across(m);
+  const int64_t at_once = across || grouped ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
   for (int64_t row = 0; row < m->rows; row += at_once) {
     row_state state[2 * KT_AUDIT_ROWS];
     float step[2 * KT_AUDIT_ROWS]; /* between two codes */
-    uint8_t room[2 * KT_AUDIT_COLS * 2 * KT_AUDIT_ROWS * 4];
+    uint8_t room[ROOM_BYTES];
     memset(state, 0, (size_t)at_once * sizeof state[0]);
     for (int64_t g = 0; g < job->groups; g++) {
+      const int64_t end = (g + 1) * job->group;
       for (int64_t r = 0; r < at_once; r++)
         step[r] = job->format->units * scale_at(job, row + r, g);
-      for (int64_t col = g * job->group; col < (g + 1) * job->group; col += tile_cols) {
-        const stored from = stored_from(m, row, col);
-        const stored s = gather ? gathered(from, tile_cols, room) : from;
-        if (grouped)
-          compare_group_tile(job, s, row, col, step, state);
-        else
-          for (int64_t half = 0; half < at_once; half += KT_AUDIT_ROWS)
-            compare_half_tile(job, stored_on(s, half, 0), row + half, col, step + half,
-                              state + half);
+      for (int64_t col = g * job->group, width; col < end; col += width) {
+        width = least(block, end - col);
+        compare_block(job, stored_from(m, row, col, width, room), row, at_once, col, width, grouped,
+                      step, state);
       }
       for (int64_t r = 0; r < at_once; r++) finish_group(job, row + r, g, &state[r].group, audit);
     }

@@ -45,13 +45,13 @@ INLINE float f16_value(uint16_t half) {
   return from_bits(sign | choose(magnitude < 0x7c00u, finite, special));
 }
 
-/* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. */
+/* E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7f is NaN, there is no infinity. In
+ * the places of binary32 (bias 127) a number is 2^-120 of itself, denormals too. Those places are
+ * in the upper 16 bits, and vectors of 16 bits have twice as many lanes. */
 INLINE float f8_value(uint8_t byte) {
-  const uint32_t bits = byte, sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
-  const uint32_t denormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
-  const uint32_t normal = (magnitude << 20) + (120u << 23);
-  const uint32_t finite = choose(magnitude < 8u, denormal, normal);
-  return from_bits(sign | choose(magnitude < 0x7fu, finite, 0x7fc00000u));
+  const uint16_t in_place = (uint16_t)((uint16_t)(int16_t)(int8_t)byte << 4) & 0x87f0u;
+  const uint16_t nan = (in_place & 0x07f0u) == 0x07f0u ? 0x7fc0u : 0;
+  return from_bits((uint32_t)(in_place | nan) << 16) * 0x1p120f;
 }
 
 INLINE float to_bf16(float value) {
@@ -59,11 +59,12 @@ INLINE float to_bf16(float value) {
   return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-/* E2M1: 1 sign, 2 exponent (bias 1), 1 mantissa bits. */
+/* E2M1: a sign and 0, 1/2, 1, 3/2, 2, 3, 4 or 6, counted in halves. -0 becomes 0. */
 INLINE float f4_value(uint32_t nibble) {
-  const uint32_t sign = (nibble & 8u) << 28, magnitude = nibble & 7u;
-  const uint32_t denormal = choose(magnitude == 1u, 126u << 23, 0);
-  return from_bits(sign | choose(magnitude < 2u, denormal, (magnitude + 252u) << 22));
+  const uint8_t magnitude = nibble & 7u;
+  const uint8_t halves =
+      (uint8_t)(magnitude + (magnitude > 4) + (magnitude > 5) + 3 * (magnitude > 6));
+  return (float)(int8_t)(nibble & 8 ? -halves : halves) * 0.5f;
 }
 
 /* 1 sign, 3 bits of magnitude whose last one is worth a quarter. */

@@ -6,19 +6,10 @@
 #include "audit_ggml.h"
 #include "audit_numbers.h"
 
-/* ---- Numbers of some columns of a row: a constant number, for vectors ------- */
+/* ---- Numbers of some columns of a row ---------------------------------------- */
 
-/* `units` units of `size` bytes, `step` bytes apart, side by side. */
-INLINE void side_by_side(const uint8_t *from, int64_t step, int64_t size, int64_t units,
-                         void *out) {
-  uint8_t *to = out;
-  if (step == size)
-    memcpy(to, from, (size_t)(size * units));
-  else
-    for (int64_t i = 0; i < units; i++) memcpy(to + i * size, from + i * step, (size_t)size);
-}
-
-/* <name>_values: of the units from `from` on, which hold row `row` of the matrix. */
+/* <name>_values: the numbers in the units from `from` on, which hold row `row` of the matrix;
+ * `cols` is a multiple of 32, KT_AUDIT_BLOCK at most. */
 
 INLINE uint16_t half_at(const uint8_t *at) {
   uint16_t half;
@@ -26,45 +17,40 @@ INLINE uint16_t half_at(const uint8_t *at) {
   return half;
 }
 
-INLINE void bf16_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
-                        float *out) {
+INLINE void bf16_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   (void)row;
-  if (step == 2)
-    for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half_at(from + 2 * c) << 16);
-  else
-    for (int c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half_at(from + step * c) << 16);
+  for (int64_t c = 0; c < cols; c++) out[c] = from_bits((uint32_t)half_at(from + 2 * c) << 16);
 }
 
-INLINE void f16_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  uint16_t half[KT_AUDIT_COLS];
+INLINE void f16_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   (void)row;
-  side_by_side(from, step, 2, cols, half);
-  for (int c = 0; c < cols; c++) out[c] = f16_value(half[c]);
+  for (int64_t c = 0; c < cols; c++) out[c] = f16_value(half_at(from + 2 * c));
 }
 
-INLINE void f32_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
+INLINE void f32_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   (void)row;
-  side_by_side(from, step, 4, cols, out);
+  memcpy(out, from, (size_t)cols * sizeof *out);
 }
 
-INLINE void f8_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  uint8_t byte[KT_AUDIT_COLS];
+INLINE void f8_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   (void)row;
-  side_by_side(from, step, 1, cols, byte);
-  for (int c = 0; c < cols; c++) out[c] = f8_value(byte[c]);
+  for (int64_t c = 0; c < cols; c++) out[c] = f8_value(from[c]);
+}
+
+/* The numbers of 4 bits in some bytes, the low ones first. */
+INLINE void halves_of_bytes(const uint8_t *bytes, int64_t cols, uint8_t *number) {
+  for (int64_t c = 0; c < cols / 2; c++) {
+    number[2 * c] = bytes[c] & 15;
+    number[2 * c + 1] = bytes[c] >> 4;
+  }
 }
 
 #define NIBBLE_VALUES(name)                                                                        \
-  INLINE void name##_values(const uint8_t *from, int64_t step, int64_t row, const int cols,        \
-                            float *out) {                                                          \
-    uint8_t pair[KT_AUDIT_COLS / 2], nibble[KT_AUDIT_COLS];                                        \
+  INLINE void name##_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {          \
+    uint8_t nibble[KT_AUDIT_BLOCK];                                                                \
     (void)row;                                                                                     \
-    side_by_side(from, step, 1, cols / 2, pair);                                                   \
-    for (int c = 0; c < cols / 2; c++) {                                                           \
-      nibble[2 * c] = pair[c] & 15;                                                                \
-      nibble[2 * c + 1] = pair[c] >> 4;                                                            \
-    }                                                                                              \
-    for (int c = 0; c < cols; c++) out[c] = name##_value(nibble[c]);                               \
+    halves_of_bytes(from, cols, nibble);                                                           \
+    for (int64_t c = 0; c < cols; c++) out[c] = name##_value(nibble[c]);                           \
   }
 
 NIBBLE_VALUES(f4)
@@ -75,48 +61,43 @@ INLINE uint32_t word_of(const uint8_t *at) {
   return (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
-INLINE void i8_values(const uint8_t *from, int64_t step, int64_t row, const int cols, float *out) {
-  int8_t byte[KT_AUDIT_COLS];
+INLINE void i8_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   (void)row;
-  side_by_side(from, step, 1, cols, byte);
-  for (int c = 0; c < cols; c++) out[c] = (float)byte[c];
+  for (int64_t c = 0; c < cols; c++) out[c] = (float)(int8_t)from[c];
 }
 
-/* A stream of `width` bits each, in units of `size` bytes: every `width` bytes have 8 numbers. */
-INLINE void stream_values(const uint8_t *from, int64_t step, int64_t size, int width,
-                          const int cols, float *out) {
-  uint8_t bytes[KT_AUDIT_COLS], number[KT_AUDIT_COLS];
-  side_by_side(from, step, size, cols * width / 8 / size, bytes);
-  for (int c = 0; c < cols; c += 8) {
+/* A stream of `width` bits each: every `width` bytes have 8 numbers. */
+INLINE void stream_values(const uint8_t *from, const int width, int64_t cols, float *out) {
+  uint8_t unpacked[KT_AUDIT_BLOCK];
+  const uint8_t *const number = width == 8 ? from : unpacked;
+  if (width == 4) halves_of_bytes(from, cols, unpacked);
+  for (int64_t c = 0; c < cols && width != 4 && width != 8; c += 8) {
     uint64_t eight = 0;
-    for (int i = 0; i < width; i++) eight |= (uint64_t)bytes[c * width / 8 + i] << 8 * i;
-    for (int i = 0; i < 8; i++) number[c + i] = (uint8_t)(eight >> width * i & ((1u << width) - 1));
+    for (int i = 0; i < width; i++) eight |= (uint64_t)from[c * width / 8 + i] << 8 * i;
+    for (int i = 0; i < 8; i++)
+      unpacked[c + i] = (uint8_t)(eight >> width * i & ((1u << width) - 1));
   }
-  for (int c = 0; c < cols; c++) out[c] = (float)number[c];
+  for (int64_t c = 0; c < cols; c++) out[c] = (float)number[c];
 }
 
-#define STREAM_VALUES(width, size)                                                                 \
-  INLINE void u##width##_values(const uint8_t *from, int64_t step, int64_t row, const int cols,    \
-                                float *out) {                                                      \
+#define STREAM_VALUES(width)                                                                       \
+  INLINE void u##width##_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {      \
     (void)row;                                                                                     \
-    stream_values(from, step, size, width, cols, out);                                             \
+    stream_values(from, width, cols, out);                                                         \
   }
 
-STREAM_VALUES(2, 4)
-STREAM_VALUES(3, 12)
-STREAM_VALUES(4, 4)
-STREAM_VALUES(5, 20)
-STREAM_VALUES(6, 12)
-STREAM_VALUES(7, 28)
-STREAM_VALUES(8, 4)
+STREAM_VALUES(2)
+STREAM_VALUES(3)
+STREAM_VALUES(4)
+STREAM_VALUES(5)
+STREAM_VALUES(6)
+STREAM_VALUES(7)
+STREAM_VALUES(8)
 
 /* Even rows are in the lower half of the word, odd ones in the upper. */
-static void u4_awq_values(const uint8_t *from, int64_t step, int64_t row, const int cols,
-                          float *out) {
+INLINE void u4_awq_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
   const int shift = (int)(row % 8 / 2 * 4 + row % 2 * 16);
-  uint8_t word[KT_AUDIT_COLS][4];
-  side_by_side(from, step, 4, cols, word);
-  for (int c = 0; c < cols; c++) out[c] = (float)(word_of(word[c]) >> shift & 15);
+  for (int64_t c = 0; c < cols; c++) out[c] = (float)(word_of(from + 4 * c) >> shift & 15);
 }
 
 /* Of each dtype: its name here, and a unit in bytes, rows and columns. */
@@ -151,7 +132,8 @@ static const audit_unit audit_units[KT_DTYPE_COUNT] = {
 
 /* ---- Where they lie ---------------------------------------------------------- */
 
-/* Units from a first row and column of the source on; strides in units. */
+/* Units from a first row and column of the source on; strides in units. Those of a row lie side by
+ * side, but for large blocks of ggml. */
 typedef struct stored {
   audit_unit unit;
   const uint8_t *data;
@@ -164,45 +146,76 @@ INLINE int64_t units_in(int64_t elements, int64_t per_unit) {
   return per_unit == 1 ? elements : elements / per_unit;
 }
 
-/* `rows` rows and `cols` columns further on: to the unit with that element. */
-INLINE stored stored_on(stored s, int64_t rows, int64_t cols) {
-  const int64_t units = units_in(s.col + cols, s.unit.cols);
-  const int64_t at = units_in(rows, s.unit.rows) * s.row_stride + units * s.col_stride;
-  s.col += cols - units * s.unit.cols;
-  s.data += at * s.unit.bytes;
+/* `rows` rows further on: to the unit with that row. */
+INLINE stored stored_on(stored s, int64_t rows) {
+  s.data += units_in(rows, s.unit.rows) * s.row_stride * s.unit.bytes;
   return s;
 }
 
-INLINE stored stored_from(const kt_matrix *m, int64_t row, int64_t col) {
-  const stored whole = {audit_units[m->dtype], m->data, m->row_stride, m->col_stride, m->first_col};
-  return stored_on(whole, row, col);
+/* Rows and columns are longer than what is read of them at once, which the hardware does not
+ * expect. Past the end a prefetch does nothing. */
+INLINE void prefetch(const uint8_t *from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64)
+    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)at), 0, 2);
 }
 
-/* A copy of the columns of 32 rows that lie side by side: row after row would read each line of
- * memory once per row, and lines that are a power of two apart drive each other out of the caches.
- */
-INLINE stored gathered(stored s, int64_t cols, uint8_t *room) {
-  const int64_t run = 2 * KT_AUDIT_ROWS / s.unit.rows, size = s.unit.bytes;
-  for (int64_t c = 0; c < cols / s.unit.cols; c++)
-    memcpy(room + c * run * size, s.data + size * c * s.col_stride, (size_t)(run * size));
-  return (stored){s.unit, room, 1, run, 0};
+INLINE void transpose(const uint8_t *from, int64_t step, const size_t size, int64_t rows,
+                      int64_t cols, uint8_t *to, int64_t pitch) {
+  enum { AHEAD = 32 }; /* columns */
+  for (int64_t c = 0; c < cols; c++) {
+    prefetch(from + (c + AHEAD) * step, rows * (int64_t)size);
+    for (int64_t r = 0; r < rows; r++)
+      memcpy(to + r * pitch + c * (int64_t)size, from + c * step + r * (int64_t)size, size);
+  }
+}
+
+/* Whether a row of units of 32 columns at most has others between them. */
+INLINE int is_across(const kt_matrix *m) {
+  return m->col_stride != 1 && audit_units[m->dtype].cols <= KT_AUDIT_GROUP_COLS;
+}
+
+enum { ROOM_BYTES = 2 * KT_AUDIT_ROWS * (4 * KT_AUDIT_GATHERED + 128) };
+
+/* `cols` columns from (row, col) on. If rows lie side by side, a copy of 32 of them: row after row
+ * would read each line of memory once per row, and lines that are a power of two apart drive each
+ * other out of the caches. */
+INLINE stored stored_from(const kt_matrix *m, int64_t row, int64_t col, int64_t cols,
+                          uint8_t room[ROOM_BYTES]) {
+  const audit_unit unit = audit_units[m->dtype];
+  const int64_t size = unit.bytes, units = units_in(m->first_col + col, unit.cols);
+  const int64_t first = units_in(row, unit.rows) * m->row_stride + units * m->col_stride;
+  const uint8_t *const data = (const uint8_t *)m->data + first * size;
+  if (!is_across(m))
+    return (stored){unit, data, m->row_stride, m->col_stride,
+                    m->first_col + col - units * unit.cols};
+  const int64_t rows = 2 * KT_AUDIT_ROWS / unit.rows, per_row = units_in(cols, unit.cols);
+  const int64_t row_stride = per_row + 64 / size + 1; /* no power of two */
+  const int64_t step = m->col_stride * size, pitch = row_stride * size;
+  switch (size) { /* copies of constant size take one instruction */
+  case 1: transpose(data, step, 1, rows, per_row, room, pitch); break;
+  case 2: transpose(data, step, 2, rows, per_row, room, pitch); break;
+  case 4: transpose(data, step, 4, rows, per_row, room, pitch); break;
+  case 12: transpose(data, step, 12, rows, per_row, room, pitch); break;
+  default: transpose(data, step, (size_t)size, rows, per_row, room, pitch);
+  }
+  return (stored){unit, room, row_stride, 1, 0};
 }
 
 /* ---- Scales ------------------------------------------------------------------ */
 
-INLINE void scaled_run(float *out, int64_t cols, float zero, float scale) {
+INLINE void scale_run(float *out, int64_t cols, float zero, float scale) {
   for (int64_t i = 0; i < cols; i++) out[i] = (out[i] - zero) * scale;
 }
 
-/* Scales of `cols` columns from `col` of row `row`. Divisions take long: one for all blocks. */
-INLINE void scaled_values(const kt_matrix *m, int64_t row, int64_t col, const int cols,
-                          float *out) {
+/* Numbers of `cols` columns from `col` of row `row` to values. Divisions take long: one for all
+ * blocks. */
+INLINE void scale_values(const kt_matrix *m, int64_t row, int64_t col, int64_t cols, float *out) {
   const int64_t line = (m->row_origin + row) / m->block_rows * m->scale_stride;
   const float *const scales = m->block_scale + line;
   const float *const zeros = m->zero_point ? m->zero_point + line : NULL;
   if (m->group_of_col) {
     const int32_t *const group = m->group_of_col + col;
-    for (int c = 0; c < cols; c++)
+    for (int64_t c = 0; c < cols; c++)
       out[c] = (out[c] - (zeros ? zeros[group[c]] : 0.0f)) * scales[group[c]];
     return;
   }
@@ -210,59 +223,31 @@ INLINE void scaled_values(const kt_matrix *m, int64_t row, int64_t col, const in
   int64_t end = (x + 1) * m->block_cols - m->col_origin - col;
   for (int64_t c = 0; c < cols; c = end, end += m->block_cols, x++) {
     const float scale = scales[x], zero = zeros ? zeros[x] : 0.0f;
-    if (end >= cols && c == 0) /* constant numbers of turns make vectors */
-      scaled_run(out, cols, zero, scale);
-    else if (end - c == 32 && end <= cols)
-      scaled_run(out + c, 32, zero, scale);
+    if (end - c == 32 && end <= cols) /* a constant number of turns makes better vectors */
+      scale_run(out + c, 32, zero, scale);
     else
-      scaled_run(out + c, least(end, cols) - c, zero, scale);
+      scale_run(out + c, least(end, cols) - c, zero, scale);
   }
 }
 
-/* The values of the source at `rows` rows from `row` on, columns col .. col + cols; s: from there
- * on. One switch and one loop for all rows: of one row it would take as long as the values. */
-INLINE void source_values(const kt_matrix *m, const stored *s, const int rows, int64_t row,
-                          int64_t col, const int cols, float (*out)[KT_AUDIT_COLS]) {
-  const int64_t step = s->col_stride * s->unit.bytes;
+/* The values of the source at `cols` columns from `col` on of row `row`; s: from there on. A
+ * function of its own: inlined into the comparison, compilers make worse of both. */
+static __attribute__((noinline)) void source_values(const kt_matrix *m, stored s, int64_t row,
+                                                    int64_t col, int64_t cols, float *out) {
   switch (m->dtype) {
 #define VALUES(dtype, name, size, high, wide)                                                      \
-  case dtype:                                                                                      \
-    for (int r = 0; r < rows; r++)                                                                 \
-      name##_values(s->data + r / (high) * s->row_stride * (size), step, row + r, cols, out[r]);   \
-    break;
+  case dtype: name##_values(s.data, row, cols, out); break;
     AUDIT_DTYPES(VALUES)
 #define COLUMNS(dtype, name, size, high, wide)                                                     \
   case dtype:                                                                                      \
-    for (int r = 0; r < rows; r++) {                                                               \
-      const uint8_t *b = s->data + r * s->row_stride * (size);                                     \
-      int first = (int)s->col;                                                                     \
-      for (int c = 0; c < cols; c += 32) {                                                         \
-        name##_columns(b, first, out[r] + c);                                                      \
-        first += 32;                                                                               \
-        if (first == (wide)) first = 0, b += step;                                                 \
-      }                                                                                            \
-    }                                                                                              \
+    for (int64_t c = 0, at = s.col; c < cols; c += 32, at += 32)                                   \
+      name##_columns(s.data + at / (wide) * s.col_stride * (size), (int)(at % (wide)), out + c);   \
     break;
     AUDIT_BLOCKS(COLUMNS)
   }
-  if (m->block_scale)
-    for (int r = 0; r < rows; r++) scaled_values(m, row + r, col, cols, out[r]);
+  if (m->block_scale) scale_values(m, row, col, cols, out);
   if (m->round_to_bf16)
-    for (int r = 0; r < rows; r++)
-      for (int c = 0; c < cols; c++) out[r][c] = to_bf16(out[r][c]);
-}
-
-/* Functions of their own: inlined into the comparisons, compilers make worse of both. */
-static __attribute__((noinline)) void values_of_half_tile(const kt_matrix *m, const stored *s,
-                                                          int64_t row, int64_t col,
-                                                          float (*out)[KT_AUDIT_COLS]) {
-  source_values(m, s, KT_AUDIT_ROWS, row, col, KT_AUDIT_COLS, out);
-}
-
-static __attribute__((noinline)) void values_of_group_tile(const kt_matrix *m, const stored *s,
-                                                           int64_t row, int64_t col,
-                                                           float (*out)[KT_AUDIT_COLS]) {
-  source_values(m, s, KT_AUDIT_ROWS, row, col, KT_AUDIT_GROUP_COLS, out);
+    for (int64_t c = 0; c < cols; c++) out[c] = to_bf16(out[c]);
 }
 
 #endif
