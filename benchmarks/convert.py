@@ -4,6 +4,7 @@
     convert.py MODEL... --work DIR [--reference 'CMD {model} {output}'] [--cold]
     convert.py MODEL --work DIR --startup
     convert.py --work DIR --memory
+    convert.py --work DIR --encodings all [--preset deepseek-v3] [--experts 8] [--numa 2]
 
 Every figure of a run is measured in that run: our time, the reference's time in
 alternation with ours, and what the machine needs for reading the source and writing the
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import make_checkpoint
 import measure
+from weight_encodings import ENCODINGS
 
 GB = 1e9
 GIB = float(1 << 30)
@@ -359,6 +361,73 @@ def report_memory(results: list[MemoryResult], interpreter: int) -> Iterable[str
     yield ""
 
 
+# --- encodings --------------------------------------------------------------------------
+
+
+@dataclass
+class EncodingResult:
+    """The fastest of several conversions of one made checkpoint."""
+
+    encoding: str
+    decoded_bytes: int  # of the experts, in bf16
+    source_bytes: int
+    seconds: float  # of the conversion, without start-up
+    stages: dict[str, float]  # CPU seconds of all workers
+
+    @property
+    def worker_seconds(self) -> float:
+        return sum(self.stages.values())
+
+
+STAGES = Path(__file__).with_name("stages.py")
+
+
+def measure_encoding(encoding: str, options: argparse.Namespace) -> EncodingResult:
+    preset = replace(make_checkpoint.PRESETS[options.preset], experts=options.experts)
+    model, output = options.work / "encoding-model", options.work / "output-ours"
+    shutil.rmtree(model, ignore_errors=True)
+    runs = []
+    try:
+        shard = make_checkpoint.parse_size("4GB")
+        make_checkpoint.write_checkpoint(model, preset, encoding, None, shard, seed=0)
+        convert = ours_convert(options, model, output)[len(ours_base(options)) :]
+        command = [sys.executable, str(STAGES), *convert]
+        for _ in range(options.repeats):
+            prepare_source(measure.source_files(model), options)
+            try:
+                run = checked(measure.run_measured(command))
+            finally:
+                shutil.rmtree(output, ignore_errors=True)
+            stages = json.loads(run.stderr.splitlines()[-1])
+            runs.append((float(str(our_summary(run.stdout)["seconds"])), stages))
+        source = measure.total_bytes(measure.source_files(model))
+    finally:
+        shutil.rmtree(model, ignore_errors=True)
+    weights = 3 * preset.layers * preset.experts * preset.hidden * preset.intermediate
+    stages = min((stages for _, stages in runs), key=lambda stages: sum(stages.values()))
+    seconds = min(seconds for seconds, _ in runs)
+    result = EncodingResult(encoding, 2 * weights, source, seconds, stages)
+    note(f"{encoding}: {result.decoded_bytes / GB / seconds:.2f} GB/s of decoded bf16")
+    return result
+
+
+def report_encodings(results: list[EncodingResult]) -> Iterable[str]:
+    yield "## Encodings: GB/s of decoded bf16, and what the workers' CPU time went to"
+    yield ""
+    names = list(results[0].stages)
+    rows = []
+    for result in results:
+        row = [result.encoding, f"{result.decoded_bytes / GB:.2f}"]
+        row += [f"{result.source_bytes / GB:.2f}"]
+        row += [f"{result.decoded_bytes / GB / result.seconds:.2f}"]
+        row += [f"{result.decoded_bytes / GB / result.worker_seconds:.2f}"]
+        shares = (result.stages[name] / result.worker_seconds for name in names)
+        rows.append([*row, *(f"{share:.0%}" for share in shares)])
+    header = ["encoding", "decoded GB", "source GB", "GB/s", "GB/s per core of CPU time", *names]
+    yield from table(header, rows)
+    yield ""
+
+
 # --- report -----------------------------------------------------------------------------
 
 
@@ -418,10 +487,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--startup", action="store_true", help="time --help, plan, first data")
     mode.add_argument("--memory", action="store_true", help="peak memory over made checkpoints")
+    mode.add_argument(
+        "--encodings", help="speed of made checkpoints: names separated by commas, or all"
+    )
+    add("--preset", choices=make_checkpoint.PRESETS, default="deepseek-v3", help="for --encodings")
+    add("--experts", type=int, default=8, help="for --encodings (default: 8)")
     add("--json", type=Path, help="write every detail to this file")
     options = parser.parse_args(arguments)
-    if not options.models and not options.memory:
+    if not options.models and not options.memory and not options.encodings:
         parser.error("name at least one MODEL")
+    unknown = set((options.encodings or "all").split(",")) - {"all", *ENCODINGS}
+    if unknown:
+        parser.error(f"--encodings: no such encoding: {', '.join(sorted(unknown))}")
     return options
 
 
@@ -433,6 +510,10 @@ def run_mode(options: argparse.Namespace) -> tuple[list[str], dict[str, object]]
         details: dict[str, object] = {"interpreter_bytes": interpreter}
         details["memory"] = [asdict(result) for result in results]
         return list(report_memory(results, interpreter)), details
+    if options.encodings:
+        names = list(ENCODINGS) if options.encodings == "all" else options.encodings.split(",")
+        found = [measure_encoding(name, options) for name in names]
+        return list(report_encodings(found)), {"encodings": [asdict(item) for item in found]}
     if options.startup:
         started = {model: startup(model, options) for model in options.models}
         lines = [line for item in started.items() for line in report_startup(*item)]

@@ -22,15 +22,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from weight_encodings import ENCODINGS, ITEM_BYTES, Tensor
 
 Array = npt.NDArray[np.generic]
 
 POOL_ELEMENTS = 16 << 20
-FP8_BLOCK = 128
 FP8_MAX = 448.0
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
-DTYPE_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -50,25 +48,13 @@ class Preset:
 PRESETS = {
     "qwen3-30b": Preset("qwen3_moe", "Qwen3MoeForCausalLM", 128, 2048, 768, 8),
     "deepseek-v3": Preset("deepseek_v3", "DeepseekV3ForCausalLM", 256, 7168, 2048, 8),
+    "v4-flash": Preset("deepseek_v3", "DeepseekV3ForCausalLM", 256, 4096, 2048, 6),  # its shape
     "mixtral-8x22b": Preset("mixtral", "MixtralForCausalLM", 8, 6144, 16384, 2),
     "kimi-k2": Preset("kimi_k2", "DeepseekV3ForCausalLM", 384, 7168, 2048, 8),
 }
 CORRECTED = ("deepseek_v3", "kimi_k2")  # families whose routers have a correction bias
 # 3 * 384 * 87 = 100 224 expert matrices
 MANY = Preset("qwen3_moe", "Qwen3MoeForCausalLM", 384, 128, 128, 8, layers=87)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of the plan: everything known but its values."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * ITEM_BYTES[self.dtype]
 
 
 # --- values -----------------------------------------------------------------------------
@@ -126,11 +112,26 @@ class Pool:
         typical = np.float32(FP8_MAX / 8 if dtype == "F8_E4M3" else 0.02)
         return as_bytes(encode(values * (spread * typical), dtype))
 
+    def _made(self, tensor: Tensor) -> Array:
+        """What does not come from rows of the pool."""
+        kind, *numbers = tensor.content.split()
+        if kind == "shape":
+            return np.array(numbers, np.int64)
+        if kind == "symmetric":
+            return self.random.integers(-127, 128, tensor.shape, np.int8)
+        if kind == "codes":
+            return np.frombuffer(self.random.bytes(tensor.nbytes), np.uint8)
+        if tensor.dtype in ("F8_E8M0", "U8"):
+            return self.random.integers(115, 123, tensor.shape, np.uint8)
+        if tensor.dtype == "F8_E4M3":
+            return self.random.integers(0x38, 0x58, tensor.shape, np.uint8)
+        scales = np.exp(self.random.normal(-6.0, 0.3, tensor.shape)).astype(np.float32)
+        return encode(scales, tensor.dtype)
+
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
         """The bytes of a tensor, as views of the pool that follow one another."""
-        if tensor.name.endswith("_scale_inv"):
-            scales = np.exp(self.random.normal(-8.0, 0.3, tensor.shape)).astype(np.float32)
-            yield as_bytes(scales)
+        if tensor.content != "weights":
+            yield as_bytes(self._made(tensor))
             return
         width = tensor.shape[-1]
         key = (tensor.dtype, width)
@@ -150,23 +151,16 @@ class Pool:
 # --- names ------------------------------------------------------------------------------
 
 
-def matrix(name: str, dtype: str, rows: int, columns: int) -> Iterator[Tensor]:
-    """A weight matrix, and for FP8 its scales of 128 x 128 blocks."""
-    yield Tensor(name, dtype, (rows, columns))
-    if dtype == "F8_E4M3":
-        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        yield Tensor(f"{name}_scale_inv", "F32", blocks)
-
-
 def expert_tensors(preset: Preset, prefix: str, dtype: str) -> Iterator[Tensor]:
     hidden, inner = preset.hidden, preset.intermediate
     mixtral = preset.family == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    tensors = ENCODINGS[dtype].tensors
     for expert in range(preset.experts):
         base = f"{prefix}.experts.{expert}"
-        yield from matrix(f"{base}.{names[0]}.weight", dtype, inner, hidden)
-        yield from matrix(f"{base}.{names[1]}.weight", dtype, inner, hidden)
-        yield from matrix(f"{base}.{names[2]}.weight", dtype, hidden, inner)
+        yield from tensors(f"{base}.{names[0]}", inner, hidden)
+        yield from tensors(f"{base}.{names[1]}", inner, hidden)
+        yield from tensors(f"{base}.{names[2]}", hidden, inner)
 
 
 def fused_tensors(preset: Preset, prefix: str, dtype: str, orientation: str) -> Iterator[Tensor]:
@@ -180,8 +174,7 @@ def fused_tensors(preset: Preset, prefix: str, dtype: str, orientation: str) -> 
 
 def plan(preset: Preset, dtype: str, fused: str | None) -> Iterator[Tensor]:
     """Every tensor of the checkpoint, in the order in which it is written."""
-    expert_dtype = DTYPE_NAMES[dtype]
-    other = "BF16" if dtype == "fp8" else expert_dtype
+    other = ENCODINGS[dtype].other
     root = "model.language_model" if fused else "model"
     block = "block_sparse_moe" if preset.family == "mixtral" and not fused else "mlp"
     yield Tensor(f"{root}.embed_tokens.weight", other, (preset.vocabulary, preset.hidden))
@@ -194,9 +187,9 @@ def plan(preset: Preset, dtype: str, fused: str | None) -> Iterator[Tensor]:
         if preset.family in CORRECTED:
             yield Tensor(f"{base}.{block}.gate.e_score_correction_bias", "F32", (preset.experts,))
         if fused:
-            yield from fused_tensors(preset, f"{base}.{block}", expert_dtype, fused)
+            yield from fused_tensors(preset, f"{base}.{block}", other, fused)
         else:
-            yield from expert_tensors(preset, f"{base}.{block}", expert_dtype)
+            yield from expert_tensors(preset, f"{base}.{block}", dtype)
     yield Tensor(f"{root}.norm.weight", other, (preset.hidden,))
     yield Tensor("lm_head.weight", other, (preset.vocabulary, preset.hidden))
 
@@ -257,7 +250,7 @@ def text_config(preset: Preset, dtype: str) -> dict[str, object]:
         "num_experts_per_tok": preset.top_k,
         "vocab_size": preset.vocabulary,
         "hidden_act": "silu",
-        "torch_dtype": TORCH_NAMES[dtype],
+        "torch_dtype": TORCH_NAMES[ENCODINGS[dtype].other],
     }
     if preset.family == "mixtral":
         config |= {"num_local_experts": preset.experts, "intermediate_size": preset.intermediate}
@@ -286,13 +279,8 @@ def model_config(preset: Preset, dtype: str, fused: str | None) -> dict[str, obj
         ]
     else:
         config |= text_config(preset, dtype)
-    if dtype == "fp8":
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        }
+    if ENCODINGS[dtype].config:
+        config["quantization_config"] = dict(ENCODINGS[dtype].config)
     return config
 
 
@@ -352,7 +340,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, help="hidden size (default: the preset's)")
     parser.add_argument("--intermediate", type=int, help="expert size (default: the preset's)")
     parser.add_argument("--vocabulary", type=int, help="rows of embed_tokens and lm_head (1024)")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bf16")
+    parser.add_argument("--dtype", choices=ENCODINGS, default="bf16")
     parser.add_argument(
         "--fused",
         choices=["out-in", "in-out"],
@@ -377,8 +365,8 @@ def choose_preset(options: argparse.Namespace) -> Preset:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.fused and options.dtype == "fp8":
-        sys.exit("--fused with --dtype fp8 is not a layout that exists")
+    if options.fused and ENCODINGS[options.dtype].config:
+        sys.exit("--fused is for bf16, fp16 and fp32")
     if options.output.exists() and any(options.output.iterdir()):
         sys.exit(f"{options.output} is not empty")
     preset = choose_preset(options)
