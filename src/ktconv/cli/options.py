@@ -131,6 +131,10 @@ def preflight_facts(
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
         "encodings": sorted({one for layer in chosen for one in layer.encodings}),
+        "layers_by_encoding": {
+            name: format_ranges([layer.index for layer in chosen if layer.encoding == name])
+            for name in sorted({layer.encoding for layer in chosen})
+        },
         "source_bytes": sum(unit.source_bytes for unit in units),
         "output_bytes": sum(unit.output_bytes for unit in units),
         "files": sum(len(unit.shard_counts) for unit in units),
@@ -169,6 +173,17 @@ def report_facts(report: Report) -> dict[str, Any]:
     }
 
 
+def _encodings(facts: dict[str, Any]) -> str:
+    """fp8-block, or where layers differ: fp8-block (layers 0-60), bf16+int8 (layer 61)."""
+    layers = facts["layers_by_encoding"]
+    if len(layers) == 1:
+        return ", ".join(facts["encodings"])
+    return ", ".join(
+        f"{name} (layer{'' if which.isdecimal() else 's'} {which})"
+        for name, which in layers.items()
+    )
+
+
 def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
     """The plan as readable lines."""
     facts, request = preflight_facts(preflight), preflight.request
@@ -181,7 +196,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
         "model": f"{request.model} ({facts['model_type']})",
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
-        f"intermediate {facts['intermediate_size']}, {', '.join(facts['encodings'])}",
+        f"intermediate {facts['intermediate_size']}, {_encodings(facts)}",
         "write": f"{preflight.plan.target.description}, {container}",
         "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
         "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
