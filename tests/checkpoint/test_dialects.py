@@ -71,7 +71,7 @@ def refusal(
 
 
 def test_mixed_precision_of_modelopt(tmp_path: Path) -> None:
-    """MIXED_PRECISION: each weight says for itself what it is; hf_quant_config.json is a copy."""
+    """MIXED_PRECISION: each weight says for itself what it is."""
 
     def of(expert: int, name: str) -> Any:
         if name == "down_proj":
@@ -89,6 +89,18 @@ def test_mixed_precision_of_modelopt(tmp_path: Path) -> None:
         quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
     )  # fmt: skip
     assert open_checkpoint(tmp_path / "model").layers[0].encoding == "nvfp4+fp8-tensor"
+
+
+def test_modelopt_without_quantization_config(tmp_path: Path) -> None:
+    """Older exports have hf_quant_config.json instead, which may say less than the tensors."""
+    tensors, weights = experts(
+        lambda *_: lambda rng, n, k: of_nvfp4(rng, n, k, ("weight", "weight_scale_2"), False)
+    )
+    (tmp_path / "model").mkdir()
+    quantization = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization})
+    (tmp_path / "model" / "hf_quant_config.json").write_text(text)
+    converted(tmp_path, tensors, weights)
 
 
 def test_naive_quantized(tmp_path: Path) -> None:
@@ -133,6 +145,23 @@ def test_stacked_pack_quantized(bits: int, asymmetric: bool, tmp_path: Path) -> 
         values.append(np.stack([value for _, value in made]))
     gate, up = np.split(values[0], 2, axis=1)
     converted(tmp_path, tensors, Weights(gate, up, values[1]))
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_projections_stacked_by_themselves(asymmetric: bool, tmp_path: Path) -> None:
+    """experts.gate_proj.weight_packed [E, I, words]: gate and up in tensors of their own."""
+    rng = np.random.default_rng(1)
+    tensors: dict[str, Tensor] = {}
+    stacks = []
+    for name in NAMES:
+        made = [of_packed(rng, *shape_of(name), 4, 64, asymmetric) for _ in range(2)]
+        for part in made[0][0]:
+            of_each = [raw(parts[part]) for parts, _ in made]
+            data = b"".join(one.data for one in of_each)
+            shape = (2, *of_each[0].shape)
+            tensors[f"{SOURCE}.{name}.{part}"] = Raw(of_each[0].dtype, shape, data)
+        stacks.append(np.stack([value for _, value in made]))
+    converted(tmp_path, tensors, Weights(*stacks))
 
 
 # ---- msModelSlim ------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import gguf_files
 from helpers.families import Raw, Tensor, bf16, raw, simple_config, write_checkpoint, write_family
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
 from numpy.typing import NDArray
@@ -49,7 +50,9 @@ def test_mxfp4_blocks(model_type: str, tmp_path: Path) -> None:
     blocks = Blocks()
     config = simple_config(**SIZES, model_type=model_type)
     write_checkpoint(tmp_path / "model", blocks.mxfp4, config)
-    assert open_checkpoint(tmp_path / "model").layers[0].encoding == "mxfp4"
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert checkpoint.layers[0].encoding == "mxfp4"
+    assert "the experts of layers 0 have biases" in checkpoint.notes
     assert_experts(tmp_path / "model", blocks)
 
 
@@ -115,6 +118,20 @@ def test_biases_without_interleaving(tmp_path: Path) -> None:
     np.testing.assert_array_equal(bias, blocks.biases[0][1, INNER:])
 
 
+def test_gguf(tmp_path: Path) -> None:
+    """llama.cpp parts gate and up, and biases too."""
+    pytest.importorskip("gguf")
+    tensors = gguf_files.experts() | gguf_files.around() | gguf_files.biases()
+    metadata = gguf_files.metadata()
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", tensors, metadata, architecture="gpt-oss")
+    checkpoint = open_checkpoint(path)
+    for number, expert in enumerate(checkpoint.layers[0].experts):
+        for proj in PROJECTIONS:
+            values, bias = values_and_bias(checkpoint, expert[proj])
+            np.testing.assert_array_equal(values, tensors[f"blk.0.ffn_{proj}_exps.weight"][number])
+            np.testing.assert_array_equal(bias, tensors[f"blk.0.ffn_{proj}_exps.bias"][number])
+
+
 def test_numbered_experts_with_biases(tmp_path: Path) -> None:
     """As llm-compressor stores gpt-oss, one expert after the other."""
     rng = np.random.default_rng(1)
@@ -148,6 +165,15 @@ def test_damaged(name: str, tensor: Tensor, reason: str, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=reason) as error:
         open_checkpoint(tmp_path / "model")
     assert f"{SOURCE}.{name.removesuffix('_blocks')}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_a_bias_that_is_missing(name: str, tmp_path: Path) -> None:
+    tensors = Blocks().mxfp4
+    del tensors[f"{SOURCE}.{name}_bias"]
+    write_checkpoint(tmp_path / "model", tensors, simple_config(**SIZES, model_type="gpt_oss"))
+    with pytest.raises(CheckpointError, match=f"{name}_blocks has no bias, but all experts of gpt"):
+        open_checkpoint(tmp_path / "model")
 
 
 def test_a_bias_that_is_not_finite(tmp_path: Path) -> None:

@@ -49,6 +49,16 @@ def experts(index: int = 0, weights: Weights | None = None) -> dict[str, Any]:
     }
 
 
+def biases(index: int = 0) -> dict[str, F32]:
+    """blk.L.ffn_{gate,up,down}_exps.bias, as gpt-oss has them."""
+    rng = np.random.default_rng(index)
+    widths = {"gate": INNER, "up": INNER, "down": HIDDEN}
+    return {
+        f"blk.{index}.ffn_{word}_exps.bias": rng.standard_normal((EXPERTS, width), np.float32)
+        for word, width in widths.items()
+    }
+
+
 def around(index: int = 0, hidden: int = HIDDEN, count: int = EXPERTS) -> dict[str, F32]:
     """Router and norm of a layer."""
     rng = np.random.default_rng(index)

@@ -51,8 +51,7 @@ def test_biases_are_beside_the_codes(numa: int, tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int8", numa=numa, **ALLOW)
     found = read_model(tmp_path / "out")
     plain = {name: one for name, one in blocks.mxfp4.items() if "bias" not in name}
-    config = simple_config(**SIZES, model_type="gpt_oss", num_experts_per_tok=2)
-    write_checkpoint(tmp_path / "plain", plain, config)
+    write_checkpoint(tmp_path / "plain", plain, simple_config(**SIZES))
     convert(tmp_path / "plain", tmp_path / "codes", method="int8", numa=numa)
     codes = read_model(tmp_path / "codes")
     assert {name: one for name, one in found.items() if not name.endswith(".bias")} == codes

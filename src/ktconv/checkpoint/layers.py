@@ -9,7 +9,9 @@ from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.stacks import Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
+from ktconv.system.units import format_ranges
 
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
@@ -29,6 +31,7 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
         for index, stack in sorted(stacks.items())
     ]
     _check_equal_counts(layers)
+    _check_biases(layers, config)
     for layer in layers:
         _check_lists(layer, config)
     if fault := config.top_k_fault(len(layers[0].experts)):
@@ -151,6 +154,21 @@ def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
             )
 
 
+def _check_biases(layers: Sequence[MoELayer], config: ModelConfig) -> None:
+    """CheckpointError if a weight of a family whose experts have biases has none."""
+    families = [(kind, table.FAMILIES.of(kind)) for kind in sorted(config.model_types)]
+    kind = next((kind for kind, row in families if row is not None and row.expert_biases), None)
+    if kind is None:
+        return
+    matrices = (one for layer in layers for expert in layer.experts for one in expert.values())
+    bare = next((matrix for matrix in matrices if matrix.bias is None), None)
+    if bare is not None:
+        raise CheckpointError(
+            f"{bare.tensor.name} has no bias, but all experts of {kind} have",
+            "Download the checkpoint again.",
+        )
+
+
 def _check_lists(layer: MoELayer, config: ModelConfig) -> None:
     """CheckpointError unless the sizes that config.json lists by layer are those of the tensors."""
     if layer.is_mtp:
@@ -180,6 +198,8 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         )
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
+    if biased := [layer.index for layer in layers if layer.biased]:
+        notes.append(f"the experts of layers {format_ranges(biased)} have biases")
     if split.unrecognised:
         notes.append(
             f"{len(split.unrecognised)} tensors have names like experts but an "

@@ -16,7 +16,7 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
-from helpers.gguf_files import EXPERTS, INNER, around, experts, metadata, write_gguf
+from helpers.gguf_files import EXPERTS, INNER, around, biases, experts, metadata, write_gguf
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME
@@ -30,9 +30,8 @@ gguf = pytest.importorskip("gguf")
 
 
 def opened(directory: Path, architecture: str = "qwen3moe", **pairs: Any) -> Any:
-    path = write_gguf(
-        directory / "m.gguf", experts() | around(), metadata(**pairs), architecture=architecture
-    )
+    tensors = experts() | around() | (biases() if architecture == "gpt-oss" else {})
+    path = write_gguf(directory / "m.gguf", tensors, metadata(**pairs), architecture=architecture)
     return open_checkpoint(path)
 
 
