@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
-from helpers.families import Tensor, Weights, simple_config, write_checkpoint
+from helpers.families import Tensor, Weights, read_matrix, simple_config, write_checkpoint
 from helpers.ggml import HALVES, block_size, blocks_of
 from helpers.gguf_files import Blocks, around, experts, metadata, model, write_gguf
 from helpers.harmless import assert_safe, run
+from helpers.paths import EXAMPLE
+from numpy.typing import NDArray
 
-from ktconv.checkpoint import open_checkpoint
+from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 
 gguf = pytest.importorskip("gguf")
+needs_torch = pytest.mark.skipif(
+    find_spec("torch") is None or find_spec("transformers") is None, reason="needs transformers"
+)
 
 EXPERTS, HIDDEN, INNER = 3, 256, 512
 SIZES = {
@@ -207,21 +212,104 @@ def test_merge(mixed: Path, tmp_path: Path) -> None:
     assert_same(*files)
 
 
-@pytest.mark.parametrize("command", ["quantize-gpu", "stats", "verify"])
-def test_what_needs_a_safetensors_checkpoint(command: str, tmp_path: Path) -> None:
-    path = model(tmp_path)
-    words: tuple[object, ...] = (path,)
-    if command == "quantize-gpu":
-        if find_spec("llmcompressor") is None:  # without importing it, which takes long
-            pytest.skip("llm-compressor is not installed")
-        words = (path, tmp_path / "out")
-    elif command == "verify":
-        convert(path, tmp_path / "out", method="int8")
-        words = (tmp_path / "out", "--source", path, "--level", "model")
-    result = run(command, *words)
+def test_experts_for_gpus_need_a_safetensors_checkpoint(tmp_path: Path) -> None:
+    if find_spec("llmcompressor") is None:  # without importing it, which takes long
+        pytest.skip("llm-compressor is not installed")
+    result = run("quantize-gpu", model(tmp_path), tmp_path / "out")
     assert_safe(result, 2)
     assert "tiny-moe.gguf is a GGUF model, which is not supported here: " in result.stderr
     assert "Hint: Use the safetensors checkpoint of the same model." in result.stderr
+
+
+# ---- with transformers -----------------------------------------------------------------
+
+NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate":
+    "ffn_gate_inp", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example model as a GGUF file, as llama.cpp's converter would write it."""
+    source = open_checkpoint(EXAMPLE)
+    numbers = {
+        one.name: bf16_values(Path(one.file).read_bytes()[one.offset :][: one.nbytes], one.shape)
+        for one in source.other_tensors
+    }
+    tensors: dict[str, Any] = {
+        "token_embd.weight": numbers["model.embed_tokens.weight"],
+        "output_norm.weight": numbers["model.norm.weight"],
+        "output.weight": numbers["lm_head.weight"],
+    }
+    for layer in source.layers:
+        for ours, theirs in NAMES.items():
+            name = f"model.layers.{layer.index}.{ours}.weight"
+            tensors[f"blk.{layer.index}.{theirs}.weight"] = numbers[name]
+        for proj in PROJECTIONS:
+            values = np.stack([read_matrix(one[proj]) for one in layer.experts])
+            tensors[f"blk.{layer.index}.ffn_{proj}_exps.weight"] = values
+    pairs = metadata(
+        2, expert_count=8, embedding_length=128, expert_feed_forward_length=256,
+        context_length=512, vocab_size=768, feed_forward_length=256,
+        **{
+            "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32,
+            "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 10000.0,
+        },
+    )  # fmt: skip
+    return write_gguf(tmp_path_factory.mktemp("example") / "tiny.gguf", tensors, pairs)
+
+
+def bf16_values(data: bytes, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    high = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+    return high.view(np.float32).reshape(shape)
+
+
+@needs_torch
+@pytest.mark.usefixtures("tiles")
+def test_the_model_itself(example: Path, tmp_path: Path) -> None:
+    """Loaded by transformers, with the config and tokenizer of --config."""
+    output = tmp_path / "out"
+    convert(example, output, method="int8", config=EXAMPLE)
+    words = ("verify", output, "--source", example, "--level", "model", "--windows", 1, "--json")
+    result = run(*words, "--config", EXAMPLE)
+    assert_safe(result, 0)
+    facts = json.loads(result.stdout)["model"]
+    assert 0 < facts["kl_mean"] < 0.01 and facts["top1_agreement"] > 0.9
+    result = run("verify", output, "--source", example, "--level", "model")
+    assert_safe(result, 2)
+    assert "give a directory with those of the model: --config DIR" in result.stderr
+
+
+@needs_torch
+def test_counts_are_those_of_the_safetensors_checkpoint(example: Path) -> None:
+    words = ("--max-tokens", 256, "--json")
+    counts = []
+    for command in (("stats", example, "--config", EXAMPLE), ("stats", EXAMPLE)):
+        result = run(*command, *words)
+        assert_safe(result, 0)
+        counts.append(json.loads(result.stdout)["layers"])
+    assert counts[0] == counts[1]
+    result = run("stats", example)
+    assert_safe(result, 2)
+    assert "tiny.gguf has no config.json and tokenizer" in result.stderr
+    result = run("stats", example, "--config", EXAMPLE, "--max-memory", "1GiB")
+    assert_safe(result, 2)
+    assert "--max-memory needs a safetensors checkpoint" in result.stderr
+    result = run("stats", EXAMPLE, "--config", EXAMPLE)
+    assert_safe(result, 2)
+    assert "--config is for GGUF models only" in result.stderr
+
+
+@needs_torch
+def test_what_transformers_cannot_load(tmp_path: Path) -> None:
+    path = model(tmp_path, layers=2, per_file=4)
+    result = run("stats", path, "--config", EXAMPLE)
+    assert_safe(result, 2)
+    assert "is part of a split, which transformers cannot load" in result.stderr
 
 
 BAD: dict[str, tuple[Any, str]] = {

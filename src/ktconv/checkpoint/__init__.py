@@ -109,15 +109,17 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
         ) from None
 
 
-def check_headers(directory: Path) -> None:
-    """Raises CheckpointError where headers, index or config.json contradict themselves.
+def check_headers(place: Path, config_directory: Path | None = None) -> None:
+    """Raises CheckpointError where headers, index or config.json contradict themselves; `place` is
+    of `locate_model`.
 
     For checkpoints that transformers loads, whose encoding `open_checkpoint` may not support.
     """
-    if directory.is_file():
-        raise gguf_refusal(directory, "the model is loaded with transformers for this")
-    read_shards(select_shards(directory))
-    interpret_config(read_config(directory).content)
+    selection = select_shards(place)
+    read_shards(selection)
+    directory = _side_directory(place, selection, config_directory)
+    if directory is not None:
+        interpret_config(read_config(directory).content)
 
 
 def gguf_refusal(path: Path, reason: str) -> CheckpointError:

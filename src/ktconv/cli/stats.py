@@ -19,11 +19,14 @@ def stats(
     model: Annotated[
         str,
         argument(
-            "Checkpoint directory or hub id; or a file written by --json or --trace, "
+            "Checkpoint directory, GGUF file or hub id; or a file written by --json or --trace, "
             "to change the selection.",
             "MODEL",
         ),
     ],
+    config: Annotated[
+        Path | None, option("Directory with config.json and tokenizer of a GGUF model.", "DIR")
+    ] = None,
     text: Annotated[
         Path | None, option("Text to read instead of the built-in sample.", "FILE")
     ] = None,
@@ -76,6 +79,7 @@ def stats(
 
         request = StatsRequest(
             model=model,
+            config=config,
             text=text,
             max_tokens=max_tokens,
             max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,

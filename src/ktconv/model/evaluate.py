@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ktconv.checkpoint import read_header
+from ktconv.checkpoint.gguf.file import float32_bytes
+from ktconv.checkpoint.gguf.parts import all_parts
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, experts_watched, find_experts
@@ -54,23 +56,34 @@ def load_model(
     source: str | Path,
     dtype: str | torch.dtype = "auto",
     *,
+    config_directory: Path | None = None,
     max_memory: int | None = None,
     offload: Path | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
-    With `max_memory`, weights beyond that many bytes are kept in the folder `offload`, and read
-    whenever their layer runs. Raises ResourceError, before anything is loaded, where the weights
-    do not fit into the memory (or disk) that is free; CheckpointError where transformers cannot
-    load the checkpoint, or only with random weights in place of missing ones or with the
-    checkpoint's own code, which is never run.
+    `source` is a directory, or one GGUF file; then config.json and tokenizer are those of
+    `config_directory`. With `max_memory`, weights beyond that many bytes are kept in the folder
+    `offload`, and read whenever their layer runs. Raises ResourceError, before anything is loaded,
+    where the weights do not fit into the memory (or disk) that is free; CheckpointError where
+    transformers cannot load the checkpoint, or only with random weights in place of missing ones
+    or with the checkpoint's own code, which is never run.
     """
-    directory = Path(source)
-    if not directory.is_dir():
+    directory, gguf = Path(source), None
+    if directory.is_file():
+        gguf, directory = directory, check_gguf(directory, config_directory)
+        if max_memory is not None:
+            raise UsageError(
+                "--max-memory needs a safetensors checkpoint: transformers reads GGUF files whole",
+                "omit --max-memory",
+            )
+    elif not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
     wanted = _dtype(dtype)
     options: dict[str, Any] = {}
-    if max_memory is None or offload is None:
+    if gguf is not None:
+        check_memory(gguf, wanted)
+    elif max_memory is None or offload is None:
         check_memory(directory, wanted)
     else:
         _check_offload(directory, wanted, offload)
@@ -80,7 +93,31 @@ def load_model(
             "offload_folder": str(offload),
         }
     tokenizer = load_tokenizer(directory)
-    return load_language_model(directory, wanted, **options), tokenizer
+    return load_language_model(directory, wanted, gguf=gguf, **options), tokenizer
+
+
+def check_gguf(file: Path, config_directory: Path | None) -> Path:
+    """The directory of a GGUF model's config.json and tokenizer.
+
+    Raises UsageError where that or a package is missing, CheckpointError for a file that
+    transformers does not read.
+    """
+    if config_directory is None:
+        raise UsageError(
+            f"{file} has no config.json and tokenizer that transformers can load",
+            "give a directory with those of the model: --config DIR",
+        )
+    if find_spec("gguf") is None:
+        raise UsageError(
+            "transformers reads GGUF files with the package gguf, which is not installed",
+            "install it with: pip install gguf",
+        )
+    if len(all_parts(file)) > 1:
+        raise CheckpointError(
+            f"{file} is part of a split, which transformers cannot load",
+            "join the parts with llama-gguf-split --merge, or use the safetensors checkpoint",
+        )
+    return config_directory
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -94,11 +131,15 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
-    """ResourceError unless the checkpoint's weights fit into free memory as `dtype`."""
-    shards = sorted(directory.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(f"{directory} contains no safetensors files")
-    needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
+    """ResourceError unless the weights of a checkpoint in `directory`, or of a GGUF file, fit into
+    free memory as `dtype`."""
+    if directory.is_file():
+        needed = int(_LOADING * float32_bytes(directory))
+    else:
+        shards = sorted(directory.glob("*.safetensors"))
+        if not shards:
+            raise CheckpointError(f"{directory} contains no safetensors files")
+        needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
     free = machine.available_memory()
     if needed > free:
         raise MemoryShortError(

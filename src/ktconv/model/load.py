@@ -73,22 +73,32 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
 
 
 def load_language_model(
-    directory: Path, dtype: Any, name: Path | None = None, **placement: Any
+    directory: Path,
+    dtype: Any,
+    name: Path | None = None,
+    *,
+    gguf: Path | None = None,
+    **placement: Any,
 ) -> Any:
     """The language model of a local checkpoint, on the CPU or where `placement` (device_map and
-    what belongs to it) says.
+    what belongs to it) says. With `gguf` only config.json is of `directory`, and the weights are of
+    that file.
 
     Raises as `load_config` does, CheckpointError also where transformers would initialise missing
     weights at random, ResourceError when out of memory.
     """
     name = name or directory
     config = load_config(directory, name)
-    with _loading(directory, f"{name} as a language model", name, CONFIG_NAME), no_progress():
+    place, weights = directory, dict[str, Any](use_safetensors=True)
+    if gguf is not None:
+        _refuse_what_runs(gguf.parent, gguf)
+        place, weights = gguf.parent, {"gguf_file": gguf.name}
+    with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
         from transformers import AutoModelForCausalLM
 
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True,
-            **_SAFE, **placement,
+            place, config=config, dtype=dtype, output_loading_info=True,
+            **weights, **_SAFE, **placement,
         )  # fmt: skip
     model, report = loaded
     _check_complete(name, report)
@@ -277,7 +287,15 @@ def no_progress() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with replaced(getLogger("accelerate.big_modeling"), "disabled", True):
+        from transformers import modeling_gguf_pytorch_utils as of_gguf
+
+        def bare(items: Any, **_: Any) -> Any:
+            return items
+
+        with (
+            replaced(getLogger("accelerate.big_modeling"), "disabled", True),
+            replaced(of_gguf, "tqdm", bare),
+        ):
             yield
     finally:
         if shown:

@@ -40,6 +40,7 @@ class StatsRequest:
     write: Path | None = None
     trace: Path | None = None
     placement: Path | None = None
+    config: Path | None = None  # directory of config.json and tokenizer, for a GGUF model
 
     @property
     def choice(self) -> tuple[int | None, float | None, int | None]:
@@ -124,8 +125,10 @@ def _earlier(request: StatsRequest) -> Statistics | None:
 
 def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int, I32]]:
     """Counts, and the recorded ids if a trace was requested."""
-    directory = locate_model(request.model)
-    check_headers(directory)
+    place = locate_model(request.model)
+    check_headers(place, request.config)
+    if request.config is not None and not place.is_file():
+        raise UsageError("--config is for GGUF models only", "omit it")
     pieces, name = open_text(request.text)
     notify("loading the model")
     limit = request.max_tokens or DEFAULT_TOKENS
@@ -133,7 +136,11 @@ def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int
         "use a release of transformers that supports this architecture",
         "set --max-memory to offload part of the weights to disk",
     )
-    with hints, running(directory), Recorder(directory, request.max_memory) as recorder:
+    with (
+        hints,
+        running(place),
+        Recorder(place, request.max_memory, request.config) as recorder,
+    ):
         _check_choice(recorder.experts, request)
         notify(f"reading at most {limit} tokens of {name}")
         found, ids = recorder.read(pieces, limit, notify, keep=request.trace is not None)

@@ -32,7 +32,7 @@ class _Layer:
 
 
 class Recorder:
-    """A loaded model with counters on the experts of its layers.
+    """A loaded model with counters on the experts of its layers. `config`: see `load_model`.
 
     Memory is that of the loaded model; a window at a time goes through it, without its head. With
     `max_memory` the weights beyond so many bytes stay in a temporary folder, one layer at a time
@@ -41,20 +41,23 @@ class Recorder:
     finds no experts in it, UsageError without transformers.
     """
 
-    def __init__(self, directory: Path, max_memory: int | None = None) -> None:
+    def __init__(
+        self, model: Path, max_memory: int | None = None, config: Path | None = None
+    ) -> None:
         from ktconv.model import load_model
         from ktconv.model.replace import find_experts
 
         self._folder = TemporaryDirectory(prefix="ktconv-") if max_memory is not None else None
         self._windows = 1 if self._folder is None else _WINDOWS
         self._model, self._tokenizer = load_model(
-            directory,
+            model,
+            config_directory=config,
             max_memory=max_memory,
             offload=Path(self._folder.name) if self._folder else None,
         )
         self._sites = find_experts(self._model)
         self.about = {
-            "model": path_text(directory),
+            "model": path_text(model),
             "model_type": getattr(self._model.config, "model_type", None),
             NUM_LAYERS: getattr(self._model.config.get_text_config(), NUM_LAYERS, None),
         }

@@ -12,6 +12,7 @@ from typing import Any
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
+from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
@@ -174,6 +175,8 @@ def loading_bytes(checkpoint: Checkpoint) -> int:
     """Memory of transformers with a loaded model: its weights, and the experts of one layer again,
     which are there twice while they are stacked. Does not count pages of mapped files, which the
     system can drop."""
+    if checkpoint.is_gguf:
+        return LIBRARIES_MEMORY + float32_bytes(checkpoint.path)
     weights = sum(source.nbytes for source in checkpoint.sources)
     experts = (experts_bytes(layer) for layer in checkpoint.layers)
     return LIBRARIES_MEMORY + weights + max(experts, default=0)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ktconv.checkpoint import gguf_refusal
+from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.errors import ResourceError, UsageError
 from ktconv.model.load import load_config, running, way_out
 from ktconv.model.text import read_text
@@ -60,16 +60,22 @@ class ModelCheck(ABC):
     def check_request(self) -> None:
         """Raises, before anything is read, UsageError for missing packages, ResourceError for too
         little memory, CheckpointError for a model that transformers does not support."""
-        source = self._output.source
-        if source.is_gguf:
-            raise gguf_refusal(source.path, "level model loads the source with transformers")
         require(**MODEL_PACKAGES)
+        source = self._output.source
+        directory = source.path
+        if source.is_gguf:
+            from ktconv.model.evaluate import check_gguf
+
+            directory = check_gguf(source.path, source.side_directory)
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
             self._check_memory()
-            load_config(self._output.source.path)
+            load_config(directory)
 
     def _check_memory(self) -> None:
-        size = sum(source.nbytes for source in self._output.source.sources)
+        source = self._output.source
+        size = sum(file.nbytes for file in source.sources)
+        if source.is_gguf:
+            size = float32_bytes(source.path)
         needed, free = int(self.models_loaded * _LOADING * size), machine.available_memory()
         if needed > free:
             models = "both models" if self.models_loaded > 1 else "the source model"
@@ -99,7 +105,8 @@ class ModelCheck(ABC):
 
         text, name = read_text(self._request.text)
         self._notify("loading the source model")
-        model, tokenizer = load_model(self._output.source.path)
+        origin = self._output.source
+        model, tokenizer = load_model(origin.path, config_directory=origin.side_directory)
         length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
         runs = windows(tokenizer, text, length, self._request.windows)
         prompt = text[:PROMPT_CHARACTERS]

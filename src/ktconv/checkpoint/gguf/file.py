@@ -86,6 +86,11 @@ def read_gguf_header(path: Path) -> Header:
     return Header(path, tensors, metadata, status.st_size, status.st_mtime_ns, digest)
 
 
+def float32_bytes(path: Path) -> int:
+    """Of all weights in float32, as which transformers has them while it loads the file."""
+    return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(path).tensors)
+
+
 class _Source:
     """The bytes from the start of a file on, as far as they were asked for."""
 
