@@ -23,7 +23,11 @@ from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 
 pytest.importorskip("gguf")
 
+from helpers.convert import assert_same, convert, read_model
+from helpers.families import Tensor, simple_config, write_checkpoint
 from helpers.ggml import F32, U8, blocks_of, values_of
+from helpers.gguf_files import Blocks, write_gguf
+from helpers.harmless import assert_safe, run
 
 EXPERTS, ROWS, COLS = 3, 256, 768
 CONFIG = interpret_config({"hidden_size": COLS, "moe_intermediate_size": ROWS})
@@ -185,3 +189,32 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         chunk_rows(matrix.matrix(0)[1])
     assert caught.value.hint == "install it with: pip install 'ktconv[gguf]'"
     grid_blocks._package.cache_clear()
+
+
+def test_all_types_from_a_file_to_packed_experts(tmp_path: Path) -> None:
+    """A layer of each type, in parts that cut blocks of a down projection, converts as its values
+    in float32 do, and is verified."""
+    rng = np.random.default_rng(1)
+    kinds = (*BLOCKS, *GRID_BLOCKS)
+    tensors: dict[str, Any] = {}
+    floats: dict[str, Tensor] = {}
+    for layer, kind in enumerate(kinds):
+        for word in ("gate", "up", "down"):
+            rows, cols = (256, 768) if word == "down" else (768, 256)
+            blocks = Blocks(kind, blocks_of(rng, kind, rows, cols).reshape(1, rows, -1))
+            tensors[f"blk.{layer}.ffn_{word}_exps.weight"] = blocks
+            floats[f"model.layers.{layer}.mlp.experts.0.{word}_proj.weight"] = blocks.values[0]
+    sizes = {"expert_count": 1, "expert_used_count": 1}
+    config = {"embedding_length": 256, "expert_feed_forward_length": 768, **sizes}
+    model = write_gguf(tmp_path / "all.gguf", tensors, {"block_count": len(kinds), **config})
+    own = simple_config(
+        num_hidden_layers=len(kinds), num_experts=1, hidden_size=256, moe_intermediate_size=768
+    )
+    reference = write_checkpoint(tmp_path / "reference", floats, own)
+    for method, numa in (("int4", 2), ("int8", 4)):
+        for source in (model, reference):
+            convert(source, tmp_path / f"{source.stem}-{method}", method=method, numa=numa)
+        outputs = [read_model(tmp_path / f"{name}-{method}") for name in ("all", "reference")]
+        assert_same(*outputs)
+    result = run("verify", tmp_path / "all-int4", "--source", model, "--level", "weights")
+    assert_safe(result, 0)
