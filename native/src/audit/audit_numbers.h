@@ -60,12 +60,14 @@ INLINE float to_bf16(float value) {
 }
 
 /* E2M1: a sign and 0, 1/2, 1, 3/2, 2, 3, 4 or 6, counted in halves. -0 becomes 0. */
-INLINE float f4_value(uint32_t nibble) {
-  const uint8_t magnitude = nibble & 7u;
+INLINE int8_t f4_halves(uint8_t nibble) {
+  const uint8_t magnitude = nibble & 7;
   const uint8_t halves =
       (uint8_t)(magnitude + (magnitude > 4) + (magnitude > 5) + 3 * (magnitude > 6));
-  return (float)(int8_t)(nibble & 8 ? -halves : halves) * 0.5f;
+  return (int8_t)(nibble & 8 ? -halves : halves);
 }
+
+INLINE float f4_value(uint32_t nibble) { return (float)f4_halves((uint8_t)nibble) * 0.5f; }
 
 /* 1 sign, 3 bits of magnitude whose last one is worth a quarter. */
 INLINE float quarters_value(uint32_t nibble) {
