@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import gguf_files
+from helpers.encoded import of_gptq
 from helpers.families import Raw, Tensor, bf16, raw, simple_config, write_checkpoint, write_family
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
 from numpy.typing import NDArray
@@ -185,3 +186,21 @@ def test_a_bias_that_is_not_finite(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "model")
     with pytest.raises(CheckpointError, match=rf"gate_up_proj_bias .* number {2 * INNER + 5}"):
         values_and_bias(checkpoint, checkpoint.layers[0].experts[1]["up"])
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_alternating_outputs_in_packed_words(bits: int, tmp_path: Path) -> None:
+    """No known checkpoint: words and packed zero points with outputs of gate and up together."""
+    rng = np.random.default_rng(bits)
+    tensors: dict[str, Tensor] = {}
+    for name, rows, cols in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        parts = [of_gptq(rng, rows, cols, bits, v2=True)[0] for _ in range(EXPERTS)]
+        for part in parts[0]:
+            stack = np.stack([np.asarray(one[part]) for one in parts])
+            tensors[f"{SOURCE}.{name}.{part}"] = stack
+        tensors[f"{SOURCE}.{name}.bias"] = np.zeros((EXPERTS, rows), np.float32)
+    quantization = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    config = simple_config(**SIZES, model_type="gpt_oss", quantization_config=quantization)
+    write_checkpoint(tmp_path / "model", tensors, config)
+    with pytest.raises(CheckpointError, match=f"{SOURCE}.gate_up_proj"):
+        open_checkpoint(tmp_path / "model")

@@ -45,8 +45,8 @@ class StoredView:
 
     def whole(self, element: Element) -> bool:
         """Whether the matrix consists of whole units."""
-        if self.step > 1 and element.unit_rows > 1:
-            return False
+        if self.step > 1 and (element.unit_rows > 1 or (self.transposed and element.items > 1)):
+            return False  # units with outputs of both matrices
         return self.rows % element.unit_rows == 0 and self.cols % element.unit_cols == 0
 
     def matrix(
