@@ -170,6 +170,23 @@ def test_convert_and_verify(mixed: Path, tmp_path: Path) -> None:
     assert "nothing to do" in again.stdout
 
 
+@pytest.mark.usefixtures("tiles")
+def test_a_shared_expert_and_grid_types(tmp_path: Path) -> None:
+    """Types that the package gguf decodes, and a gate of the shared expert that is a vector."""
+    layer = layers_of((("IQ2_XXS", "IQ3_S", "IQ1_M"), MIXED[0]))[0]
+    tensors: dict[str, Any] = apart(0, layer) | around(0, HIDDEN, EXPERTS)
+    for word, one in layer.items():
+        tensors[f"blk.0.ffn_{word}_shexp.weight"] = Blocks(one.kind, one.data[0])
+    tensors["blk.0.ffn_gate_inp_shexp.weight"] = np.full(HIDDEN, 0.01, np.float32)
+    pairs = {**SIZES, "block_count": 1}
+    path = write_gguf(tmp_path / "m.gguf", tensors, pairs, architecture="qwen2moe")
+    convert(path, tmp_path / "out", method="int8")
+    result = run("verify", tmp_path / "out", "--source", path, "--json")
+    assert_safe(result, 0)
+    [row] = json.loads(result.stdout)["layers"]["layers"]
+    assert row["routing"] == "router" and row["quantization_error_with_shared"] is not None
+
+
 def test_a_changed_config_is_found(mixed: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     convert(mixed, output, method="int8")
