@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_every_encoding_is_read_and_spoilt_readings_are_found(kind: str, tmp_pat
 
     [message] = spoilt(spoil_data=other_bits)
     assert "the value at [" in message
+
+
+def test_mxint4_of_some_modules(tmp_path: Path) -> None:
+    """AutoRound names their data type in extra_config."""
+    model, weights, _ = encoded_model(tmp_path, "mxint4, AutoRound")
+    config = json.loads((model / "config.json").read_text())
+    extra = {f"{SOURCE}.0.gate_proj": {"data_type": "mx_int4"}}
+    config["quantization_config"] |= {"data_type": "int", "extra_config": extra}
+    (model / "config.json").write_text(json.dumps(config))
+    assert_reads(open_checkpoint(model), weights)
 
 
 @pytest.mark.parametrize("encode", [bf16, np.float16, np.float32])

@@ -125,8 +125,16 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for section in (*sections, config):
         found = section.get("quantization_config")
         if isinstance(found, dict):
-            return found
+            return {**found, "data_type": _data_type(found)}
     return {}
+
+
+def _data_type(quantization: Mapping[str, Any]) -> str:
+    """AutoRound's, of all modules or of those that differ: the first of an MX format."""
+    extra = quantization.get("extra_config")
+    modules = extra.values() if isinstance(extra, dict) else ()
+    found = [str(one.get("data_type")) for one in (quantization, *modules) if isinstance(one, dict)]
+    return next((one for one in found if one.startswith("mx_")), "")
 
 
 def _shape(parts: Parts) -> tuple[int, ...]:
