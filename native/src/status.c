@@ -7,7 +7,7 @@ const char *kt_strerror(int status) {
   case KT_ERR_SHAPE: return "rows or columns are not a multiple of what the format needs";
   case KT_ERR_STRIDE: return "one stride of a source matrix must be 1";
   case KT_ERR_SCALE:
-    return "quantized weights need scales, and plain floating-point ones must have none";
+    return "this dtype needs scales; zero points and groups need them, and blocks have a size";
   case KT_ERR_SCRATCH: return "the scratch buffer is too small";
   case KT_ERR_NONFINITE: return "the matrix contains a NaN or an infinity";
   case KT_ERR_ISA_UNKNOWN: return "that is not the name of a level";

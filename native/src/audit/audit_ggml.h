@@ -166,9 +166,8 @@ INLINE void iq4_xs_columns(const uint8_t *b, int first, float *out) {
   for (int l = 0; l < 32; l++) out[l] = step * iq4_numbers[q[l]];
 }
 
-/* + 0: in ggml, E2M1 has one zero. Twice the number, because scales are halved: then 2^128 is not
- * needed. */
-INLINE float twice_fp4(uint8_t nibble) { return 2 * f4_value(nibble) + 0.0f; }
+/* Twice E2M1, because scales are halved: then 2^128 is not needed. In ggml it has one zero. */
+static const float twice_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 INLINE void mxfp4_columns(const uint8_t *b, int first, float *out) {
   const uint32_t e = b[0];
@@ -177,7 +176,7 @@ INLINE void mxfp4_columns(const uint8_t *b, int first, float *out) {
   (void)first;
   nibbles_of_16(b + 1, q);
   KT_LOOP
-  for (int l = 0; l < 32; l++) out[l] = half * twice_fp4(q[l]);
+  for (int l = 0; l < 32; l++) out[l] = half * twice_fp4[q[l]];
 }
 
 /* Half of F8 without its sign. 0x7f is 0, but 0xff what 0x7f would be: 480. */
@@ -201,7 +200,7 @@ INLINE void nvfp4_columns(const uint8_t *b, int first, float *out) {
     for (int l = 0; l < 16; l++) half[16 * run + l] = of_run;
   }
   KT_LOOP
-  for (int l = 0; l < 32; l++) out[l] = half[l] * twice_fp4(q[l]);
+  for (int l = 0; l < 32; l++) out[l] = half[l] * twice_fp4[q[l]];
 }
 
 /* Digit n of a byte, counted from the highest in base 3. */
