@@ -12,6 +12,7 @@ from helpers.convert import convert, ktconv, read_json, read_model
 from helpers.families import Raw, bf16, build_model, simple_config, write_checkpoint, write_family
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
 
+from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import PROJECTIONS, TensorId, kinds_of, parse_tensor_name, tensor_name
 from ktconv.packed.inspection import inspect_path
@@ -222,3 +223,12 @@ def test_identity_of_a_bias() -> None:
     name = tensor_name(3, "gate", 0, 1, "bias")
     assert name == "blk.3.ffn_gate_exps.0.numa.1.bias"
     assert parse_tensor_name(name) == TensorId(3, "gate", 0, 1, "bias")
+
+
+def test_quantize_gpu_refuses_them(tmp_path: Path) -> None:
+    from ktconv.targets.pack_quantized.target import Options as GpuOptions
+    from ktconv.targets.pack_quantized.target import PackQuantizedTarget
+
+    checkpoint = open_checkpoint(gpt_oss(tmp_path / "model")[0])
+    with pytest.raises(CheckpointError, match="have biases; quantize-gpu does not write them"):
+        PackQuantizedTarget(GpuOptions(), checkpoint).check(checkpoint.layers)
