@@ -294,6 +294,7 @@ def test_the_model_itself(example: Path, tmp_path: Path) -> None:
     words = ("verify", output, "--source", example, "--level", "model", "--windows", 1, "--json")
     result = run(*words, "--config", EXAMPLE)
     assert_safe(result, 0)
+    assert json.loads(result.stdout)["layers"]["states"] == "captured"
     facts = json.loads(result.stdout)["model"]
     assert 0 < facts["kl_mean"] < 0.01 and facts["top1_agreement"] > 0.9
     result = run("verify", output, "--source", example, "--level", "model")

@@ -231,7 +231,7 @@ def test_model_code_that_fails(
     """Level layers does without it, level model says why it cannot be run."""
     import ktconv.model
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **_options: object) -> None:
         raise RuntimeError("no such attention\nand many lines more")
 
     monkeypatch.setattr(ktconv.model, "load_model", broken, raising=False)

@@ -164,7 +164,7 @@ def test_level_model_is_refused_before_the_model_is_loaded(
 ) -> None:
     import ktconv.model
 
-    def loaded(*_: object) -> None:
+    def loaded(*_: object, **_options: object) -> None:
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr(ktconv.model, "load_model", loaded, raising=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ktconv.checkpoint import MoELayer
+from ktconv.checkpoint import Checkpoint, MoELayer
+from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.routers import route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -99,9 +99,11 @@ class HiddenStates:
         self._report_faults(findings)
         self._findings, self._request = findings, request
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
-        self._captured = self._capture(output.source.path, budget.why_not_captured, notify)
+        self._captured = self._capture(output.source, budget.why_not_captured, notify)
 
-    def _capture(self, model: Path, reason: str | None, notify: Notify) -> dict[int, LayerInput]:
+    def _capture(
+        self, source: Checkpoint, reason: str | None, notify: Notify
+    ) -> dict[int, LayerInput]:
         """Inputs of every layer when the source model reads a text; empty if it cannot."""
         if reason is None:
             notify("loading the source model for its hidden states")
@@ -110,7 +112,8 @@ class HiddenStates:
                 from ktconv.model.evaluate import capture_layer_inputs
 
                 text, _ = read_text(self._request.text)
-                return capture_layer_inputs(*load_model(model), text, self._tokens)
+                loaded = load_model(source.path, config_directory=source.side_directory)
+                return capture_layer_inputs(*loaded, text, self._tokens)
             except MemoryError:
                 raise
             except Exception as error:  # of a model's own code; random states are enough
@@ -198,12 +201,15 @@ class HiddenStates:
 
 def why_not_captured(output: OpenedOutput) -> str | None:
     """Why the source model cannot be loaded for hidden states, apart from --max-memory."""
-    if output.source.is_gguf:
-        return "the source is a GGUF model"
+    source = output.source
+    if source.is_gguf and source.side_directory is None:
+        return "a GGUF model can only be loaded with --config DIR"
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             return f"{package} is not installed"
-    size = sum(source.nbytes for source in output.source.sources)
+    size = sum(file.nbytes for file in source.sources)
+    if source.is_gguf:
+        size = float32_bytes(source.path)
     if size * _SHARE_OF_MEMORY > machine.available_memory():
         return f"loading {format_size(size)} of source would need too much memory"
     return None
