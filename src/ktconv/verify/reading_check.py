@@ -60,9 +60,9 @@ class ReadingCheck:
             ("zero point", found.zero_point, weight.zero),
         ):
             ours, theirs = _at(here, here_row, here_col), _at(there, there_row, there_col)
-            differs = np.argwhere(ours != theirs)
-            if len(differs):
-                i, j = differs[0]
+            differs = ours != theirs
+            if differs.any():
+                i, j = np.argwhere(differs)[0]
                 self._differs(f"the {what} of", int(row[i]), int(col[j]), ours[i, j], theirs[i, j])
                 return
         self._row_scale(found)
@@ -194,6 +194,13 @@ def _pairs(here: Numbers, there: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def _at(grid: F32 | None, rows: Numbers, cols: Numbers) -> F32:
-    return (
-        np.zeros((len(rows), len(cols)), np.float32) if grid is None else grid[np.ix_(rows, cols)]
-    )
+    if grid is None:
+        return np.zeros((len(rows), len(cols)), np.float32)
+    if grid.shape == (len(rows), len(cols)) and _in_order(rows) and _in_order(cols):
+        return grid  # nearly always, and indexing costs more than comparing
+    chosen: F32 = grid[np.ix_(rows, cols)]
+    return chosen
+
+
+def _in_order(numbers: Numbers) -> bool:
+    return np.array_equal(numbers, np.arange(len(numbers)))
