@@ -29,7 +29,7 @@ from ktconv.checkpoint.encodings import grids
 from ktconv.checkpoint.encodings.gguf import GGUF
 from ktconv.checkpoint.fused import FusedLayout
 from ktconv.reading import matrices
-from ktconv.reading.matrices import MatrixReader, Scales
+from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.reading.reader import SourceReader
 from ktconv.verify import Request, verify
 from ktconv.verify.findings import Findings
@@ -81,7 +81,7 @@ def differences(
     scales = source.load_scales()
     scales = None if scales is None else spoil(scales)
     check.scales(scales)
-    chunk, data = range(matrix.rows), np.empty(matrix.nbytes(matrix.rows), np.uint8)
+    chunk, data = range(matrix.rows), np.empty(buffer_bytes(matrix, matrix.rows), np.uint8)
     with source.open() as fd:
         source.read(fd, chunk, data, BOUNCE)
     spoil_data(data)
@@ -196,7 +196,7 @@ def test_gguf_models(form: str, tmp_path: Path) -> None:
     from helpers.gguf_files import metadata, write_gguf
 
     rng, factor = np.random.default_rng(2), np.array([0.5, -3], np.float32)
-    kinds = ("Q4_0", "Q4_0" if form == "together" else "IQ4_NL", "Q8_0")
+    kinds = ("Q4_0", "Q4_0" if form == "together" else "IQ2_XS", "Q8_0")
     tensors: dict[str, Any] = {}
     found: dict[str, np.ndarray] = {}
     for word, kind in zip(PROJECTIONS, kinds, strict=True):
