@@ -218,6 +218,14 @@ def test_a_config_directory(mixed: Path, tmp_path: Path) -> None:
     assert_safe(run("inspect", mixed, "--config", directory), 0)
 
 
+def test_a_config_needs_a_source(tmp_path: Path) -> None:
+    for words in (("verify", tmp_path), ("merge", tmp_path, tmp_path / "out"),
+                  ("reshard", tmp_path, tmp_path / "out", "--numa", 2)):  # fmt: skip
+        result = run(*words, "--config", tmp_path)
+        assert_safe(result, 2)
+        assert "--config belongs to --source" in result.stderr
+
+
 def test_merge(mixed: Path, tmp_path: Path) -> None:
     convert(mixed, tmp_path / "direct", method="int4")
     convert(mixed, tmp_path / "layers", method="int4", layout="layers")

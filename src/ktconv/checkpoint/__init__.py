@@ -103,7 +103,8 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
         message = str(error).replace(CONFIG_NAME, f"the metadata of {header.file.name}")
         raise CheckpointError(
             message,
-            "The file is damaged, or its metadata are wrong; then --config DIR helps."
+            "If the metadata are wrong, give a config.json with --config DIR; if the file is "
+            "damaged, download it again."
             if message != str(error)
             else error.hint,
         ) from None
@@ -120,6 +121,12 @@ def check_headers(place: Path, config_directory: Path | None = None) -> None:
     directory = _side_directory(place, selection, config_directory)
     if directory is not None:
         interpret_config(read_config(directory).content)
+
+
+def check_config_option(model: object, config_directory: Path | None) -> None:
+    """UsageError for the config of a source that is not there."""
+    if config_directory is not None and not model:
+        raise UsageError("--config belongs to --source", "give --source MODEL too")
 
 
 def gguf_refusal(path: Path, reason: str) -> CheckpointError:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint, check_config_option, open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
@@ -84,6 +84,7 @@ class Preflight(derived.Preflight):
 
 def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
+    check_config_option(request.source, request.config)
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)

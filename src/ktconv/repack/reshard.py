@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ktconv.checkpoint import check_config_option
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Report, check_output, refuse_nested
@@ -69,6 +70,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
+    check_config_option(request.source, request.config)
     refuse_nested(request.packed, request.output, "the directory")
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:

@@ -53,6 +53,7 @@ def _compare(
 
     for option, value in (
         ("source", request.source),
+        ("config", request.config),
         ("level", request.level),
         ("text", request.text),
         ("max-ppl-increase", request.thresholds.max_ppl_increase),
