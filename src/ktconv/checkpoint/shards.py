@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv.checkpoint.gguf.parts import all_parts, read_parts
+from ktconv.checkpoint.gguf.parts import SUFFIX, all_parts, read_parts
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
@@ -41,7 +41,8 @@ def select_shards(place: Path) -> ShardSelection:
 
     Raises CheckpointError for files that are missing.
     """
-    if place.is_file():
+    # A broken link or a pipe with such a name is refused when it is opened.
+    if place.is_file() or (place.name.endswith(SUFFIX) and not place.is_dir()):
         return ShardSelection(all_parts(place), None, {}, [], gguf=True)
     return _select_safetensors(place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_a_truncated_part(tmp_path: Path, split: Path) -> None:
     parts = copy(split, tmp_path / "m")
     parts[3].write_bytes(parts[3].read_bytes()[:-4])
     assert "00004-of-00004.gguf" in refusal(parts[0])
+
+
+def test_links_and_pipes(tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "nothing")
+    assert "link.gguf" in refusal(tmp_path) and "link" in refusal(tmp_path)
+    (tmp_path / "link.gguf").unlink()
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for place in (tmp_path, tmp_path / "pipe.gguf"):
+        assert "pipe.gguf is " in refusal(place)
 
 
 # ---- several models --------------------------------------------------------------------
