@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
 from helpers.families import Tensor, Weights, read_matrix, simple_config, write_checkpoint
-from helpers.ggml import HALVES, block_size, blocks_of
 from helpers.gguf_files import Blocks, around, experts, metadata, model, write_gguf
 from helpers.harmless import assert_safe, run
 from helpers.paths import EXAMPLE
@@ -22,7 +21,10 @@ from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+
+from helpers.ggml import HALVES, block_size, blocks_of
+
 needs_torch = pytest.mark.skipif(
     find_spec("torch") is None or find_spec("transformers") is None, reason="needs transformers"
 )
