@@ -31,8 +31,9 @@ from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import MemoryLimitError, ResourceError
 from ktconv.formats import PROJECTIONS
 from ktconv.moe import experts as moe_experts
-from ktconv.moe import open_experts, streamed
-from ktconv.moe.streamed import Piece, Streamed, whole
+from ktconv.moe import open_experts
+from ktconv.reading import streamed
+from ktconv.reading.streamed import Piece, Streamed, whole
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.verify import Request, layers, prepare, verify

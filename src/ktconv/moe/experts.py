@@ -13,8 +13,8 @@ from ktconv.errors import UsageError
 from ktconv.formats import Format, formats_for, reference
 from ktconv.formats.decode import bf16_to_f32, round_to_bf16
 from ktconv.formats.groups import grouped
-from ktconv.moe.streamed import Streams, whole
 from ktconv.native import Activation, PackedMatrix, Pool
+from ktconv.reading.streamed import Streams, whole
 from ktconv.system.arrays import F32, U16, Array
 
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]

@@ -24,10 +24,10 @@ from ktconv.formats import (
     split,
 )
 from ktconv.moe.experts import Experts
-from ktconv.moe.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.native import Activation, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
+from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.system.arrays import Array
 
 _FUNCTIONS = {

@@ -8,9 +8,9 @@ import numpy as np
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.others import OtherWeights
-from ktconv.moe.streamed import Piece, Streamed, Streams
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.reading.streamed import Piece, Streamed, Streams
 from ktconv.system.arrays import F32
 
 

@@ -19,10 +19,10 @@ from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
 from ktconv.formats import Format
 from ktconv.moe.experts import TOKENS_AT_ONCE
-from ktconv.moe.streamed import piece_rows
 from ktconv.packed.weights import Geometry
 from ktconv.reading.matrices import buffer_bytes, chunk_rows, experts_bytes
 from ktconv.reading.reader import BOUNCE_BYTES
+from ktconv.reading.streamed import piece_rows
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.units import format_size

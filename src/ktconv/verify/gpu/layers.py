@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ktconv.checkpoint import PROJECTIONS, MoELayer
 from ktconv.moe.experts import expert_output
-from ktconv.moe.streamed import Streams
+from ktconv.reading.streamed import Streams
 from ktconv.system.arrays import F32
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput

@@ -10,10 +10,10 @@ import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer, TensorRef
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.streamed import Piece, Streamed, piece_rows
 from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader
+from ktconv.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.pack_quantized.scheme import PARTS
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
