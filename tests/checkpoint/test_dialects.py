@@ -339,9 +339,26 @@ def test_autoround_without_a_packing_format(tmp_path: Path) -> None:
     """Zero points may then be stored in two ways."""
     tensors, _ = experts(lambda *_: KINDS["gptq int4, v1"].of)
     message = refusal(tmp_path, tensors, {}, quantization_config={"quant_method": "auto-round"})
-    assert (
-        "0.gate_proj.qweight is GPTQ, but quantization_config in config.json calls the" in message
-    )
+    assert "0.gate_proj.qweight is GPTQ, but quantization_config in config.json has no" in message
+
+
+@pytest.mark.parametrize("key", ["checkpoint_format", "packing_format"])
+def test_a_packing_that_is_no_name(key: str, tmp_path: Path) -> None:
+    tensors, _ = experts(lambda *_: KINDS["gptq int4, v1"].of)
+    message = refusal(tmp_path, tensors, {}, quantization_config={key: 5})
+    assert f"quantization_config.{key} is 5, not a name" in message
+
+
+@pytest.mark.parametrize("kind", ["int4 packed, group 32", "int8 channel"])
+def test_zero_points_that_are_missing(kind: str, tmp_path: Path) -> None:
+    tensors, _ = experts(lambda *_: KINDS[kind].of)
+    groups = {"a": {"weights": {"symmetric": False}}, "b": {"weights": {"symmetric": False}}}
+    message = refusal(tmp_path, tensors, {}, quantization_config={"config_groups": groups})
+    assert "0.gate_proj.weight" in message
+    assert "has no zero points (weight_zero_point), but quantization_config" in message
+    groups["b"]["weights"]["symmetric"] = True  # the experts may be in this one
+    config = simple_config(**SIZES, quantization_config={"config_groups": groups})
+    open_checkpoint(write_checkpoint(tmp_path / "model", tensors, config))
 
 
 @pytest.mark.parametrize("location", ["input", "output", "weight_input"])

@@ -255,7 +255,7 @@ def test_unknown_families_say_how_they_route() -> None:
         ({"topk_method": "dice"}, "dice"),
         ({"topk_method": "noaux_tc", "scoring_func": "softmax"}, "contradicts itself"),
         ({"scoring_func": "softmax", "num_experts_per_tok": 0}, "is 0, not a number of experts"),
-        ({"scoring_func": "softmax", "num_experts_per_tok": None}, "positive numbers"),
+        ({"scoring_func": "softmax", "num_experts_per_tok": None}, "does not say how many"),
         ({"scoring_func": "softmax", "num_experts": 7, "n_group": 2}, "7 experts"),
         ({"scoring_func": "softmax", "num_experts": 1}, "2 experts per token"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "contradicts itself"),

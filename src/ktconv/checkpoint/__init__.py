@@ -63,6 +63,8 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
     described = {} if selection.gguf else read_description(place)
     with _naming(headers[0], config):
         layers, notes = build_layers(split, interpret_config(config.content, described))
+    if config.made is not None:
+        notes = [_of_metadata(note, headers[0]) for note in notes]
     sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
     for header in headers:
         name = path_text(header.file.name)
@@ -92,6 +94,10 @@ def _side_directory(
     return Path(given)
 
 
+def _of_metadata(text: str, header: Header) -> str:
+    return text.replace(CONFIG_NAME, f"the metadata of {header.file.name}")
+
+
 @contextmanager
 def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
     """Errors name the metadata where there is no config.json."""
@@ -100,7 +106,7 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
     except CheckpointError as error:
         if config.made is None:
             raise
-        message = str(error).replace(CONFIG_NAME, f"the metadata of {header.file.name}")
+        message = _of_metadata(str(error), header)
         raise CheckpointError(
             message,
             "If the metadata are wrong, give a config.json with --config DIR; if the file is "

@@ -72,6 +72,7 @@ class ModelConfig:
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
     packing: str  # quantization_config's name of how integers are packed, in lower case
     packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
+    asymmetric: bool  # all of these groups say that weights have zero points
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
     online_rotation: bool  # weights are of inputs that compressed-tensors rotates
     described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
@@ -164,6 +165,7 @@ def interpret_config(
         block_size=_block_size(quantization),
         packing=_packing(quantization),
         packed_bits=_packed_bits(quantization),
+        asymmetric=_asymmetric(quantization),
         data_types=_data_types(quantization),
         online_rotation=_online_rotation(quantization),
         described=described,
@@ -271,7 +273,7 @@ def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     quantization: Any = next((one for one in found if one is not None), {})
     if not isinstance(quantization, dict):
         raise wrong_value("quantization_config", quantization, "an object")
-    for key in ("quant_method", "fmt"):
+    for key in ("quant_method", "fmt", "checkpoint_format", "packing_format"):
         if not isinstance(quantization.get(key), (str, type(None))):
             raise wrong_value(f"quantization_config.{key}", quantization[key], "a name")
     return quantization
@@ -332,6 +334,11 @@ def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
     if not found or any(type(bits) is not int or bits != found[0] for bits in found):
         return None
     return found[0] if 2 <= found[0] <= 8 else None
+
+
+def _asymmetric(quantization: Mapping[str, Any]) -> bool:
+    weights = _weights_of_groups(quantization)
+    return bool(weights) and all(one.get("symmetric") is False for one in weights)
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:

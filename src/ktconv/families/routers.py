@@ -107,6 +107,8 @@ def _read(router: Router, text: Mapping[str, Any], top_k: int | None) -> RouterS
 
 def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:
     """CheckpointError unless the numbers fit each other and the number of experts, if known."""
+    if spec.top_k is None:
+        raise CheckpointError("config.json does not say how many experts are chosen for a token")
     numbers = (spec.top_k, spec.n_group, spec.topk_group)
     if any(type(number) is not int or number < 1 for number in numbers):
         raise CheckpointError(

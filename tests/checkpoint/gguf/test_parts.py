@@ -234,6 +234,16 @@ def test_architectures_that_are_refused(tmp_path: Path) -> None:
     assert "blk.0.ffn_gate_chexps.weight is a matrix of chunk experts" in refusal(path)
 
 
+@pytest.mark.parametrize("name", ["ffn_side_exps.weight", "ffn_gate_exps.0.weight"])
+def test_a_tensor_of_experts_that_is_not_known(name: str, tmp_path: Path) -> None:
+    norm = {"blk.0.ffn_norm_exps.weight": np.ones(HIDDEN, np.float32)}  # of Arctic: no experts'
+    path = write_gguf(tmp_path / "a.gguf", experts() | norm)
+    assert [one.name for one in open_checkpoint(path).other_tensors] == list(norm)
+    more = {f"blk.0.{name}": np.ones((INNER, HIDDEN), np.float32)}
+    path = write_gguf(tmp_path / "b.gguf", experts() | norm | more)
+    assert f"blk.0.{name} is not a known tensor of experts" in refusal(path)
+
+
 def test_a_dense_model(tmp_path: Path) -> None:
     dense = {"blk.0.ffn_gate.weight": np.ones((INNER, HIDDEN), np.float32)}
     path = write_gguf(tmp_path / "d.gguf", dense, metadata(expert_count=None))

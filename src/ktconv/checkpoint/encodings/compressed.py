@@ -13,7 +13,16 @@ from __future__ import annotations
 
 from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
-from ktconv.checkpoint.encodings.base import GROUPS, SCALE, SHAPE, ZERO, Companion, Encoding, Roles
+from ktconv.checkpoint.encodings.base import (
+    GROUPS,
+    SCALE,
+    SHAPE,
+    WEIGHT,
+    ZERO,
+    Companion,
+    Encoding,
+    Roles,
+)
 from ktconv.checkpoint.encodings.refusals import packed_without_straddling
 from ktconv.checkpoint.encodings.shapes import (
     FLOATS,
@@ -24,6 +33,7 @@ from ktconv.checkpoint.encodings.shapes import (
 )
 from ktconv.checkpoint.types import Quantization
 from ktconv.checkpoint.views import StoredView
+from ktconv.errors import CheckpointError
 
 _SCALE = Companion(SCALE, ("weight_scale",), tuple(FLOATS))
 _SHAPE = Companion(SHAPE, ("weight_shape",), ("I64", "I32"), optional=True)
@@ -32,7 +42,7 @@ _METHODS = ("compressed-tensors", "auto-round")
 
 
 def _quantization(
-    roles: Roles, view: StoredView, zero_number: str, symmetric: int
+    roles: Roles, view: StoredView, config: ModelConfig, zero_number: str, symmetric: int
 ) -> Quantization | None:
     """`symmetric`: the code that means 0 where no zero points are stored."""
     tensor = roles[SCALE]
@@ -41,6 +51,12 @@ def _quantization(
         return None
     groups = group_index(roles[GROUPS], view) if GROUPS in roles else None
     declared = declared_shape(roles[SHAPE], view) if SHAPE in roles else None
+    if ZERO not in roles and config.asymmetric:
+        raise CheckpointError(
+            f"{roles[WEIGHT].name} has no zero points (weight_zero_point), but quantization_config "
+            "in config.json says symmetric: false",
+            "Download the checkpoint again; values would be read wrongly without them.",
+        )
     if ZERO not in roles:
         return Quantization(scale, symmetric or None, groups, declared)
     block = scale.block_rows, scale.block_cols
@@ -50,9 +66,9 @@ def _quantization(
 
 def _packed(bits: int) -> Encoding:
     def quantization(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-        if bits == 8 and (old := packed_without_straddling(roles["weight"], view, config)):
+        if bits == 8 and (old := packed_without_straddling(roles[WEIGHT], view, config)):
             raise old
-        return _quantization(roles, view, f"U{bits}_ROWS", 1 << bits - 1)
+        return _quantization(roles, view, config, f"U{bits}_ROWS", 1 << bits - 1)
 
     return Encoding(
         f"int{bits}-packed",
@@ -72,7 +88,7 @@ def _packed(bits: int) -> Encoding:
 
 
 def _plain(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _quantization(roles, view, "I8", 0)
+    return _quantization(roles, view, config, "I8", 0)
 
 
 INT8 = Encoding(
@@ -97,7 +113,7 @@ ANGELSLIM = Encoding(
 
 
 def _ascend(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _quantization(roles, view, "F32", 0)
+    return _quantization(roles, view, config, "F32", 0)
 
 
 MSMODELSLIM = Encoding(

@@ -62,9 +62,10 @@ def _gptq(bits: int, element: Element) -> Encoding:
     def quantization(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
         packing = _format(config, roles)
         if packing not in _TRUE_ZEROS:
+            said = f"calls the packing {packing!r:.60}" if packing else "has no packing_format"
             raise CheckpointError(
-                f"{roles['weight'].name} is GPTQ, but quantization_config in config.json calls the "
-                f"packing {packing!r:.60}; known are {', '.join(_TRUE_ZEROS)}",
+                f"{roles['weight'].name} is GPTQ, but quantization_config in config.json {said}; "
+                f"known are {', '.join(_TRUE_ZEROS)}",
                 "Correct checkpoint_format (GPTQ) or packing_format (AutoRound) there; zero points "
                 "would be read wrongly otherwise.",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.base import BIAS, SCALE, SHAPE, WEIGHT, Encoding, Parts, Roles
@@ -12,7 +13,8 @@ from ktconv.errors import CheckpointError
 
 _HINT = (
     "Supported are expert weights in BF16, FP16, FP32, FP8 (E4M3), MXFP4, NVFP4, "
-    "integers of compressed-tensors, GPTQ and AWQ; use a version of this model in one of them."
+    "integers of compressed-tensors, GPTQ and AWQ, and llama.cpp's types in GGUF files; use a "
+    "version of this model in one of them."
 )
 _BLOCK_SIZE = "quantization_config.weight_block_size"
 _DAMAGED = "The checkpoint is inconsistent; download it again."
@@ -124,23 +126,35 @@ def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
             "Remove one of them from the checkpoint.",
         )
     if not found:
-        part, tensor = next(iter(parts.items()))
-        owner = tensor.name.removesuffix(f".{part}")
-        weight = f"{owner}.weight"
-        if owner == tensor.name and part == BIAS:  # fused: down_proj_bias
-            weight = owner.removesuffix(f"_{part}")
-        elif owner == tensor.name:  # fused: down_proj_scale_inv
-            weight = tensor.name.removesuffix(part.removeprefix("weight"))
-        return CheckpointError(
-            f"{weight} is missing, although {tensor.name} is there",
-            "Download the checkpoint again.",
-        )
+        return _without_primary(parts, encodings)
     return _by_weight(parts, found[0], [one for one in encodings if one.primary == found[0]])
 
 
 def _names(encoding: Encoding) -> set[str]:
     names = {name for companion in encoding.companions for name in companion.names}
     return names | {encoding.primary, *encoding.ignored}
+
+
+def _without_primary(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
+    """The tensors beside a weight are there, but not the weight."""
+    part, tensor = next(iter(parts.items()))
+    beside = parts.keys() - {BIAS}
+    primaries = [one.primary for one in encodings if beside and beside <= _names(one)] or [WEIGHT]
+    owner = tensor.name.removesuffix(f".{part}")
+    if owner != tensor.name:
+        names = [f"{owner}.{primary}" for primary in primaries]
+    else:  # fused: down_proj_scale_inv
+        owner = tensor.name.removesuffix(_behind(part))
+        names = [f"{owner}{_behind(primary)}" for primary in primaries]
+    return CheckpointError(
+        f"{' or '.join(dict.fromkeys(names))} is missing, although {tensor.name} is there",
+        "Download the checkpoint again.",
+    )
+
+
+def _behind(part: str) -> str:
+    """What follows the name of a stack: nothing for `weight`, _scale, _blocks."""
+    return part.removeprefix(WEIGHT) if part.startswith(WEIGHT) else f"_{part}"
 
 
 def _by_weight(parts: Parts, primary: str, encodings: list[Encoding]) -> CheckpointError:
@@ -158,31 +172,40 @@ def _by_weight(parts: Parts, primary: str, encodings: list[Encoding]) -> Checkpo
             f"{weight.dtype} and needs none",
             _DAMAGED,
         )
-    companions = [one for encoding in near for one in encoding.companions]
-    for companion in companions:
-        there = [name for name in companion.names if name in parts]
-        spelt = dict.fromkeys(n for c in companions if c.role == companion.role for n in c.names)
-        if parts.keys().isdisjoint(spelt) and not companion.optional:
-            return CheckpointError(
-                f"{weight.name} is {weight.dtype}, but it has no {companion.role} "
-                f"({' or '.join(spelt)})",
-                "Download the checkpoint again; a quantized weight cannot be read without it.",
-            )
+    faults = [_faults(parts, weight, one) for one in near]
+    # Of the encoding that lacks least; rather a missing tensor than one of another kind.
+    return min(faults, key=lambda found: (len(found), found[0].order))[0].error
+
+
+class _Fault(NamedTuple):
+    order: int
+    error: CheckpointError
+
+
+def _faults(parts: Parts, weight: TensorRef, encoding: Encoding) -> list[_Fault]:
+    """Why `parts` are not a weight of `encoding`, which has its primary tensor."""
+    faults = []
+    for one in encoding.companions:
+        there = [parts[name] for name in one.names if name in parts]
+        if not there and not one.optional:
+            text = f"{weight.name} is {weight.dtype}, but it has no {one.role}"
+            hint = "Download the checkpoint again; a quantized weight cannot be read without it."
+            faults.append(_Fault(1, CheckpointError(f"{text} ({' or '.join(one.names)})", hint)))
         if len(there) > 1:
-            return CheckpointError(
-                f"{parts[there[0]].name} and {parts[there[1]].name} are two of a kind", _DAMAGED
-            )
-    odd = next(
-        (
-            parts[name]
-            for one in companions
-            for name in one.names
-            if name in parts and parts[name].dtype not in one.dtypes
-        ),
-        others[0] if others else weight,
-    )
+            text = f"{there[0].name} and {there[1].name} are two of a kind"
+            faults.append(_Fault(0, CheckpointError(text, _DAMAGED)))
+        for tensor in there:
+            if tensor.dtype not in one.dtypes:
+                faults.append(_Fault(2, _not_beside(tensor, weight)))
+    unused = parts.keys() - _names(encoding) - {BIAS}
+    faults += [_Fault(3, _not_beside(parts[name], weight)) for name in parts if name in unused]
+    return sorted(faults, key=lambda fault: fault.order)
+
+
+def _not_beside(tensor: TensorRef, weight: TensorRef) -> CheckpointError:
     return CheckpointError(
-        f"{odd.name} is {odd.dtype}, which is not supported beside {weight.name} ({weight.dtype})",
+        f"{tensor.name} is {tensor.dtype}, which is not supported beside {weight.name} "
+        f"({weight.dtype})",
         _HINT,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from ktconv.checkpoint.gguf.architectures import (
 )
 from ktconv.checkpoint.safetensors_file import Header
 from ktconv.errors import CheckpointError
+from ktconv.families.names import is_in_experts
 
 _CONFIG = "Give the config.json of the model: --config DIR."
 _CHUNKS = "_chexps."  # of Grove: experts that several others share
+_EXPERTS = re.compile(r"blk\.[0-9]+\.ffn_(?!norm_)[a-z_]+_exps(\..*)?", re.DOTALL)
 
 
 def config_of_metadata(header: Header) -> ConfigFile:
@@ -49,6 +52,12 @@ def refuse_unread(headers: Sequence[Header]) -> None:
                 raise CheckpointError(
                     f"{tensor.name} is a matrix of chunk experts, which are not supported",
                     "No file of this model can be converted.",
+                )
+            if _EXPERTS.fullmatch(tensor.name) and not is_in_experts(tensor.name):
+                raise CheckpointError(
+                    f"{tensor.name} is not a known tensor of experts",
+                    "Convert the model again with a current version of llama.cpp, or use a "
+                    "safetensors version.",
                 )
 
 
