@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from helpers.convert import read_model
 from helpers.families import Raw
 
-REQUEST_OPTIONS = {"layers", "threads", "max_memory", "verify", "overwrite", "experts", "device"}
+REQUEST_OPTIONS = {
+    "layers", "threads", "max_memory", "verify", "overwrite", "experts", "device", "config",
+}  # fmt: skip
 
 
 def quantize(model: Path, output: Path, **options: Any) -> Any:

@@ -239,15 +239,6 @@ def test_merge(mixed: Path, tmp_path: Path) -> None:
     assert_same(*files)
 
 
-def test_experts_for_gpus_need_a_safetensors_checkpoint(tmp_path: Path) -> None:
-    if find_spec("llmcompressor") is None:  # without importing it, which takes long
-        pytest.skip("llm-compressor is not installed")
-    result = run("quantize-gpu", model(tmp_path), tmp_path / "out")
-    assert_safe(result, 2)
-    assert "tiny-moe.gguf is a GGUF model, which is not supported here: " in result.stderr
-    assert "Hint: Use the safetensors checkpoint of the same model." in result.stderr
-
-
 # ---- with transformers -----------------------------------------------------------------
 
 NAMES = {
@@ -310,6 +301,22 @@ def test_the_model_itself(example: Path, tmp_path: Path) -> None:
     result = run("verify", output, "--source", example, "--level", "model")
     assert_safe(result, 2)
     assert "give a directory with those of the model: --config DIR" in result.stderr
+
+
+@needs_torch
+def test_experts_for_gpus(example: Path, tmp_path: Path) -> None:
+    """Both models, loaded by transformers: nothing but the experts differs."""
+    if find_spec("llmcompressor") is None:  # without importing it, which takes long
+        pytest.skip("llm-compressor is not installed")
+    output = tmp_path / "out"
+    words = ("--scheme", "W8A16", "--group-size", 32, "--config", EXAMPLE)
+    assert_safe(run("quantize-gpu", example, output, *words), 0)
+    assert "--max-shard-size 5000000000 --config DIR\n" in (output / "README.md").read_text()
+    verify = ("verify", output, "--source", example, "--config", EXAMPLE, "--windows", 1)
+    result = run(*verify, "--level", "model", "--json")
+    assert_safe(result, 0)
+    facts = json.loads(result.stdout)["model"]
+    assert 0 < facts["kl_mean"] < 0.01 and facts["top1_agreement"] > 0.9
 
 
 @needs_torch

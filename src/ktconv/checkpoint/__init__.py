@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ktconv.checkpoint.config import (
     read_description,
 )
 from ktconv.checkpoint.gguf.config import config_of_metadata, refuse_unread
+from ktconv.checkpoint.gguf.hub_names import HUB_NAMES
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
 from ktconv.checkpoint.safetensors_file import Header, read_header
@@ -65,6 +67,9 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
         layers, notes = build_layers(split, interpret_config(config.content, described))
     if config.made is not None:
         notes = [_of_metadata(note, headers[0]) for note in notes]
+    architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
+    if hub_names := HUB_NAMES.get(architecture or ""):
+        layers = [replace(one, hub_names=hub_names.experts(one.index)) for one in layers]
     sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
     for header in headers:
         name = path_text(header.file.name)
@@ -79,6 +84,7 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
         sources=sources if config.made is None else sources[1:],
         side_directory=side_directory,
         made_files={} if config.made is None else {CONFIG_NAME: config.made},
+        architecture=architecture,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.elements import Element
+from ktconv.checkpoint.gguf.hub_names import ExpertNames
 from ktconv.families.family import Projection
 
 
@@ -140,6 +141,7 @@ class MoELayer:
     encoding: str  # a name of checkpoint.encodings, or several, joined by "+"
     experts: Sequence[Mapping[Projection, ExpertMatrix]]  # by expert id
     biased: bool = False  # whether one at least of its matrices has a bias
+    hub_names: ExpertNames | None = None  # of GGUF, where they are known: in safetensors models
 
     @property
     def encodings(self) -> Sequence[str]:
@@ -178,7 +180,8 @@ class Checkpoint:
     sources: Sequence[SourceFile] = ()  # for source_identity()
     side_directory: Path | None = None  # of config.json, tokenizer and so on; None: there is none
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
+    architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
 
     @property
     def is_gguf(self) -> bool:
-        return bool(self.files) and self.path == self.files[0]
+        return self.architecture is not None

@@ -54,6 +54,7 @@ def quantize_gpu_command(
         str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
     layers: common.LayersOption = "",
+    config: common.ConfigOption = None,
     mtp: common.MtpOption = True,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.ThreadsOption = 0,
@@ -98,6 +99,7 @@ def quantize_gpu_command(
         )
         request = Request(
             model=model,
+            config=config,
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

@@ -219,7 +219,8 @@ def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], 
     """Non-expert tensors with their output names, and why some are left out."""
     tensors = list(checkpoint.other_tensors)
     skipped = []
-    if why := target.left_out() or (_GGUF_ONLY if checkpoint.is_gguf else None):
+    unnamed = checkpoint.is_gguf and not target.copies_gguf
+    if why := target.left_out() or (_GGUF_ONLY if unnamed else None):
         size = sum(tensor.nbytes for tensor in tensors)
         if tensors:
             skipped.append(f"{len(tensors)} non-expert tensors ({format_size(size)}): {why}")

@@ -28,6 +28,7 @@ class Target(ABC):
 
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
+    copies_gguf = False  # whether `rename` knows the names of tensors of GGUF files
 
     options: BaseOptions
 

@@ -111,8 +111,9 @@ class RtnTask(ExpertTask):
 
 def decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers, advance: Advance) -> U16:
     """A matrix of the source as the bits of two-byte floats."""
+    half = weight_dtype(matrix) == "F16"
     weight: U16 = np.empty((matrix.rows, matrix.cols), np.uint16)
-    for first, rows in decoded_rows(reader, matrix, buffers, advance):
+    for first, rows in decoded_rows(reader, matrix, buffers, advance, half):
         weight[first : first + len(rows)] = rows
     return weight
 

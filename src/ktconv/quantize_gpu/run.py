@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, gguf_refusal, open_checkpoint
+from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.checkpoint.config import interpret_config
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
@@ -40,11 +40,18 @@ def prepare(request: Request) -> Preflight:
             f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"
         )
     _require_libraries()
-    checkpoint = open_checkpoint(request.model)
-    if checkpoint.is_gguf:
-        raise gguf_refusal(
-            checkpoint.path,
-            "engines for GPUs need all tensors under the names of a safetensors checkpoint",
+    checkpoint = open_checkpoint(request.model, request.config)
+    if checkpoint.is_gguf and request.options.method != "rtn":
+        raise UsageError(
+            f"--method {request.options.method} needs a safetensors checkpoint, and "
+            f"{checkpoint.path} is a GGUF model",
+            "use --method rtn, or the safetensors checkpoint of the same model",
+        )
+    if request.config is not None and request.options.method != "rtn":
+        raise UsageError(
+            f"--config cannot be combined with --method {request.options.method}, which loads the "
+            "model with its own config.json",
+            "omit --config",
         )
     refuse_nested(checkpoint.path, request.output)
     options, selection = _choose_experts(request, checkpoint)
@@ -54,7 +61,7 @@ def prepare(request: Request) -> Preflight:
         notes=[*plan.notes, *_loading_notes(checkpoint)],
         skipped=[*plan.skipped, *_left_out(plan)],
     )
-    classes = count_classes(plan.layers, [tensor for u in plan.others for tensor, _ in u.copies])
+    classes = count_classes(plan.layers, [copy for unit in plan.others for copy in unit.copies])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     threads, peak = fit_memory(request, _per_thread(plan), LIBRARIES_MEMORY)

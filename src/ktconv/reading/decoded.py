@@ -24,17 +24,18 @@ def decoded_rows(
     matrix: ExpertMatrix,
     buffers: Buffers,
     advance: Callable[[int], None],
+    half: bool = False,
 ) -> Iterator[tuple[int, U16]]:
-    """(first row, rows as bits of bf16; of half precision where the source has it).
+    """(first row, rows as bits of bf16, or of half precision).
 
     Calls `advance` with the bytes read. Raises CheckpointError for a NaN or an infinity.
     """
-    source = MatrixReader(reader, matrix, round_to_bf16=matrix.tensor.dtype != "F16")
+    source = MatrixReader(reader, matrix, round_to_bf16=not half)
     for chunk, values in source.decoded(buffers.source, buffers.bounce):
         if not np.isfinite(values).all():
             row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
             raise source.not_finite(chunk.start + row, col)
-        yield chunk.start, _half(values) if matrix.tensor.dtype == "F16" else _bf16(values)
+        yield chunk.start, _half(values) if half else _bf16(values)
         advance(matrix.nbytes(chunk.stop - chunk.start))
 
 

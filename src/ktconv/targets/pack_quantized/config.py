@@ -10,7 +10,7 @@ from ktconv import __version__
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import model_name, yaml_name
 from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
-from ktconv.targets.pack_quantized.names import LINEAR, target_pattern
+from ktconv.targets.pack_quantized.names import LINEAR, module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
 from ktconv.targets.pack_quantized.target import FORMAT, Options, Plan
 
@@ -89,6 +89,10 @@ def card(plan: Plan) -> str:
     size = options.group_size
     groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    others = "in bf16" if plan.checkpoint.is_gguf else "as it was"
+    command = command_line(name, options)
+    if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
+        command += " --config DIR"
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     return f"""---
 base_model: {yaml_name(name)}
@@ -104,7 +108,7 @@ tags:
 
 # {name}: experts in {options.scheme}
 
-{name} with its routed experts in {options.scheme} ({how}, {groups}), everything else as it was:
+{name} with its routed experts in {options.scheme} ({how}, {groups}), everything else {others}:
 {format_size(plan.output_bytes)} in the compressed-tensors format.
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
@@ -115,7 +119,7 @@ tags:
 
 Made with ktconv {__version__} and llm-compressor:
 
-    {command_line(name, options)}
+    {command}
 """
 
 
@@ -130,7 +134,7 @@ def _use(plan: Plan, chosen: bool) -> str:
         "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
         "beside `--kt-weight-path` of a CPU conversion."
     )
-    named = all(".mlp.experts" in layer.source for layer in plan.moe_layers)
+    named = all(".mlp.experts" in module_name(layer, 0, "gate") for layer in plan.moe_layers)
     fits = (
         plan.target.options.scheme == "W4A16"
         and plan.target.options.group_size == RAWINT4_GROUP

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ktconv.checkpoint import PROJECTIONS, TensorRef
-from ktconv.conversion.plan import LayerUnit
+from ktconv.checkpoint import PROJECTIONS
+from ktconv.conversion.plan import Copy, LayerUnit
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.names import is_in_experts
@@ -80,7 +80,7 @@ def class_lines(classes: Sequence[ClassCount]) -> list[str]:
     return lines
 
 
-def count_classes(units: Sequence[LayerUnit], others: Iterable[TensorRef]) -> list[ClassCount]:
+def count_classes(units: Sequence[LayerUnit], others: Iterable[Copy]) -> list[ClassCount]:
     """All classes that there are, routed experts first.
 
     Raises CheckpointError for an expert that would stay unquantized, and where the pattern in
@@ -102,17 +102,17 @@ def count_classes(units: Sequence[LayerUnit], others: Iterable[TensorRef]) -> li
     return [experts, *_count_others(others, pattern)]
 
 
-def _count_others(tensors: Iterable[TensorRef], pattern: str) -> list[ClassCount]:
+def _count_others(copies: Iterable[Copy], pattern: str) -> list[ClassCount]:
     counts = {name: ClassCount(name) for name, _ in (*_classes(table.FAMILIES), (_OTHER, ""))}
     seen = set()
-    for tensor in tensors:
-        module = tensor.name.rpartition(".")[0] or tensor.name
-        if fits(pattern, module) or is_in_experts(tensor.name):
+    for tensor, name in copies:
+        module = name.rpartition(".")[0] or name
+        if fits(pattern, module) or is_in_experts(name):
             raise CheckpointError(
                 f"{tensor.name} belongs to an expert that would stay unquantized",
                 "this way of storing experts is not supported",
             )
-        count = counts[class_of(tensor.name)]
+        count = counts[class_of(name)]
         count.source_bytes += tensor.nbytes
         if module not in seen:
             seen.add(module)

@@ -14,7 +14,9 @@ LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 
 def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
     """model.layers.3.mlp.experts.5.gate_proj: the source's own name where it has one per
-    expert (Mixtral: w1, w3, w2), else the usual one."""
+    expert (Mixtral: w1, w3, w2), else the usual one; for GGUF that of the safetensors model."""
+    if layer.hub_names is not None:
+        return f"{layer.hub_names.prefix}.{expert}.{layer.hub_names.matrices.of(proj)}"
     where = layer.source if is_in_experts(f"{layer.source}.") else f"{layer.source}.experts"
     return f"{where}.{expert}.{_spelling(layer, proj)}"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ktconv.checkpoint import Checkpoint
+from ktconv.checkpoint import Checkpoint, TensorRef
+from ktconv.checkpoint.gguf.hub_names import HubNames
 from ktconv.checkpoint.others import OtherWeight, OtherWeights
 from ktconv.errors import CheckpointError
 
@@ -16,9 +17,12 @@ _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _HINT = "use the unquantized version of this model, or its FP8 version with block scales"
 
 
-def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, OtherWeight], frozenset[str]]:
+def decoded_others(
+    checkpoint: Checkpoint, hub_names: HubNames | None = None
+) -> tuple[Mapping[str, OtherWeight], frozenset[str]]:
     """The quantized matrices among the other tensors by the name of their primary tensor, and the
-    names of what stands beside those.
+    names of what stands beside those. Of GGUF models (`hub_names`) also what is float32 there
+    although the model's own checkpoint has it in bf16.
 
     Raises CheckpointError for a model whose other tensors no engine could read then.
     """
@@ -28,7 +32,9 @@ def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, OtherWeight], f
     for _, parts in others.modules():
         if len(parts) == 1:
             [tensor] = parts.values()
-            if tensor.dtype not in _PLAIN:
+            if hub_names is not None and not _is_kept(tensor, hub_names):
+                decoded[tensor.name] = others.matrix(parts)
+            elif tensor.dtype not in _PLAIN:
                 raise CheckpointError(
                     f"{tensor.name} is {tensor.dtype} without scales that ktconv knows", _HINT
                 )
@@ -38,3 +44,10 @@ def decoded_others(checkpoint: Checkpoint) -> tuple[Mapping[str, OtherWeight], f
         decoded[primary.name] = weight
         dropped |= {tensor.name for tensor in parts.values() if tensor.name != primary.name}
     return decoded, frozenset(dropped)
+
+
+def _is_kept(tensor: TensorRef, names: HubNames) -> bool:
+    """Whether a plain tensor of a GGUF file is copied as it is."""
+    if tensor.dtype == "F32":
+        return names.is_float32(tensor.name)
+    return tensor.dtype in _PLAIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.biases import refuse_biases
+from ktconv.targets.pack_quantized.gguf_names import hub_name, hub_names_of
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.other_tensors import decoded_others
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
@@ -58,12 +60,14 @@ class PackQuantizedTarget(Target):
 
     options: Options
     made_files = (CONFIG, RECIPE)
+    copies_gguf = True
 
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
         self.options = options
         self.scheme = Scheme(options.scheme, options.group_size)
+        self._hub_names = hub_names_of(checkpoint)
         # Matrices that only the source's engine could read are written decoded, by tensor name.
-        self.decoded, self._dropped = decoded_others(checkpoint)
+        self.decoded, self._dropped = decoded_others(checkpoint, self._hub_names)
 
     @property
     def name(self) -> str:
@@ -115,15 +119,21 @@ class PackQuantizedTarget(Target):
         return [(tensor, self.output_name(tensor.name)) for tensor in kept]
 
     def output_name(self, name: str) -> str:
-        """Of a non-expert tensor: what is decoded is a plain weight."""
+        """Of a non-expert tensor: what is decoded is a plain weight. CheckpointError for one of a
+        GGUF file that is not known."""
+        if self._hub_names is not None:
+            return hub_name(self._hub_names, name)
         return name.rpartition(".")[0] + ".weight" if name in self.decoded else name
 
     def copied(self, tensor: TensorRef, name: str) -> Tensor:
-        decoded = self.decoded.get(tensor.name)
+        decoded, shape = self.decoded.get(tensor.name), tensor.shape
+        if self._hub_names is not None:
+            shape = self._hub_names.shape(tensor.name, shape)
+        elif decoded is not None:
+            shape = decoded.matrix.rows, decoded.matrix.cols
         if decoded is None:
-            return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
-        rows, cols = decoded.matrix.rows, decoded.matrix.cols
-        return Tensor(name, "BF16", (rows, cols), 2 * rows * cols)
+            return Tensor(name, tensor.dtype, shape, tensor.nbytes)
+        return Tensor(name, "BF16", shape, 2 * prod(shape))
 
     def sidecars(self, directory: Path) -> list[Path]:
         return [path for path in find_side_files(directory) if str(path) not in self.made_files]

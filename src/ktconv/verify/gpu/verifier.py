@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import prod
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.errors import UsageError
@@ -94,7 +95,7 @@ class GpuVerifier(OutputVerifier):
         matrix = self.output.decoded.get(tensor.name)
         if matrix is None:
             yield from super().copy_checks(context, tensor, origin)
-        elif tensor.dtype == "BF16" and tensor.shape == (matrix.rows, matrix.cols):
+        elif tensor.dtype == "BF16" and prod(tensor.shape) == matrix.rows * matrix.cols:
             yield DecodedCheck(context, tensor, matrix)
 
     def weights_facts(self, totals: Totals) -> Facts:
