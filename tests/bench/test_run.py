@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.reports import SCHEMA, problems
-from helpers import amx
+from helpers import amx, gpt_oss
 from helpers.convert import convert
 from helpers.families import Tensor, numbered, random_weights, write_checkpoint
 from helpers.paths import EXAMPLE
@@ -159,6 +159,16 @@ def test_a_converted_model(tmp_path: Path) -> None:
             bench(replace(asked, layer=77), quiet)
         with pytest.raises(UsageError, match="--top-k 999 is more than"):
             bench(replace(asked, top_k=999), quiet)
+
+
+def test_a_model_whose_experts_have_biases(tmp_path: Path) -> None:
+    """They are in the reference of the kernels, too, and matter here."""
+    blocks = gpt_oss.Blocks()
+    config = {**gpt_oss.SIZES, "model_type": "gpt_oss", "num_experts_per_tok": 1}
+    model = write_checkpoint(tmp_path / "model", blocks.mxfp4, config)
+    convert(model, tmp_path / "out", method="int8", allow_activation_mismatch=True)
+    (row,) = bench(request([], shapes=(), model=tmp_path / "out", tokens=(6,)), quiet).rows
+    assert row.relative_error < 0.1
 
 
 @pytest.mark.parametrize(

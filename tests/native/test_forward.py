@@ -385,7 +385,7 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
     biased.call(pools["two"], x, ids, weights, y, scratch)()
     wide, expected = bf16_to_f32(x), np.zeros((9, hidden), np.float32)
     for e in range(2):
-        w_gate, w_up, w_down = layer.values(e)
+        w_gate, w_up, w_down = (one.values() for one in layer.loaded(e))
         token, slot = np.nonzero(ids == e)
         g = wide[token] @ w_gate.T + gate[e]
         u = wide[token] @ w_up.T + up[e]

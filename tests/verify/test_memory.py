@@ -33,7 +33,7 @@ from ktconv.formats import PROJECTIONS
 from ktconv.moe import experts as moe_experts
 from ktconv.moe import open_experts
 from ktconv.reading import streamed
-from ktconv.reading.streamed import Piece, Streamed, whole
+from ktconv.reading.streamed import Piece, Streamed
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.verify import Request, layers, prepare, verify
@@ -273,17 +273,16 @@ def test_pieces_cover_a_packed_matrix_once(method: str, numa: int, tmp_path: Pat
     model = write_checkpoint(tmp_path / "model", tensors, config)
     convert(model, tmp_path / "out", method=method, numa=numa)
     experts = open_experts(tmp_path / "out")
-    for matrix, shape in zip(experts.streams(1), experts.values(1), strict=True):
+    for matrix, shape in zip(experts.streams(1), experts.loaded(1), strict=True):
         seen = np.zeros((matrix.rows, matrix.cols), int)
         for piece in matrix.pieces():
             assert piece.values.shape[0] <= 128
             seen[piece.rows, piece.cols] += 1
-        assert (seen == 1).all() and shape.shape == seen.shape
+        assert (seen == 1).all() and shape.values().shape == seen.shape
     x = np.random.default_rng(3).standard_normal((7, hidden), np.float32)
     plain, rounded = experts.outputs(experts.streams(1), x)
-    gate, up, down = map(whole, experts.values(1))
     for streamed_y, flag in ((plain, False), (rounded, True)):
-        expected = experts.output((gate, up, down), x, rounded=flag)
+        expected = experts.output(experts.loaded(1), x, rounded=flag)
         assert np.allclose(streamed_y, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -385,7 +384,7 @@ def test_pages_of_mapped_experts_are_given_back(large: tuple[Path, Path]) -> Non
     before = machine.resident_memory()
     experts.release()
     assert before - machine.resident_memory() > 64 * HIDDEN * INNER // 2
-    assert np.isfinite(experts.values(0)[0]).all()
+    assert np.isfinite(experts.loaded(0)[0].values()).all()
 
 
 # ---- tensors beside the experts ----------------------------------------------------------

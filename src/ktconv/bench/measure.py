@@ -105,7 +105,7 @@ class Reference:
         x, ids, weights = self._inputs
         rounded, packed = np.zeros(x.shape, np.float32), np.zeros(x.shape, np.float32)
         for origin in np.unique(self._origins[self._origins >= 0]):
-            once = lru_cache(1)(self._experts.values)
+            once = lru_cache(1)(self._experts.loaded)
             arguments = (x, np.where(self._origins == origin, ids, -1), weights, once)
             rounded += self._experts.reference(*arguments, rounded=True)
             packed += self._experts.reference(*arguments)

@@ -14,7 +14,7 @@ from ktconv.formats import Format, formats_for, reference
 from ktconv.formats.decode import bf16_to_f32, round_to_bf16
 from ktconv.formats.groups import grouped
 from ktconv.native import Activation, PackedMatrix, Pool
-from ktconv.reading.streamed import Streams, whole
+from ktconv.reading.streamed import Streamed, Streams, whole
 from ktconv.system.arrays import F32, U16, Array
 
 Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
@@ -72,9 +72,9 @@ class Experts:
         """Bytes of one expert, scales included."""
         return self.format.expert_bytes(self.hidden, self.intermediate, self.parts)
 
-    def values(self, origin: int) -> Matrices:
+    def loaded(self, origin: int) -> Streams:
         """The matrices of `streams`, in memory whole."""
-        gate, up, down = (matrix.values() for matrix in self.streams(origin))
+        gate, up, down = (whole(one.values(), one.bias) for one in self.streams(origin))
         return gate, up, down
 
     def forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
@@ -90,11 +90,12 @@ class Experts:
         x: U16,
         ids: Array,
         weights: F32,
-        matrices: Callable[[int], Matrices] | None = None,
+        matrices: Callable[[int], Matrices | Streams] | None = None,
         *,
         rounded: bool = False,
     ) -> F32:
-        """The same in float32, on the weights' values or on other `matrices` of each origin.
+        """The same in float32, on the weights' values and biases or on other `matrices` of each
+        origin.
 
         `rounded`: with activations rounded where the kernels round them.
         """
@@ -164,8 +165,8 @@ def in_blocks(compute: Callable[[F32], tuple[F32, ...]], x: F32) -> tuple[F32, .
     return tuple(map(np.concatenate, zip(*map(compute, blocks), strict=True)))
 
 
-def _whole(matrices: Matrices) -> Streams:
-    gate, up, down = map(whole, matrices)
+def _whole(matrices: Matrices | Streams) -> Streams:
+    gate, up, down = (one if isinstance(one, Streamed) else whole(one) for one in matrices)
     return gate, up, down
 
 

@@ -50,11 +50,11 @@ class Streamed:
 Streams = tuple[Streamed, Streamed, Streamed]  # gate [I, H], up [I, H], down [H, I]
 
 
-def whole(matrix: F32) -> Streamed:
+def whole(matrix: F32, bias: F32 | None = None) -> Streamed:
     """A matrix that is in memory already, as one piece."""
     rows, cols = matrix.shape
     piece = Piece(slice(0, rows), slice(0, cols), matrix)
-    return Streamed(rows, cols, lambda: iter((piece,)))
+    return Streamed(rows, cols, lambda: iter((piece,)), bias)
 
 
 def piece_rows(cols: int) -> int:
