@@ -96,12 +96,12 @@ INLINE float scale_at(const kt_audit_job *job, int64_t row, int64_t group) {
  * then neither the order of sums nor their bits depend on how wide the machine's vectors are. */
 typedef struct group_state {
   float most_error[LANES], most_source[LANES];
-  int64_t zeros, invalid;
+  int64_t squares, zeros, invalid; /* of codes: the sum of their squares, how many are so */
 } group_state;
 
 typedef struct row_state {
   _Alignas(64) double source[LANES]; /* squares, */
-  double error[LANES], value[LANES]; /* likewise */
+  double error[LANES];               /* likewise */
   group_state group;
 } row_state;
 
@@ -130,36 +130,40 @@ INLINE int64_t count_of(const int8_t *codes, int8_t code, const int cols, int64_
   return sum;
 }
 
+/* The sum of a row's squared codes of a block. */
+INLINE int32_t squares_of(const int8_t *codes, int64_t count) {
+  int16_t wide[KT_AUDIT_BLOCK]; /* of which a machine multiplies and adds two at once */
+  int32_t sum = 0;
+  for (int64_t c = 0; c < count; c++) wide[c] = codes[c];
+  for (int64_t c = 0; c < count; c++) sum += wide[c] * wide[c];
+  return sum;
+}
+
 /* Adds `runs` times 64 columns of a row, or 32. The only code that can be beyond the levels is
  * `invalid`, unless it is 0: then none can. */
 INLINE void compare_runs(const float *w, const int8_t *codes, float step, const int8_t invalid,
                          const int cols, int64_t runs, row_state *row) {
   group_state *const group = &row->group;
-  double source[LANES], error[LANES], value[LANES];
+  double source[LANES], error[LANES];
   float most_source[LANES], most_error[LANES];
   memcpy(source, row->source, sizeof source);
   memcpy(error, row->error, sizeof error);
-  memcpy(value, row->value, sizeof value);
   memcpy(most_source, group->most_source, sizeof most_source);
   memcpy(most_error, group->most_error, sizeof most_error);
   for (int64_t run = 0; run < runs; run++) {
     const float *const x = w + run * cols;
-    float v[KT_AUDIT_COLS], e[KT_AUDIT_COLS];
-    for (int c = 0; c < cols; c++) {
-      v[c] = (float)codes[run * cols + c] * step;
-      e[c] = x[c] - v[c];
-    }
+    float e[KT_AUDIT_COLS];
+    for (int c = 0; c < cols; c++) e[c] = x[c] - (float)codes[run * cols + c] * step;
     for (int i = 0; i < LANES; i++) source[i] += (double)square_sum(x + i, cols);
     for (int i = 0; i < LANES; i++) error[i] += (double)square_sum(e + i, cols);
-    for (int i = 0; i < LANES; i++) value[i] += (double)square_sum(v + i, cols);
     for (int i = 0; i < LANES; i++) most_source[i] = larger(most_of(x + i, cols), most_source[i]);
     for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(e + i, cols), most_error[i]);
   }
   memcpy(row->source, source, sizeof source);
   memcpy(row->error, error, sizeof error);
-  memcpy(row->value, value, sizeof value);
   memcpy(group->most_source, most_source, sizeof most_source);
   memcpy(group->most_error, most_error, sizeof most_error);
+  group->squares += squares_of(codes, runs * cols);
   group->zeros += count_of(codes, 0, cols, runs);
   if (invalid) group->invalid += count_of(codes, invalid, cols, runs);
 }
@@ -168,7 +172,8 @@ INLINE void compare_runs(const float *w, const int8_t *codes, float step, const 
 static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
   const kt_matrix *const m = job->source;
   const int64_t cols = KT_AUDIT_GROUP_COLS, in_strip = row % (2 * KT_AUDIT_ROWS);
-  memset(state->source, 0, sizeof state->source + sizeof state->error + sizeof state->value);
+  memset(state->source, 0, sizeof state->source);
+  memset(state->error, 0, sizeof state->error);
   for (int64_t col = 0; col < m->cols; col += cols) {
     uint8_t room[ROOM_BYTES];
     float values[KT_AUDIT_GROUP_COLS];
@@ -181,7 +186,6 @@ static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *sta
       const double w = (double)values[c], v = (double)((float)code * step);
       state->source[0] += w * w;
       state->error[0] += (w - v) * (w - v);
-      state->value[0] += v * v;
     }
   }
 }
@@ -207,8 +211,9 @@ static void finish_group(const kt_audit_job *job, int64_t row, int64_t group, gr
   job->rule[at] = job->bf16_scales ? to_bf16(rule) : rule;
   job->error[at] = largest(found->most_error);
   const double scale = (double)scale_at(job, row, group);
-  const double steps = (double)job->error[at] / ((double)job->format->units * scale);
+  const double step = (double)job->format->units * scale, steps = (double)job->error[at] / step;
   if (scale > 0 && steps > audit->max_steps) audit->max_steps = steps;
+  audit->squared_value += step * step * (double)found->squares;
   audit->zeros += found->zeros;
   audit->invalid += scale == 0 ? job->group - found->zeros : found->invalid;
   memset(found, 0, sizeof *found);
@@ -220,7 +225,6 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   if (amax < 0x1p-40f || amax > 0x1p40f) sum_extreme_row(job, row, state);
   audit->squared_source += total(state->source);
   audit->squared_error += total(state->error);
-  audit->squared_value += total(state->value);
 }
 
 /* `width` columns of the rows compared at once: unpacked, then row after row. */

@@ -216,6 +216,19 @@ INLINE void scale_run(float *out, int64_t cols, float zero, float scale) {
   for (int64_t i = 0; i < cols; i++) out[i] = (out[i] - zero) * scale;
 }
 
+/* E4M3 to values in one pass, where there are no zero points and groups are in order. */
+INLINE void f8_scaled(const kt_matrix *m, const uint8_t *from, int64_t row, int64_t col,
+                      int64_t cols, float *restrict out) {
+  const int64_t line = (m->row_origin + row) / m->block_rows * m->scale_stride;
+  int64_t x = (m->col_origin + col) / m->block_cols;
+  int64_t end = (x + 1) * m->block_cols - m->col_origin - col;
+  for (int64_t c = 0; c < cols; c = end, end += m->block_cols, x++) {
+    const float scale = m->block_scale[line + x];
+    const int64_t stop = least(end, cols);
+    for (int64_t i = c; i < stop; i++) out[i] = f8_value(from[i]) * scale;
+  }
+}
+
 /* Numbers of `cols` columns from `col` of row `row` to values. Divisions take long: one for all
  * blocks. */
 INLINE void scale_values(const kt_matrix *m, int64_t row, int64_t col, int64_t cols, float *out) {
@@ -239,10 +252,11 @@ INLINE void scale_values(const kt_matrix *m, int64_t row, int64_t col, int64_t c
   }
 }
 
-/* The values of the source at `cols` columns from `col` on of row `row`; s: from there on. A
- * function of its own: inlined into the comparison, compilers make worse of both. */
-static __attribute__((noinline)) void source_values(const kt_matrix *m, stored s, int64_t row,
-                                                    int64_t col, int64_t cols, float *out) {
+INLINE int is_f8_scaled(const kt_matrix *m) {
+  return m->dtype == KT_F8_E4M3 && m->block_scale && !m->zero_point && !m->group_of_col;
+}
+
+INLINE void stored_numbers(const kt_matrix *m, stored s, int64_t row, int64_t cols, float *out) {
   switch (m->dtype) {
 #define VALUES(dtype, name, size, high, wide)                                                      \
   case dtype: name##_values(s.data, row, cols, out); break;
@@ -254,7 +268,18 @@ static __attribute__((noinline)) void source_values(const kt_matrix *m, stored s
     break;
     AUDIT_BLOCKS(COLUMNS)
   }
-  if (m->block_scale) scale_values(m, row, col, cols, out);
+}
+
+/* The values of the source at `cols` columns from `col` on of row `row`; s: from there on. A
+ * function of its own: inlined into the comparison, compilers make worse of both. */
+static __attribute__((noinline)) void source_values(const kt_matrix *m, stored s, int64_t row,
+                                                    int64_t col, int64_t cols, float *out) {
+  if (is_f8_scaled(m)) {
+    f8_scaled(m, s.data, row, col, cols, out);
+  } else {
+    stored_numbers(m, s, row, cols, out);
+    if (m->block_scale) scale_values(m, row, col, cols, out);
+  }
   if (m->round_to_bf16)
     for (int64_t c = 0; c < cols; c++) out[c] = to_bf16(out[c]);
 }
