@@ -132,7 +132,7 @@ def test_packing_and_audit_are_those_of_the_values(
 
 
 def test_fp8_with_zero_points_and_groups(isa: str) -> None:
-    """What the vector decoder of FP8 leaves to the scalar one."""
+    """What the vector decoder of rows of FP8 leaves to the scalar one."""
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 0x7F, (32, 128), np.uint8)
     scale = rng.uniform(0.5, 2, (32, 2)).astype(np.float32)
@@ -149,6 +149,31 @@ def test_fp8_with_zero_points_and_groups(isa: str) -> None:
         )  # fmt: skip
         expected = (unscaled - (0 if zero is None else 3)) * scale[:, groups]
         np.testing.assert_array_equal(native.decode(matrix), expected)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_fp8_number_stored_in_out(isa: str, zeros: bool, rounded: bool) -> None:
+    """[in, out] as [out, in], bit for bit: all 256 numbers, NaN included, in blocks that begin
+    before the matrix and end after it."""
+    rows, cols = 48, 160
+    codes = np.arange(rows * cols).astype(np.uint8).reshape(rows, cols)
+    rng = np.random.default_rng(4)
+    scale = rng.uniform(0.5, 2, (3, 4)).astype(np.float32)
+    scale[1] *= np.float32(2.0**-120)  # a value times it can be denormal
+    scale[2] *= np.float32(2.0**110)  # so that its scale times 2^120 is none
+    zero = rng.integers(1, 9, scale.shape).astype(np.float32) if zeros else None
+    found = []
+    for stored, strides in ((codes, (cols, 1)), (np.ascontiguousarray(codes.T), (1, rows))):
+        matrix = native.Matrix(
+            stored.reshape(-1), "F8_E4M3", rows, cols, row_stride=strides[0],
+            col_stride=strides[1], block_scale=scale, block=(20, 50), origin=(7, 30),
+            zero_point=zero, round_to_bf16=rounded,
+        )  # fmt: skip
+        found.append(native.decode(matrix).view(np.uint32))
+    np.testing.assert_array_equal(found[1], found[0])
+    native.use_isa("scalar")
+    np.testing.assert_array_equal(native.decode(matrix).view(np.uint32), found[1])
 
 
 def test_views_that_do_not_fit_are_refused() -> None:

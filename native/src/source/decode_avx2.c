@@ -109,8 +109,9 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
   const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * size;
   __m256i source[LANES], row[LANES];
   for (int i = 0; i < LANES; i++)
-    source[i] = _mm256_castps_si256(
-        decode8(from + i * m->col_stride * size, dtype, _mm256_setzero_ps(), 0, rounded));
+    source[i] =
+        _mm256_castps_si256(decode8(from + i * m->col_stride * size, dtype,
+                                    _mm256_set1_ps(1 / E4M3_UNIT), dtype == KT_F8_E4M3, rounded));
   kt_transpose8(source, row);
   for (int r = 0; r < LANES; r++)
     _mm256_storeu_ps(out + r * stride + k, _mm256_castsi256_ps(row[r]));
@@ -120,10 +121,12 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
                            float *out, int64_t stride) {
   if (m->col_stride == 1 && !m->zero_point) {
     for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
-  } else if (count % LANES == 0 && m->cols % LANES == 0 && !m->block_scale) {
+  } else if (m->col_stride != 1 && count % LANES == 0 && m->cols % LANES == 0) {
+    const int scaled = m->block_scale != NULL;   /* then they are rounded after that */
     for (int64_t k = 0; k < m->cols; k += LANES) /* each line of memory once for all rows */
       for (int64_t r = 0; r < count; r += LANES)
-        decode_square(m, row + r, k, dtype, rounded, out + r * stride, stride);
+        decode_square(m, row + r, k, dtype, rounded && !scaled, out + r * stride, stride);
+    for (int64_t r = 0; scaled && r < count; r++) kt_finish_row(m, row + r, out + r * stride);
   } else {
     kt_decode_rows_scalar(m, row, count, out, stride);
   }

@@ -100,6 +100,7 @@ KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype
   kt_transpose16(source, row);
   for (int r = 0; r < LANES; r++) {
     __m512 value = _mm512_castsi512_ps(row[r]);
+    if (dtype == KT_F8_E4M3) value = _mm512_mul_ps(value, _mm512_set1_ps(1 / E4M3_UNIT));
     if (rounded) value = kt_round_bf16(value);
     _mm512_storeu_ps(out + r * stride + k, value);
   }
@@ -109,11 +110,13 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
                            float *out, int64_t stride) {
   if (m->col_stride == 1 && !m->zero_point) {
     for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
-  } else if (count == LANES && m->cols % LANES == 0 && !m->block_scale) {
+  } else if (m->col_stride != 1 && count == LANES && m->cols % LANES == 0) {
+    const int scaled = m->block_scale != NULL; /* then they are rounded after that */
     for (int64_t k = 0; k < m->cols; k += LANES)
-      decode_square(m, row, k, dtype, rounded, out, stride);
+      decode_square(m, row, k, dtype, rounded && !scaled, out, stride);
+    for (int64_t r = 0; scaled && r < count; r++) kt_finish_row(m, row + r, out + r * stride);
   } else {
-    /* numbers with scales stored [in, out], or with zero points, are no known format */
+    /* numbers with zero points are no known format */
     kt_decode_rows_scalar(m, row, count, out, stride);
   }
 }
