@@ -349,6 +349,25 @@ def test_a_packing_that_is_no_name(key: str, tmp_path: Path) -> None:
     assert f"quantization_config.{key} is 5, not a name" in message
 
 
+def test_a_quantize_config_of_its_own(tmp_path: Path) -> None:
+    """Without quantization_config, GPTQ is the first version, which this file may contradict."""
+    tensors, _ = experts(lambda *_: KINDS["gptq int4, v1"].of)
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(**SIZES))
+    path = model / "quantize_config.json"
+    for content in ("{}", '{"bits": 4, "checkpoint_format": "gptq"}'):
+        path.write_text(content)
+        open_checkpoint(model)
+    path.write_text('{"checkpoint_format": "gptq_v2"}')
+    with pytest.raises(CheckpointError, match=r"has checkpoint_format 'gptq_v2', but config\.json"):
+        open_checkpoint(model)
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"quantize_config\.json"):
+        open_checkpoint(model)
+    quantization = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    write_checkpoint(model, tensors, simple_config(**SIZES, quantization_config=quantization))
+    open_checkpoint(model)
+
+
 @pytest.mark.parametrize("kind", ["int4 packed, group 32", "int8 channel"])
 def test_zero_points_that_are_missing(kind: str, tmp_path: Path) -> None:
     tensors, _ = experts(lambda *_: KINDS[kind].of)

@@ -17,6 +17,7 @@ from typing import Any
 from ktconv.checkpoint.config import (
     CONFIG_NAME,
     ConfigFile,
+    check_quantize_config,
     interpret_config,
     read_config,
     read_description,
@@ -65,6 +66,8 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
     described = {} if selection.gguf else read_description(place)
     with _naming(headers[0], config):
         layers, notes = build_layers(split, interpret_config(config.content, described))
+    if side_directory and any("gptq" in layer.encoding for layer in layers):
+        check_quantize_config(side_directory, config.content)
     if config.made is not None:
         notes = [_of_metadata(note, headers[0]) for note in notes]
     architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None

@@ -25,6 +25,7 @@ from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 
 DESCRIPTION = "quant_model_description.json"  # of msModelSlim
+_QUANTIZE_CONFIG = "quantize_config.json"  # of GPTQ, in old checkpoints instead of a section
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
 MAX_DEPTH = 64  # sections within sections
@@ -130,6 +131,26 @@ def read_description(directory: Path) -> Mapping[str, str]:
     hint = "Download it again."
     content = parse_object(data, str(directory / DESCRIPTION), hint, allow_same_twice=True)
     return {name: kind for name, kind in content.items() if isinstance(kind, str)}
+
+
+def check_quantize_config(directory: Path, content: Mapping[str, Any]) -> None:
+    """For GPTQ: CheckpointError if config.json names no packing, and quantize_config.json one that
+    is not the first version's, as which the weights would be read."""
+    if _quantization(sections_of(content)):
+        return
+    try:
+        data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
+    except MissingFileError:
+        return
+    path = directory / _QUANTIZE_CONFIG
+    hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
+    packing = parse_object(data, str(path), hint, allow_same_twice=True).get("checkpoint_format")
+    if packing not in (None, "gptq"):
+        raise CheckpointError(
+            f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
+            "quantization_config",
+            hint,
+        )
 
 
 def interpret_config(
