@@ -222,6 +222,13 @@ def of_int8(rng: Rng, rows: int, cols: int, group: int = 0, asymmetric: bool = F
     return parts, dequantized(codes, scale, zero, group_index(rng, cols, scale.shape[1], False))
 
 
+def in_int8(values: F32) -> Stored:
+    """Given weights in the nearest INT8 with a scale for each row, and what they have become."""
+    scale = np.abs(values).max(axis=1, keepdims=True).astype(np.float32) / np.float32(127)
+    codes = np.rint(values / scale).astype(np.int8)
+    return {"weight": codes, "weight_scale": scale}, codes * scale
+
+
 def of_angelslim(rng: Rng, rows: int, cols: int) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8) ^ np.uint8(8)
     scale = rng.uniform(0.001, 1, (rows, 1)).astype(np.float32)

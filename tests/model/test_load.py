@@ -486,7 +486,7 @@ def test_the_only_place_always_says_no() -> None:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "from_pretrained"
     ]
-    assert len(calls) == 3
+    assert len(calls) == 4
     for call in calls:
         unpacked = [one.value for one in call.keywords if one.arg is None]
         assert "_SAFE" in [one.id for one in unpacked if isinstance(one, ast.Name)]

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.convert import read_shards
+from helpers.encoded import in_int8
 from helpers.paths import MODELS
 
 from ktconv.conversion.pipeline import Observer
@@ -342,6 +342,35 @@ def test_weights_on_disk_give_the_same(
     assert tensors(tmp_path / "output") == quantized
 
 
+def test_an_encoded_model_is_calibrated_as_its_values_are(
+    torch: Any, small: Path, text: Path, tmp_path: Path
+) -> None:
+    """Experts and attention in INT8, and the same values in float32."""
+    from safetensors.numpy import save_file
+    from safetensors.torch import load_file
+
+    encoded: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, tensor in load_file(small / "model.safetensors").items():
+        values[name] = encoded[name] = tensor.float().numpy()
+        if name.endswith("_proj.weight"):
+            parts, values[name] = in_int8(values[name])
+            encoded |= {f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()}
+    for directory, tensors_of in (("encoded", encoded), ("plain", values)):
+        shutil.copytree(small, tmp_path / directory)
+        save_file(tensors_of, tmp_path / directory / "model.safetensors", {"format": "pt"})
+        changed = {"self_test": True, "samples": 4}
+        quantize(tmp_path / directory, tmp_path / f"{directory}-out", text, **changed)
+    found, expected = (tensors(tmp_path / f"{name}-out") for name in ("encoded", "plain"))
+    experts = {name for name in expected if ".mlp.experts." in name}
+    assert len(experts) == 3 * 3 * 16
+    assert {name for name in found if ".mlp.experts." in name} == experts
+    assert all(found[name] == expected[name] for name in experts)
+    attention = "model.layers.0.self_attn.q_proj.weight"
+    rounded = torch.from_numpy(values[attention]).bfloat16()
+    assert found[attention].data == rounded.view(torch.uint8).numpy().tobytes()
+
+
 def test_only_chosen_experts_are_quantized(small: Path, text: Path, tmp_path: Path) -> None:
     chosen = tmp_path / "hot.json"
     chosen.write_text(json.dumps({"schema": 1, "experts": {"0": [2, 7, 11]}}))
@@ -433,17 +462,6 @@ def test_impossible_options(
     with pytest.raises(UsageError, match=message):
         prepare(request(small, tmp_path / "output", text, **changes))
     assert not (tmp_path / "output").exists()
-
-
-def test_experts_that_are_quantized_already(small: Path, text: Path, tmp_path: Path) -> None:
-    from ktconv.quantize_gpu.gptq.run import Gptq
-
-    asked = request(small, tmp_path / "output", text)
-    plan = prepare(asked).plan
-    layer = plan.layers[0].layer
-    unit = replace(plan.layers[0], layer=replace(layer, encoding="fp8-block"))
-    with pytest.raises(CheckpointError, match="layer 0 are fp8-block"):
-        Gptq.check(asked, replace(plan, layers=[unit]))
 
 
 def fails(model: Path, output: Path, text: object, **changes: Any) -> KtconvError:

@@ -93,9 +93,7 @@ class FusedLayout:
 def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
     """The tensors of a fused stack by the names of their parts; gate and up have the same ones
     where they are together."""
-    ways = table.FAMILIES.stacked
-    names = dict.fromkeys(name for way in ways for name in way)
-    pattern = re.compile(rf"({one_of(names)})(?:([._])(.+))?")
+    ways, pattern = table.FAMILIES.stacked, _pattern()
     found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
         match = pattern.fullmatch(rest)
@@ -131,6 +129,19 @@ def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
         )
     rows = {name: _rows_of_bytes(found[name]) for name in way}
     return {"gate": rows[gate], "up": rows[way[-2]], "down": rows[down]}
+
+
+def fused_name(source: str, tensor: TensorRef) -> str:
+    """The name that a stacked weight of the experts `source` has where it is not encoded."""
+    match = _pattern().fullmatch(tensor.name.removeprefix(f"{source}."))
+    assert match is not None, "fused_parts() found it"
+    return f"{source}.{match[1]}" + (".weight" if match[2] == "." else "")
+
+
+def _pattern() -> re.Pattern[str]:
+    """Name, separator and part of a tensor of stacked experts."""
+    names = dict.fromkeys(name for way in table.FAMILIES.stacked for name in way)
+    return re.compile(rf"({one_of(names)})(?:([._])(.+))?")
 
 
 def _part_name(separator: str | None, rest: str | None) -> str:

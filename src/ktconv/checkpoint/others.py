@@ -59,7 +59,7 @@ class OtherWeights:
 
     def weight(self, parts: Parts) -> TensorRef:
         """The primary tensor, with the shape of the weights as they are used, if it is known."""
-        stored = _primary(parts)
+        stored = _primary_of(parts)
         if len(parts) == 1:
             return stored
         try:
@@ -73,7 +73,7 @@ class OtherWeights:
 
         Raises CheckpointError for an encoding that experts cannot have either, or of a wrong shape.
         """
-        weight = _primary(parts)
+        weight = _primary_of(parts)
         if len(weight.shape) == 1:
             row = replace(weight, shape=(1, *weight.shape))
             parts = {name: row if one is weight else one for name, one in parts.items()}
@@ -131,8 +131,15 @@ def _owner(name: str, names: Set[str]) -> tuple[str, str]:
     return name, WEIGHT
 
 
-def _primary(parts: Parts) -> TensorRef:
-    return parts[next(name for name in _PRIMARY if name in parts)]
+def primary(parts: Parts) -> TensorRef | None:
+    """The tensor of the weight itself; None for a module of other tensors alone."""
+    return next((parts[name] for name in _PRIMARY if name in parts), None)
+
+
+def _primary_of(parts: Parts) -> TensorRef:
+    found = primary(parts)
+    assert found is not None, "find() found it"
+    return found
 
 
 def _wrong_shape(weight: TensorRef, expected: str = "") -> CheckpointError:

@@ -17,6 +17,7 @@ from ktconv.checkpoint import read_header
 from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.checkpoint.gguf.parts import all_parts
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
+from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.replace import ReplacedExperts, experts_watched, find_experts
 from ktconv.system import machine
@@ -59,17 +60,21 @@ def load_model(
     config_directory: Path | None = None,
     max_memory: int | None = None,
     offload: Path | None = None,
+    decode: bool = True,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
     `source` is a directory, or one GGUF file; then config.json and tokenizer are those of
-    `config_directory`. With `max_memory`, weights beyond that many bytes are kept in the folder
-    `offload`, and read whenever their layer runs. Raises ResourceError, before anything is loaded,
-    where the weights do not fit into the memory (or disk) that is free; CheckpointError where
-    transformers cannot load the checkpoint, or only with random weights in place of missing ones
-    or with the checkpoint's own code, which is never run.
+    `config_directory`. Encoded weights are decoded by ktconv; without `decode`, by what
+    transformers has for them. With `max_memory`, weights beyond that many bytes are kept in the
+    folder `offload`, and read whenever their layer runs.
+
+    Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
+    (or disk) that is free; CheckpointError where transformers cannot load the checkpoint, or only
+    with random weights in place of missing ones or with the checkpoint's own code, which is never
+    run.
     """
-    directory, gguf = Path(source), None
+    directory, gguf, decoded = Path(source), None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
         if max_memory is not None:
@@ -79,21 +84,23 @@ def load_model(
             )
     elif not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
+    elif decode:
+        decoded = open_encoded(directory)
     wanted = _dtype(dtype)
+    size = _bytes_in_memory(gguf or directory, wanted) if decoded is None else decoded.nbytes
     options: dict[str, Any] = {}
-    if gguf is not None:
-        check_memory(gguf, wanted)
-    elif max_memory is None or offload is None:
-        check_memory(directory, wanted)
+    if max_memory is None or offload is None:
+        _check_memory(gguf or directory, size)
     else:
-        _check_offload(directory, wanted, offload)
+        _check_offload(size, offload)
         options = {
             "device_map": "auto",
             "max_memory": {"cpu": max_memory},
             "offload_folder": str(offload),
         }
     tokenizer = load_tokenizer(directory)
-    return load_language_model(directory, wanted, gguf=gguf, **options), tokenizer
+    model = load_language_model(directory, wanted, gguf=gguf, decoded=decoded, **options)
+    return model, tokenizer
 
 
 def check_gguf(file: Path, config_directory: Path | None) -> Path:
@@ -130,32 +137,33 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def check_memory(directory: Path, dtype: str | torch.dtype) -> None:
-    """ResourceError unless the weights of a checkpoint in `directory`, or of a GGUF file, fit into
-    free memory as `dtype`."""
-    if directory.is_file():
-        needed = int(_LOADING * float32_bytes(directory))
-    else:
-        shards = sorted(directory.glob("*.safetensors"))
-        if not shards:
-            raise CheckpointError(f"{directory} contains no safetensors files")
-        needed = int(_LOADING * sum(_bytes_of(shard, dtype) for shard in shards))
-    free = machine.available_memory()
+def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
+    """Of the weights of a checkpoint in the directory `place`, or of a GGUF file, as `dtype`."""
+    if place.is_file():
+        return float32_bytes(place)
+    shards = sorted(place.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{place} contains no safetensors files")
+    return sum(_bytes_of(shard, dtype) for shard in shards)
+
+
+def _check_memory(place: Path, size: int) -> None:
+    """ResourceError unless `size` bytes of weights can be loaded into free memory."""
+    needed, free = int(_LOADING * size), machine.available_memory()
     if needed > free:
         raise MemoryShortError(
-            f"loading {directory} needs about {format_size(needed)} of memory, but "
+            f"loading {place} needs about {format_size(needed)} of memory, but "
             f"only {format_size(free)} are free"
         )
 
 
-def _check_offload(directory: Path, dtype: str | torch.dtype, offload: Path) -> None:
+def _check_offload(needed: int, offload: Path) -> None:
     """UsageError without accelerate, ResourceError where the folder has too little room."""
     if find_spec("accelerate") is None:
         raise UsageError(
             "loading a part of a model at a time needs accelerate, which is not installed",
             "install it with: pip install accelerate",
         )
-    needed = sum(_bytes_of(shard, dtype) for shard in directory.glob("*.safetensors"))
     free = machine.disk_free(offload)
     if needed > free:
         raise ResourceError(

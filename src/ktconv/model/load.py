@@ -6,7 +6,7 @@ How a checkpoint could have code run or a pickle read, and what prevents it:
   custom_generate: `trust_remote_code=False`, and configs lose their `auto_map`, since
   transformers builds the models of sections without that option
 - `tokenizer_class`, which may name any class of transformers: refused unless it is a tokenizer
-- pickled weights: `use_safetensors=True`
+- pickled weights: `use_safetensors=True`; encoded ones come from `ktconv.model.decoded`
 - an adapter (peft), another config.json (`configuration_files`): refused
 - a kernel of the hub (`_attn_implementation`): the model's default is used instead
 - "FILE.py:CLASS" in quantization_config, which compressed-tensors imports: refused
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from logging import LogRecord, getLogger, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
@@ -30,8 +30,12 @@ from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
 from ktconv.system.text import printable
 
+if TYPE_CHECKING:
+    from ktconv.model.decoded import SourceWeights
+
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
 # Keys within quantization_config whose value names a class.
 _CLASS_KEYS = ("format", "observer", "quant_method", "type")
 
@@ -78,14 +82,17 @@ def load_language_model(
     name: Path | None = None,
     *,
     gguf: Path | None = None,
+    decoded: SourceWeights | None = None,
+    layers: int | None = None,
     **placement: Any,
 ) -> Any:
     """The language model of a local checkpoint, on the CPU or where `placement` (device_map and
-    what belongs to it) says. With `gguf` only config.json is of `directory`, and the weights are of
-    that file.
+    what belongs to it) says. With `gguf` or `decoded` only config.json and its like are of
+    `directory`, and the weights are of that file, or those, as far as they are of the first
+    `layers` layers.
 
-    Raises as `load_config` does, CheckpointError also where transformers would initialise missing
-    weights at random, ResourceError when out of memory.
+    Raises as `load_config` does, CheckpointError also for weights that cannot be decoded and where
+    transformers would initialise missing ones at random, ResourceError when out of memory.
     """
     name = name or directory
     config = load_config(directory, name)
@@ -96,10 +103,13 @@ def load_language_model(
     with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
         from transformers import AutoModelForCausalLM
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=dtype, output_loading_info=True,
-            **weights, **_SAFE, **placement,
-        )  # fmt: skip
+        if decoded is None:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place, config=config, dtype=dtype, output_loading_info=True,
+                **weights, **_SAFE, **placement,
+            )  # fmt: skip
+        else:
+            loaded = _load_decoded(directory, config, dtype, decoded, layers, placement)
     model, report = loaded
     _check_complete(name, report)
     return model.eval()
@@ -212,6 +222,65 @@ def _cleaned(config: Any) -> Any:
             if "/" in str(getattr(section, implementation, None)):
                 setattr(section, implementation, None)
     return config
+
+
+def _load_decoded(
+    directory: Path,
+    config: Any,
+    dtype: Any,
+    decoded: SourceWeights,
+    layers: int | None,
+    placement: Mapping[str, Any],
+) -> Any:
+    """A model with decoded weights, and what transformers reports of loading it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _unquantized(config)
+    weights = decoded.state_dict(_dtype_of(config, dtype), layers)
+    with torch.device("meta"):  # of the Auto classes only this works without a directory of weights
+        untyped: Any = AutoModelForCausalLM
+        empty = untyped.from_config(config, trust_remote_code=False)
+    try:
+        loaded: Any = type(empty).from_pretrained(
+            None, config=empty.config, dtype=weights.dtype, output_loading_info=True,
+            state_dict=weights, generation_config=_generation_config(directory),
+            **_SAFE, **placement,
+        )  # fmt: skip
+    except Exception as error:
+        if weights.error is not None:  # of which transformers may have kept only the words
+            raise weights.error from error
+        raise
+    model, report = loaded
+    model.name_or_path = model.config.name_or_path = str(directory)  # llm-compressor reads there
+    return model, report
+
+
+def _unquantized(config: Any) -> Any:
+    """A config of the same model with weights that are not quantized."""
+    for section in _sections(config):
+        vars(section).pop("quantization_config", None)
+    return config
+
+
+def _dtype_of(config: Any, dtype: Any) -> Any:
+    """For "auto" what config.json says, else bf16."""
+    if dtype != "auto":
+        return dtype
+    import torch
+
+    found = (getattr(section, "dtype", None) for section in _sections(config))
+    return next(filter(None, found), torch.bfloat16)
+
+
+def _generation_config(directory: Path) -> Any:
+    """What generation_config.json says, if it is there."""
+    from transformers import GenerationConfig
+
+    file = directory / _GENERATION
+    if not file.exists():
+        return None
+    return GenerationConfig.from_dict(parse_object(file.read_bytes(), str(file), ""))
 
 
 def _sections(config: Any) -> Iterator[Any]:

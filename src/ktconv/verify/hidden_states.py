@@ -11,10 +11,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import Checkpoint, MoELayer
-from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.routers import route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
 from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import activation_of
@@ -207,9 +207,7 @@ def why_not_captured(output: OpenedOutput) -> str | None:
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             return f"{package} is not installed"
-    size = sum(file.nbytes for file in source.sources)
-    if source.is_gguf:
-        size = float32_bytes(source.path)
+    size = loaded_bytes(source)
     if size * _SHARE_OF_MEMORY > machine.available_memory():
         return f"loading {format_size(size)} of source would need too much memory"
     return None

@@ -12,12 +12,12 @@ from typing import Any
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
-from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
 from ktconv.formats import Format
+from ktconv.model.decoded import loaded_bytes
 from ktconv.moe.experts import TOKENS_AT_ONCE
 from ktconv.packed.weights import Geometry
 from ktconv.reading.matrices import buffer_bytes, chunk_rows, experts_bytes
@@ -30,7 +30,7 @@ from ktconv.verify.request import VerifyRequest
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take
 LIBRARIES_MEMORY = 400 << 20  # of PyTorch and transformers after import
-F32 = 4
+BF16, F32 = 2, 4
 # Number of float32 arrays at the same time: of all tokens of a layer [M, H]; of the tokens of an
 # expert, of hidden and of intermediate size.
 _OF_ALL_TOKENS, _OF_EXPERT_TOKENS, _OF_MIDDLE = 12, 16, 24
@@ -175,11 +175,15 @@ def loading_bytes(checkpoint: Checkpoint) -> int:
     """Memory of transformers with a loaded model: its weights, and the experts of one layer again,
     which are there twice while they are stacked. Does not count pages of mapped files, which the
     system can drop."""
+    weights = loaded_bytes(checkpoint)
     if checkpoint.is_gguf:
-        return LIBRARIES_MEMORY + float32_bytes(checkpoint.path)
-    weights = sum(source.nbytes for source in checkpoint.sources)
-    experts = (experts_bytes(layer) for layer in checkpoint.layers)
+        return LIBRARIES_MEMORY + weights
+    experts = (max(experts_bytes(one), BF16 * _elements(one)) for one in checkpoint.layers)
     return LIBRARIES_MEMORY + weights + max(experts, default=0)
+
+
+def _elements(layer: MoELayer) -> int:
+    return 3 * layer.hidden_size * layer.intermediate_size * len(layer.experts)
 
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:

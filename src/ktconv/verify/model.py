@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.errors import ResourceError, UsageError
+from ktconv.model.decoded import loaded_bytes
 from ktconv.model.load import load_config, running, way_out
 from ktconv.model.text import read_text
 from ktconv.system import machine
@@ -72,10 +72,7 @@ class ModelCheck(ABC):
             load_config(directory)
 
     def _check_memory(self) -> None:
-        source = self._output.source
-        size = sum(file.nbytes for file in source.sources)
-        if source.is_gguf:
-            size = float32_bytes(source.path)
+        size = loaded_bytes(self._output.source)
         needed, free = int(self.models_loaded * _LOADING * size), machine.available_memory()
         if needed > free:
             models = "both models" if self.models_loaded > 1 else "the source model"

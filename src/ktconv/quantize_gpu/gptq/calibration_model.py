@@ -18,6 +18,7 @@ from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.families.family import USUAL
 from ktconv.families.names import layer_number
+from ktconv.model.decoded import SourceWeights
 from ktconv.model.load import first_line, load_language_model, out_of_memory, way_out
 from ktconv.quantize_gpu.gptq.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.llm_compressor import quiet
@@ -65,9 +66,11 @@ def load_linear_model(
     max_cpu_memory: int | None = None,
     offload: Path | None = None,
     name: Path | None = None,
+    decoded: SourceWeights | None = None,
+    layers: int | None = None,
 ) -> Any:
     """A model of transformers with linear experts from a local checkpoint, which errors call
-    `name` if it is given.
+    `name` if it is given. `decoded`, `layers`: see `load_language_model`.
 
     With `max_cpu_memory`, weights beyond that many bytes are kept in the folder `offload` and read
     when their layer is computed. Raises CheckpointError where transformers cannot load the
@@ -79,7 +82,9 @@ def load_linear_model(
         placement |= {"device_map": "auto", "max_memory": {"cpu": max_cpu_memory}}
         placement |= {"offload_folder": str(offload), "offload_buffers": True}
     with quiet(), way_out(WITHOUT_MODEL):
-        model = load_language_model(directory, dtype, name, **placement)
+        model = load_language_model(
+            directory, dtype, name, decoded=decoded, layers=layers, **placement
+        )
         try:
             _take_experts_apart(model)
         except (MemoryError, *OF_LIBRARIES) as error:

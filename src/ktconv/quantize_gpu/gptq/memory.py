@@ -15,6 +15,7 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import ResourceError
 from ktconv.families.config import sections_of
+from ktconv.model.decoded import encoded_weights
 from ktconv.system.units import format_size
 
 BF16, F32 = 2, 4
@@ -70,13 +71,14 @@ def estimate(
     layers = [layer for layer in checkpoint.layers if not layer.is_mtp]
     size = {layer.index: BF16 * _elements(layer) for layer in layers}
     others = sum(BF16 * prod(tensor.shape) for tensor in checkpoint.other_tensors)
+    decoded = encoded_weights(checkpoint)
     largest = max(layers, key=lambda layer: size[layer.index])
     hidden, inner = largest.hidden_size, largest.intermediate_size
     experts = max((len(ids) for ids in chosen.values()), default=0)
     longest = max(hidden, inner)
     one = F32 * (4 * longest**2 + 5 * hidden * inner)
     return Need(
-        weights=sum(size.values()) + others,
+        weights=decoded.nbytes if decoded else sum(size.values()) + others,
         layer=size[largest.index],
         sums=F32 * (hidden**2 + experts * inner**2),
         rounding=min(max(one, ROUNDING_BYTES), max(1, experts) * one),

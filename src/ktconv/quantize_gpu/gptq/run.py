@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import PROJECTIONS
-from ktconv.checkpoint.encodings.unquantized import UNQUANTIZED
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.model.decoded import encoded_weights
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (
     WITHOUT_MODEL,
@@ -97,14 +97,6 @@ class Gptq(Rtn):
                 "omit it; an interrupted run continues where it stopped",
             )
         check_settings(options.calibration)
-        for layer in plan.moe_layers:
-            quantized = [one for one in layer.encodings if one not in UNQUANTIZED]
-            if quantized:  # transformers computes with few of them
-                raise CheckpointError(
-                    f"the experts of layer {layer.index} are {quantized[0]}, and --method gptq "
-                    "needs a model that is not quantized",
-                    "--method rtn reads it; or use the bf16 version of this model",
-                )
         return need(plan).cpu(gpu=False)
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
@@ -209,8 +201,9 @@ class Gptq(Rtn):
         try:
             cpu_weights = self._placement.cpu_weights
             model = load_linear_model(
-                checkpoint.path, model_dtype(checkpoint), cpu_weights, offload
-            )
+                checkpoint.path, model_dtype(checkpoint), cpu_weights, offload,
+                decoded=encoded_weights(checkpoint),
+            )  # fmt: skip
             present = linear_experts(model)
             for unit in self._calibrated.values():
                 layer = unit.layer.index

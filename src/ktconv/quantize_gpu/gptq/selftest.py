@@ -28,6 +28,7 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.families import table
 from ktconv.families.names import layer_number
+from ktconv.model.decoded import encoded_weights
 from ktconv.quantize_gpu.gptq.calibration import Samples
 from ktconv.quantize_gpu.gptq.calibration_model import (
     LinearExperts,
@@ -80,7 +81,10 @@ def self_test(
     scratch.mkdir(parents=True)
     try:
         _cut_model(checkpoint, layer + 1, scratch)
-        loaded = load_linear_model(scratch, model_dtype(checkpoint), name=checkpoint.path)
+        loaded = load_linear_model(
+            scratch, model_dtype(checkpoint), name=checkpoint.path,
+            decoded=encoded_weights(checkpoint), layers=layer + 1,
+        )  # fmt: skip
         gptq, rtn = _errors(loaded, layer, experts, samples, weights, dampening, device)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

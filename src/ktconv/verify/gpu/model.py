@@ -64,7 +64,7 @@ class GpuModelCheck(ModelCheck):
             pair: _Pair = _Swapped(model, self._output)
         else:
             self._notify("loading the converted model")
-            pair = _Pair(model, load_model(self._output.directory)[0])
+            pair = _Pair(model, load_model(self._output.directory, decode=False)[0])
         facts = {"experts_of_source": pair.experts_of_source, "loaded_by": pair.loaded_by}
         yield pair, pair, facts
 

@@ -130,7 +130,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _data_type(quantization: Mapping[str, Any]) -> str:
-    """AutoRound's, of all modules or of those that differ: the first of an MX format."""
+    """Of AutoRound, for all modules or those that differ: the first of an MX format."""
     extra = quantization.get("extra_config")
     modules = extra.values() if isinstance(extra, dict) else ()
     found = [str(one.get("data_type")) for one in (quantization, *modules) if isinstance(one, dict)]

@@ -1,0 +1,298 @@
+"""The weights of an encoded checkpoint under the names that an unquantized one has.
+
+transformers takes them as a state dict. It asks for a tensor when it puts it into the model, as it
+does with the slices of safetensors files, and only then is the tensor read and decoded. So what is
+in memory is the decoded model, and never the encoded one beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef, open_checkpoint
+from ktconv.checkpoint.config import read_config
+from ktconv.checkpoint.encodings.base import BLOCKS, WEIGHT, Parts
+from ktconv.checkpoint.fused import fused_name
+from ktconv.checkpoint.gguf.file import float32_bytes
+from ktconv.checkpoint.others import OtherWeights, primary
+from ktconv.errors import CheckpointError
+from ktconv.families.config import sections_of
+from ktconv.families.family import Projection
+from ktconv.families.names import layer_number
+from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
+from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")  # of buffers and tables; packed numbers are weights
+_FLOAT_BYTES = {"float32": 4, "float64": 8}  # of an element; all others have 2
+
+
+class _Piece(NamedTuple):
+    """A matrix, and its place in the tensor that contains it: the expert, its outputs, and whether
+    these are columns."""
+
+    matrix: ExpertMatrix
+    expert: int | None = None
+    outputs: slice = slice(None)
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of an unquantized checkpoint: one of the files as it is, or what `pieces` are
+    decoded to."""
+
+    shape: tuple[int, ...]
+    stored: TensorRef | None = None
+    pieces: Callable[[], Sequence[_Piece]] = tuple
+
+
+class SourceWeights:
+    """All weights of a safetensors checkpoint by their unquantized names."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.weights: dict[str, Weight] = {}
+        for layer in checkpoint.layers:
+            self.weights |= _experts(layer)
+        others = OtherWeights(checkpoint)
+        for _, parts in others.modules():
+            self.weights |= _other(others, parts)
+
+    @property
+    def encoded(self) -> bool:
+        """Whether any of them is not stored as it is."""
+        return any(weight.stored is None for weight in self.weights.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, with two or four for a decoded number as config.json says."""
+        size = _float_bytes(self._checkpoint)
+        return sum(
+            one.stored.nbytes if one.stored is not None else size * prod(one.shape)
+            for one in self.weights.values()
+        )
+
+    def state_dict(self, dtype: torch.dtype, layers: int | None = None) -> StateDict:
+        """What transformers loads; decoded weights are of `dtype`. `layers`: only those of so many
+        layers, and of none."""
+        return StateDict(self._checkpoint, self.weights, dtype, layers)
+
+
+class StateDict(dict[str, Any]):
+    """Slices of safetensors files, and objects that are decoded as `weight[...]`.
+
+    `error` is the first that decoding raised, since transformers keeps only its words.
+    """
+
+    error: Exception | None = None
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        weights: Mapping[str, Weight],
+        dtype: torch.dtype,
+        layers: int | None = None,
+    ) -> None:
+        from safetensors import safe_open
+
+        super().__init__()
+        self.dtype = dtype
+        self.reader = SourceReader(checkpoint.files, checkpoint.sources)
+        opened: dict[Path, Any] = {}
+        for name, weight in weights.items():
+            number = layer_number(name)
+            if layers is not None and number is not None and number >= layers:
+                continue
+            if (stored := weight.stored) is None:
+                self[name] = _Decoded(self, weight)
+                continue
+            if stored.file not in opened:
+                opened[stored.file] = safe_open(stored.file, "pt")
+            self[name] = opened[stored.file].get_slice(stored.name)
+
+
+class _Decoded:
+    """Decoded when `[...]` asks for all of it, in any thread."""
+
+    def __init__(self, owner: StateDict, weight: Weight) -> None:
+        self._owner, self._weight = owner, weight
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        import torch
+
+        try:
+            target = torch.empty(self._weight.shape, dtype=self._owner.dtype)
+            for piece in self._weight.pieces():
+                part = target if piece.expert is None else target[piece.expert]
+                part = part.T if piece.transposed else part
+                self._decode(piece.matrix, part[piece.outputs])
+        except Exception as error:
+            self._owner.error = self._owner.error or error
+            raise
+        return target[index]
+
+    def _decode(self, matrix: ExpertMatrix, target: torch.Tensor) -> None:
+        import torch
+
+        source = MatrixReader(self._owner.reader, matrix)
+        buffer = np.empty(buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)), np.uint8)
+        for chunk, values in source.decoded(buffer, np.empty(BOUNCE_BYTES, np.uint8)):
+            if not np.isfinite(values).all():
+                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+                raise source.not_finite(chunk.start + row, col)
+            target[chunk.start : chunk.stop] = torch.from_numpy(values)
+
+
+def encoded_weights(checkpoint: Checkpoint) -> SourceWeights | None:
+    """The weights of a safetensors checkpoint that has encoded ones, else None."""
+    if checkpoint.is_gguf:
+        return None
+    weights = SourceWeights(checkpoint)
+    return weights if weights.encoded else None
+
+
+def open_encoded(directory: Path) -> SourceWeights | None:
+    """`encoded_weights` of the checkpoint in a directory.
+
+    Raises CheckpointError for a quantized checkpoint that cannot be read. One that is not quantized
+    may have a structure that only transformers knows.
+    """
+    try:
+        return encoded_weights(open_checkpoint(directory))
+    except CheckpointError:
+        if _says_quantized(directory):
+            raise
+        return None
+
+
+def loaded_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the weights of a checkpoint once transformers has loaded them."""
+    if checkpoint.is_gguf:
+        return float32_bytes(checkpoint.path)
+    weights = encoded_weights(checkpoint)
+    return sum(one.nbytes for one in checkpoint.sources) if weights is None else weights.nbytes
+
+
+def _says_quantized(directory: Path) -> bool:
+    try:
+        sections = sections_of(read_config(directory).content)
+    except CheckpointError:
+        return False
+    return any(section.get("quantization_config") is not None for section in sections)
+
+
+def _float_bytes(checkpoint: Checkpoint) -> int:
+    found = (one.get("dtype") or one.get("torch_dtype") for one in sections_of(checkpoint.config))
+    return _FLOAT_BYTES.get(str(next(filter(None, found), "")), 2)
+
+
+# ---- experts ---------------------------------------------------------------------------
+
+
+def _experts(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
+    """Each expert's matrices, or the stacked tensors, and their biases."""
+    first = layer.experts[0]
+    if len(first["gate"].tensor.shape) == 3:
+        yield from _stacked(layer)
+    else:
+        for expert in layer.experts:
+            for matrix in expert.values():
+                yield _numbered(matrix)
+    for expert in layer.experts:
+        for matrix in expert.values():
+            if matrix.bias is not None:
+                tensor = matrix.bias.tensor
+                yield tensor.name, Weight(tensor.shape, tensor)
+
+
+def _numbered(matrix: ExpertMatrix) -> tuple[str, Weight]:
+    tensor = matrix.tensor
+    if _is_plain(matrix):
+        return tensor.name, Weight(tensor.shape, tensor)
+    name = f"{tensor.name.rpartition('.')[0]}.{WEIGHT}"
+    return name, Weight((matrix.rows, matrix.cols), pieces=lambda: [_Piece(matrix)])
+
+
+def _stacked(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
+    """In the orientation in which they are stored, and gate and up in the order in which they are;
+    gpt-oss's blocks are stored [out, in], and unquantized experts of it [in, out]."""
+    first = layer.experts[0]
+    together = first["gate"].tensor.name == first["up"].tensor.name
+    groups: tuple[tuple[Projection, ...], ...] = (("gate",), ("up",), ("down",))
+    if together:
+        groups = (("gate", "up"), ("down",))
+    for projections in groups:
+        matrix = first[projections[0]]
+        tensor = matrix.tensor
+        if _is_plain(matrix):
+            yield tensor.name, Weight(tensor.shape, tensor)
+            continue
+        transposed = matrix.col_stride != 1 or tensor.name.endswith(BLOCKS)
+        sizes = (len(projections) * matrix.rows, matrix.cols)
+        shape = (len(layer.experts), *(sizes[::-1] if transposed else sizes))
+        pieces = partial(_pieces, layer, projections, transposed)
+        yield fused_name(layer.source, tensor), Weight(shape, pieces=pieces)
+
+
+def _pieces(layer: MoELayer, projections: Sequence[Projection], transposed: bool) -> list[_Piece]:
+    found = []
+    for number, expert in enumerate(layer.experts):
+        for place, projection in enumerate(projections):
+            matrix = expert[projection]
+            if len(projections) == 1:
+                outputs = slice(None)
+            elif _every_second(matrix):
+                outputs = slice(place, None, 2)
+            else:
+                outputs = slice(place * matrix.rows, (place + 1) * matrix.rows)
+            found.append(_Piece(matrix, number, outputs, transposed))
+    return found
+
+
+def _every_second(matrix: ExpertMatrix) -> bool:
+    """Whether its outputs alternate with those of another matrix."""
+    adjacent = matrix.cols // matrix.element.unit_cols if matrix.col_stride == 1 else 1
+    return matrix.row_stride == 2 * adjacent
+
+
+def _is_plain(matrix: ExpertMatrix) -> bool:
+    return matrix.quantization is None and matrix.tensor.dtype in _FLOATS
+
+
+# ---- other weights ---------------------------------------------------------------------
+
+
+def _other(others: OtherWeights, parts: Parts) -> Iterator[tuple[str, Weight]]:
+    """A weight as it is, or decoded; and tensors beside it that are none."""
+    weight = primary(parts)
+    if weight is None or _is_stored(parts, weight):
+        for tensor in parts.values():
+            yield tensor.name, Weight(tensor.shape, tensor)
+        return
+    module, _, part = weight.name.rpartition(".")
+    name = f"{module}.{WEIGHT}" if parts.get(part) is weight else weight.name
+
+    def pieces() -> list[_Piece]:
+        return [_Piece(others.matrix(parts).matrix)]
+
+    yield name, Weight(others.weight(parts).shape, pieces=pieces)
+
+
+def _is_stored(parts: Parts, weight: TensorRef) -> bool:
+    if parts.get(WEIGHT) is not weight:
+        return False
+    return weight.dtype in (*_FLOATS, *_NOT_WEIGHTS) or (
+        len(parts) == 1 and not weight.name.endswith(f".{WEIGHT}")
+    )
