@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -308,11 +309,15 @@ def test_experts_for_gpus(example: Path, tmp_path: Path) -> None:
     """Both models, loaded by transformers: nothing but the experts differs."""
     if find_spec("llmcompressor") is None:  # without importing it, which takes long
         pytest.skip("llm-compressor is not installed")
-    output = tmp_path / "out"
-    words = ("--scheme", "W8A16", "--group-size", 32, "--config", EXAMPLE)
+    output, original = tmp_path / "out", tmp_path / "original"
+    shutil.copytree(EXAMPLE, original)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # of the original's weights
+    content = read_json(EXAMPLE / "config.json") | {"quantization_config": fp8}
+    (original / "config.json").write_text(json.dumps(content))
+    words = ("--scheme", "W8A16", "--group-size", 32, "--config", original)
     assert_safe(run("quantize-gpu", example, output, *words), 0)
     assert "--max-shard-size 5000000000 --config DIR\n" in (output / "README.md").read_text()
-    verify = ("verify", output, "--source", example, "--config", EXAMPLE, "--windows", 1)
+    verify = ("verify", output, "--source", example, "--config", original, "--windows", 1)
     result = run(*verify, "--level", "model", "--json")
     assert_safe(result, 0)
     facts = json.loads(result.stdout)["model"]

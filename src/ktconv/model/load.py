@@ -99,6 +99,7 @@ def load_language_model(
     place, weights = directory, dict[str, Any](use_safetensors=True)
     if gguf is not None:
         _refuse_what_runs(gguf.parent, gguf)
+        vars(config).pop("quantization_config", None)  # of other files than this one
         place, weights = gguf.parent, {"gguf_file": gguf.name}
     with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
         from transformers import AutoModelForCausalLM
