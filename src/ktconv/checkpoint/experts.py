@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import islice
 
 from ktconv.checkpoint.config import ModelConfig, Setting
-from ktconv.checkpoint.encodings import candidates, stored_matrix
+from ktconv.checkpoint.encodings import Candidate, candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
 from ktconv.checkpoint.encodings.refusals import check_described, check_rotation
 from ktconv.checkpoint.encodings.shapes import biases
@@ -193,6 +193,8 @@ class _EncodingsOfLayer:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._seen: dict[str, None] = {}
+        # A hundred thousand weights are of few kinds: of each, the first is looked at closely.
+        self._kinds: dict[Hashable, Candidate] = {}
         self.biased = False
 
     @property
@@ -202,9 +204,7 @@ class _EncodingsOfLayer:
     def matrix(self, parts: Parts, views: _Views) -> ExpertMatrix:
         if self._config.described:
             check_described(parts, self._config.described)
-        encoding, matrix = stored_matrix(
-            parts, lambda one: views[one.transposed], self._config, self._wrong_shape
-        )
+        encoding, matrix = self._stored(parts, views)
         if encoding.name not in self._seen:
             check_rotation(matrix.tensor, self._config)
             self._check_declared(encoding, matrix.tensor)
@@ -213,6 +213,22 @@ class _EncodingsOfLayer:
             matrix = replace(matrix, bias=_bias(parts[BIAS], views[encoding.transposed]))
             self.biased = True
         return matrix
+
+    def _stored(self, parts: Parts, views: _Views) -> tuple[Encoding, ExpertMatrix]:
+        kind = views[0].experts is None and (
+            id(views), *[(part, one.dtype, one.shape) for part, one in parts.items()]
+        )  # fmt: skip
+        if kind in self._kinds:
+            same = self._kinds[kind].of(parts)
+            known = same.matrix(views[same.encoding.transposed], self._config)
+            assert known is not None, "it was not for the first of this kind"
+            return same.encoding, known
+        found, matrix = stored_matrix(
+            parts, lambda one: views[one.transposed], self._config, self._wrong_shape
+        )
+        if kind:
+            self._kinds[kind] = found
+        return found.encoding, matrix
 
     def _check_declared(self, encoding: Encoding, weight: TensorRef) -> None:
         """CheckpointError if quantization_config says that `weight` is something else."""

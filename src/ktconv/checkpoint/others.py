@@ -91,8 +91,8 @@ class OtherWeights:
                 return StoredView(rows, cols, cols, rows, transposed=True)
             return StoredView(rows, cols, rows, cols)
 
-        encoding, matrix = stored_matrix(parts, view, self._config, _wrong_shape)
-        return OtherWeight(encoding.name, matrix)
+        found, matrix = stored_matrix(parts, view, self._config, _wrong_shape)
+        return OtherWeight(found.encoding.name, matrix)
 
     def _by_bits(self, parts: Parts, weight: TensorRef) -> tuple[int, int] | None:
         """The shape of packed integers by the bits that config.json gives."""

@@ -64,6 +64,22 @@ class Candidate:
         """Made when asked for, because most candidates have another shape."""
         return {role: self._parts[part] for role, part in self._names}
 
+    def of(self, parts: Parts) -> Candidate:
+        """The same of another weight, whose tensors have the same names, dtypes and shapes."""
+        return Candidate(self.encoding, self._names, parts)
+
+    def matrix(self, view: StoredView, config: ModelConfig) -> ExpertMatrix | None:
+        """The matrix at `view`, for which the weight's shape is right; None if its scales have
+        other shapes."""
+        encoding, roles, quantization = self.encoding, self.roles, None
+        if encoding.transposed and not encoding.outputs(roles):
+            return None  # its scales are those of other outputs
+        if encoding.quantization is not None and len(roles) > 1:
+            quantization = encoding.quantization(roles, view, config)
+            if quantization is None:
+                return None
+        return view.matrix(self.weight, encoding.element, quantization)
+
 
 def candidates(parts: Parts) -> Sequence[Candidate]:
     """What the weight whose tensors are `parts` can be, at least one.
@@ -90,8 +106,8 @@ def stored_matrix(
     view_of: Callable[[Encoding], StoredView],
     config: ModelConfig,
     wrong_shape: Callable[[TensorRef, str], CheckpointError],
-) -> tuple[Encoding, ExpertMatrix]:
-    """A weight's encoding and its matrix, where `view_of` says that it lies.
+) -> tuple[Candidate, ExpertMatrix]:
+    """What a weight is, and its matrix, where `view_of` says that it lies.
 
     Raises CheckpointError that names the unsupported tensor, or the one whose shape is wrong.
     """
@@ -102,15 +118,9 @@ def stored_matrix(
         if one.weight.shape != view.shape(encoding.element) or not view.whole(encoding.element):
             continue
         shaped.append(one)
-        roles = one.roles
-        if encoding.transposed and not encoding.outputs(roles):
-            continue  # its scales are those of other outputs
-        quantization = None
-        if encoding.quantization is not None and len(roles) > 1:
-            quantization = encoding.quantization(roles, view, config)
-            if quantization is None:
-                continue
-        return encoding, view.matrix(one.weight, encoding.element, quantization)
+        matrix = one.matrix(view, config)
+        if matrix is not None:
+            return one, matrix
     if shaped:
         first = shaped[0]
         raise wrong_scales(first.encoding, first.roles, view_of(first.encoding), config)
