@@ -55,8 +55,8 @@ class Stack:
 
     def matrix(self, expert: int) -> tuple[str, ExpertMatrix]:
         view = StoredView(ROWS, COLS, ROWS, COLS, EXPERTS, expert)
-        encoding, matrix = stored_matrix(self.parts, lambda _: view, CONFIG, wrong_shape)
-        return encoding.name, matrix
+        found, matrix = stored_matrix(self.parts, lambda _: view, CONFIG, wrong_shape)
+        return found.encoding.name, matrix
 
 
 def stored_and_values(rng: np.random.Generator, name: str) -> tuple[Any, F32]:
