@@ -181,7 +181,7 @@ def test_a_part_in_memory_at_a_time(torch: Any, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded(torch: Any, tmp_path: Path) -> None:
-    """A scale that is no number, in experts and elsewhere; a missing weight."""
+    """A NaN as scale, in experts and in attention; a missing weight."""
     pair = write_pair(tmp_path, "qwen3_moe", "int8 channel", attention=True)
     for part in ("self_attn.q_proj", "mlp.experts.3.down_proj"):
         name = f"model.layers.1.{part}.weight_scale"

@@ -24,8 +24,8 @@ def words(*shape: int, value: int = 0) -> Tensor:
     return np.full(shape, value, I32)
 
 
-# What is changed of up of expert 1: which encoding, which tensor (None: it is missing), and what
-# the error says of it.
+# Changes of the up projection of expert 1: the encoding, the tensor and its new content (None:
+# removed), and text that the error message contains.
 PACKED, ZEROS, ORDER = (
     "int4 packed, group 32",
     "int4 packed, asymmetric",

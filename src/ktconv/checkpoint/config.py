@@ -120,7 +120,7 @@ def _is_deep(content: Mapping[str, Any]) -> bool:
 
 
 def read_description(directory: Path) -> Mapping[str, str]:
-    """What quant_model_description.json says of each tensor; empty where there is none.
+    """The quantization type of each tensor by quant_model_description.json; empty without the file.
 
     Raises CheckpointError if it is not an object.
     """

@@ -275,13 +275,15 @@ def _dtype_of(config: Any, dtype: Any) -> Any:
 
 
 def _generation_config(directory: Path) -> Any:
-    """What generation_config.json says, if it is there."""
+    """The settings of generation_config.json, if it exists."""
     from transformers import GenerationConfig
 
     file = directory / _GENERATION
     if not file.exists():
         return None
-    return GenerationConfig.from_dict(parse_object(file.read_bytes(), str(file), ""))
+    return GenerationConfig.from_dict(
+        parse_object(file.read_bytes(), str(file), "Download it again.")
+    )
 
 
 def _sections(config: Any) -> Iterator[Any]:

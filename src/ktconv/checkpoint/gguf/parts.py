@@ -16,7 +16,7 @@ SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<base>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 _DOWNLOAD = "Download the missing files; incomplete models are not converted."
 _MIXED = "Put the files of one split into a directory of their own, and download them again."
-# What general.type says of files that are no models.
+# Values of general.type in GGUF files that are not models, and what those files are.
 _NO_MODELS = {
     "imatrix": "an importance matrix",
     "mmproj": "the projector of a multimodal model",
