@@ -1,27 +1,15 @@
-"""The model families that ktconv knows, one row each, and the vocabulary of all rows.
-
-To add a family, add a row; fields left out have the defaults of most families. `FAMILIES` is
-looked up at every use, never copied.
-"""
+"""The vocabulary of all families' rows. `FAMILIES` is looked up at every use, never copied."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ktconv.families.family import (
-    NUMBERED_W,
-    ExpertActivation,
-    Family,
-    Matrices,
-    Projection,
-    Router,
-    RouterSpec,
-)
+from ktconv.families.family import Family, Matrices, Projection
+from ktconv.families.rows import ROWS
 
 _T = TypeVar("_T")
 
@@ -57,109 +45,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "sparse step": ("decoder_sparse_step",),
     "dense layers": ("mlp_only_layers",),
 }
-
-_SOFTMAX = RouterSpec("softmax")
-_PLAIN = RouterSpec("softmax", renormalise=False)
-_CORRECTED = RouterSpec("sigmoid", correction=True)
-_LOGITS = replace(_PLAIN, softmax_last=True)
-
-
-def _router(spec: RouterSpec, *reads: str) -> Router:
-    return Router(spec, frozenset(reads))
-
-
-def _noaux(**changes: Any) -> Router:
-    """As DeepSeek-V3 and those that took it over: sigmoid, correction bias, groups, factor."""
-    return _router(replace(_CORRECTED, **changes), "renormalise", "groups", "scale")
-
-
-# As Mixtral stores its experts, and those that took that over.
-_MIXTRAL: dict[str, Any] = {"block": "block_sparse_moe", "matrices": NUMBERED_W}
-
-_GPT_OSS: dict[str, Any] = {
-    "router": "router", "router_bias": "router.bias", "expert_biases": True,
-    "activation": ExpertActivation(alpha=1.702, limit=7.0),
-    "routing": _router(replace(_LOGITS, bias=True)),
-}  # fmt: skip
-
-# Tensors of GGUF files, whatever the model is; `blk.3.ffn_gate.5.weight` is of old ones.
-_GGUF = Family(
-    (),
-    layers="blk",
-    block="",
-    experts="",
-    matrices=Matrices("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps"),
-    before_number=Matrices("ffn_gate", "ffn_up", "ffn_down"),
-    router="ffn_gate_inp",
-    router_bias="ffn_gate_inp.bias",
-    correction="exp_probs_b.bias",
-    shared="",
-    shared_matrices=Matrices("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
-    shared_gate="ffn_gate_inp_shexp",
-    norm="ffn_norm",
-    keys={"width of experts": ("moe_latent_size",)},
-)
-
-# fmt: off
-_ROWS = (
-    Family(("qwen2_moe", "qwen3_moe"), shared="shared_expert",
-           routing=_router(_PLAIN, "renormalise")),
-    Family(("qwen3_next", "qwen3_omni_moe"), shared="shared_expert",
-           routing=_router(_SOFTMAX, "renormalise")),
-    Family(("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert", routing=_router(_SOFTMAX)),
-    Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
-           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
-    # Implementations of deepseek_v2 do not agree on what it is to renormalise.
-    Family(("deepseek_v2",), routing=Router(
-        replace(_PLAIN, group_score="max"), frozenset(("groups", "scale")),
-        methods=("greedy", "group_limited_greedy"), never=("renormalise",))),
-    Family(("mixtral", "minimax"), **_MIXTRAL, routing=_router(_SOFTMAX)),
-    Family(("minimax_m2",), **_MIXTRAL, correction="e_score_correction_bias",
-           routing=_router(_CORRECTED, "correction")),
-    Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
-           routing=_router(_CORRECTED, "scale")),
-    Family(("phimoe",), **_MIXTRAL, routing="samples its experts one after the other"),
-    Family(("kimi_linear",), **_MIXTRAL, routing=_noaux(),
-           keys={"top_k": ("num_experts_per_token",), "n_group": ("num_expert_group",),
-                 "scoring": ("moe_router_activation_func",), "renormalise": ("moe_renormalize",)}),
-    # No family has another bias under the name gate.bias.
-    Family(("deepseek_v4",), block="ffn", matrices=NUMBERED_W, shared_matrices=NUMBERED_W,
-           correction="gate.bias", norm="ffn_norm", routing="routes some layers by token"),
-    Family(("olmoe", "flex_olmo"), routing=_router(_PLAIN, "renormalise")),
-    Family(("glm4_moe", "glm4v_moe", "solar_open"), routing=_noaux()),
-    Family(("glm4_moe_lite",), routing=_noaux(routed_scaling_factor=1.8)),
-    Family(("glm_moe_dsa",), routing=_noaux(routed_scaling_factor=2.5)),
-    Family(("dots1",), routing=_noaux(renormalise=False)),
-    Family(("exaone_moe",), correction="e_score_correction_bias",
-           routing=_noaux(routed_scaling_factor=2.5)),
-    Family(("llama4",), block="feed_forward", router="router", shared="shared_expert",
-           routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True))),
-    Family(("jamba",), block="feed_forward", router="router", routing=_router(_PLAIN)),
-    Family(("gpt_oss",), **_GPT_OSS, interleaved=True),
-    Family(("openai_privacy_filter",), **{
-        **_GPT_OSS, "routing": "divides the weights of its experts by their number"}),
-    Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp", routing=_router(_SOFTMAX)),
-    Family(("granitemoe",), router="router.layer", routing=_router(_LOGITS)),
-    Family(("ernie4_5_moe",), correction="moe_statics.e_score_correction_bias",
-           keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
-           routing=_router(replace(_SOFTMAX, correction=True, epsilon=1e-12))),
-    Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias"),
-    Family(("bailing_moe_v2",), correction="gate.expert_bias"),
-    Family(("afmoe",), router="router.gate", correction="expert_bias",
-           keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
-           routing=_router(_CORRECTED, "scale")),
-    Family(("lfm2_moe",), block="feed_forward", matrices=NUMBERED_W, norm="ffn_norm",
-           correction="expert_bias", routing=_router(
-               replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction")),
-    Family(("longcat_flash",), routing="also routes to experts that do nothing",
-           keys={"intermediate size": ("expert_ffn_hidden_size",),
-                 "zero experts": ("zero_expert_num",)}),
-    Family(("gemma4",), norm="pre_feedforward_layernorm", keys={"top_k": ("top_k_experts",)}),
-    Family(("step3p5",), keys={"top_k": ("moe_top_k",)}),
-    _GGUF,
-    replace(_GGUF, norm="post_attention_norm"),  # where `ffn_norm` is not there
-)
-# fmt: on
 
 
 class Families:
@@ -324,4 +209,4 @@ def _distinct(values: Iterable[_T]) -> tuple[_T, ...]:
     return tuple(dict.fromkeys(values))
 
 
-FAMILIES = Families(_ROWS)
+FAMILIES = Families(ROWS)
