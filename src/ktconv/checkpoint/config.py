@@ -12,7 +12,7 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import sections_of
+from ktconv.families.config import experts_have_gate, sections_of
 from ktconv.families.config_values import (
     CONFIG_HINT,
     check_values,
@@ -65,6 +65,7 @@ class ModelConfig:
     listed_experts: Sequence[ListSetting]
     top_k: Sequence[Setting | ListSetting]  # experts per token, from every key that is present
     zero_experts: int  # that a router can choose too, and that have no weights
+    gated: bool | None  # whether experts have a gate; None: nothing says it
     num_layers: Setting | None  # without MTP layers
     num_mtp_layers: int
     dense_layers: DenseLayers | None  # None: no known key says which layers are dense
@@ -178,6 +179,7 @@ def interpret_config(
         listed_experts=_lists(text, keys("experts"), num_layers),
         top_k=_top_k(sections, num_layers),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
+        gated=experts_have_gate(content),
         num_layers=num_layers,
         num_mtp_layers=_mtp_layers(sections),
         dense_layers=_dense_layers(text, num_layers),

@@ -18,7 +18,7 @@ from ktconv.checkpoint.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.family import PROJECTIONS, Matrices, Projection
+from ktconv.families.family import PROJECTIONS, UNGATED, Matrices, Projection
 from ktconv.families.names import known_spellings, matrix_name
 
 _NUMBER = re.compile("[0-9]{1,6}")
@@ -49,14 +49,14 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
     experts = []
     for expert in range(count):
         of, where = parts(expert), views(expert)
-        experts.append({p: encodings.matrix(of[p], where[p]) for p in PROJECTIONS})
-    gate = experts[0]["gate"]
+        experts.append({p: encodings.matrix(of[p], where[p]) for p in PROJECTIONS if p in of})
+    up = experts[0]["up"]
     return MoELayer(
         index,
         stack.source,
         is_mtp,
-        gate.cols,
-        gate.rows,
+        up.cols,
+        up.rows,
         encodings.name,
         tuple(experts),
         encodings.biased,
@@ -65,7 +65,7 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
 
 def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
     found = _group_by_expert(stack)
-    _check_complete(stack, found, config.num_experts)
+    _check_complete(stack, found, config)
     inner, hidden = _sizes(found[0], config)
     shapes: Mapping[Projection, tuple[int, int]] = {
         "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)
@@ -97,9 +97,9 @@ def _group_by_expert(stack: Stack) -> _Found:
     return found
 
 
-def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
-    """Experts 0 .. count-1 are there, each with three projections, and no other."""
-    highest = max(found)
+def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
+    """Experts 0 .. count-1 are there, each with its two or three projections, and no other."""
+    highest, count = max(found), config.num_experts
     if count is not None and highest >= count.value:
         surplus = next(iter(next(iter(found[highest].values())).values()))
         raise CheckpointError(
@@ -107,11 +107,13 @@ def _check_complete(stack: Stack, found: _Found, count: Setting | None) -> None:
             _CONTRADICTION,
         )
     expected = count.value if count is not None else highest + 1
+    gated = config.gated or any("gate" in projections for projections in found.values())
+    wanted = PROJECTIONS if gated else UNGATED
     for expert in range(expected):
         projections = found.get(expert, {})
-        if len(projections) != len(PROJECTIONS):
+        if len(projections) != len(wanted):
             spelt = _spelling(stack)
-            absent = next(spelt.of(one) for one in PROJECTIONS if one not in projections)
+            absent = next(spelt.of(one) for one in wanted if one not in projections)
             raise CheckpointError(
                 f"{matrix_name(stack.source, expert, absent)} is missing"
                 + _missing_experts(found, expected),
@@ -134,7 +136,7 @@ def _spelling(stack: Stack) -> Matrices:
 
 
 def _sizes(expert: Mapping[Projection, Parts], config: ModelConfig) -> tuple[int, int]:
-    """Intermediate and hidden size: from the config, else the outputs of gate and of down, which
+    """Intermediate and hidden size: from the config, else the outputs of up and of down, which
     no packing along the inputs hides."""
 
     def outputs(projection: Projection) -> int:
@@ -142,7 +144,7 @@ def _sizes(expert: Mapping[Projection, Parts], config: ModelConfig) -> tuple[int
         possible = candidates(expert[projection])
         return next(filter(None, (one.encoding.outputs(one.roles) for one in possible)), 0)
 
-    inner = config.intermediate_size.value if config.intermediate_size else outputs("gate")
+    inner = config.intermediate_size.value if config.intermediate_size else outputs("up")
     return inner, config.hidden_size.value if config.hidden_size else outputs("down")
 
 
@@ -151,11 +153,11 @@ def _whole_views(rows: int, cols: int) -> _Views:
 
 
 def _fused(stack: Stack, config: ModelConfig) -> _Contents:
-    parts = fused_parts(stack)
-    if parts["gate"] is parts["up"]:
+    parts = fused_parts(stack, config.gated)
+    if parts.get("gate") is parts["up"]:
         layout = fused_layout(stack, parts, config)
     else:
-        layout = stacked_layout(parts)
+        layout = stacked_layout(parts, config)
     name = layout.gate
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)

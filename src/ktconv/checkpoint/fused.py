@@ -1,13 +1,14 @@
 """Fused experts: 3-D tensors with all experts of a layer, for gate and up together or apart.
 
-Apart they are stored [E, out, in] by everyone: gate and up [E, I, H], down [E, H, I]. Together
-two layouts are in use:
+Apart they are stored [E, out, in]: gate and up [E, I, H], down [E, H, I], and experts without a
+gate have up and down alone. NeMo stores those [E, in, out], which looks the same with I and H
+exchanged: the sizes in config.json decide. Together two layouts are in use:
 
     out-in   gate_up_proj [E, 2I, H]   down_proj [E, H, I]    Qwen3.5, transformers >= 5
     in-out   gate_up_proj [E, H, 2I]   down_proj [E, I, H]    Qwen3-VL, Llama 4, gpt-oss
 
-Both tensors' shapes together always determine the layout. Suppose that gate_up [E, a, b] and down
-[E, c, d] fit both: out-in needs b = c and a = 2d, in-out needs a = d and b = 2c. Then
+There both tensors' shapes always determine the layout. Suppose that gate_up [E, a, b] and
+down [E, c, d] fit both: out-in needs b = c and a = 2d, in-out needs a = d and b = 2c. Then
 a = 2d = 2a, so a = 0, and empty tensors are refused. So 2I = H (square gate_up) is decided by
 down, I = H (square down) by gate_up, and two squares fit neither. The model type
 is not used: Qwen3-VL is in-out on the hub and out-in when transformers saved it.
@@ -19,7 +20,7 @@ biases. Shapes do not show it: MXFP4 blocks are gpt-oss's own, otherwise the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -31,7 +32,7 @@ from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.family import Projection
 from ktconv.families.table import one_of
 
 # How names beside gate_up_proj begin that are weight_... beside a matrix of its own.
@@ -90,9 +91,11 @@ class FusedLayout:
         )
 
 
-def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
+def fused_parts(
+    stack: Stack, gated: bool | None = None
+) -> Mapping[Projection, dict[str, TensorRef]]:
     """The tensors of a fused stack by the names of their parts; gate and up have the same ones
-    where they are together."""
+    where they are together. `gated`: whether there must be a gate; None: the tensors decide."""
     ways, pattern = table.FAMILIES.stacked, _pattern()
     found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
@@ -114,7 +117,9 @@ def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
             )
         owner[part] = tensor
     way = max(ways, key=lambda way: len(found.keys() & set(way)))  # the first of several
-    gate, *_, down = way
+    gate, *_, up, down = (way[0], *way)
+    if len(way) == 3 and not gated and gate not in found:
+        way = way[1:]
     for name in way:
         if name not in found:
             raise CheckpointError(
@@ -128,7 +133,8 @@ def fused_parts(stack: Stack) -> Mapping[Projection, dict[str, TensorRef]]:
             "Remove one of them from the checkpoint.",
         )
     rows = {name: _rows_of_bytes(found[name]) for name in way}
-    return {"gate": rows[gate], "up": rows[way[-2]], "down": rows[down]}
+    others: dict[Projection, dict[str, TensorRef]] = {"up": rows[up], "down": rows[down]}
+    return {"gate": rows[gate], **others} if gate in rows else others
 
 
 def fused_name(source: str, tensor: TensorRef) -> str:
@@ -214,25 +220,38 @@ def fused_layout(
     )
 
 
-def stacked_layout(parts: Mapping[Projection, Parts]) -> FusedLayout:
-    """The layout of three tensors; raises CheckpointError if their shapes do not fit each other."""
-    gates, ups, downs = (candidates(parts[projection]) for projection in PROJECTIONS)
-    for gate, up, down in product(gates, ups, downs):
-        if any(
-            len(one.weight.shape) != 3 or min(one.weight.shape) == 0 for one in (gate, up, down)
-        ):
+def stacked_layout(parts: Mapping[Projection, Parts], config: ModelConfig) -> FusedLayout:
+    """The layout of a tensor for each projection; raises CheckpointError if their shapes do not fit
+    each other."""
+    possible = [candidates(one) for one in parts.values()]
+    for found in product(*possible):
+        if any(len(one.weight.shape) != 3 or min(one.weight.shape) == 0 for one in found):
             continue
-        experts, inner, hidden = gate.encoding.sizes(gate.weight, False)
-        if up.encoding.sizes(up.weight, False) == (experts, inner, hidden) and down.encoding.sizes(
-            down.weight, False
-        ) == (experts, hidden, inner):
-            return FusedLayout(gate.weight.name, experts, hidden, inner, False, together=False)
-    first, second, third = (one[0].weight for one in (gates, ups, downs))
+        first, *others = (one.encoding.sizes(one.weight, False) for one in found)
+        experts, inner, hidden = first
+        if others == [first] * (len(others) - 1) + [(experts, hidden, inner)]:
+            name = found[0].weight.name
+            if _is_transposed(inner, hidden, config):
+                return FusedLayout(name, experts, inner, hidden, True, together=False)
+            return FusedLayout(name, experts, hidden, inner, False, together=False)
+    weights = [one[0].weight for one in possible]
+    shapes = _listed(f"{one.name} {list(one.shape)}" for one in weights)
+    expected = _listed(["[E, I, H]"] * (len(weights) - 1) + ["[E, H, I]"])
     raise CheckpointError(
-        f"{first.name} {list(first.shape)}, {second.name} {list(second.shape)} and {third.name} "
-        f"{list(third.shape)} are not [E, I, H], [E, I, H] and [E, H, I]",
+        f"{shapes} are not {expected}",
         "The checkpoint is damaged or incomplete; download it again.",
     )
+
+
+def _is_transposed(inner: int, hidden: int, config: ModelConfig) -> bool:
+    """Whether config.json has these two sizes the other way round."""
+    sizes = (config.hidden_size, config.intermediate_size)
+    return inner != hidden and [inner, hidden] == [one and one.value for one in sizes]
+
+
+def _listed(texts: Iterable[str]) -> str:
+    *most, last = texts
+    return f"{', '.join(most)} and {last}"
 
 
 def _expected(config: ModelConfig, transposed: bool) -> str:

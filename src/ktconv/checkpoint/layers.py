@@ -31,6 +31,7 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
         for index, stack in sorted(stacks.items())
     ]
     _check_equal_counts(layers)
+    _check_gates(layers, config)
     _check_biases(layers, config)
     for layer in layers:
         _check_lists(layer, config)
@@ -154,6 +155,27 @@ def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
             )
 
 
+def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
+    """CheckpointError unless the experts of all layers have a gate, or none has, as the family
+    says where it is known."""
+    gated = next((layer for layer in layers if layer.gated), None)
+    if gated is None:
+        return
+    name = gated.experts[0]["gate"].tensor.name
+    if config.gated is False:
+        raise CheckpointError(
+            f"{name} is the gate of an expert, but experts of "
+            f"{' and '.join(sorted(config.model_types))} have none",
+            _CONTRADICTION,
+        )
+    bare = next((layer for layer in layers if not layer.gated), None)
+    if bare is not None:
+        raise CheckpointError(
+            f"the experts of {bare.source} have no gate, but {name} is there",
+            "Download the checkpoint again; incomplete layers are not converted.",
+        )
+
+
 def _check_biases(layers: Sequence[MoELayer], config: ModelConfig) -> None:
     """CheckpointError if a weight of a family whose experts have biases has none."""
     families = [(kind, table.FAMILIES.of(kind)) for kind in sorted(config.model_types)]
@@ -198,6 +220,8 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         )
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
+    if not layers[0].gated:
+        notes.append("the experts have no gate projection")
     if biased := [layer.index for layer in layers if layer.biased]:
         notes.append(f"the experts of layers {format_ranges(biased)} have biases")
     if split.unrecognised:

@@ -144,6 +144,15 @@ class MoELayer:
     hub_names: ExpertNames | None = None  # of GGUF, where they are known: in safetensors models
 
     @property
+    def projections(self) -> Sequence[Projection]:
+        """Its experts' matrices, in the order of PROJECTIONS: some experts have no gate."""
+        return tuple(self.experts[0])
+
+    @property
+    def gated(self) -> bool:
+        return "gate" in self.experts[0]
+
+    @property
     def encodings(self) -> Sequence[str]:
         return self.encoding.split("+")
 

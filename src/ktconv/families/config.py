@@ -12,6 +12,7 @@ from ktconv.families.family import ExpertActivation, Family
 
 USUAL_TOP_K = 8  # where config.json does not say
 _LARGEST = 3.4028234663852886e38  # float32
+_UNGATED_FUNCTIONS = ("relu2", "relu_squared")  # no family has them with a gate
 _BETA_LIMIT = 7.0  # of an activation with an alpha, where nothing says another
 
 
@@ -92,6 +93,14 @@ def expert_activation(config: Mapping[str, Any]) -> ExpertActivation:
         return ExpertActivation(usual.function, alpha, limit or usually)
     function = _name(text, "activation") or usual.function
     return ExpertActivation(function, None, limit or usual.limit)
+
+
+def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
+    """By the family, or by the activation that config.json names; None where neither is known."""
+    if (row := family_of(config)) is not None:
+        return row.gated
+    name = _name(text_section(config), "activation")
+    return name not in _UNGATED_FUNCTIONS if name else None
 
 
 def _checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

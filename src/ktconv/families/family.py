@@ -9,14 +9,16 @@ from typing import Literal
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+UNGATED: tuple[Projection, ...] = ("up", "down")  # of experts without a gate
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Spellings of an expert's three matrices; `gate_up`: of the tensor with gate and up of all
-    experts of a layer (next to one called `down`), if the family has such a layout."""
+    """Spellings of an expert's matrices, of which some families have no gate; `gate_up`: of the
+    tensor with gate and up of all experts of a layer (next to one called `down`), if the family has
+    such a layout."""
 
     gate: str
     up: str
@@ -102,6 +104,7 @@ class Family:
     block: str = "mlp"
     experts: str = "experts"
     matrices: Matrices = USUAL
+    gated: bool = True  # False: its experts have an up and a down projection only
     before_number: Matrices | None = None  # whose expert's number comes last: ffn_gate.5.weight
     expert_biases: bool = False
     interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up

@@ -197,7 +197,7 @@ ROWS = (
            routing=_UNKNOWN),
     Family(("muse_spark",),
            routing=_UNKNOWN),
-    Family(("nemotron_h",),
+    Family(("nemotron_h",), gated=False,
            routing=_UNKNOWN),
     Family(("olmoe", "flex_olmo"),
            routing=_router(_PLAIN, "renormalise")),
