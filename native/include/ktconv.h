@@ -355,14 +355,26 @@ kt_status kt_product_check(const kt_layout *layout, int64_t rows, int64_t cols);
 int kt_moe_has_kernels(const kt_layout *layout, int isa);
 
 typedef enum kt_gate_function {
-  KT_SWIGLU = 0,   /* h = g * sigmoid(alpha * g) * (u + beta) */
-  KT_GELU = 1,     /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
-  KT_GELU_TANH = 2 /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
+  KT_SWIGLU = 0,         /* h = g * sigmoid(alpha * g) * (u + beta) */
+  KT_GELU = 1,           /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
+  KT_GELU_TANH = 2,      /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
+  KT_RELU2 = 3,          /* h = max(u, 0)^2: experts of this function have no gate */
+  KT_SWIGLU_CLAMPED = 4, /* h = min(gate * sigmoid(gate), limit) * u: the gate itself is not cut */
+  KT_SOFTCAP = 5         /* h = alpha * tanh(g / alpha) * sigmoid(g) * (beta * tanh(u / beta)) */
 } kt_gate_function;
 
-/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function. limit >= 0.
- * SiLU models: {KT_SWIGLU, 1, 0, INFINITY}; gpt-oss: {KT_SWIGLU, 1.702, 1, 7};
- * DeepSeek-V4 and others with a limit: {KT_SWIGLU, 1, 0, limit}. */
+/* 1 if experts of this function have a gate matrix, 0 if not, -1 for a number that is none. */
+int kt_function_has_gate(int function);
+
+/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function, in binary32. A NaN
+ * of gate or up makes h NaN. limit >= 0; INFINITY: none. Functions without alpha and beta in their
+ * formula do not look at them. KT_SOFTCAP wants both above 0; INFINITY: g or u itself.
+ *   SiLU models                  {KT_SWIGLU, 1, 0, INFINITY}
+ *   DeepSeek-V4 and others       {KT_SWIGLU, 1, 0, limit}
+ *   gpt-oss, MiniMax-M3          {KT_SWIGLU, 1.702, 1, 7}
+ *   Nemotron-3                   {KT_RELU2, 0, 0, INFINITY}
+ *   Step-3.7                     {KT_SWIGLU_CLAMPED, 0, 0, limit}
+ *   Kimi-K3 (situ)               {KT_SOFTCAP, 4, 25, INFINITY} */
 typedef struct kt_activation {
   int32_t function; /* kt_gate_function */
   float alpha, beta, limit;
@@ -371,7 +383,8 @@ typedef struct kt_activation {
 /* One expert of one part. Bias pointers may be NULL. With w = intermediate / parts:
  * gate and up [w, hidden], down [hidden, w], bias of gate and up [w], of down [hidden]
  * (the down bias of part 0 is used, those of other parts must be NULL). Codes need no
- * alignment, scales and biases that of their type. */
+ * alignment, scales and biases that of their type. Where the layer's function has no gate, the
+ * three pointers of gate are NULL. */
 typedef struct kt_expert {
   const void *gate, *up, *down;
   const void *gate_scale, *up_scale, *down_scale;
@@ -402,8 +415,9 @@ size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, con
  * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
  * pool (they are done one after the other) and one layer.
  * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1, or of an expert whose pointers
- * are NULL. KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a limit that is
- * negative or NaN, a down bias of another part than 0. */
+ * are NULL. KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a number that
+ * kt_activation does not allow, a down bias of another part than 0, a gate where the function has
+ * none. */
 kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
                          const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
                          uint16_t *y, void *scratch, size_t scratch_size);

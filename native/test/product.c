@@ -40,14 +40,14 @@ void kt_test_product(const kt_layout *layout, int64_t rows, int64_t cols, const 
                                           tokens, out, panel);
 }
 
-/* kt_epilogue's activate at a level, for a multiple of KT_STRIP numbers; biases may be NULL. 0 if
- * this CPU lacks the level. */
-int kt_test_activate(int isa, const kt_activation *activation, int64_t count, const float *gate,
-                     const float *up, const float *gate_bias, const float *up_bias, float *out) {
+/* kt_epilogue's activate at a level; pointers and stride as kt_inner's. 0 if this CPU lacks the
+ * level. */
+int kt_test_activate(int isa, const kt_activation *activation, int64_t strips, int64_t tokens,
+                     const float *gate, const float *up, const float *gate_bias,
+                     const float *up_bias, float *out, int64_t stride) {
   if (kt_isa_use(isa) != KT_OK) return 0;
   const kt_epilogue *const level = KT_CELL(kt_epilogues);
-  for (int64_t i = 0; i < count; i += KT_STRIP)
-    level->activate(activation, gate + i, up + i, gate_bias ? gate_bias + i : NULL,
-                    up_bias ? up_bias + i : NULL, out + i);
+  const kt_inner inner = {gate, up, gate_bias, up_bias, strips, tokens, out, stride};
+  level->activate[activation->function](activation, &inner);
   return 1;
 }

@@ -187,7 +187,7 @@ def test_experts_of_a_part_lie_in_one_block_that_can_be_bound() -> None:
     assert [part for part, _, _ in bound] == [0, 1]
     seen = set()
     for (_, start, size), row in zip(bound, experts.layer._keep, strict=True):
-        for projection in (p for expert in row if expert for p in expert):
+        for projection in (p for expert in row if expert for p in expert if p):
             address = projection.codes.ctypes.data
             assert address % 64 == 0 and start <= address < start + size
             seen.add(address)
@@ -290,7 +290,7 @@ def _source(tensors: dict[str, F32], layer: int) -> Any:
 def test_weights_are_mapped_and_not_copied(converted: Path) -> None:
     experts = open_experts(converted)
     projections = experts.layer._keep[0][0]
-    assert projections is not None
+    assert projections is not None and projections[0] is not None
     codes = projections[0].codes
     assert not codes.flags.writeable and not codes.flags.owndata
 

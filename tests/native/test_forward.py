@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +32,10 @@ OTHERS = ("bf16", "fp8", "fp8-channel", "mxfp4")
 LAYERS = [(256, 256, 4, 2, 1), (384, 512, 5, 3, 2), (128, 512, 3, 3, 4), (1152, 128, 1, 1, 1)]
 
 
-def weights_of(seed: int, hidden: int, intermediate: int) -> Any:
+def weights_of(seed: int, hidden: int, intermediate: int, gated: bool = True) -> Any:
     """Gaussian matrices by expert; the same call gives the same numbers."""
 
-    def expert(index: int) -> tuple[Array, Array, Array]:
+    def expert(index: int) -> tuple[Array | None, Array, Array]:
         rng = np.random.default_rng([seed, index])
 
         def matrix(rows: int, cols: int) -> Array:
@@ -42,7 +43,7 @@ def weights_of(seed: int, hidden: int, intermediate: int) -> Any:
             return bf16_to_f32(f32_to_bf16(values))
 
         return (
-            matrix(intermediate, hidden),
+            matrix(intermediate, hidden) if gated else None,
             matrix(intermediate, hidden),
             matrix(hidden, intermediate),
         )
@@ -62,7 +63,7 @@ def isa(isa: str) -> str:
 def packed(
     method: str, hidden: int, intermediate: int, experts: int, parts: int, activation: Activation
 ) -> Experts:
-    source = weights_of(7, hidden, intermediate)
+    source = weights_of(7, hidden, intermediate, activation.gated)
     return pack_experts(
         FORMATS[method],
         source,
@@ -333,7 +334,12 @@ ACTIVATIONS = {
     "gelu_tanh": Activation("gelu_tanh"),
     "gpt-oss": Activation("swiglu", 1.702, 1.0, 7.0),
     "limit": Activation(limit=0.5),
+    "relu2": Activation("relu2"),
+    "swiglu_clamped": Activation("swiglu_clamped", limit=0.5),
+    "softcap": Activation("softcap", 4.0, 25.0),
+    "softcap of the gate": Activation("softcap", 1.0, math.inf),
 }
+UNGATED = ACTIVATIONS["relu2"]
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -358,6 +364,76 @@ def test_activations_are_the_same_bits_on_every_level(pools: dict[str, Pool], na
     assert np.array_equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("method", [*EXACT, *OTHERS])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_experts_without_gate(isa: str, pools: dict[str, Pool], method: str, parts: int) -> None:
+    """Every format, several parts, few and many tokens, experts that live elsewhere."""
+    layer = make(method, 256, 256, 4, parts, UNGATED)
+    for tokens in (1, 40):
+        x, ids, weights = inputs(tokens, 256, 4, 3)
+        ids[:, 1] = -1
+        y = layer.forward(x, ids, weights, pools["two"])
+        assert_true(layer, y, x, ids, weights)
+        assert np.array_equal(layer.forward(x, ids, weights, pools["many nodes"]), y)
+
+
+def test_a_gate_too_many_or_too_few(pools: dict[str, Pool]) -> None:
+    gated, ungated = (make("int8", 128, 128, 2, 1, a).layer for a in (Activation(), UNGATED))
+    for layer, activation, reason in (
+        (gated, UNGATED, "experts with relu2 have no gate"),
+        (ungated, Activation(), "experts with swiglu need a gate"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Layer(layer.layout, activation, 128, 128, layer._keep)
+    assert status_of(ungated, pools["two"]) == lib.KT_OK
+    for name in ("gate", "gate_scale", "gate_bias"):
+        for entry in ungated._table:
+            setattr(entry, name, ffi.cast(ffi.typeof(getattr(entry, name)), entry.up_scale))
+        assert status_of(ungated, pools["two"]) == lib.KT_ERR_ARGUMENT
+        for entry in ungated._table:
+            setattr(entry, name, ffi.NULL)
+    for name in ("up", "up_scale", "down", "down_scale"):
+        kept = [getattr(entry, name) for entry in ungated._table]
+        for entry in ungated._table:
+            setattr(entry, name, ffi.NULL)
+        assert status_of(ungated, pools["two"]) == lib.KT_ERR_EXPERT
+        for entry, pointer in zip(ungated._table, kept, strict=True):
+            setattr(entry, name, pointer)
+    ungated.c.activation.function = lib.KT_SWIGLU
+    assert status_of(ungated, pools["two"]) == lib.KT_ERR_EXPERT
+    ungated.c.activation.function = lib.KT_RELU2
+
+
+def test_which_functions_have_a_gate() -> None:
+    found = {name: lib.kt_function_has_gate(code) for name, code in native.GATE_FUNCTIONS.items()}
+    assert found.pop("relu2") == 0 and set(found.values()) == {1}
+    assert lib.kt_function_has_gate(-1) == lib.kt_function_has_gate(len(found) + 1) == -1
+    assert Activation("relu2").products == 2 and Activation("softcap").products == 3
+
+
+@pytest.mark.parametrize("caps", [(0.0, 1.0), (1.0, 0.0), (-1.0, 5.0), (1.0, math.nan)])
+def test_impossible_softcaps(pools: dict[str, Pool], caps: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="alpha and beta of softcap must be above 0"):
+        make("int8", 128, 128, 2, 1, Activation("softcap", *caps))
+    layer = make("int8", 128, 128, 3, 1, ACTIVATIONS["softcap"]).layer
+    before = layer.c.activation.alpha, layer.c.activation.beta
+    layer.c.activation.alpha, layer.c.activation.beta = caps
+    assert lib.kt_moe_scratch_size(layer.c, 1, 1, pools["one"].c) == 0
+    assert lib.kt_moe_touch(layer.c, pools["one"].c) == lib.KT_ERR_ARGUMENT
+    layer.c.activation.alpha, layer.c.activation.beta = before
+
+
+@pytest.mark.parametrize("number", [-1, len(native.GATE_FUNCTIONS), 1 << 30])
+def test_unknown_functions(pools: dict[str, Pool], number: int) -> None:
+    with pytest.raises(ValueError, match="'sine' is none of swiglu, gelu, "):
+        Layer(Layout("int8"), Activation("sine"), 128, 128, [[None]])
+    layer = make("int8", 128, 128, 3, 1).layer
+    layer.c.activation.function = number
+    assert lib.kt_moe_scratch_size(layer.c, 1, 1, pools["one"].c) == 0
+    assert lib.kt_moe_touch(layer.c, pools["one"].c) == lib.KT_ERR_ARGUMENT
+    layer.c.activation.function = lib.KT_SWIGLU
+
+
 def test_biases(isa: str, pools: dict[str, Pool]) -> None:
     """gpt-oss: gate, up and down have one; that of down is added once, whatever the parts."""
     hidden, intermediate, parts = 128, 256, 2
@@ -367,11 +443,11 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
     down = rng.standard_normal((2, hidden), np.float32)
     width = intermediate // parts
     rows: list[list[Any]] = []
-    for part, row in enumerate(layer.layer._keep):
+    unbiased: list[list[Any]] = layer.layer._keep
+    for part, row in enumerate(unbiased):
         cut = slice(part * width, (part + 1) * width)
         rows.append([])
         for e, matrices in enumerate(row):
-            assert matrices is not None
             biases = (gate[e, cut].copy(), up[e, cut].copy(), None if part else down[e])
             rows[-1].append(
                 tuple(
@@ -385,7 +461,7 @@ def test_biases(isa: str, pools: dict[str, Pool]) -> None:
     biased.call(pools["two"], x, ids, weights, y, scratch)()
     wide, expected = bf16_to_f32(x), np.zeros((9, hidden), np.float32)
     for e in range(2):
-        w_gate, w_up, w_down = (one.values() for one in layer.loaded(e))
+        w_gate, w_up, w_down = (one.values() for one in layer.loaded(e) if one)
         token, slot = np.nonzero(ids == e)
         g = wide[token] @ w_gate.T + gate[e]
         u = wide[token] @ w_up.T + up[e]
@@ -559,7 +635,7 @@ def test_a_bias_of_down_belongs_to_part_0(pools: dict[str, Pool]) -> None:
 @pytest.mark.parametrize("name", ["gate_scale", "up_scale", "down_scale"])
 def test_scales_that_are_not_aligned(pools: dict[str, Pool], method: str, name: str) -> None:
     cached = make(method, 256, 256, 2, 1).layer
-    rows = [list(row) for row in cached._keep]
+    rows: list[list[Any]] = [list(row) for row in cached._keep]
     layer = Layer(cached.layout, Activation(), 256, 256, rows)
     for entry in layer._table:
         setattr(entry, name, getattr(entry, name) + 1)
@@ -569,7 +645,7 @@ def test_scales_that_are_not_aligned(pools: dict[str, Pool], method: str, name: 
         memory = native.aligned_bytes(array.nbytes + 1)
         return memory[1:]
 
-    matrices = list(rows[0][0] or ())
+    matrices = list(rows[0][0])
     index = ["gate_scale", "up_scale", "down_scale"].index(name)
     scale = matrices[index].scale
     assert scale is not None

@@ -274,6 +274,7 @@ def test_pieces_cover_a_packed_matrix_once(method: str, numa: int, tmp_path: Pat
     convert(model, tmp_path / "out", method=method, numa=numa)
     experts = open_experts(tmp_path / "out")
     for matrix, shape in zip(experts.streams(1), experts.loaded(1), strict=True):
+        assert matrix is not None and shape is not None
         seen = np.zeros((matrix.rows, matrix.cols), int)
         for piece in matrix.pieces():
             assert piece.values.shape[0] <= 128
@@ -380,11 +381,11 @@ def test_pages_of_mapped_experts_are_given_back(large: tuple[Path, Path]) -> Non
     _, output = large
     experts = open_experts(output)
     for expert in range(64):
-        list(experts.streams(expert)[0].pieces())
+        list(experts.streams(expert)[1].pieces())
     before = machine.resident_memory()
     experts.release()
     assert before - machine.resident_memory() > 64 * HIDDEN * INNER // 2
-    assert np.isfinite(experts.loaded(0)[0].values()).all()
+    assert np.isfinite(experts.loaded(0)[1].values()).all()
 
 
 # ---- tensors beside the experts ----------------------------------------------------------
@@ -427,9 +428,8 @@ def test_source_tensors_of_every_encoding(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=f"{name} (is|has dtype) "):
             source.matrix(tensor(name))
     assert source.find(["nothing"]) is None
-    assert [matrix.rows for matrix in source.expert(open_checkpoint(model).layers[0], 0)] == [
-        128 for _ in PROJECTIONS
-    ]
+    matrices = source.expert(open_checkpoint(model).layers[0], 0)
+    assert [matrix.rows for matrix in matrices if matrix] == [128 for _ in PROJECTIONS]
 
 
 # ---- BLAS --------------------------------------------------------------------------------

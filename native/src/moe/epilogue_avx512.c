@@ -4,6 +4,8 @@
 #if KT_X86
 #include "../simd/target.h"
 
+#include <math.h>
+
 KT_TARGET_BEGIN(AVX512)
 #include "epilogue.h"
 #include "rows.h"
@@ -16,9 +18,16 @@ KT_INLINE __m512 horner(const float *terms, int count, __m512 x) {
 
 KT_INLINE __m512 flip_sign(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
 
-KT_INLINE __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(KT_EXP_MIN), x); /* of the two, the second where unordered */
-  x = _mm512_min_ps(_mm512_set1_ps(KT_EXP_MAX), x);
+/* Of the two operands of max and min, the second where they are unordered. */
+KT_INLINE __m512 at_least(float limit, __m512 x) { return _mm512_max_ps(_mm512_set1_ps(limit), x); }
+KT_INLINE __m512 at_most(float limit, __m512 x) { return _mm512_min_ps(_mm512_set1_ps(limit), x); }
+
+/* exp(x) = exp(r) * power, a power of two. */
+typedef struct reduced {
+  __m512 r, power;
+} reduced;
+
+KT_INLINE reduced reduce(__m512 x) {
   const __m512 rounder = _mm512_set1_ps(KT_ROUNDER);
   const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(KT_LOG2_E), rounder);
   const __m512 n = _mm512_sub_ps(shifted, rounder);
@@ -26,8 +35,26 @@ KT_INLINE __m512 exponential(__m512 x) {
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(KT_LN2_LOW), r);
   const __m512i biased =
       _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000 - 127));
-  const __m512 power = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-  return _mm512_mul_ps(horner(kt_exp_taylor, KT_EXP_TERMS, r), power);
+  return (reduced){r, _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+
+KT_INLINE __m512 exponential(__m512 x) {
+  const reduced e = reduce(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
+  return _mm512_mul_ps(horner(kt_exp_taylor, KT_EXP_TERMS, e.r), e.power);
+}
+
+KT_INLINE __m512 with_sign_of(__m512 x, __m512 size) {
+  const __m512 sign = _mm512_set1_ps(-0.0f);
+  return _mm512_or_ps(_mm512_andnot_ps(sign, size), _mm512_and_ps(x, sign));
+}
+
+KT_INLINE __m512 hyperbolic_tangent(__m512 x) {
+  const __m512 size = _mm512_abs_ps(x), one = _mm512_set1_ps(1.0f);
+  const reduced e = reduce(at_most(KT_EXP_MAX, _mm512_mul_ps(_mm512_set1_ps(2.0f), size)));
+  const __m512 p = _mm512_mul_ps(horner(kt_exp_taylor, KT_EXP_TERMS - 1, e.r), e.r);
+  const __m512 less_one = _mm512_fmadd_ps(e.power, p, _mm512_sub_ps(e.power, one));
+  const __m512 more_one = _mm512_add_ps(less_one, _mm512_set1_ps(2.0f));
+  return with_sign_of(x, _mm512_div_ps(less_one, more_one));
 }
 
 KT_INLINE __m512 sigmoid(__m512 x) {
@@ -40,47 +67,68 @@ KT_INLINE __m512 error_function(__m512 x) {
   const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(KT_ERF_P), size, one));
   const __m512 decay = exponential(flip_sign(_mm512_mul_ps(size, size)));
   const __m512 rest = _mm512_mul_ps(horner(kt_erf_poly, KT_ERF_TERMS, t), decay);
-  const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
-  return _mm512_or_ps(_mm512_andnot_ps(_mm512_set1_ps(-0.0f), _mm512_sub_ps(one, rest)), sign);
+  return with_sign_of(x, _mm512_sub_ps(one, rest));
 }
 
-KT_INLINE __m512 gated(const kt_activation *a, __m512 g, __m512 u) {
+KT_INLINE __m512 gelu(__m512 g, __m512 u) {
   const __m512 one = _mm512_set1_ps(1.0f);
-  if (a->function == KT_GELU) {
-    const __m512 step =
-        _mm512_add_ps(one, error_function(_mm512_mul_ps(g, _mm512_set1_ps(KT_SQRT_HALF))));
-    return _mm512_mul_ps(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), g), step), u);
-  }
-  if (a->function == KT_GELU_TANH) {
-    const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), g), g);
-    const __m512 z =
-        _mm512_mul_ps(_mm512_set1_ps(KT_SQRT_8_OVER_PI), _mm512_fmadd_ps(square, g, g));
-    return _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(z)), u);
-  }
-  const __m512 s = sigmoid(_mm512_mul_ps(_mm512_set1_ps(a->alpha), g));
-  return _mm512_mul_ps(_mm512_mul_ps(g, s), _mm512_add_ps(u, _mm512_set1_ps(a->beta)));
+  const __m512 step =
+      _mm512_add_ps(one, error_function(_mm512_mul_ps(g, _mm512_set1_ps(KT_SQRT_HALF))));
+  return _mm512_mul_ps(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), g), step), u);
 }
 
-KT_INLINE __m512 with_bias(const float *value, const float *bias, int r) {
-  const __m512 v = _mm512_loadu_ps(value + r);
-  return bias ? _mm512_add_ps(v, _mm512_loadu_ps(bias + r)) : v;
+KT_INLINE __m512 gelu_tanh(__m512 g, __m512 u) {
+  const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), g), g);
+  const __m512 z = _mm512_mul_ps(_mm512_set1_ps(KT_SQRT_8_OVER_PI), _mm512_fmadd_ps(square, g, g));
+  return _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(z)), u);
 }
 
-static void activate(const kt_activation *a, const float *gate, const float *up,
-                     const float *gate_bias, const float *up_bias, float *out) {
-  const __m512 most = _mm512_set1_ps(a->limit), least = _mm512_set1_ps(-a->limit);
-  for (int r = 0; r < KT_STRIP; r += 16) {
-    const __m512 g = _mm512_min_ps(most, with_bias(gate, gate_bias, r));
-    const __m512 u = _mm512_min_ps(most, _mm512_max_ps(least, with_bias(up, up_bias, r)));
-    _mm512_storeu_ps(out + r, gated(a, g, u));
+KT_INLINE __m512 capped(float cap, __m512 x) {
+  if (cap == INFINITY) return x;
+  const __m512 size = _mm512_set1_ps(cap);
+  return _mm512_mul_ps(size, hyperbolic_tangent(_mm512_div_ps(x, size)));
+}
+
+KT_INLINE __m512 squared(__m512 x) { return _mm512_mul_ps(x, x); }
+
+KT_INLINE __m512 inner(int function, const kt_activation *a, __m512 gate, __m512 up) {
+  const __m512 g = at_most(a->limit, gate), u = at_most(a->limit, at_least(-a->limit, up));
+  switch (function) {
+  case KT_GELU: return gelu(g, u);
+  case KT_GELU_TANH: return gelu_tanh(g, u);
+  case KT_RELU2: return squared(at_least(0.0f, u));
+  case KT_SWIGLU_CLAMPED:
+    return _mm512_mul_ps(at_most(a->limit, _mm512_mul_ps(gate, sigmoid(gate))), u);
+  case KT_SOFTCAP:
+    return _mm512_mul_ps(_mm512_mul_ps(capped(a->alpha, g), sigmoid(g)), capped(a->beta, u));
+  default:
+    return _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(_mm512_mul_ps(_mm512_set1_ps(a->alpha), g))),
+                         _mm512_add_ps(u, _mm512_set1_ps(a->beta)));
   }
 }
+
+KT_INLINE __m512 with_bias(const float *value, const float *bias, int64_t row) {
+  const __m512 v = _mm512_loadu_ps(value);
+  return bias ? _mm512_add_ps(v, _mm512_loadu_ps(bias + row)) : v;
+}
+
+KT_INLINE void activate(int function, const kt_activation *a, const kt_inner *in) {
+  for (int64_t s = 0; s < in->strips; s++)
+    for (int64_t t = 0; t < in->tokens; t++)
+      for (int64_t r = 0; r < KT_STRIP; r += 16) {
+        const int64_t row = s * KT_STRIP + r, at = (s * in->tokens + t) * KT_STRIP + r;
+        const __m512 u = with_bias(in->up + at, in->up_bias, row);
+        const __m512 g = kt_has_gate(function) ? with_bias(in->gate + at, in->gate_bias, row) : u;
+        _mm512_storeu_ps(in->out + t * in->stride + row, inner(function, a, g, u));
+      }
+}
+KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 
 static void accumulate(float weight, const float *product, const float *bias, float *y) {
   const __m512 w = _mm512_set1_ps(weight);
   for (int r = 0; r < KT_STRIP; r += 16)
     _mm512_storeu_ps(y + r,
-                     _mm512_fmadd_ps(w, with_bias(product, bias, r), _mm512_loadu_ps(y + r)));
+                     _mm512_fmadd_ps(w, with_bias(product + r, bias, r), _mm512_loadu_ps(y + r)));
 }
 
 static void widen(const uint16_t *x, int64_t n, float *out) {
@@ -101,7 +149,8 @@ static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, 
   }
 }
 
-const kt_epilogue kt_epilogue_avx512 = {activate, accumulate, widen, finish};
+const kt_epilogue kt_epilogue_avx512 = {
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, widen, finish};
 
 KT_TARGET_END
 #endif

@@ -14,12 +14,27 @@ static float horner(const float *terms, int count, float x) {
 static float at_most(float limit, float x) { return limit < x ? limit : x; }
 static float at_least(float limit, float x) { return limit > x ? limit : x; }
 
-static float exponential(float x) {
-  x = at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x));
+/* exp(x) = exp(r) * power, a power of two. */
+typedef struct reduced {
+  float r, power;
+} reduced;
+
+static reduced reduce(float x) {
   const float shifted = fmaf(x, KT_LOG2_E, KT_ROUNDER), n = shifted - KT_ROUNDER;
   const float r = fmaf(-n, KT_LN2_LOW, fmaf(-n, KT_LN2_HIGH, x));
-  const float power = kt_float((kt_bits(shifted) - 0x4b400000u + 127u) << 23);
-  return horner(kt_exp_taylor, KT_EXP_TERMS, r) * power;
+  return (reduced){r, kt_float((kt_bits(shifted) - 0x4b400000u + 127u) << 23)};
+}
+
+static float exponential(float x) {
+  const reduced e = reduce(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
+  return horner(kt_exp_taylor, KT_EXP_TERMS, e.r) * e.power;
+}
+
+static float hyperbolic_tangent(float x) {
+  const reduced e = reduce(at_most(KT_EXP_MAX, 2.0f * fabsf(x)));
+  const float p = horner(kt_exp_taylor, KT_EXP_TERMS - 1, e.r) * e.r;
+  const float less_one = fmaf(e.power, p, e.power - 1.0f);
+  return copysignf(less_one / (less_one + 2.0f), x);
 }
 
 static float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -30,22 +45,39 @@ static float error_function(float x) {
   return copysignf(1.0f - rest, x);
 }
 
-static float gated(const kt_activation *a, float g, float u) {
-  switch (a->function) {
+static float capped(float cap, float x) {
+  return cap == INFINITY ? x : cap * hyperbolic_tangent(x / cap);
+}
+
+static float squared(float x) { return x * x; }
+
+static float inner(int function, const kt_activation *a, float gate, float up) {
+  const float g = at_most(a->limit, gate), u = at_most(a->limit, at_least(-a->limit, up));
+  switch (function) {
   case KT_GELU: return (0.5f * g) * (1.0f + error_function(g * KT_SQRT_HALF)) * u;
   case KT_GELU_TANH: return g * sigmoid(KT_SQRT_8_OVER_PI * fmaf((0.044715f * g) * g, g, g)) * u;
+  case KT_RELU2: return squared(at_least(0.0f, u));
+  case KT_SWIGLU_CLAMPED: return at_most(a->limit, gate * sigmoid(gate)) * u;
+  case KT_SOFTCAP: return capped(a->alpha, g) * sigmoid(g) * capped(a->beta, u);
   default: return g * sigmoid(a->alpha * g) * (u + a->beta);
   }
 }
 
-static void activate(const kt_activation *a, const float *gate, const float *up,
-                     const float *gate_bias, const float *up_bias, float *out) {
-  for (int r = 0; r < KT_STRIP; r++) {
-    const float g = gate_bias ? gate[r] + gate_bias[r] : gate[r];
-    const float u = up_bias ? up[r] + up_bias[r] : up[r];
-    out[r] = gated(a, at_most(a->limit, g), at_most(a->limit, at_least(-a->limit, u)));
-  }
+static float with_bias(float value, const float *bias, int64_t row) {
+  return bias ? value + bias[row] : value;
 }
+
+static void activate(int function, const kt_activation *a, const kt_inner *in) {
+  for (int64_t s = 0; s < in->strips; s++)
+    for (int64_t t = 0; t < in->tokens; t++)
+      for (int64_t r = 0; r < KT_STRIP; r++) {
+        const int64_t row = s * KT_STRIP + r, at = (s * in->tokens + t) * KT_STRIP + r;
+        const float g = kt_has_gate(function) ? with_bias(in->gate[at], in->gate_bias, row) : 0.0f;
+        const float u = with_bias(in->up[at], in->up_bias, row);
+        in->out[t * in->stride + row] = inner(function, a, g, u);
+      }
+}
+KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 
 static void accumulate(float weight, const float *product, const float *bias, float *y) {
   for (int r = 0; r < KT_STRIP; r++)
@@ -66,7 +98,8 @@ static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, 
   }
 }
 
-const kt_epilogue kt_epilogue_scalar = {activate, accumulate, widen, finish};
+const kt_epilogue kt_epilogue_scalar = {
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, widen, finish};
 
 const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_epilogue_scalar,

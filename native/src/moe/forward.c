@@ -52,6 +52,7 @@ typedef struct run {
   const kt_weight_format *format;
   const kt_epilogue *epilogue;
   kt_product_fn *product;
+  kt_activate_fn *activate;
   kt_pool *pool;
   kt_route route;
   kt_barrier all;
@@ -186,31 +187,30 @@ static int64_t block_start(const blocks *b, int64_t i) {
   return b->first + b->count * i / b->number;
 }
 
-static void activate_block(const run *r, team *t, const worker *w, const kt_expert *e,
-                           int64_t strip, int64_t strips, int64_t slot, int64_t count) {
-  for (int64_t s = 0; s < strips; s++)
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t at = (s * count + i) * KT_STRIP, row = (strip + s) * KT_STRIP;
-      r->epilogue->activate(
-          &r->moe->activation, w->gate + at, w->up + at, e->gate_bias ? e->gate_bias + row : NULL,
-          e->up_bias ? e->up_bias + row : NULL, t->middle + (slot + i) * r->width + row);
-    }
-}
-
+/* Up alone where the function has no gate. */
 static void gate_up_item(const run *r, team *t, worker *w, const kt_expert *experts, int64_t item) {
+  const int gated = kt_has_gate(r->moe->activation.function);
   const int64_t all = r->width / KT_STRIP, items = ceil_div(all, r->gate_up_strips);
   const int64_t a = item / items, strip = item % items * r->gate_up_strips;
   const int64_t strips = smaller(r->gate_up_strips, all - strip);
   const kt_expert *e = experts + r->route.active[a];
   const kt_weight gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
   const kt_weight up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
+  const int64_t row = strip * KT_STRIP;
+  kt_inner inner = {.gate = w->gate,
+                    .up = w->up,
+                    .gate_bias = e->gate_bias ? e->gate_bias + row : NULL,
+                    .up_bias = e->up_bias ? e->up_bias + row : NULL,
+                    .strips = strips,
+                    .stride = r->width};
   const blocks b = blocks_of(&r->route, a);
   for (int64_t i = 0; i < b.number; i++) {
     const int64_t slot = block_start(&b, i), count = block_start(&b, i + 1) - slot;
     const uint8_t *x = x_rows_of(r, t, w, slot, count);
-    r->product(&gate, strip, strips, x, r->x_stride, count, w->gate, w->panel);
+    if (gated) r->product(&gate, strip, strips, x, r->x_stride, count, w->gate, w->panel);
     r->product(&up, strip, strips, x, r->x_stride, count, w->up, w->panel);
-    activate_block(r, t, w, e, strip, strips, slot, count);
+    inner.tokens = count, inner.out = t->middle + slot * r->width + row;
+    r->activate(&r->moe->activation, &inner);
   }
 }
 
@@ -355,9 +355,10 @@ static int aligned(const void *pointer, size_t size) {
 static kt_status check_expert(const kt_moe *moe, const kt_expert *e, int64_t part) {
   const int32_t dtype = moe->layout.scale_dtype;
   const size_t size = dtype == KT_SCALE_NONE ? 1 : (size_t)kt_scale_bytes(dtype);
-  if (!e->gate || !e->up || !e->down) return KT_ERR_EXPERT;
-  if (dtype != KT_SCALE_NONE && (!e->gate_scale || !e->up_scale || !e->down_scale))
-    return KT_ERR_EXPERT;
+  const int gated = kt_has_gate(moe->activation.function), scaled = dtype != KT_SCALE_NONE;
+  if (!e->up || !e->down || (gated && !e->gate)) return KT_ERR_EXPERT;
+  if (scaled && (!e->up_scale || !e->down_scale || (gated && !e->gate_scale))) return KT_ERR_EXPERT;
+  if (!gated && (e->gate || e->gate_scale || e->gate_bias)) return KT_ERR_ARGUMENT;
   const int good = aligned(e->gate_scale, size) && aligned(e->up_scale, size) &&
                    aligned(e->down_scale, size) && aligned(e->gate_bias, sizeof(float)) &&
                    aligned(e->up_bias, sizeof(float)) && aligned(e->down_bias, sizeof(float)) &&
@@ -375,9 +376,16 @@ static kt_status check_experts(const run *r) {
   return KT_OK;
 }
 
+static int is_function(int function) { return function >= 0 && function < KT_GATE_FUNCTIONS; }
+
+int kt_function_has_gate(int function) {
+  return is_function(function) ? kt_has_gate(function) : -1;
+}
+
+/* A NaN is neither >= 0 nor > 0. */
 static kt_status check_activation(const kt_activation *a) {
-  const int good = a->function >= KT_SWIGLU && a->function <= KT_GELU_TANH && a->limit >= 0;
-  return good ? KT_OK : KT_ERR_ARGUMENT; /* a NaN is not >= 0 */
+  const int capped = a->function != KT_SOFTCAP || (a->alpha > 0 && a->beta > 0);
+  return is_function(a->function) && capped && a->limit >= 0 ? KT_OK : KT_ERR_ARGUMENT;
 }
 
 static kt_status check_layer(const kt_moe *moe, const kt_pool *pool) {
@@ -420,12 +428,14 @@ int kt_moe_has_kernels(const kt_layout *layout, int isa) {
 
 static run start_run(const kt_moe *moe, kt_pool *pool, int64_t tokens) {
   const kt_weight_format *format = kt_format_of(&moe->layout);
+  const kt_epilogue *epilogue = KT_CELL(kt_epilogues);
   const int64_t width = moe->intermediate / moe->parts;
   run r = {
       .moe = moe,
       .format = format,
-      .epilogue = KT_CELL(kt_epilogues),
+      .epilogue = epilogue,
       .product = kt_format_product(format),
+      .activate = epilogue->activate[moe->activation.function],
       .pool = pool,
       .team_count = smaller(kt_pool_nodes(pool), moe->parts),
       .width = width,
@@ -494,12 +504,13 @@ static void touch_job(void *context, int32_t thread) {
   const kt_layout *layout = &r->moe->layout;
   const size_t wide = kt_packed_size(layout, r->width, r->moe->hidden);
   const size_t tall = kt_packed_size(layout, r->moe->hidden, r->width);
+  const int gated = kt_has_gate(r->moe->activation.function);
   const int64_t index = team_of(r, thread), count = r->moe->experts;
   const int64_t rank = team_rank(r, thread), threads = team_threads(r, index);
   for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)
     for (int64_t e = count * rank / threads; e < count * (rank + 1) / threads; e++) {
       const kt_expert *x = r->moe->expert + part * count + e;
-      if (x->gate) touch_pages(x->gate, wide);
+      if (x->gate && gated) touch_pages(x->gate, wide);
       if (x->up) touch_pages(x->up, wide);
       if (x->down) touch_pages(x->down, tall);
     }

@@ -23,7 +23,7 @@ from ktconv.bench.rows import Case
 from ktconv.errors import UsageError
 from ktconv.formats import Format
 from ktconv.moe import Experts, experts_per_token
-from ktconv.moe.experts import Expert, check_shape
+from ktconv.moe.experts import check_shape
 from ktconv.moe.load import open_layer
 from ktconv.system import machine
 from ktconv.system.arrays import I64
@@ -83,7 +83,7 @@ class Layer:
         shape = self.shape
         if self.experts is not None:
             return self.experts.layer.scratch_size(tokens, shape.top_k, pool)
-        none: list[Expert | None] = [None] * shape.experts
+        none: list[native.Expert | None] = [None] * shape.experts
         sizes = (shape.hidden, shape.intermediate)
         layer = native.Layer(self.method.layout, shape.activation, *sizes, [none] * self.parts)
         return layer.scratch_size(tokens, shape.top_k, pool)
@@ -124,7 +124,8 @@ def prepare(request: Request, notify: Notify = silent) -> Plan:
 def _cases(
     request: Request, method: Format, shape: Shape, parts: int, number: int | None = None
 ) -> tuple[Case, ...]:
-    each = method.expert_bytes(shape.hidden, shape.intermediate, parts)
+    gated = shape.activation.gated
+    each = method.expert_bytes(shape.hidden, shape.intermediate, parts, gated=gated)
     return tuple(
         Case(
             engine="ktconv",
@@ -238,7 +239,7 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
 def _check_memory(request: Request, layers: Sequence[Layer], pool: Pool) -> None:
     """The layer of every method must fit, with what a batch of the most tokens needs."""
     shape = layers[0].shape
-    as_numbers = 3 * 4 * shape.hidden * shape.intermediate
+    as_numbers = shape.activation.products * 4 * shape.hidden * shape.intermediate
     working = as_numbers * (different_experts(shape) + _WORKING_COPIES) + read_size()
     room = _room_for_experts(request, layers, pool, working)
     largest = max(layers, key=lambda layer: layer.cases[0].expert_bytes)

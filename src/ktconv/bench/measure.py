@@ -84,7 +84,7 @@ class Reference:
         self._experts = experts
         self.ids = batch.ids[batch.checked]
         origins = np.where(self.ids >= 0, experts.origins[self.ids], -1)
-        size = 3 * experts.hidden * experts.intermediate
+        size = experts.activation.products * experts.hidden * experts.intermediate
         self.tokens = checked_tokens(origins, _CHECKED_ELEMENTS // size)
         self._origins = origins[self.tokens]
         self._inputs = batch.x[self.tokens], self.ids[self.tokens], batch.weights[self.tokens]

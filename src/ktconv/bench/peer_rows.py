@@ -45,7 +45,8 @@ def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
 def fits(spec: Spec, shape: Shape) -> bool:
     """Whether memory suffices for the packed weights, twice while the peer builds them."""
     method = format_named(spec.methods[0])
-    each = method.expert_bytes(shape.hidden, shape.intermediate)
+    gated = shape.activation.gated
+    each = method.expert_bytes(shape.hidden, shape.intermediate, gated=gated)
     return 2 * each * shape.experts < machine.available_memory()
 
 

@@ -25,8 +25,8 @@ class Shape:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of one token in one expert: three products."""
-        return 3 * 2 * self.hidden * self.intermediate
+        """Multiplications and additions of one token in one expert: its products."""
+        return self.activation.products * 2 * self.hidden * self.intermediate
 
 
 # From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7.

@@ -107,7 +107,7 @@ def _packed(session: Session, layer: Layer) -> Experts:
     most = session.pools[max(session.pools)]
     return pack_experts(
         method,
-        source.expert,
+        source.expert if shape.activation.gated else source.ungated,
         [index % different_experts(shape) for index in range(shape.experts)],
         shape.hidden,
         shape.intermediate,

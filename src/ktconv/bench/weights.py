@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe.experts import Matrices
+from ktconv.moe.experts import GatedMatrices, Matrices
 from ktconv.system.arrays import F32
 
 _BLOCK = 1 << 20  # numbers drawn; all matrices are cut from them
@@ -30,13 +30,17 @@ class RandomWeights:
         for numbers in self._numbers.values():
             numbers.flags.writeable = False
 
-    def expert(self, index: int) -> Matrices:
+    def expert(self, index: int) -> GatedMatrices:
         """gate [I, H], up [I, H], down [H, I] of one expert."""
         shapes = [(self.intermediate, self.hidden)] * 2 + [(self.hidden, self.intermediate)]
         gate, up, down = (
             self._matrix(3 * index + which, *shape) for which, shape in enumerate(shapes)
         )
         return gate, up, down
+
+    def ungated(self, index: int) -> Matrices:
+        """The same of an expert without gate."""
+        return None, *self.expert(index)[1:]
 
     def _matrix(self, number: int, rows: int, cols: int) -> F32:
         start = number * _STEP % _BLOCK

@@ -112,10 +112,12 @@ class Format:
         """
         return self.traits.max_level * self.traits.scale_units * SMALLEST_NORMAL
 
-    def expert_bytes(self, hidden: int, intermediate: int, parts: int = 1) -> int:
+    def expert_bytes(
+        self, hidden: int, intermediate: int, parts: int = 1, *, gated: bool = True
+    ) -> int:
         """Bytes of one expert, scales included."""
         width = intermediate // parts
-        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        shapes = ((width, hidden),) * (1 + gated) + ((hidden, width),)
         sizes = (self.layout.weight_size(*s) + self.layout.scale_size(*s) for s in shapes)
         return parts * sum(sizes)
 

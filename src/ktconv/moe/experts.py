@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import erf, sqrt
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from ktconv.errors import UsageError
 from ktconv.formats import Format, formats_for, reference
 from ktconv.formats.decode import bf16_to_f32, round_to_bf16
 from ktconv.formats.groups import grouped
-from ktconv.native import Activation, PackedMatrix, Pool
+from ktconv.native import Activation, Expert, PackedMatrix, Pool
 from ktconv.reading.streamed import Streamed, Streams, whole
 from ktconv.system.arrays import F32, U16, Array
 
-Matrices = tuple[F32, F32, F32]  # gate [I, H], up [I, H], down [H, I]
-Expert = tuple[PackedMatrix, PackedMatrix, PackedMatrix]  # of one part
+# gate [I, H] (None: experts without one), up [I, H], down [H, I]
+Matrices = tuple[F32 | None, F32, F32]
+GatedMatrices = tuple[F32, F32, F32]
 
 # Of the relative error against arithmetic with activations rounded as the kernels round them: y is
 # bf16, 2^-9 at most; the rest is for sums in another order.
@@ -70,12 +72,13 @@ class Experts:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, scales included."""
-        return self.format.expert_bytes(self.hidden, self.intermediate, self.parts)
+        gated = self.activation.gated
+        return self.format.expert_bytes(self.hidden, self.intermediate, self.parts, gated=gated)
 
     def loaded(self, origin: int) -> Streams:
         """The matrices of `streams`, in memory whole."""
-        gate, up, down = (whole(one.values(), one.bias) for one in self.streams(origin))
-        return gate, up, down
+        gate, up, down = self.streams(origin)
+        return None if gate is None else _loaded(gate), _loaded(up), _loaded(down)
 
     def forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
@@ -144,7 +147,8 @@ def expert_output(
 ) -> F32:
     """One expert's output [M, H] of x [M, H]; `between` sees what goes into the last product."""
     gate, up, down = expert
-    return down.product(between(gated(activation, gate.product(x), up.product(x))))
+    inner = gated(activation, None if gate is None else gate.product(x), up.product(x))
+    return down.product(between(inner))
 
 
 def round_activations(fmt: Format, values: F32) -> F32:
@@ -165,27 +169,56 @@ def in_blocks(compute: Callable[[F32], tuple[F32, ...]], x: F32) -> tuple[F32, .
     return tuple(map(np.concatenate, zip(*map(compute, blocks), strict=True)))
 
 
+def _loaded(matrix: Streamed) -> Streamed:
+    return whole(matrix.values(), matrix.bias)
+
+
 def _whole(matrices: Matrices | Streams) -> Streams:
-    gate, up, down = (one if isinstance(one, Streamed) else whole(one) for one in matrices)
-    return gate, up, down
+    gate, up, down = matrices
+    return None if gate is None else _streamed(gate), _streamed(up), _streamed(down)
 
 
-def gated(activation: Activation, gate: F32, up: F32) -> F32:
-    """The activation of ktconv.h's kt_activation, in float32."""
-    g = np.minimum(gate, np.float32(activation.limit))
-    u = np.clip(up, np.float32(-activation.limit), np.float32(activation.limit))
-    if activation.function == "gelu":
-        from math import erf, sqrt
+def _streamed(matrix: F32 | Streamed) -> Streamed:
+    return matrix if isinstance(matrix, Streamed) else whole(matrix)
 
-        steps = np.vectorize(erf)(g / sqrt(2)).astype(np.float32)
-        result: F32 = g * (1 + steps) / 2 * u
-    elif activation.function == "gelu_tanh":
-        inner = np.float32(np.sqrt(2 / np.pi)) * (g + np.float32(0.044715) * g**3)
-        result = g * (1 + np.tanh(inner)) / 2 * u
-    else:
-        with np.errstate(over="ignore"):
-            sigmoid = 1 / (1 + np.exp(-np.float32(activation.alpha) * g))
-        result = g * sigmoid * (u + np.float32(activation.beta))
+
+def gated(activation: Activation, gate: F32 | None, up: F32) -> F32:
+    """The activation of ktconv.h's kt_activation, in float32. ValueError for a gate where the
+    function has none, or none where it needs one."""
+    if activation.gated != (gate is not None):
+        raise ValueError(f"experts with {activation.function}: a gate too many or too few")
+    limit, alpha, beta = map(np.float32, (activation.limit, activation.alpha, activation.beta))
+    u: F32 = np.clip(up, -limit, limit)
+    if gate is None:
+        squared: F32 = np.square(np.maximum(u, np.float32(0)))
+        return squared
+    g: F32 = np.minimum(gate, limit)
+    match activation.function:
+        case "gelu":
+            steps = np.vectorize(erf)(g / sqrt(2)).astype(np.float32)
+            result: F32 = g * (1 + steps) / 2 * u
+        case "gelu_tanh":
+            inner = np.float32(np.sqrt(2 / np.pi)) * (g + np.float32(0.044715) * g**3)
+            result = g * (1 + np.tanh(inner)) / 2 * u
+        case "swiglu_clamped":
+            result = np.minimum(gate * _sigmoid(gate), limit) * u
+        case "softcap":
+            result = _capped(g, alpha) * _sigmoid(g) * _capped(u, beta)
+        case _:
+            result = g * _sigmoid(alpha * g) * (u + beta)
+    return result
+
+
+def _sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        result: F32 = np.float32(1) / (1 + np.exp(-x))
+    return result
+
+
+def _capped(x: F32, cap: np.float32) -> F32:
+    if np.isinf(cap):
+        return x
+    result: F32 = cap * np.tanh(x / cap)
     return result
 
 
@@ -205,13 +238,15 @@ def pack_experts(
 
     Experts that share matrices are quantized once, but each has memory of its own. All experts of
     a part are in one block of memory, so that it can have huge pages; `bind` gets it and the part's
-    number before anything is written to it. UsageError for a shape that the format does not allow.
+    number before anything is written to it. `source` has no gates where the activation has none.
+    UsageError for a shape that the format does not allow.
     """
     check_shape(fmt, hidden, intermediate, parts)
     chosen = activation or Activation()
     of_parts = lru_cache(_KEPT)(lambda origin: _quantize(fmt, source(origin), parts))
     rows: list[list[Expert | None]] = [[None] * len(origins) for _ in range(parts)]
-    blocks = [_Block(fmt, hidden, intermediate // parts, origins) for _ in range(parts)]
+    shapes = _shapes(hidden, intermediate // parts, chosen.gated)
+    blocks = [_Block(fmt, shapes, origins) for _ in range(parts)]
     for part, block in enumerate(blocks):
         if bind:
             bind(block.memory, part)
@@ -228,31 +263,50 @@ def pack_experts(
     )
 
 
+Shape = tuple[int, int]
+Shapes = tuple[Shape | None, Shape, Shape]
+
+
+def _shapes(hidden: int, width: int, gated: bool) -> Shapes:
+    wide = (width, hidden)
+    return wide if gated else None, wide, (hidden, width)
+
+
 class _Block:
     """The memory of all experts of a part, each in its place."""
 
-    def __init__(self, fmt: Format, hidden: int, width: int, origins: Sequence[int | None]) -> None:
-        self._layout = layout = fmt.layout
-        self._shapes = ((width, hidden), (width, hidden), (hidden, width))
-        self._sizes = [(layout.weight_size(*s), layout.scale_size(*s)) for s in self._shapes]
-        self._expert_size = sum(_whole_lines(size) for pair in self._sizes for size in pair)
+    def __init__(self, fmt: Format, shapes: Shapes, origins: Sequence[int | None]) -> None:
+        self._layout, self._shapes = fmt.layout, shapes
+        self._expert_size = sum(
+            _whole_lines(size) for shape in shapes if shape for size in self._sizes(shape)
+        )
         here = [index for index, origin in enumerate(origins) if origin is not None]
         self._starts = {index: n * self._expert_size for n, index in enumerate(here)}
         self.memory = native.aligned_bytes(self._expert_size * len(here))
 
-    def _place(self, index: int) -> Expert:
-        start, places = self._starts[index], []
-        for weight, scale in self._sizes:
-            middle = start + _whole_lines(weight)
-            end = middle + _whole_lines(scale)
-            scales = self.memory[middle : middle + scale] if scale else None
-            places.append(PackedMatrix(self.memory[start : start + weight], scales))
-            start = end
-        return places[0], places[1], places[2]
+    def _sizes(self, shape: Shape) -> tuple[int, int]:
+        """Bytes of codes and of scales."""
+        return self._layout.weight_size(*shape), self._layout.scale_size(*shape)
 
-    def pack(self, index: int, matrices: Sequence[Quantized]) -> Expert:
+    def _place(self, index: int) -> Expert:
+        start = self._starts[index]
+
+        def following(shape: Shape) -> PackedMatrix:
+            nonlocal start
+            weight, scale = self._sizes(shape)
+            first, middle = start, start + _whole_lines(weight)
+            start = middle + _whole_lines(scale)
+            scales = self.memory[middle : middle + scale] if scale else None
+            return PackedMatrix(self.memory[first : first + weight], scales)
+
+        gate, up, down = self._shapes
+        return None if gate is None else following(gate), following(up), following(down)
+
+    def pack(self, index: int, matrices: Sequence[Quantized | None]) -> Expert:
         place = self._place(index)
         for projection, shape, matrix in zip(place, self._shapes, matrices, strict=True):
+            if projection is None or shape is None or matrix is None:
+                continue  # the gate, of all three
             scale = native.pack_weight(
                 self._layout, *shape, matrix.codes, matrix.scale, projection.codes
             )
@@ -264,7 +318,7 @@ class _Block:
         """`packed` once more, unless that is its place already."""
         place = self._place(index)
         for new, old in zip(place, packed, strict=True):
-            if new.codes.ctypes.data == old.codes.ctypes.data:
+            if new is None or old is None or new.codes.ctypes.data == old.codes.ctypes.data:
                 continue
             new.codes[:] = old.codes
             if new.scale is not None:
@@ -306,9 +360,9 @@ def check_shape(fmt: Format, hidden: int, intermediate: int, parts: int) -> None
 
 def _cut(matrices: Matrices, parts: int) -> list[Matrices]:
     gate, up, down = matrices
-    width = len(gate) // parts
+    width = len(up) // parts
     cuts = [slice(part * width, (part + 1) * width) for part in range(parts)]
-    return [(gate[cut], up[cut], down[:, cut]) for cut in cuts]
+    return [(None if gate is None else gate[cut], up[cut], down[:, cut]) for cut in cuts]
 
 
 def quantized(fmt: Format, matrix: F32) -> Quantized:
@@ -322,12 +376,19 @@ def quantized(fmt: Format, matrix: F32) -> Quantized:
     return Quantized(codes, scale, reference.dequantize(fmt, codes, scale))
 
 
-def _quantize(fmt: Format, matrices: Matrices, parts: int) -> list[list[Quantized]]:
+def _quantize(fmt: Format, matrices: Matrices, parts: int) -> list[list[Quantized | None]]:
     """Gate, up and down of each part."""
-    return [[quantized(fmt, matrix) for matrix in cut] for cut in _cut(matrices, parts)]
+    return [
+        [None if matrix is None else quantized(fmt, matrix) for matrix in cut]
+        for cut in _cut(matrices, parts)
+    ]
 
 
-def _joined(quantized: list[list[Quantized]]) -> Matrices:
+def _joined(quantized: list[list[Quantized | None]]) -> Matrices:
     """The values of whole matrices from those of all parts."""
-    gates, ups, downs = zip(*([m.values for m in part] for part in quantized), strict=True)
-    return np.concatenate(gates), np.concatenate(ups), np.concatenate(downs, axis=1)
+    gates, ups, downs = (
+        [matrix.values for matrix in matrices if matrix is not None]
+        for matrices in zip(*quantized, strict=True)
+    )
+    gate = np.concatenate(gates) if gates else None
+    return gate, np.concatenate(ups), np.concatenate(downs, axis=1)

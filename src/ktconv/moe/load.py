@@ -15,7 +15,6 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
 from ktconv.formats import (
     KINDS,
-    PROJECTIONS,
     Format,
     TensorId,
     kinds_of,
@@ -24,7 +23,7 @@ from ktconv.formats import (
     split,
 )
 from ktconv.moe.experts import Experts
-from ktconv.native import Activation, PackedMatrix
+from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
 from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
@@ -137,7 +136,7 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
             bias = aligned_to(stored, 4).view(np.float32)
         return PackedMatrix(weight, aligned_to(scale, alignment), bias)
 
-    def expert(e: int, p: int) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix] | None:
+    def expert(e: int, p: int) -> Expert | None:
         if e in geometry.elsewhere:
             return None
         return projection("gate", e, p), projection("up", e, p), projection("down", e, p)
@@ -179,21 +178,22 @@ class _Mapped:
             pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _streams(parts: Sequence[Sequence[PackedMatrix]], geometry: Geometry) -> Streams:
+def _streams(parts: Sequence[Expert], geometry: Geometry) -> Streams:
     """What the packed matrices of an expert's parts stand for, unpacked by a path of its own."""
 
     def streamed(index: int, proj: Any) -> Streamed:
         rows, cols = matrix_shape(proj, geometry.hidden, geometry.intermediate)
-        biases = [bias for part in parts if (bias := part[index].bias) is not None]
+        matrices = [matrix for part in parts if (matrix := part[index]) is not None]
+        biases = [bias for matrix in matrices if (bias := matrix.bias) is not None]
         return Streamed(
             rows,
             cols,
-            lambda: _pieces([part[index] for part in parts], proj, geometry),
+            lambda: _pieces(matrices, proj, geometry),
             np.concatenate(biases) if biases else None,
         )
 
-    gate, up, down = (streamed(index, proj) for index, proj in enumerate(PROJECTIONS))
-    return gate, up, down
+    gate = None if parts[0][0] is None else streamed(0, "gate")
+    return gate, streamed(1, "up"), streamed(2, "down")
 
 
 def _pieces(matrices: Sequence[PackedMatrix], proj: Any, geometry: Geometry) -> Iterator[Piece]:

@@ -18,6 +18,7 @@ from ktconv.native.moe import (
     GATE_FUNCTIONS,
     MAX_COLS,
     Activation,
+    Expert,
     Layer,
     PackedMatrix,
     kernel_levels,

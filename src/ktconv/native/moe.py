@@ -28,17 +28,33 @@ GATE_FUNCTIONS = {
     "swiglu": lib.KT_SWIGLU,
     "gelu": lib.KT_GELU,
     "gelu_tanh": lib.KT_GELU_TANH,
+    "relu2": lib.KT_RELU2,
+    "swiglu_clamped": lib.KT_SWIGLU_CLAMPED,
+    "softcap": lib.KT_SOFTCAP,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What happens between the gate and up products and the down one; see kt_activation."""
+    """What happens between the gate and up products and the down one; see kt_activation.
+
+    `function` is one of GATE_FUNCTIONS.
+    """
 
     function: str = "swiglu"
     alpha: float = 1.0
     beta: float = 0.0
     limit: float = math.inf
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate matrix."""
+        return bool(lib.kt_function_has_gate(GATE_FUNCTIONS[self.function]) > 0)
+
+    @property
+    def products(self) -> int:
+        """Matrices of an expert: gate where it has one, up and down."""
+        return 2 + self.gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,10 @@ class PackedMatrix:
     codes: Array
     scale: Array | None = None
     bias: Array | None = None
+
+
+# Gate, up and down of one part of an expert; gate is None where the activation has no gate.
+Expert = tuple[PackedMatrix | None, PackedMatrix, PackedMatrix]
 
 
 def kernel_levels(*layouts: Layout) -> list[str]:
@@ -70,11 +90,24 @@ def part_node(part: int, parts: int, pool: Pool) -> int:
     return node
 
 
+def _check_activation(activation: Activation) -> None:
+    """ValueError for one that kt_moe_forward would refuse."""
+    if activation.function not in GATE_FUNCTIONS:
+        raise ValueError(f"{activation.function!r} is none of {', '.join(GATE_FUNCTIONS)}")
+    if not activation.limit >= 0:
+        raise ValueError(f"the limit of an activation must not be {activation.limit}")
+    alpha, beta = activation.alpha, activation.beta
+    if activation.function == "softcap" and not (alpha > 0 and beta > 0):
+        raise ValueError(f"alpha and beta of softcap must be above 0, not {alpha} and {beta}")
+
+
 class Layer:
     """The experts of one MoE layer, ready for kt_moe_forward; keeps their memory alive.
 
     `experts[part][expert]` is (gate, up, down), or None for an expert that is not here.
-    Raises ValueError when sizes or alignments do not fit, or a limit is negative or NaN.
+    Raises ValueError when sizes or alignments do not fit, or the activation is impossible: another
+    function than GATE_FUNCTIONS, a limit that is negative or NaN, a softcap of 0 or less, a gate
+    too many or too few.
     """
 
     def __init__(
@@ -83,12 +116,17 @@ class Layer:
         activation: Activation,
         hidden: int,
         intermediate: int,
-        experts: list[list[tuple[PackedMatrix, PackedMatrix, PackedMatrix] | None]],
+        experts: list[list[Expert | None]],
     ) -> None:
+        _check_activation(activation)
         self.layout, self.hidden, self.intermediate = layout, hidden, intermediate
         self.parts, self.experts = len(experts), len(experts[0])
         self.biased = any(
-            matrix.bias is not None for row in experts for one in row if one for matrix in one
+            matrix is not None and matrix.bias is not None
+            for row in experts
+            for one in row
+            if one
+            for matrix in one
         )
         self._keep = experts
         self._table = ffi.new("kt_expert[]", self.parts * self.experts)
@@ -102,23 +140,24 @@ class Layer:
         )
         self.c.hidden, self.c.intermediate = hidden, intermediate
         self.c.experts, self.c.parts, self.c.expert = self.experts, self.parts, self._table
-        if not activation.limit >= 0:
-            raise ValueError(f"the limit of an activation must not be {activation.limit}")
         if intermediate % self.parts:
             raise ValueError(f"{intermediate} columns cannot be cut into {self.parts} parts")
         for part, row in enumerate(experts):
             for index, expert in enumerate(row):
                 if expert is not None:
+                    if activation.gated != (expert[0] is not None):
+                        wanted = "need a" if activation.gated else "have no"
+                        raise ValueError(f"experts with {activation.function} {wanted} gate")
                     if part and expert[2].bias is not None:
                         raise ValueError("only part 0 has biases of down: they are added once")
                     self._set_expert(self._table[part * self.experts + index], expert)
 
-    def _set_expert(
-        self, entry: Any, expert: tuple[PackedMatrix, PackedMatrix, PackedMatrix]
-    ) -> None:
+    def _set_expert(self, entry: Any, expert: Expert) -> None:
         width = self.intermediate // self.parts
         shapes = ((width, self.hidden), (width, self.hidden), (self.hidden, width))
         for name, matrix, (rows, cols) in zip(("gate", "up", "down"), expert, shapes, strict=True):
+            if matrix is None:
+                continue
             if not self.layout.multiplies(rows, cols):
                 raise ValueError(
                     f"{self.layout.format} does not allow a matrix of [{rows}, {cols}]"

@@ -47,7 +47,8 @@ class Streamed:
         return found
 
 
-Streams = tuple[Streamed, Streamed, Streamed]  # gate [I, H], up [I, H], down [H, I]
+# gate [I, H] (None: experts without one), up [I, H], down [H, I]
+Streams = tuple[Streamed | None, Streamed, Streamed]
 
 
 def whole(matrix: F32, bias: F32 | None = None) -> Streamed:

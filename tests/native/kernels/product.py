@@ -268,24 +268,41 @@ class Products:
         self,
         level: str,
         activation: Activation,
-        gate: F32,
+        gate: F32 | None,
         up: F32,
         gate_bias: F32 | None = None,
         up_bias: F32 | None = None,
     ) -> F32:
-        """The activation of gate and up [a multiple of 32]; skips levels that are not there."""
-        out = guarded_copy(np.full(len(gate), np.nan, np.float32))
-        values = [None if a is None else guarded_copy(a) for a in (gate, up, gate_bias, up_bias)]
+        """The activation of gate and up [tokens, a multiple of 32], or of one token; biases are of
+        rows. Skips levels that are not there."""
+        rows = np.atleast_2d(up)
+        tokens, width = rows.shape
+        stride = width + 3  # what is between two tokens is not the kernel's
+        out = guarded_copy(np.full(tokens * stride - 3, np.nan, np.float32))
+
+        def strips(of: F32 | None) -> U8 | None:
+            if of is None:
+                return None
+            cut = np.atleast_2d(of).reshape(tokens, width // STRIP, STRIP)
+            return guarded_copy(cut.transpose(1, 0, 2))
+
+        biases = [None if bias is None else guarded_copy(bias) for bias in (gate_bias, up_bias)]
+        values = [strips(gate), strips(up), *biases]
         there = self._lib.kt_test_activate(
             LEVELS[level],
             ctypes.byref(activation),
-            ctypes.c_int64(len(gate)),
+            ctypes.c_int64(width // STRIP),
+            ctypes.c_int64(tokens),
             *map(address, values),
             address(out),
+            ctypes.c_int64(stride),
         )
         if not there:
             pytest.skip(f"no {level} activation on this machine")
-        return np.array(out).view(np.float32)
+        between = np.full(3, np.nan, np.float32)
+        found = np.append(np.array(out).view(np.float32), between).reshape(tokens, stride)
+        assert np.isnan(found[:, width:]).all()
+        return np.ascontiguousarray(found[:, :width]).reshape(up.shape)
 
     def everything(self, w: Weight, x: U8) -> F32:
         """The product with all rows of w, float32 [tokens, rows], in calls of all widths."""

@@ -11,7 +11,7 @@ import numpy as np
 from ktconv.bench.measure import Batch
 from ktconv.bench.presets import Shape
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import Matrices, gated
+from ktconv.moe.experts import GatedMatrices, gated
 from ktconv.native import Activation
 from ktconv.system.arrays import F32
 
@@ -27,7 +27,7 @@ class Layer:
 
     shape: Shape
     origins: Sequence[int]
-    source: Callable[[int], Matrices]
+    source: Callable[[int], GatedMatrices]
     threads: int
     max_tokens: int
 
@@ -49,7 +49,7 @@ class Peer(Protocol):
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, scales included."""
 
-    def values(self, origin: int) -> Matrices:
+    def values(self, origin: int) -> GatedMatrices:
         """The values of the quantized matrices of `source(origin)`."""
 
     def steps(self, batch: Batch) -> Steps: ...
@@ -58,7 +58,10 @@ class Peer(Protocol):
 
 
 def reference(
-    activation: Activation, values: Callable[[int], Matrices], batch: Batch, tokens: Sequence[int]
+    activation: Activation,
+    values: Callable[[int], GatedMatrices],
+    batch: Batch,
+    tokens: Sequence[int],
 ) -> F32:
     """y of some tokens under the batch's first routing, in float32.
 

@@ -17,7 +17,7 @@ from ktconv.bench.measure import Batch
 from ktconv.bench.peers import ggml_api
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import Matrices
+from ktconv.moe.experts import GatedMatrices
 from ktconv.native import Activation
 from ktconv.system.arrays import F32, Array
 
@@ -149,7 +149,7 @@ class GgmlPeer:
     def expert_bytes(self) -> int:
         return sum(matrix.nbytes for matrix in self._quantized[self._layer.origins[0]])
 
-    def values(self, origin: int) -> Matrices:
+    def values(self, origin: int) -> GatedMatrices:
         shape = self._layer.shape
         columns = (shape.hidden, shape.hidden, shape.intermediate)
         gate, up, down = (

@@ -18,7 +18,7 @@ from ktconv.bench.measure import Batch
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats import format_named
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import Matrices, quantized
+from ktconv.moe.experts import GatedMatrices, quantized
 from ktconv.system.arrays import F32, Array
 
 Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them
@@ -111,7 +111,7 @@ class KtKernel:
     def expert_bytes(self) -> int:
         return self._bytes
 
-    def values(self, origin: int) -> Matrices:
+    def values(self, origin: int) -> GatedMatrices:
         gate, up, down = (quantized(self._format, m).values for m in self._layer.source(origin))
         return gate, up, down
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 from ktconv.bench.measure import Batch
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.experts import Matrices
+from ktconv.moe.experts import GatedMatrices
 from ktconv.system.arrays import F32, Array
 
 Weights = tuple[Tensor, Tensor, Tensor]
@@ -36,7 +36,7 @@ class TorchBf16:
     def expert_bytes(self) -> int:
         return sum(matrix.nbytes for matrix in self._experts[0])
 
-    def values(self, origin: int) -> Matrices:
+    def values(self, origin: int) -> GatedMatrices:
         gate, up, down = self._layer.source(origin)  # exact in bf16
         return gate, up, down
 

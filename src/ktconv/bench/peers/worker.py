@@ -22,7 +22,7 @@ from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import PEERS
 from ktconv.bench.routing import parse_routing
 from ktconv.bench.weights import RandomWeights
-from ktconv.moe.experts import Matrices
+from ktconv.moe.experts import GatedMatrices
 
 BOUND = 0.1  # of the relative error: a peer beyond it computes something else
 
@@ -54,7 +54,7 @@ def _measure(
     tokens = checked_tokens(np.where(ids >= 0, np.array(origins)[ids], -1), request.different)
     seen = replace(batch, ids=[ids])
 
-    def error_against(matrices: Callable[[int], Matrices]) -> float:
+    def error_against(matrices: Callable[[int], GatedMatrices]) -> float:
         expected = reference(
             request.shape.activation, lambda expert: matrices(origins[expert]), seen, tokens
         )
