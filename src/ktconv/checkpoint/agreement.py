@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig
 
-Dimensions = tuple[int, int, int]  # experts, hidden size, intermediate size
+# experts, hidden size, intermediate size, and whether experts have gates
+Dimensions = tuple[int, int, int, bool]
 
 _SIZES = ("a number of experts of", "a hidden size of", "an intermediate size of")
 
@@ -14,9 +15,17 @@ _SIZES = ("a number of experts of", "a hidden size of", "an intermediate size of
 def contradictions(
     config: ModelConfig, layers: Mapping[int, Dimensions]
 ) -> Iterator[tuple[str, int]]:
-    """Sentences about layers whose sizes differ from config.json, and their numbers."""
+    """Sentences about layers whose sizes or projections differ from config.json, and their
+    numbers."""
     settings = (config.num_experts, config.hidden_size, config.intermediate_size)
-    for index, sizes in layers.items():
+    for index, (*sizes, gated) in layers.items():
+        if config.gated not in (None, gated):
+            found, expected = ("have", "have none") if gated else ("have no", "have one")
+            yield (
+                f"the experts of layer {index} {found} gate projection, but those of this "
+                f"model {expected} by {CONFIG_NAME}",
+                index,
+            )
         if fault := config.top_k_fault(sizes[0]):
             yield fault, index
         for words, size, setting in zip(_SIZES, sizes, settings, strict=True):

@@ -263,7 +263,7 @@ class _Sizes:
         which = len(experts) if experts == range(len(layer.experts)) else tuple(experts)
         sections = self._target.sections(layer, experts)
         sizes = layer.hidden_size, layer.intermediate_size
-        key = (digits, which, len(sections), sizes, layer.encoding, layer.biased)
+        key = (digits, which, len(sections), sizes, layer.encoding, layer.biased, layer.gated)
         if key not in self._known:
             self._known[key] = [
                 size for section in sections for size in _shard_sizes(section, self._target)

@@ -40,6 +40,7 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
                 "mtp": unit.layer.is_mtp,
                 "source": unit.layer.source,
             }
+            | ({} if unit.layer.gated else {"gated": False})
             | _chosen_experts(unit)
             for unit in plan.layers
         },

@@ -6,7 +6,7 @@ format, `reference` (quantize, dequantize), `kt_layout` (byte order of INT8 and 
 (source encodings).
 """
 
-from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.family import PROJECTIONS, UNGATED, Projection
 
 from .names import (
     BACKWARD,
@@ -15,6 +15,7 @@ from .names import (
     KtFile,
     Matrix,
     TensorId,
+    backward_of,
     kinds_of,
     kt_path,
     parse_kt_path,

@@ -7,6 +7,7 @@ that is spelled otherwise does not parse.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -51,6 +52,11 @@ class KtFile:
     method: str  # an output format's name, or MOE_ and that name for another layout of it
     tensor: TensorId
     nbytes: int  # exact size of the file
+
+
+def backward_of(projections: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """The matrices of the backward pass of experts with these forward ones."""
+    return tuple(one for one in BACKWARD if one.removesuffix("_bwd") in projections)
 
 
 def kinds_of(proj: Matrix, part: int, biased: bool) -> tuple[Kind, ...]:

@@ -204,7 +204,7 @@ def _float_bytes(checkpoint: Checkpoint) -> int:
 def _experts(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
     """Each expert's matrices, or the stacked tensors, and their biases."""
     first = layer.experts[0]
-    if len(first["gate"].tensor.shape) == 3:
+    if len(first["up"].tensor.shape) == 3:
         yield from _stacked(layer)
     else:
         for expert in layer.experts:
@@ -229,10 +229,9 @@ def _stacked(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
     """In the orientation in which they are stored, and gate and up in the order in which they are;
     gpt-oss's blocks are stored [out, in], and unquantized experts of it [in, out]."""
     first = layer.experts[0]
-    together = first["gate"].tensor.name == first["up"].tensor.name
-    groups: tuple[tuple[Projection, ...], ...] = (("gate",), ("up",), ("down",))
-    if together:
-        groups = (("gate", "up"), ("down",))
+    groups: list[tuple[Projection, ...]] = [(projection,) for projection in layer.projections]
+    if layer.gated and first["gate"].tensor.name == first["up"].tensor.name:
+        groups = [("gate", "up"), ("down",)]
     for projections in groups:
         matrix = first[projections[0]]
         tensor = matrix.tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.families.names import split_name
-from ktconv.formats import FORMATS, PROJECTIONS, TensorId, output_formats, parse_tensor_name
+from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.packed.weights import (
     Geometry,
     PackedWeights,
@@ -168,8 +168,8 @@ def _expected(
 
 
 def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
-    if key.proj not in PROJECTIONS:
-        return False  # backward weights
+    if is_backward(key.proj):
+        return False
     expected = layer.stored(key.proj, key.kind)
     return expected is not None and expected[2] != size
 

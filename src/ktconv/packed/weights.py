@@ -26,9 +26,11 @@ from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.formats import (
     KINDS,
     PROJECTIONS,
+    UNGATED,
     Format,
     Kind,
     Matrix,
+    Projection,
     TensorId,
     is_backward,
     kinds_of,
@@ -58,6 +60,12 @@ class Geometry:
     format: Format | None  # None: no known format has such sizes
     elsewhere: frozenset[int] = frozenset()  # of the experts, those that were left out on purpose
     biased: bool = False  # whether its matrices have biases
+    gated: bool = True  # whether its experts have a gate
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The matrices of an expert."""
+        return PROJECTIONS if self.gated else UNGATED
 
     @property
     def here(self) -> Sequence[int]:
@@ -74,11 +82,11 @@ class Geometry:
         """dtype, shape and bytes of a tensor in shards; None where the format is not known."""
         return self.format.stored(kind, *self.shape(proj)) if self.format else None
 
-    def tensors(self, layer: int, matrices: Sequence[Matrix] = PROJECTIONS) -> Iterator[TensorId]:
-        """All that a layer of these dimensions consists of."""
+    def tensors(self, layer: int, matrices: Sequence[Matrix] | None = None) -> Iterator[TensorId]:
+        """All that a layer of these dimensions consists of; None: its projections."""
         for expert in self.here:
             for part in range(self.parts):
-                for proj in matrices:
+                for proj in self.projections if matrices is None else matrices:
                     for kind in kinds_of(proj, part, self.biased):
                         yield TensorId(layer, proj, expert, part, kind)
 
@@ -139,8 +147,7 @@ def open_packed(directory: Path) -> PackedWeights:
         by_layer[tensor.layer][tensor] = place
     recorded = recorded_of(directory)
     found.layers = {
-        layer: _geometry(tensors, recorded.left_out.of(layer), recorded.sizes(layer))
-        for layer, tensors in sorted(by_layer.items())
+        layer: _geometry(layer, tensors, recorded) for layer, tensors in sorted(by_layer.items())
     }
     return found
 
@@ -167,6 +174,12 @@ class Recorded:
         found = record.get("hidden_size"), record.get("intermediate_size")
         hidden, intermediate = (size if type(size) is int else 0 for size in found)
         return hidden, intermediate
+
+    def gated(self, layer: int, tensors: Iterable[TensorId]) -> bool:
+        """Whether the experts of a layer have gates: as recorded, else by these tensors of it."""
+        if layer in self.layers:
+            return self.layers[layer].get("gated") is not False
+        return any(tensor.proj in ("gate", "gate_bwd") for tensor in tensors)
 
 
 def recorded_of(directory: Path) -> Recorded:
@@ -250,25 +263,24 @@ def _add_folders(found: PackedWeights) -> None:
             found.tensors[file.tensor] = TensorRef(name_of(file.tensor), path, "", (), 0, size)
 
 
-def _geometry(
-    tensors: Mapping[TensorId, TensorRef], left_out: Sequence[int], recorded: tuple[int, int]
-) -> Geometry:
-    """`recorded`: hidden and intermediate size as the manifest has them, or zeros."""
-    gate, down = (_usual(tensors, proj, "scale") for proj in ("gate", "down"))
-    weight = _usual(tensors, "gate", "weight")
+def _geometry(layer: int, tensors: Mapping[TensorId, TensorRef], recorded: Recorded) -> Geometry:
+    gated, left_out = recorded.gated(layer, tensors), recorded.left_out.of(layer)
+    proj = PROJECTIONS[0] if gated else UNGATED[0]
+    weight, first = (_usual(tensors, proj, kind) for kind in KINDS)
+    down, (hidden, intermediate) = _usual(tensors, "down", "scale"), recorded.sizes(layer)
     forward: Sequence[TensorId] = [key for key in tensors if not is_backward(key.proj)]
     parts = 1 + max((key.part for key in forward), default=0)
     for fmt in output_formats().values():
-        rows = _rows(fmt, gate, recorded[1] // parts)
-        cols = _rows(fmt, down, recorded[0])
-        if fmt.check(cols, rows * parts, parts) is None and _fits(fmt, rows, cols, weight, gate):
+        rows = _rows(fmt, first, intermediate // parts)
+        cols = _rows(fmt, down, hidden)
+        if fmt.check(cols, rows * parts, parts) is None and _fits(fmt, rows, cols, weight, first):
             known: Format | None = fmt
             break
     else:
         known = None
     experts = 1 + max([0, *left_out, *(key.expert for key in forward)])
     biased = any(key.kind == "bias" for key in tensors)
-    return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out), biased)
+    return Geometry(experts, parts, cols, rows * parts, known, frozenset(left_out), biased, gated)
 
 
 def _fits(fmt: Format, rows: int, cols: int, *places: TensorRef | None) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ktconv import native
-from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import (
@@ -110,7 +110,7 @@ class QuantizeCpu(Conversion):
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify, options = self.request.verify, self.plan.target.options
         for expert in unit.experts:
-            for proj in PROJECTIONS:
+            for proj in unit.layer.projections:
                 yield QuantizeTask(reader, unit.layer, expert, proj, verify, options)
 
     def card(self) -> str:

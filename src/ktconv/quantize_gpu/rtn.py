@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
+from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.conversion.run import Conversion
@@ -166,7 +166,7 @@ class Rtn(Conversion):
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify = self.request.verify
         for expert in unit.experts:
-            for proj in PROJECTIONS:
+            for proj in unit.layer.projections:
                 yield RtnTask(
                     reader, unit.layer, expert, proj, verify, self.plan.target.scheme, self._rounder
                 )

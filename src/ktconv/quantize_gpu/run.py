@@ -108,7 +108,7 @@ def _left_out(plan: Plan) -> list[str]:
 def _loading_notes(checkpoint: Checkpoint) -> list[str]:
     """A note if transformers cannot load the output: some families with fused experts are read in
     that form alone, and weights that are not found are initialised at random with a warning."""
-    if all(len(layer.experts[0]["gate"].tensor.shape) < 3 for layer in checkpoint.layers):
+    if all(len(layer.experts[0]["up"].tensor.shape) < 3 for layer in checkpoint.layers):
         return []
     types = sorted(interpret_config(checkpoint.config).model_types)
     if any(map(_reads_experts_one_by_one, types)):

@@ -38,7 +38,6 @@ from ktconv.repack.tree import (
     Tree,
     TreeLayer,
     listing_sha256,
-    matrices,
     read_tree,
     scan_layer,
 )
@@ -226,7 +225,7 @@ class Merging(Derived):
         files = {entry.tensor: entry for entry in self._listing(found)}
         for part in range(found.parts):
             for expert in found.here:
-                for proj in matrices(found.backward):
+                for proj in found.matrices:
                     tensors = (TensorId(found.index, proj, expert, part, kind) for kind in KINDS)
                     entries = [files[tensor] for tensor in tensors]
                     yield MergeTask(self._tree.root, entries, self.known, self.request.verify)

@@ -37,7 +37,7 @@ from ktconv.repack.recut import (
     joined_scales,
     shares,
 )
-from ktconv.repack.tree import Tree, TreeLayer, matrices
+from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.targets.card import command_line
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan
 from ktconv.writer.journal import Record
@@ -180,7 +180,7 @@ def _refuse_unequal_scales(packed: CompleteWeights, plan: Plan) -> None:
     for layer in packed.tree.layers.values():
         groups = _joined_parts(layer, plan.target.options.numa)
         for expert in layer.here:
-            for proj in matrices(layer.backward):
+            for proj in layer.matrices:
                 if not cut_by_rows(proj):
                     for parts in groups:
                         tensors = [
@@ -223,7 +223,7 @@ class Resharding(Derived):
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         layer, parts = self._packed.tree.layers[unit.layer.index], self.plan.target.options.numa
         for expert in layer.here:
-            for proj in matrices(layer.backward):
+            for proj in layer.matrices:
                 yield RecutTask(
                     self._packed, reader, layer, expert, proj, parts, self.known,
                     self.request.verify,

@@ -22,7 +22,7 @@ from ktconv.targets.ktransformers import Options, options_of_record
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
-Dimensions = tuple[object, object, object]  # experts, hidden, intermediate
+Dimensions = tuple[object, object, object, bool]  # experts, hidden, intermediate, with gates
 
 
 # ---- manifest --------------------------------------------------------------------------
@@ -90,7 +90,12 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
             "remove files of other conversions, or convert again",
         )
     expected = {
-        index: (entry.get("experts"), entry.get("hidden_size"), entry.get("intermediate_size"))
+        index: (
+            entry.get("experts"),
+            entry.get("hidden_size"),
+            entry.get("intermediate_size"),
+            entry.get("gated") is not False,
+        )
         for index, entry in manifest.layers.items()
     }
     _check_layers(tree, expected, str(manifest.path), "convert again into an empty directory")
@@ -107,7 +112,7 @@ def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
         )
     left_out = {layer.index for layer in source.layers} - {layer.index for layer in layers}
     expected: dict[int, Dimensions] = {
-        layer.index: (len(layer.experts), layer.hidden_size, layer.intermediate_size)
+        layer.index: (len(layer.experts), layer.hidden_size, layer.intermediate_size, layer.gated)
         for layer in layers
     }
     _check_layers(tree, expected, str(source.path), "convert that model again, or give its source",
@@ -138,12 +143,13 @@ def _check_layers(
 
 
 def _dimensions(layer: TreeLayer) -> Dimensions:
-    return layer.experts, layer.hidden, layer.intermediate
+    return layer.experts, layer.hidden, layer.intermediate, layer.gated
 
 
 def _words(dimensions: Dimensions) -> str:
-    experts, hidden, intermediate = dimensions
-    return f"{experts} experts of hidden size {hidden} and intermediate size {intermediate}"
+    experts, hidden, intermediate, gated = dimensions
+    words = "experts" if gated else "experts without gates"
+    return f"{experts} {words} of hidden size {hidden} and intermediate size {intermediate}"
 
 
 def check_alone(tree: Tree) -> None:
@@ -179,7 +185,9 @@ def config_beside(root: Path) -> ModelConfig | None:
 
 def _check_config(tree: Tree, config: ModelConfig) -> None:
     """A config.json beside the folders has sizes, and layers before and after them."""
-    found = {n: (one.experts, one.hidden, one.intermediate) for n, one in tree.layers.items()}
+    found = {
+        n: (one.experts, one.hidden, one.intermediate, one.gated) for n, one in tree.layers.items()
+    }
     for message, _ in contradictions(config, found):
         raise CheckpointError(
             f"{tree.root}: {message}", "convert again, or copy the config.json of this model there"
@@ -208,7 +216,7 @@ def check_same_source(manifest: Manifest, source: Checkpoint) -> None:
 
 def layer_alone(found: TreeLayer, record: Mapping[str, Any]) -> MoELayer:
     """A layer without its source, as plans want it; `record` is its entry in a manifest."""
-    nothing: Mapping[Any, Any] = {}
+    nothing: Mapping[Any, Any] = dict.fromkeys(found.projections)
     return MoELayer(
         found.index,
         str(record.get("source", "")),

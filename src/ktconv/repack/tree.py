@@ -19,11 +19,10 @@ from pathlib import Path
 
 from ktconv.errors import CheckpointError
 from ktconv.formats import (
-    BACKWARD,
-    PROJECTIONS,
     Format,
     Matrix,
     TensorId,
+    backward_of,
     is_backward,
     kt_path,
     output_formats,
@@ -65,12 +64,17 @@ class TreeLayer(Geometry):
     total_bytes: int
     sha256: str  # of names, sizes and times, to notice changes
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Of an expert, those of the backward pass included."""
+        return (*self.projections, *(backward_of(self.projections) if self.backward else ()))
+
     def tensor_nbytes(self, tensor: TensorId) -> int:
         """The size that a tensor of this layer has."""
         return self.format.stored(tensor.kind, *self.shape(tensor.proj))[2]
 
     def all_tensors(self) -> Iterator[TensorId]:
-        return self.tensors(self.index, matrices(self.backward))
+        return self.tensors(self.index, self.matrices)
 
     @property
     def record(self) -> dict[str, object]:
@@ -141,11 +145,6 @@ def listing_sha256(entries: Iterable[KtEntry]) -> str:
             f"{entry.name} {entry.nbytes} {entry.mtime_ns}\n".encode(errors="surrogateescape")
         )
     return digest.hexdigest()
-
-
-def matrices(backward: bool) -> tuple[Matrix, ...]:
-    """The matrices of an expert."""
-    return (*PROJECTIONS, *BACKWARD) if backward else PROJECTIONS
 
 
 # ---- folders and names -----------------------------------------------------------------
@@ -229,10 +228,11 @@ def _judge(root: Path, index: int, entries: Sequence[KtEntry], recorded: Recorde
     fmt, left_out = _format(root, entries), recorded.left_out.of(index)
     by_tensor = _by_tensor(root, entries)
     parts = 1 + max(tensor.part for tensor in by_tensor)
+    gated = recorded.gated(index, by_tensor)
     if fmt.group:
         hidden, width = _recorded_sizes(root, index, fmt, recorded, parts)
     else:
-        width = _width(root, index, fmt, by_tensor)
+        width = _width(root, index, fmt, by_tensor, "gate" if gated else "up")
         hidden = _usual(by_tensor.values(), "down", 0) // fmt.traits.scale_size
     if reason := fmt.check(hidden, width * parts, parts):
         raise CheckpointError(
@@ -245,6 +245,7 @@ def _judge(root: Path, index: int, entries: Sequence[KtEntry], recorded: Recorde
         intermediate=width * parts,
         format=fmt,
         elsewhere=frozenset(left_out),
+        gated=gated,
         index=index,
         backward=any(is_backward(tensor.proj) for tensor in by_tensor),
         files=len(entries),
@@ -302,16 +303,18 @@ def _recorded_sizes(
     return hidden, intermediate // parts
 
 
-def _width(root: Path, index: int, fmt: Format, by_tensor: Mapping[TensorId, KtEntry]) -> int:
-    """Rows of one part's gate. All parts have as many; otherwise some are left over."""
+def _width(
+    root: Path, index: int, fmt: Format, by_tensor: Mapping[TensorId, KtEntry], proj: Matrix
+) -> int:
+    """Rows of one part's `proj`. All parts have as many; otherwise some are left over."""
     parts = 1 + max(tensor.part for tensor in by_tensor)
     size = fmt.traits.scale_size
-    widths = [_usual(by_tensor.values(), "gate", part) // size for part in range(parts)]
+    widths = [_usual(by_tensor.values(), proj, part) // size for part in range(parts)]
     for part, width in enumerate(widths):
         folder = root / f"_layer_{index}" / f"_numa_{part}"
         if not width:
             raise CheckpointError(
-                f"{folder} contains no gate scales", f"remove it, or {_INCOMPLETE}"
+                f"{folder} contains no {proj} scales", f"remove it, or {_INCOMPLETE}"
             )
         if width != widths[0]:
             raise CheckpointError(

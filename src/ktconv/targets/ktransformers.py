@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ktconv import __version__
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
-    BACKWARD,
     FORMATS,
     Format,
     Matrix,
+    backward_of,
     kinds_of,
     kt_path,
     output_formats,
@@ -205,10 +205,10 @@ class KTransformersTarget(Target):
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
         """Forward matrices, then those for backward passes if there are."""
-        forward = self._packed(layer, experts, PROJECTIONS)
+        forward = self._packed(layer, experts, layer.projections)
         if not self._backward:
             return [forward]
-        return [forward, self._packed(layer, experts, BACKWARD)]
+        return [forward, self._packed(layer, experts, backward_of(layer.projections))]
 
     def _packed(
         self, layer: MoELayer, experts: Sequence[int], matrices: Sequence[Matrix]

@@ -183,7 +183,8 @@ def loading_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _elements(layer: MoELayer) -> int:
-    return 3 * layer.hidden_size * layer.intermediate_size * len(layer.experts)
+    each = layer.hidden_size * layer.intermediate_size
+    return len(layer.projections) * each * len(layer.experts)
 
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:

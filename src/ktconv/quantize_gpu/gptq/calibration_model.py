@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection
+from ktconv.checkpoint import Checkpoint, Projection
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.families.family import USUAL
+from ktconv.families.family import PROJECTIONS, UNGATED, USUAL
 from ktconv.families.names import layer_number
 from ktconv.model.decoded import SourceWeights
 from ktconv.model.load import first_line, load_language_model, out_of_memory, way_out
@@ -44,7 +44,7 @@ class LinearExperts:
 
     def linears(self) -> Iterator[tuple[int, Projection, nn.Linear]]:
         for expert in range(self.count):
-            for projection in PROJECTIONS:
+            for projection in PROJECTIONS if self.module.has_gate else UNGATED:
                 yield expert, projection, self.linear(expert, projection)
 
 
@@ -117,8 +117,8 @@ def _take_experts_apart(model: Any) -> None:
 
 
 def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
-    """Layer -> its experts. CheckpointError for experts that were not taken apart, that have no
-    gate projection, or that are not in a numbered layer."""
+    """Layer -> its experts. CheckpointError for experts that were not taken apart, or that are not
+    in a numbered layer."""
     from llmcompressor.modeling.moe.linearize import get_linearized_moes, get_non_linearized_moes
 
     if left := get_non_linearized_moes(model):
@@ -129,7 +129,7 @@ def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
     found: dict[int, LinearExperts] = {}
     for path, module in get_linearized_moes(model):
         number = layer_number(path)
-        if number is None or not module.has_gate or number in found:
+        if number is None or number in found:
             raise CheckpointError(
                 f"the experts {path} have an unsupported structure and cannot be calibrated"
             )

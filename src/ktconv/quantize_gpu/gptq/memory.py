@@ -132,7 +132,8 @@ def place(
 
 
 def _elements(layer: MoELayer) -> int:
-    return 3 * layer.hidden_size * layer.intermediate_size * len(layer.experts)
+    each = layer.hidden_size * layer.intermediate_size
+    return len(layer.projections) * each * len(layer.experts)
 
 
 def _heads(config: Mapping[str, Any]) -> int:

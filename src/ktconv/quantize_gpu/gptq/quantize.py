@@ -139,9 +139,9 @@ def _batch(layer: LinearExperts, device: str) -> int | str:
     on the CPU it would take one at a time, though a column of many costs little more."""
     if torch.device(device).type == "cuda":
         return "auto"
-    gate = layer.linear(0, "gate")
-    longest = max(gate.in_features, gate.out_features)
-    each = 4 * (4 * longest**2 + 5 * gate.in_features * gate.out_features)
+    up = layer.linear(0, "up")
+    longest = max(up.in_features, up.out_features)
+    each = 4 * (4 * longest**2 + 5 * up.in_features * up.out_features)
     return max(1, min(layer.count, ROUNDING_BYTES // each))
 
 

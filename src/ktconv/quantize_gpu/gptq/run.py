@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint import PROJECTIONS
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import CheckpointError, UsageError
@@ -286,7 +285,7 @@ class Gptq(Rtn):
             }
             shard_of = {name: opened[shard.name] for shard in unit.shards for name in shard.offsets}
             for expert in unit.experts:
-                for projection in PROJECTIONS:
+                for projection in unit.layer.projections:
                     module = module_name(unit.layer, expert, projection)
                     names = {part: f"{module}.{part}" for part in PARTS}
                     tensors = {part: shard_of[n].get_tensor(n) for part, n in names.items()}

@@ -134,7 +134,7 @@ def _use(plan: Plan, chosen: bool) -> str:
         "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
         "beside `--kt-weight-path` of a CPU conversion."
     )
-    named = all(".mlp.experts" in module_name(layer, 0, "gate") for layer in plan.moe_layers)
+    named = all(".mlp.experts" in module_name(layer, 0, "up") for layer in plan.moe_layers)
     fits = (
         plan.target.options.scheme == "W4A16"
         and plan.target.options.group_size == RAWINT4_GROUP

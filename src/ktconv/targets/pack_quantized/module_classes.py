@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ktconv.checkpoint import PROJECTIONS
 from ktconv.conversion.plan import Copy, LayerUnit
 from ktconv.errors import CheckpointError
 from ktconv.families import table
@@ -90,7 +89,7 @@ def count_classes(units: Sequence[LayerUnit], others: Iterable[Copy]) -> list[Cl
     experts = ClassCount(ROUTED, quantized=True)
     for unit in units:
         for expert in unit.experts:
-            for proj in PROJECTIONS:
+            for proj in unit.layer.projections:
                 name = module_name(unit.layer, expert, proj)
                 if not fits(pattern, name):
                     raise CheckpointError(f"{name} would stay unquantized: {pattern} misses it")

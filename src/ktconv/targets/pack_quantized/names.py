@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
+from ktconv.checkpoint import MoELayer, Projection
 from ktconv.families.family import USUAL
 from ktconv.families.names import is_in_experts
 
@@ -32,7 +32,7 @@ def target_pattern(layers: Sequence[MoELayer]) -> str:
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
-    return pattern_of(module_name(layer, 0, proj) for layer in layers for proj in PROJECTIONS)
+    return pattern_of(module_name(layer, 0, proj) for layer in layers for proj in layer.projections)
 
 
 def pattern_of(modules: Iterable[str]) -> str:

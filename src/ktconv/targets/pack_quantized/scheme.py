@@ -43,7 +43,8 @@ class Scheme:
                 f"use {', '.join(map(str, GROUP_SIZES))}, or {CHANNEL} for one scale per row",
             )
         for layer in layers:
-            columns = {"gate and up": layer.hidden_size, "down": layer.intermediate_size}
+            wide = "gate and up" if layer.gated else "up"
+            columns = {wide: layer.hidden_size, "down": layer.intermediate_size}
             for matrix, cols in columns.items():
                 if self.group_size != CHANNEL and cols % self.group_size:
                     raise UsageError(

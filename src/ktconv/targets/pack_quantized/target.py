@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ktconv import __version__
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
@@ -100,7 +100,7 @@ class PackQuantizedTarget(Target):
 
     def _packed(self, layer: MoELayer, experts: Sequence[int]) -> Iterator[Tensor]:
         for expert in experts:
-            for proj in PROJECTIONS:
+            for proj in layer.projections:
                 matrix = layer.experts[expert][proj]
                 yield from self.scheme.tensors(
                     module_name(layer, expert, proj), matrix.rows, matrix.cols, weight_dtype(matrix)

@@ -102,7 +102,7 @@ def _dimensions(geometry: Geometry) -> str:
 def _plan_only(plan: Plan, here: Input, there: Input) -> None:
     """Layers, experts and projections that `there` does not have."""
     places = list(_only_in(here, there))
-    extra = [place for place in places if is_backward(place.get("projection", "gate"))]
+    extra = [place for place in places if is_backward(place.get("projection", "up"))]
     missing = [place for place in places if place not in extra]
     here.only += places
     if missing:

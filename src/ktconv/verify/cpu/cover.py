@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.stacks import Stack, split_tensors
@@ -27,10 +27,18 @@ LEVEL = "coverage"
 
 _GATE_UP = "gate and up"
 _WHOLE = ({"gate", "up", "down"}, {_GATE_UP, "down"})
+_WHOLE_UNGATED = ({"up", "down"},)
 
 Ids = dict[int, set[int]]  # experts by layer
-# Number of experts by layer, and where they are: "model.layers.3.mlp.experts".
-Layers = dict[int, tuple[int, str]]
+
+
+class Layer(NamedTuple):
+    experts: int
+    source: str  # model.layers.3.mlp.experts
+    gated: bool
+
+
+Layers = dict[int, Layer]
 
 
 def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         findings.fail(LEVEL, "unfinished", message, file=str(other))
     _same_source(output.manifest, manifest, other, findings)
     here, there = _packed_ids(output.packed), _ids_of(other, layers, findings)
-    for layer, (count, _) in layers.items():
+    for layer, (count, *_) in layers.items():
         everything, ours, theirs = (
             set(range(count)),
             here.get(layer, set()),
@@ -72,7 +80,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         "with": str(other),
         "with_options": manifest.options if manifest else None,
         "layers": len(layers),
-        "experts": sum(count for count, _ in layers.values()),
+        "experts": sum(one.experts for one in layers.values()),
         "experts_here": sum(map(len, here.values())),
         "experts_there": sum(map(len, there.values())),
     }
@@ -82,7 +90,7 @@ def _layers(output: CpuOutput) -> Layers:
     """Of the source if it is given, else of the manifest."""
     if output.checkpoint is not None:
         return {
-            layer.index: (len(layer.experts), layer.source)
+            layer.index: Layer(len(layer.experts), layer.source, layer.gated)
             for layer in output.checkpoint.layers
             if output.options.mtp or not layer.is_mtp
         }
@@ -92,7 +100,10 @@ def _layers(output: CpuOutput) -> Layers:
             "give the original checkpoint with --source MODEL",
         )
     layers = output.manifest.layers.items()
-    return {index: (about["experts"], about["source"]) for index, about in layers}
+    return {
+        index: Layer(about["experts"], about["source"], about.get("gated") is not False)
+        for index, about in layers
+    }
 
 
 def _same_source(
@@ -140,19 +151,25 @@ def _ids_of(other: Path, layers: Layers, findings: Findings) -> Ids:
         raise UsageError(
             f"--with {other} contains no experts", "give an output of ktconv quantize-gpu"
         )
-    numbers = {source: layer for layer, (_, source) in layers.items()}
+    numbers = {one.source: layer for layer, one in layers.items()}
     by_layer = ((numbers.get(stack.source, stack.path.number), stack) for stack in stacks)
-    return {layer: set(_whole(stack, layer, findings)) for layer, stack in by_layer}
+    ungated = {layer for layer, one in layers.items() if not one.gated}
+    return {
+        layer: set(_whole(stack, layer, findings, _WHOLE_UNGATED if layer in ungated else _WHOLE))
+        for layer, stack in by_layer
+    }
 
 
-def _whole(stack: Stack, layer: int, findings: Findings) -> Iterator[int]:
+def _whole(
+    stack: Stack, layer: int, findings: Findings, whole: Sequence[set[str]]
+) -> Iterator[int]:
     """The experts of a stack. An incomplete expert is a failure, but counts as there."""
     found: dict[int, set[str]] = {}
     for rest, tensor in stack.tensors.items():
         for expert, matrix in _matrices(rest, tensor):
             found.setdefault(expert, set()).add(matrix)
     for expert, matrices in sorted(found.items()):
-        if matrices not in _WHOLE:
+        if matrices not in whole:
             message = f"layer {layer}: expert {expert} has only {', '.join(sorted(matrices))}."
             findings.fail(LEVEL, "incomplete expert", message, layer=layer, expert=expert)
         yield expert

@@ -34,7 +34,10 @@ class CpuOutput(OpenedOutput):
     def dimensions(self) -> dict[int, Dimensions]:
         """Of layers in a known format."""
         known = {index: here for index, here in self.packed.layers.items() if here.format}
-        return {n: (here.experts, here.hidden, here.intermediate) for n, here in known.items()}
+        return {
+            n: (here.experts, here.hidden, here.intermediate, here.gated)
+            for n, here in known.items()
+        }
 
     def experts_in(self, layer: int) -> Sequence[int]:
         geometry = self.packed.layers.get(layer)

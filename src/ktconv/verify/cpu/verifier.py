@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS, PROJECTIONS, is_backward
+from ktconv.formats import FORMATS, is_backward
 from ktconv.packed.weights import Geometry
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import BufferSizes
@@ -65,7 +65,7 @@ class CpuVerifier(OutputVerifier):
             source = self._matching(layer, geometry, source_of.get(layer))
             count = max(1, round(len(geometry.here) * share))
             for expert in sorted(rng.sample(geometry.here, count)):
-                for proj in PROJECTIONS:
+                for proj in geometry.projections:
                     yield ExpertMatrixCheck(context, self.output, layer, expert, proj, source)
         for tensor, place in packed.tensors.items():
             # Transposed matrices, which only fine-tuning uses: checksums.
@@ -78,15 +78,22 @@ class CpuVerifier(OutputVerifier):
             return None  # an unexpected layer, which level structure reports
         there = len(source.experts), source.hidden_size, source.intermediate_size
         here = geometry.experts, geometry.hidden, geometry.intermediate
-        if there == here:
+        if there == here and source.gated == geometry.gated:
             return source
         message = (
             f"layer {layer} has {here[0]} experts of hidden {here[1]} and intermediate {here[2]}, "
             f"its source {there[0]} of {there[1]} and {there[2]}."
         )
+        if there == here:
+            words = [_gates(one.gated) for one in (geometry, source)]
+            message = f"layer {layer} has experts {words[0]}, its source {words[1]}."
         self.findings.fail("structure", "dimensions", message, layer=layer)
         return None
 
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {layer: geometry.experts for layer, geometry in self.output.packed.layers.items()}
         return totals.as_dict(FORMATS[self.output.options.method].max_error_steps, counts)
+
+
+def _gates(gated: bool) -> str:
+    return "with gates" if gated else "without gates"

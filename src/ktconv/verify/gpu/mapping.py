@@ -1,7 +1,8 @@
 """Whether a serving engine can load the experts and distribute them over GPUs.
 
 Engines store a layer's experts in two tensors: w13, the rows of gate (w1) and below them those of
-up (w3), and w2, which is down. Every tensor of the checkpoint must have exactly one place there.
+up (w3), or those of up alone where there is no gate, and w2, which is down. Every tensor of the
+checkpoint must have exactly one place there.
 Tensor parallelism gives each GPU a part of the intermediate size: rows of w13, columns of w2, which
 must begin and end with a group of scales and an int32 word. Expert parallelism gives each GPU whole
 experts: neighbours (linear) or every n-th (round robin).
@@ -10,8 +11,9 @@ experts: neighbours (linear) or every n-th (round robin).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
-from ktconv.checkpoint import PROJECTIONS, Projection
+from ktconv.checkpoint import Projection
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.families.family import USUAL
@@ -28,6 +30,7 @@ SLOTS: Mapping[Projection, str] = {
     "up": "w13, second half (w3)",
     "down": "w2",
 }
+UNGATED_UP = "w13 (w1)"  # the slot of up where there is no gate
 
 
 def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
@@ -77,6 +80,7 @@ class _Slots:
     def __init__(self, output: GpuOutput, findings: Findings) -> None:
         self._output, self._findings = output, findings
         self.filled: dict[tuple[int, int, Projection, str], str] = {}
+        self._projections = cache(output.projections)  # by layer
 
     def fill(self) -> None:
         for module in self._output.modules.values():
@@ -90,7 +94,7 @@ class _Slots:
                 key = (module.layer, module.where.expert, module.where.proj, part)
                 first = self.filled.setdefault(key, module.name)
                 if first != module.name:
-                    slot = SLOTS[module.where.proj]
+                    slot = self._slot(module.layer, module.where.proj)
                     message = f"{module.name}.{part} and {first}.{part} both go to {slot}"
                     self._fail("slot", f"{message} of one expert.", module)
 
@@ -100,7 +104,9 @@ class _Slots:
         assert module.where is not None
         quantization = self._output.quantization
         usual = f"{module.where.source}.{module.where.expert}.{USUAL.of(module.where.proj)}"
-        first = f"{module.where.source}.0.{USUAL.gate}"
+        assert module.layer is not None
+        proj, *_ = self._projections(module.layer)
+        first = f"{module.where.source}.0.{USUAL.of(proj)}"
         if quantization.group_of(usual) is None:
             if quantization.group_of(module.name) is not None:  # else reported by level structure
                 message = f"{CONFIG_NAME} does not say that {usual} is packed"
@@ -111,13 +117,17 @@ class _Slots:
     def look_for_gaps(self) -> None:
         for layer, experts in self._output.layers.items():
             for expert in experts:
-                for proj in PROJECTIONS:
+                for proj in self._projections(layer):
                     missing = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
                     if missing:
-                        words = f"nothing fills {SLOTS[proj]} ({', '.join(missing)})."
+                        words = f"nothing fills {self._slot(layer, proj)} ({', '.join(missing)})."
                         message = f"layer {layer}, expert {expert}: {words}"
                         where = {"layer": layer, "expert": expert, "projection": proj}
                         self._findings.fail(LEVEL, "slot", message, **where)
+
+    def _slot(self, layer: int, proj: Projection) -> str:
+        gated = "gate" in self._projections(layer)
+        return SLOTS[proj] if gated or proj != "up" else UNGATED_UP
 
     def _fail(self, check: str, message: str, module: Module) -> None:
         self._findings.fail(LEVEL, check, message, tensor=module.name, **module.at)

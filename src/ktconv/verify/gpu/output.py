@@ -13,6 +13,7 @@ from ktconv.checkpoint.agreement import Dimensions
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
+from ktconv.families.family import PROJECTIONS, UNGATED
 from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.placement.expert_sets import set_of_record
@@ -89,11 +90,28 @@ class GpuOutput(OpenedOutput):
         rows: dict[int, dict[str, int]] = {}
         for (layer, _, proj), module in self.experts.items():
             packed = module.parts.get(PARTS[0])
-            if layer is not None and proj != "up" and packed and packed.shape:
+            if layer is not None and packed and packed.shape:
                 rows.setdefault(layer, {}).setdefault(proj, packed.shape[0])
-        whole = {layer: found for layer, found in sorted(rows.items()) if len(found) == 2}
+        whole = {
+            layer: found for layer, found in sorted(rows.items()) if found.keys() >= {*UNGATED}
+        }
         counts = {n: recorded.get(n, {}).get("experts", len(self.layers[n])) for n in whole}
-        return {n: (counts[n], found["down"], found["gate"]) for n, found in whole.items()}
+        return {
+            n: (counts[n], found["down"], found["up"], "gate" in found)
+            for n, found in whole.items()
+        }
+
+    def projections(self, layer: int) -> Sequence[Projection]:
+        """The matrices that an expert of a layer has: by the source, else the manifest, else by the
+        experts that are there."""
+        if layer in self.source_layers:
+            return self.source_layers[layer].projections
+        if self.manifest is not None:
+            gated = self.manifest.layers.get(layer, {}).get("gated") is not False
+        else:
+            here = (one.where for one in self.modules.values() if one.layer == layer)
+            gated = any(where.proj == "gate" for where in here if where is not None)
+        return PROJECTIONS if gated else UNGATED
 
     @property
     def experts(self) -> dict[tuple[int | None, int, Projection], Module]:

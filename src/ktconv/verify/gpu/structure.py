@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, TensorRef
+from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.targets.pack_quantized.config import quantization_section
 from ktconv.targets.pack_quantized.module_classes import class_of
@@ -115,7 +115,7 @@ class GpuStructureCheck(StructureCheck):
         if output.plan is not None:
             for unit in output.plan.layers:
                 for expert in unit.experts:
-                    for proj in PROJECTIONS:
+                    for proj in unit.layer.projections:
                         yield (
                             module_name(unit.layer, expert, proj),
                             unit.layer.experts[expert][proj],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.families import table
 from ktconv.reading.reader import SourceReader
@@ -27,6 +27,10 @@ Parts = dict[str, TensorRef]
 
 class UnknownWeightError(Exception):
     """Tensors that no row of the second reader fits; the text names the weight."""
+
+
+# Of a projection among the tensors with all experts of a layer, which are two or three.
+_PLACES: Mapping[Projection, int] = {"gate": 0, "up": -2, "down": -1}
 
 
 class SecondReader:
@@ -51,9 +55,12 @@ class SecondReader:
                     return self._weight(name, parts, _whole(parts, rows, cols))
         for way in table.FAMILIES.stacked:
             stacks = [self._fused(layer.source, word) for word in way]
+            together, interleaved = len(way) == 2, self._interleaved(stacks[0])
+            if not together and not stacks[0]:  # experts without a gate
+                way, stacks = way[1:], stacks[1:]
             if all(stacks):
-                which = -1 if proj == "down" else PROJECTIONS.index(proj) * (len(way) - 2)
-                place = _stacked(layer, expert, proj, stacks, self._interleaved(stacks[0]))
+                which = _PLACES[proj]
+                place = _stacked(layer, expert, proj, stacks, together, interleaved)
                 return self._weight(f"{layer.source}.{way[which]}", stacks[which], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
 
@@ -151,24 +158,30 @@ def _whole(parts: Parts, rows: int, cols: int) -> Place | None:
 
 
 def _stacked(
-    layer: MoELayer, expert: int, proj: Projection, stacks: Sequence[Parts], interleaved: bool
+    layer: MoELayer,
+    expert: int,
+    proj: Projection,
+    stacks: Sequence[Parts],
+    together: bool,
+    interleaved: bool,
 ) -> Place | None:
-    """The place of a projection in tensors with all experts: gate and up [E, I, H] each, or
-    together [E, 2I, H], and down [E, H, I]; those of two tensors may have the last two axes
-    swapped. Of packed numbers only the first of the two axes is known to count outputs."""
+    """The place of a projection in tensors with all experts: up and often gate [E, I, H] each, or
+    together [E, 2I, H], and down [E, H, I]; or all with the last two axes swapped. Of packed
+    numbers only the first of the two axes is known to count outputs."""
     hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
     shapes = [_shape(parts) for parts in stacks]
     if any(len(shape) < 3 or shape[0] != experts for shape in shapes):
         return None
     *wide, down = shapes
-    outs = inner if len(wide) == 2 else 2 * inner
+    outs = 2 * inner if together else inner
     straight = all(shape[1] == outs for shape in wide) and down[1] == hidden
-    turned = len(wide) == 1 and wide[0][2] == outs and down[2] == hidden
+    turned = all(shape[2] == outs for shape in wide) and down[2] == hidden
+    turned = turned and (together or not straight)  # apart, squares are stored [out, in]
     if straight == turned:
         return None
     if proj == "down":
         return Place(hidden, inner, hidden, inner, 0, 1, experts, expert, turned)
-    first, step = (inner, 1) if proj == "up" and len(wide) == 1 else (0, 1)
-    if interleaved and len(wide) == 1:
+    first, step = (inner, 1) if proj == "up" and together else (0, 1)
+    if interleaved and together:
         first, step = (1, 2) if proj == "up" else (0, 2)
     return Place(inner, hidden, outs, hidden, first, step, experts, expert, turned)
