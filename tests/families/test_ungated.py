@@ -1,0 +1,342 @@
+"""Experts without a gate through every command: a model like Nemotron-3, made by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.convert import (
+    all_files,
+    assert_same,
+    assert_shards,
+    convert,
+    expected_experts,
+    kt_files_of,
+    read_folders,
+    read_json,
+    read_model,
+)
+from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
+from helpers.nemotron import EXPERTS, INNER, LAYERS, config, write_nemotron
+from safetensors import deserialize
+from safetensors.numpy import save_file
+
+from ktconv.errors import CheckpointError
+from ktconv.merge import Request as MergeRequest
+from ktconv.merge import merge
+from ktconv.packed.inspection import inspect_path
+from ktconv.packed.weights import open_packed
+from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
+from ktconv.reshard import Request as ReshardRequest
+from ktconv.reshard import reshard
+from ktconv.targets.ktransformers import Options
+from ktconv.verify import Request as VerifyRequest
+from ktconv.verify import verify
+from ktconv.verify.compare import compare
+
+LATENT = 128
+OWN = ("README.md", "ktconv.json")
+Convert = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ungated")
+
+
+@pytest.fixture(scope="module")
+def model(room: Path) -> Path:
+    """Experts in bf16, with inputs narrower than the model's hidden size."""
+    return write_nemotron(room / "model", latent=LATENT)[0]
+
+
+@pytest.fixture(scope="module")
+def converted(model: Path, room: Path) -> Convert:
+    """Conversions of `model`, each made once; nobody may change them."""
+    made: dict[tuple[str, int, str], Path] = {}
+
+    def get(method: str = "int4", numa: int = 1, layout: str = "safetensors") -> Path:
+        key = method, numa, layout
+        if key not in made:
+            made[key] = room / "-".join(map(str, key))
+            convert(model, made[key], method=method, numa=numa, layout=layout, **ALLOWED)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def damaged(converted: Convert, tmp_path: Path) -> Convert:
+    """A copy of a conversion, to be damaged."""
+
+    def get(*key: Any) -> Path:
+        return Path(shutil.copytree(converted(*key), tmp_path / "copy"))
+
+    return get
+
+
+ALLOWED: dict[str, Any] = {"allow_activation_mismatch": True}
+
+
+def without(model: Path, output: Path, experts: Path) -> None:
+    """A conversion to INT4 that leaves out a set of experts."""
+    options = Options("int4", 3, **ALLOWED)
+    request = Request(
+        str(model), output, options, exclude_experts=experts, allow_partial=True, threads=1
+    )
+    quantize_cpu(request)
+
+
+def packed_of(directory: Path) -> dict[str, Any]:
+    return {name: one for name, one in read_model(directory).items() if "_exps." in name}
+
+
+# ---- quantize-cpu ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "numa", "latent"),
+    [
+        (None, "int4", 1, None),
+        (None, "int8", 2, LATENT),
+        ("fp8 block", "int4", 3, None),
+        ("nvfp4, ModelOpt", "int8", 1, LATENT),
+    ],
+)
+def test_bytes(
+    kind: str | None, method: str, numa: int, latent: int | None, tmp_path: Path
+) -> None:
+    model, matrices = write_nemotron(tmp_path / "model", kind, latent, shards=2)
+    convert(model, tmp_path / "out", method=method, numa=numa, **ALLOWED)
+    expected = expected_experts(matrices, method, numa)
+    assert len(expected) == LAYERS * EXPERTS * 2 * numa * 2
+    assert_same(packed_of(tmp_path / "out"), expected)
+    assert_shards(tmp_path / "out", method, numa)
+    layers = read_json(tmp_path / "out/ktconv.json")["geometry"]["layers"].values()
+    assert [layer["gated"] for layer in layers] == [False] * LAYERS
+
+
+@pytest.mark.parametrize("numa", [1, 3])
+def test_layer_folders(numa: int, converted: Convert, room: Path) -> None:
+    _, matrices = write_nemotron(room / "again", latent=LATENT)
+    expected = kt_files_of(expected_experts(matrices, "int4", numa), "int4")
+    assert_same(read_folders(converted("int4", numa, "layers")), expected)
+
+
+def test_stacked_experts_are_the_same(converted: Convert, tmp_path: Path) -> None:
+    model, _ = write_nemotron(tmp_path / "model", latent=LATENT, stacked=True)
+    convert(model, tmp_path / "out", **ALLOWED)
+    assert_same(packed_of(tmp_path / "out"), packed_of(converted()))
+
+
+def test_sizes_of_the_plan_are_those_of_the_output(converted: Convert, model: Path) -> None:
+    options = Options("int4", 1, **ALLOWED)
+    plan = prepare(Request(str(model), model.parent / "never", options)).plan
+    files = {path.name: path.stat().st_size for path in converted().glob("*.safetensors")}
+    planned = {shard.name: shard.size for unit in plan.units for shard in unit.shards}
+    assert planned == files
+    assert plan.output_bytes == sum(files.values())
+    assert plan.source_bytes == sum(
+        len(one["data"])
+        for path in model.glob("*.safetensors")
+        for _, one in deserialize(path.read_bytes())
+    )
+
+
+def test_a_run_in_two_halves(converted: Convert, model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", layers=[1], **ALLOWED)
+    assert inspect_path(str(tmp_path / "out"))["layers_missing"] == "0"
+    convert(model, tmp_path / "out", **ALLOWED)
+    assert_same(all_files(tmp_path / "out"), all_files(converted()))
+
+
+def test_a_set_of_experts(model: Path, tmp_path: Path) -> None:
+    """Left out by quantize-cpu; the others are found by their two projections."""
+    chosen = {0: [1], 1: [0, 3]}
+    for name, ids in (("out", chosen), ("rest", {0: [0, 2, 3], 1: [1, 2]})):
+        write_expert_set(expert_set(ids), tmp_path / f"{name}.json")
+        without(model, tmp_path / name, tmp_path / f"{name}.json")
+    here = open_packed(tmp_path / "out").layers
+    assert {index: set(layer.elsewhere) for index, layer in here.items()} == {0: {1}, 1: {0, 3}}
+    result = verify(
+        VerifyRequest(tmp_path / "out", str(model), "weights", beside=tmp_path / "rest", threads=1)
+    )
+    assert result.passed, result.failures
+
+
+# ---- inspect, compare, merge, reshard --------------------------------------------------
+
+
+def test_inspect(converted: Convert, model: Path) -> None:
+    source = inspect_path(str(model))
+    assert (source["hidden_size"], source["intermediate_size"]) == ([LATENT], [INNER])
+    assert "the experts have no gate projection" in source["notes"]
+    for layout in ("safetensors", "layers"):
+        facts = inspect_path(str(converted("int4", 3, layout)))
+        assert facts["complete"], facts
+        assert facts["numa_parts"] == [3]
+        assert (facts["hidden_size"], facts["intermediate_size"]) == ([LATENT], [INNER])
+
+
+def test_merge(converted: Convert, model: Path, tmp_path: Path) -> None:
+    merge(MergeRequest(converted("int4", 3, "layers"), tmp_path / "with", str(model), threads=1))
+    expected = all_files(converted("int4", 3))
+    got = all_files(tmp_path / "with")
+    assert_same({n: d for n, d in got.items() if n not in OWN},
+                {n: d for n, d in expected.items() if n not in OWN})  # fmt: skip
+    merge(MergeRequest(converted("int4", 3, "layers"), tmp_path / "alone", threads=1))
+    assert_same(packed_of(tmp_path / "alone"), packed_of(converted("int4", 3)))
+    assert check(tmp_path / "alone", model, "weights").passed
+
+
+def test_merge_of_other_tools_folders(converted: Convert, model: Path, tmp_path: Path) -> None:
+    """Tensors alone say that there are no gates, and a config.json beside them agrees or not."""
+    folders = Path(shutil.copytree(converted("int4", 1, "layers"), tmp_path / "folders"))
+    for path in folders.iterdir():
+        if path.is_file():
+            path.unlink()
+    merge(MergeRequest(folders, tmp_path / "out", threads=1))
+    assert_same(packed_of(tmp_path / "out"), packed_of(converted()))
+    (folders / "config.json").write_text(json.dumps(config(LATENT)))
+    merge(MergeRequest(folders, tmp_path / "beside", threads=1))
+    wrong = config(None, model_type="qwen3_moe", hidden_size=LATENT, mlp_hidden_act=None)
+    (folders / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(CheckpointError, match="layer 0 have no gate projection, but those of this"):
+        merge(MergeRequest(folders, tmp_path / "never", threads=1))
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_reshard(source: bool, converted: Convert, model: Path, tmp_path: Path) -> None:
+    request = ReshardRequest(
+        converted("int4", 1), tmp_path / "out", 3, str(model) if source else None, threads=1
+    )
+    reshard(request)
+    result = check(tmp_path / "out", model, "weights")
+    assert result.passed, result.failures
+    ups = {name: one for name, one in packed_of(tmp_path / "out").items() if "_up_" in name}
+    fresh = packed_of(converted("int4", 3))
+    assert_same(ups, {name: one for name, one in fresh.items() if "_up_" in name})
+    if source:
+        assert_same(packed_of(tmp_path / "out"), fresh)
+
+
+def test_compare(converted: Convert) -> None:
+    same = compare(converted("int4", 3), converted("int4", 3, "layers"))
+    assert (same.verdict, same.matrices) == ("equal bytes", LAYERS * EXPERTS * 2)
+    other = compare(converted("int4", 1), converted("int4", 3))
+    assert other.verdict == "different" and other.expected
+    assert other.layers[0]["different"] == {"up": 0, "down": EXPERTS}
+
+
+# ---- verify ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_structure_and_weights(layout: str, converted: Convert, model: Path) -> None:
+    for source, level in ((None, "structure"), (model, "weights")):
+        result = check(converted("int4", 3, layout), source, level)
+        assert result.passed, result.failures
+
+
+def test_a_changed_byte(damaged: Convert, model: Path) -> None:
+    output = damaged("int4", 3)
+    place = place_of(output, "blk.1.ffn_up_exps.2.numa.1.weight")
+    overwrite(place, bytes([bytes_of(place)[100] ^ 0x33]), 100)
+    checks = {one.check for one in check(output, model).failures}
+    assert "checksum" in checks
+    failures = check(forget_manifest(output), model).failures
+    assert {(one.layer, one.expert, one.projection, one.part) for one in failures} == {
+        (1, 2, "up", 1)
+    }
+
+
+def test_experts_that_changed_places(damaged: Convert, model: Path) -> None:
+    output = forget_manifest(damaged("int4", 3))
+    swap(output, "blk.0.ffn_up_exps.0.numa.0", "blk.0.ffn_up_exps.3.numa.0")
+    places = {(one.expert, one.projection) for one in check(output, model).failures}
+    assert places == {(0, "up"), (3, "up")}
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_missing_matrix(manifest: bool, damaged: Convert, model: Path) -> None:
+    output = damaged("int4", 1, "layers")
+    for path in output.glob("_layer_1/_numa_0/INT4_up_2_*"):
+        path.unlink()
+    if not manifest:
+        forget_manifest(output)
+    missing = found(check(output), "structure", "missing tensor")
+    assert {one["tensor"].rpartition(".")[0] for one in missing} == {"blk.1.ffn_up_exps.2.numa.0"}
+    assert not inspect_path(str(output))["complete"]
+
+
+def test_gates_that_do_not_belong_there(damaged: Convert, model: Path) -> None:
+    """Copies of the up projections: KTransformers would compute with them."""
+    output = damaged("int4", 1, "layers")
+    for path in sorted(output.glob("_layer_0/_numa_0/INT4_up_*")):
+        shutil.copy(path, path.with_name(path.name.replace("_up_", "_gate_")))
+    extra = {one["tensor"] for one in found(check(output), "structure", "unexpected tensor")}
+    assert extra == {
+        f"blk.0.ffn_gate_exps.{expert}.numa.0.{kind}"
+        for expert in range(EXPERTS)
+        for kind in ("weight", "scale")
+    }
+    result = check(forget_manifest(output), model, "weights")
+    assert "dimensions" in {failure.check for failure in result.failures}
+
+
+def test_gates_that_were_removed(tmp_path: Path) -> None:
+    """All of a model that has some: its manifest, its source or its config.json shows it."""
+    from helpers.cli import write_model
+
+    model = write_model(tmp_path / "model", layers=2, inner=INNER)
+    convert(model, tmp_path / "out", layout="layers")
+    for path in (tmp_path / "out").glob("_layer_*/_numa_0/INT4_gate_*"):
+        path.unlink()
+    missing = found(check(tmp_path / "out"), "structure", "missing tensor")
+    assert {".ffn_gate_exps." in one["tensor"] for one in missing} == {True}
+    output = forget_manifest(tmp_path / "out")
+    (output / "config.json").write_bytes((model / "config.json").read_bytes())
+    [first, *_] = found(check(output), "structure", "dimensions")
+    assert "have no gate projection, but those of this model have one" in first["message"]
+    result = check(output, model, "weights")
+    assert {"missing tensor", "dimensions"} <= {failure.check for failure in result.failures}
+
+
+def test_another_model(damaged: Convert, tmp_path: Path) -> None:
+    other, _ = write_nemotron(tmp_path / "other", "fp8 block", LATENT)
+    checks = {failure.check for failure in check(damaged("int4", 1), other).failures}
+    assert "changed source" in checks
+
+
+# ---- outputs for GPUs ------------------------------------------------------------------
+
+
+def gpu_output(directory: Path, names: tuple[str, ...]) -> Path:
+    tensors = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.{kind}": np.zeros((2, 2), np.int32)
+        for layer in range(LAYERS)
+        for expert in range(EXPERTS)
+        for name in names
+        for kind in ("weight_packed", "weight_scale", "weight_shape")
+    }
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_cover_by_two_projections(model: Path, tmp_path: Path) -> None:
+    """A checkpoint beside it has an expert whole if it has the projections that experts have."""
+    write_expert_set(expert_set({0: [0], 1: [0]}), tmp_path / "set.json")
+    without(model, tmp_path / "out", tmp_path / "set.json")
+    for names, whole in ((("up_proj", "down_proj"), True), (("up_proj",), False)):
+        beside = gpu_output(tmp_path / "-".join(names), names)
+        result = verify(VerifyRequest(tmp_path / "out", None, "structure", beside=beside))
+        checks = {failure.check for failure in result.failures}
+        assert checks == ({"experts in both"} | (set() if whole else {"incomplete expert"}))
