@@ -139,8 +139,16 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
     def expert(e: int, p: int) -> Expert | None:
         if e in geometry.elsewhere:
             return None
-        return projection("gate", e, p), projection("up", e, p), projection("down", e, p)
+        gate = projection("gate", e, p) if geometry.gated else None
+        return gate, projection("up", e, p), projection("down", e, p)
 
+    if geometry.gated != activation.gated:
+        found = "have no gate" if activation.gated else "have gates"
+        raise CheckpointError(
+            f"the experts in layer {layer} of {packed.directory} {found}, but the activation "
+            f"{activation.function} {'needs one' if activation.gated else 'has none'}",
+            "check that config.json belongs to these weights",
+        )
     rows = [[expert(e, p) for e in range(geometry.experts)] for p in range(geometry.parts)]
     try:
         made = native.Layer(fmt.layout, activation, geometry.hidden, geometry.intermediate, rows)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.others import OtherWeights
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
@@ -28,10 +28,10 @@ class SourceTensors:
         return None if found is None else self._others.weight(found)
 
     def expert(self, layer: MoELayer, expert: int) -> Streams:
-        """Gate, up and down of one expert."""
-        matrices = layer.experts[expert]
-        gate, up, down = (self._streamed(matrices[proj]) for proj in PROJECTIONS)
-        return gate, up, down
+        """Gate, if there is one, up and down of one expert."""
+        found = layer.experts[expert]
+        gate = self._streamed(found["gate"]) if layer.gated else None
+        return gate, self._streamed(found["up"]), self._streamed(found["down"])
 
     def matrix(self, tensor: TensorRef) -> Streamed:
         """A non-expert matrix that `find` found, or a vector as its only row.

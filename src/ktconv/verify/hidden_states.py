@@ -190,7 +190,8 @@ class HiddenStates:
         found = self._tensors[layer.index].shared
         if found is None:
             return None
-        gate, up, down = (self._source.matrix(one) for one in (found.gate, found.up, found.down))
+        gate = None if found.gate is None else self._source.matrix(found.gate)
+        up, down = self._source.matrix(found.up), self._source.matrix(found.down)
         activation = activation_of(self._config)
         with threadpool_limits(limits=1, user_api="blas"):  # as in LayerReference
             (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)

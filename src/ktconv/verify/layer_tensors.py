@@ -12,8 +12,8 @@ from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.families.config import USUAL_TOP_K, top_k_of
-from ktconv.families.family import RouterSpec
+from ktconv.families.config import USUAL_TOP_K, text_section, top_k_of, value_of
+from ktconv.families.family import Projection, RouterSpec
 from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
 from ktconv.families.routers import UnknownRouter, check_experts, router_of
 from ktconv.reading.tensors import SourceTensors
@@ -31,9 +31,9 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """A shared expert; `gating`, if there is one, scales its output."""
+    """A shared expert, with a gate where experts have one; `gating` scales its output."""
 
-    gate: TensorRef
+    gate: TensorRef | None
     up: TensorRef
     down: TensorRef
     gating: TensorRef | None
@@ -115,24 +115,39 @@ class LayerTensors:
         return tensor if fits else None
 
     def _shared(self) -> SharedTensors | None:
+        projections = self._layer.projections
         for names in shared_expert_tensors(self._layer.source):
-            wanted = (names.gate, names.up, names.down)
-            gate, up, down, gating = (self._tensors.find([one]) for one in (*wanted, names.gating))
-            if gate and up and down:
-                hidden, inner = self._layer.hidden_size, gate.shape[0] if gate.shape else 0
-                shapes: list[tuple[TensorRef, tuple[int, ...]]]
-                shapes = [(gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))]
-                if gating is not None:  # a vector in GGUF files
-                    shapes.append((gating, (hidden,) if len(gating.shape) == 1 else (1, hidden)))
-                fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
-                return SharedTensors(gate, up, down, gating) if all(fit) else None
-            found = (gate, up, down)
-            missing = [name for name, one in zip(wanted, found, strict=True) if one is None]
-            if len(missing) == 1:  # else there is none, or under other names
-                message = f"the shared expert of layer {self._layer.index} has no {missing[0]}."
-                self.faults.append(Fault("shared expert", message, missing[0]))
+            wanted = {"gate": names.gate, "up": names.up, "down": names.down}
+            found = {proj: self._tensors.find([wanted[proj]]) for proj in projections}
+            there = {proj: tensor for proj, tensor in found.items() if tensor is not None}
+            if len(there) == len(projections):
+                return self._whole_shared(there, self._tensors.find([names.gating]))
+            if len(there) == len(projections) - 1:  # else there is none, or under other names
+                missing = next(wanted[proj] for proj in projections if proj not in there)
+                message = f"the shared expert of layer {self._layer.index} has no {missing}."
+                self.faults.append(Fault("shared expert", message, missing))
                 return None
         return None
+
+    def _whole_shared(
+        self, found: Mapping[Projection, TensorRef], gating: TensorRef | None
+    ) -> SharedTensors | None:
+        gate, up, down = found.get("gate"), found["up"], found["down"]
+        hidden, inner = self._layer.hidden_size, up.shape[0] if up.shape else 0
+        wide = value_of(text_section(self._config), "hidden size")
+        if hidden != wide and (up.shape, down.shape) == ((inner, wide), (wide, inner)):
+            self.notes.append(
+                "shared experts are left out, because their inputs are the hidden states, and "
+                "those of the other experts are narrower"
+            )
+            return None
+        shapes: list[tuple[TensorRef, tuple[int, ...]]]
+        shapes = [] if gate is None else [(gate, (inner, hidden))]
+        shapes += [(up, (inner, hidden)), (down, (hidden, inner))]
+        if gating is not None:  # a vector in GGUF files
+            shapes.append((gating, (hidden,) if len(gating.shape) == 1 else (1, hidden)))
+        fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
+        return SharedTensors(gate, up, down, gating) if all(fit) else None
 
     def _fits(self, check: str, tensor: TensorRef, shape: tuple[int, ...]) -> bool:
         """Whether a tensor can be used. A wrong shape is a fault, an unknown encoding a note."""

@@ -143,7 +143,10 @@ def layers_need(
     arrays = at_once * F32 * (_OF_EXPERT_TOKENS * hidden + _OF_MIDDLE * inner)
     pieces = max((_pieces(one) for layer in layers for one in layer.kinds), default=0)
     known = {(one.format, one) for one in geometries if one.format}
-    sizes = (fmt.expert_bytes(one.hidden, one.intermediate, one.parts) for fmt, one in known)
+    sizes = (
+        fmt.expert_bytes(one.hidden, one.intermediate, one.parts, gated=one.gated)
+        for fmt, one in known
+    )
     scratch = (_scratch(fmt, one, tokens, top_k, request.threads) for fmt, one in known)
     return LayerNeed(
         fixed=tokens * hidden * F32 * _OF_ALL_TOKENS + max(scratch, default=0),
@@ -166,7 +169,8 @@ def _scratch(fmt: Format, geometry: Geometry, tokens: int, top_k: int, threads: 
     """The scratch memory of the kernels for a layer of that size."""
     sizes = geometry.hidden, geometry.intermediate
     experts: list[list[Any]] = [[None] * geometry.experts] * geometry.parts
-    layer = native.Layer(fmt.layout, native.Activation(), *sizes, experts)
+    activation = native.Activation("swiglu" if geometry.gated else "relu2")
+    layer = native.Layer(fmt.layout, activation, *sizes, experts)
     with Pool(threads) as pool:
         return layer.scratch_size(tokens, top_k, pool)
 

@@ -5,9 +5,9 @@ No GPU kernel runs here: this reports the error that quantization causes in a la
 
 from __future__ import annotations
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer
+from ktconv.checkpoint import MoELayer, Projection
 from ktconv.moe.experts import expert_output
-from ktconv.reading.streamed import Streams
+from ktconv.reading.streamed import Streamed, Streams
 from ktconv.system.arrays import F32
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
@@ -23,14 +23,13 @@ class GpuLayersCheck(LayersCheck):
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         modules = self._output.experts
 
+        def matrix(expert: int, proj: Projection) -> Streamed:
+            module = modules[layer.index, expert, proj]
+            return dequantized(self._output, module, layer.experts[expert][proj])
+
         def streams(expert: int) -> Streams:
-            gate, up, down = (
-                dequantized(
-                    self._output, modules[layer.index, expert, proj], layer.experts[expert][proj]
-                )
-                for proj in PROJECTIONS
-            )
-            return gate, up, down
+            gate = matrix(expert, "gate") if layer.gated else None
+            return gate, matrix(expert, "up"), matrix(expert, "down")
 
         def compute(expert: int, x: F32) -> Outputs:
             packed = expert_output(streams(expert), self._activation, x)
