@@ -34,14 +34,19 @@ def gpt_oss(directory: Path, **changes: Any) -> tuple[Path, Blocks]:
 
 def test_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     model, _ = gpt_oss(tmp_path / "model")
-    with pytest.raises(CheckpointError, match="gate_up_proj_bias: the experts of this model") as no:
+    with pytest.raises(
+        CheckpointError, match=r"compute gate .* with biases \(.*_proj_bias\)"
+    ) as no:
         prepare(Request(str(model), tmp_path / "out", Options(method="int8")))
-    assert "--allow-activation-mismatch converts it for ktconv's own runtime" in str(no.value.hint)
+    assert "No method of KTransformers computes it; --allow-activation-mismatch" in str(
+        no.value.hint
+    )
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--method", "int8", "--numa", "1",
                   "--allow-activation-mismatch", "--dry-run", "--json")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(
-        "biases of experts are written in float32" in n for n in json.loads(done.stdout)["notes"]
+        "computes plain SiLU without biases, and its results would be wrong" in n
+        for n in json.loads(done.stdout)["notes"]
     )
 
 
@@ -74,7 +79,10 @@ def test_biases_are_beside_the_codes(numa: int, tmp_path: Path) -> None:
         assert tensor.kind in kinds_of(tensor.proj, tensor.part, True)
     record = read_json(tmp_path / "out" / "ktconv.json")
     assert record["options"]["allow_activation_mismatch"] is True
-    assert "KTransformers does not add them" in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "computes plain SiLU without biases, and its"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
     assert (
         "allow_activation_mismatch" not in read_json(tmp_path / "codes" / "ktconv.json")["options"]
     )

@@ -208,7 +208,7 @@ def test_what_is_refused_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = write(tmp_path / "model", changes, **config)
-    convert(model, tmp_path / "out", method="int8")
+    convert(model, tmp_path / "out", method="int8", allow_activation_mismatch=True)
 
     def read(*_: object) -> None:
         raise AssertionError("a tensor is read")

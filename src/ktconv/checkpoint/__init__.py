@@ -39,7 +39,8 @@ from ktconv.checkpoint.types import (
     TensorRef,
 )
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.config import expert_activation
+from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text
 
@@ -66,6 +67,7 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
     described = {} if selection.gguf else read_description(place)
     with _naming(headers[0], config):
         layers, notes = build_layers(split, interpret_config(config.content, described))
+        layers = [replace(one, activation=_activation(config, one)) for one in layers]
     if side_directory and any("gptq" in layer.encoding for layer in layers):
         check_quantize_config(side_directory, config.content)
     if config.made is not None:
@@ -101,6 +103,10 @@ def _side_directory(
             f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
         )
     return Path(given)
+
+
+def _activation(config: ConfigFile, layer: MoELayer) -> ExpertActivation:
+    return replace(expert_activation(config.content, layer.index), biases=layer.biased)
 
 
 def _of_metadata(text: str, header: Header) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ktconv.checkpoint.elements import Element
 from ktconv.checkpoint.gguf.hub_names import ExpertNames
-from ktconv.families.family import Projection
+from ktconv.families.family import PLAIN, ExpertActivation, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class MoELayer:
     encoding: str  # a name of checkpoint.encodings, or several, joined by "+"
     experts: Sequence[Mapping[Projection, ExpertMatrix]]  # by expert id
     biased: bool = False  # whether one at least of its matrices has a bias
+    activation: ExpertActivation = PLAIN  # with the biases that tensors show
     hub_names: ExpertNames | None = None  # of GGUF, where they are known: in safetensors models
 
     @property

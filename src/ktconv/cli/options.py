@@ -114,10 +114,12 @@ def preflight_facts(
     preflight: Preflight[Any], pending: Sequence[Unit] | None = None
 ) -> dict[str, Any]:
     """The JSON of a dry run. `pending`: units to write; None: those that are missing now."""
+    from ktconv.checkpoint.activations import by_ranges, in_words
     from ktconv.conversion.run import disk_needed
 
     plan = preflight.plan
     chosen = [unit.layer for unit in preflight.units]
+    activations = {layer.index: layer.activation for layer in chosen}
     units = [*preflight.units, *plan.others]
     return {
         "schema": 1,
@@ -131,6 +133,8 @@ def preflight_facts(
         "hidden_size": chosen[0].hidden_size,
         "intermediate_size": chosen[0].intermediate_size,
         "encodings": sorted({one for layer in chosen for one in layer.encodings}),
+        "activation": in_words(activations),
+        "activations": by_ranges(activations),
         "layers_by_encoding": {
             name: format_ranges([layer.index for layer in chosen if layer.encoding == name])
             for name in sorted({layer.encoding for layer in chosen})
@@ -197,6 +201,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {_encodings(facts)}",
+        "activation": facts["activation"],
         "write": f"{preflight.plan.target.description}, {container}",
         "source": f"{facts['source_bytes']} bytes ({format_size(facts['source_bytes'])})",
         "output": f"{facts['output_bytes']} bytes ({format_size(facts['output_bytes'])}), "
@@ -209,7 +214,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
         f"{format_size(facts['disk_free_bytes'])} free{enough}",
     }
     for note in facts["notes"]:
-        rows[f"note {len(rows) - 10}"] = note
+        rows[f"note {len(rows) - 11}"] = note
     return fact_lines(rows)
 
 

@@ -67,7 +67,7 @@ def quantize_cpu_command(
         bool,
         flag(
             "--allow-activation-mismatch",
-            "Convert experts with biases (gpt-oss), which KTransformers would compute wrongly.",
+            "Convert experts of which KTransformers would compute something else (gpt-oss).",
         ),
     ] = False,
     dry_run: common.DryRunOption = False,

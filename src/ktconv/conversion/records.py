@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv import __version__
-from ktconv.checkpoint import Checkpoint, source_identity
+from ktconv.checkpoint import Checkpoint, MoELayer, source_identity
+from ktconv.checkpoint.activations import usual
 from ktconv.conversion.plan import LayerUnit, Plan
 from ktconv.conversion.target import Target
+from ktconv.families.family import ExpertActivation
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import Record
@@ -28,9 +30,12 @@ def run_record(plan: Plan[Target]) -> Record:
 
 
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
-    """Family and dimensions of the converted layers."""
+    """Family, activation and dimensions of the converted layers. A layer has an activation of its
+    own where that of most layers is another."""
+    most = usual({layer.index: layer.activation for layer in plan.moe_layers})
     return {
         "model_type": checkpoint.config.get("model_type"),
+        "activation": most.as_record(),
         "layers": {
             str(unit.layer.index): {
                 "experts": len(unit.layer.experts),
@@ -42,6 +47,7 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
             }
             | ({} if unit.layer.gated else {"gated": False})
             | _chosen_experts(unit)
+            | _own_activation(unit.layer, most)
             for unit in plan.layers
         },
     }
@@ -50,6 +56,11 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
 def _chosen_experts(unit: LayerUnit) -> Record:
     """The experts that are present, if not all are."""
     return {"expert_ids": format_ranges(list(unit.experts))} if unit.omitted else {}
+
+
+def _own_activation(layer: MoELayer, most: ExpertActivation) -> Record:
+    other = layer.activation != most
+    return {"activation": layer.activation.as_record()} if other else {}
 
 
 def describe_units(keys: Sequence[str]) -> str:

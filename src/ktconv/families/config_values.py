@@ -70,6 +70,7 @@ _LIMIT = _Rule(
     _each(lambda value: value is None or (_is_number(value) and value >= 0)),
     "a number of at least 0",
 )
+_CAP = _Rule(lambda value: _is_number(value) and value > 0, "a number above 0")
 # Every n-th layer, or for each layer whether it has experts.
 _FREQUENCY = _Rule(
     lambda value: (
@@ -96,7 +97,12 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
     "zero experts": _COUNT,
     "text section": _OBJECT,
-    "activation limit": _LIMIT,
+    **dict.fromkeys(
+        ("activation limit", "limit after activation", "limit after activation of shared experts"),
+        _LIMIT,
+    ),
+    **dict.fromkeys(("gate cap", "up cap", "situ gate cap", "situ up cap"), _CAP),
+    "post norm epsilon": _EPSILON,
     **dict.fromkeys(("MoE layers", "dense layers"), _LIST),
     "MoE frequency": _FREQUENCY,
     "kind of each layer": _WORDS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Literal
 
 Projection = Literal["gate", "up", "down"]
@@ -71,14 +71,107 @@ class Router:
     never: tuple[str, ...] = ()  # settings that must not be switched on
 
 
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """What happens between the gate and up products and the down one, where config.json does not
-    say otherwise. `alpha` in a config means beta 1, as gpt-oss has it."""
+    """What an expert computes around its products: g are the outputs of gate, u those of up, s is
+    the logistic function, f what `function` names, and h meets the down projection.
 
-    function: str = "silu"  # as hidden_act spells it
+        silu    h = f(g) * u with f(g) = g * s(alpha * g)
+        gelu, gelu_tanh          f(g) = GELU, by erf or by tanh
+        relu2   h = max(u, 0)^2, without a gate
+
+    In this order: biases are added to g and u; `limit` bounds g from above and u on both sides
+    (`limit_after`: f(g) instead of g); caps replace the factor g by gate_cap * tanh(g / gate_cap),
+    u by up_cap * tanh(u / up_cap); with an `alpha` u is u + 1.
+    """
+
+    function: str = "silu"  # of FUNCTIONS, or a name of config.json's that nothing computes
     alpha: float | None = None
     limit: float = math.inf
+    limit_after: bool = False
+    gate_cap: float = math.inf
+    up_cap: float = math.inf
+    biases: bool = False
+    weight_on_input: bool = False  # the router's weight multiplies the input, not the output
+    post_norm: bool = False  # each expert's output is normalised (RMS) before its weight
+
+    @property
+    def gated(self) -> bool:
+        return self.function != "relu2"
+
+    @property
+    def capped(self) -> bool:
+        return math.isfinite(self.gate_cap) or math.isfinite(self.up_cap)
+
+    @property
+    def limited(self) -> bool:
+        return math.isfinite(self.limit)
+
+    @property
+    def supported(self) -> bool:
+        """Whether ktconv's kernels have it: a function of FUNCTIONS, and with SiLU at most one of
+        alpha, caps and a limit after it."""
+        factors = (self.alpha is not None) + self.capped + self.limit_after
+        return self.function in FUNCTIONS and factors <= (self.function == "silu")
+
+    def __str__(self) -> str:
+        """In words: SiLU, gate and up clamped to 10."""
+        return ", ".join([self._function, *self._bounds, *self._around])
+
+    @property
+    def _function(self) -> str:
+        if self.alpha is not None:
+            return f"gate * sigmoid({self.alpha:g} * gate) * (up + 1)"
+        words = {
+            "silu": "SiLU",
+            "gelu": "GELU",
+            "gelu_tanh": "GELU (tanh)",
+            "relu2": "squared ReLU without a gate",
+        }
+        return words.get(self.function, self.function)
+
+    @property
+    def _bounds(self) -> Iterator[str]:
+        if self.limited and self.limit_after:
+            yield f"its result and up clamped to {self.limit:g}"
+        elif self.limited:
+            yield f"{'gate and up' if self.gated else 'up'} clamped to {self.limit:g}"
+        for name, cap in (("gate", self.gate_cap), ("up", self.up_cap)):
+            if math.isfinite(cap):
+                yield f"{name} within {cap:g} by tanh"
+
+    @property
+    def _around(self) -> Iterator[str]:
+        if self.biases:
+            yield "with biases"
+        if self.weight_on_input:
+            yield "of inputs times the router's weight"
+        if self.post_norm:
+            yield "RMS norm of each expert's output"
+
+    def as_record(self) -> dict[str, object]:
+        """For JSON: in words, and every number; what is not there is left out."""
+        usual = ExpertActivation()
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        own = {name: one for name, one in values.items() if one != getattr(usual, name)}
+        return {"description": str(self), "function": self.function} | own
+
+
+PLAIN = ExpertActivation()  # SiLU of the gate times up, and nothing else
+
+
+def activation_of_record(record: object) -> ExpertActivation | None:
+    """The inverse of `as_record`; None for anything that is none."""
+    if not isinstance(record, dict):
+        return None
+    usual = ExpertActivation(alpha=0.0)
+    values = {one.name: record[one.name] for one in fields(usual) if one.name in record}
+    if any(type(value) is not type(getattr(usual, name)) for name, value in values.items()):
+        return None
+    return ExpertActivation(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +210,8 @@ class Family:
     norm: str = "post_attention_layernorm"
 
     # what is computed
-    activation: ExpertActivation = ExpertActivation()
+    activation: ExpertActivation = PLAIN  # where config.json does not say otherwise
+    shared_limit: bool = True  # the activation's limit is that of shared experts, too
     routing: Router | str | None = None  # a text: why not; None: by config.json's keys alone
 
     # further names of settings in config.json, by the keys of table.KEYS

@@ -33,12 +33,15 @@ def _noaux(**changes: Any) -> Router:
     return _router(replace(_CORRECTED, **changes), "renormalise", "groups", "scale")
 
 
+_CLAMPED = ExpertActivation(limit=10.0)
+_OAI = ExpertActivation(alpha=1.702, limit=7.0)
+
 # As Mixtral stores its experts, and those that took that over.
 _MIXTRAL: dict[str, Any] = {"block": "block_sparse_moe", "matrices": NUMBERED_W}
 
 _GPT_OSS: dict[str, Any] = {
     "router": "router", "router_bias": "router.bias", "expert_biases": True,
-    "activation": ExpertActivation(alpha=1.702, limit=7.0),
+    "activation": _OAI,
 }  # fmt: skip
 
 _UNKNOWN = "is not described in the table of families"  # of routers
@@ -79,6 +82,7 @@ ROWS = (
     Family(("minimax_m2",), **_MIXTRAL, correction="e_score_correction_bias",
            routing=_router(_CORRECTED, "correction")),
     Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
+           activation=_OAI,
            routing=_router(_CORRECTED, "scale")),
     Family(("phimoe",), **_MIXTRAL,
            routing="samples its experts one after the other"),
@@ -87,6 +91,7 @@ ROWS = (
            keys={"top_k": ("num_experts_per_token",), "n_group": ("num_expert_group",),
                  "scoring": ("moe_router_activation_func",), "renormalise": ("moe_renormalize",)}),
     Family(("kimi_k3",), **_MIXTRAL,
+           activation=ExpertActivation(gate_cap=4.0, up_cap=25.0),
            routing=_UNKNOWN),
 
     # ---- DeepSeek, Kimi ----
@@ -104,6 +109,7 @@ ROWS = (
     # No family has another bias under the name gate.bias.
     Family(("deepseek_v4",), block="ffn", matrices=NUMBERED_W, shared_matrices=NUMBERED_W,
            correction="gate.bias", norm="ffn_norm",
+           activation=_CLAMPED,
            routing="routes some layers by token"),
 
     # ---- GLM ----
@@ -114,6 +120,7 @@ ROWS = (
     Family(("glm_moe_dsa",),
            routing=_noaux(routed_scaling_factor=2.5)),
     Family(("glm5_next",),
+           activation=_CLAMPED,
            routing=_UNKNOWN),
 
     # ---- gpt-oss ----
@@ -133,6 +140,7 @@ ROWS = (
     Family(("hy_v3",), router="router.gate", correction="expert_bias", shared="shared_mlp",
            routing=_UNKNOWN),
     Family(("hy_v4",),
+           activation=_CLAMPED, shared_limit=False,
            routing=_UNKNOWN),
     Family(("bailing_moe_v2", "bailing_hybrid"), correction="gate.expert_bias",
            routing=_UNKNOWN),
@@ -159,7 +167,8 @@ ROWS = (
     Family(("cohere2_moe",),
            routing=_UNKNOWN),
     Family(("dbrx",), router="router.layer",
-           routing=_UNKNOWN),
+           routing=_UNKNOWN,
+           keys={"activation": ("ffn_config.ffn_act_fn.name",)}),
     Family(("dots1",),
            routing=_noaux(renormalise=False)),
     Family(("dots3_note",),
@@ -169,18 +178,23 @@ ROWS = (
     Family(("flint",), shared="shared_expert",
            routing=_UNKNOWN),
     Family(("gemma4", "diffusion_gemma"), norm="pre_feedforward_layernorm",
+           activation=ExpertActivation("gelu_tanh"),
            routing=_UNKNOWN,
            keys={"top_k": ("top_k_experts",)}),
     Family(("granitemoe",), router="router.layer",
            routing=_router(_LOGITS)),
     Family(("granitemoeshared", "granitemoehybrid", "granitemoe_swa"), router="router.layer",
            routing=_UNKNOWN),
-    Family(("inkling_mm_model", "inkling2"),
+    Family(("inkling_mm_model",),
+           routing=_UNKNOWN),
+    Family(("inkling2",),
+           activation=ExpertActivation(gate_cap=4.0, up_cap=25.0),
            routing=_UNKNOWN),
     Family(("jamba",), block="feed_forward", router="router",
            routing=_router(_PLAIN)),
     Family(("jetmoe",), router="router.layer",
-           routing=_UNKNOWN),
+           routing=_UNKNOWN,
+           keys={"activation": ("activation_function",)}),
     Family(("kolibri1",),
            routing=_UNKNOWN),
     Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias",
@@ -196,9 +210,12 @@ ROWS = (
     Family(("mistral4", "mistral_large4"),
            routing=_UNKNOWN),
     Family(("muse_spark",),
+           activation=ExpertActivation(post_norm=True),
            routing=_UNKNOWN),
-    Family(("nemotron_h",), gated=False,
-           routing=_UNKNOWN),
+    Family(("nemotron_h",),
+           activation=ExpertActivation("relu2"),
+           routing=_UNKNOWN,
+           keys={"activation": ("mlp_hidden_act",)}),
     Family(("olmoe", "flex_olmo"),
            routing=_router(_PLAIN, "renormalise")),
     Family(("zaya",),

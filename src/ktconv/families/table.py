@@ -27,8 +27,15 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     # of an expert only where none of the names above is there
     "plain intermediate size": ("intermediate_size",),
     "activation": ("hidden_act", "hidden_activation"),
-    "activation limit": ("swiglu_limit",),
     "activation alpha": ("swiglu_alpha",),
+    "activation limit": ("swiglu_limit",),
+    "limit after activation": ("swiglu_limits",),
+    "limit after activation of shared experts": ("swiglu_limits_shared",),
+    "gate cap": ("mlp_gate_softcap",),
+    "up cap": ("mlp_up_softcap",),
+    "situ gate cap": ("activation_situ_beta",),
+    "situ up cap": ("activation_situ_linear_beta",),  # none where only the other is there
+    "post norm epsilon": ("post_norm_eps",),
     "top_k": ("num_experts_per_tok", "moe_topk"),
     "scoring": ("scoring_func", "score_func", "score_function"),
     "method": ("topk_method",),

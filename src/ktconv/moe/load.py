@@ -12,7 +12,8 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.config import USUAL_TOP_K, expert_activation, top_k_of
+from ktconv.families.config import NAMES, USUAL_TOP_K, expert_activation, top_k_of
+from ktconv.families.family import ExpertActivation
 from ktconv.formats import (
     KINDS,
     Format,
@@ -29,29 +30,35 @@ from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, o
 from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.system.arrays import Array
 
-_FUNCTIONS = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
+_FUNCTIONS = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
-def activation_of(config: Mapping[str, Any]) -> Activation:
-    """The experts' activation, from a model's config.json.
+def activation_of(config: Mapping[str, Any], layer: int | None = None) -> Activation:
+    """The activation of the routed experts of `layer`, from a model's config.json; see
+    `expert_activation`. Raises CheckpointError also where kernels do not have it."""
+    return kernel_activation(expert_activation(config, layer))
 
-    Raises CheckpointError where config.json has something else in its place.
-    """
-    found = expert_activation(config)
+
+def kernel_activation(found: ExpertActivation) -> Activation:
+    """The kernels' name for it. Biases, weights and norms are not part of that."""
     if found.function not in _FUNCTIONS:
         raise CheckpointError(
             f"config.json names the activation {found.function!r}, which the kernels "
             "do not support",
-            f"supported: {', '.join(_FUNCTIONS)}",
+            f"supported: {', '.join(sorted(NAMES))}",
+        )
+    if not found.supported:
+        raise CheckpointError(
+            f"config.json describes the activation {found}, which the kernels do not support",
+            "check hidden_act and the settings whose names begin with swiglu_, mlp_ and "
+            "activation_situ_ there",
         )
     if found.alpha is not None:
         return Activation("swiglu", found.alpha, 1.0, found.limit)
+    if found.capped:
+        return Activation("softcap", found.gate_cap, found.up_cap, found.limit)
+    if found.limit_after:
+        return Activation("swiglu_clamped", limit=found.limit)
     return Activation(_FUNCTIONS[found.function], limit=found.limit)
 
 
@@ -89,7 +96,7 @@ def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    experts = packed_experts(packed, wanted, activation_of(_config(directory)))
+    experts = packed_experts(packed, wanted, activation_of(_config(directory), wanted))
     _expect_finite_scales(packed, wanted)
     return wanted, experts
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint.activations import in_words, of_records
+from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.families.config import expert_activation
 from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.packed.weights import (
@@ -57,6 +60,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "experts": sorted({len(layer.experts) for layer in layers}),
         "hidden_size": sorted({layer.hidden_size for layer in layers}),
         "intermediate_size": sorted({layer.intermediate_size for layer in layers}),
+        "activation": in_words({layer.index: layer.activation for layer in layers}),
         "encodings": sorted({one for layer in layers for one in layer.encodings}),
         "experts_found_as": sorted({re.sub(r"[0-9]+", "N", layer.source) for layer in layers}),
         "other_tensors": len(checkpoint.other_tensors),
@@ -119,6 +123,7 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
         "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
         "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
         "intermediate_size": sorted({layer["intermediate_size"] for layer in layers.values()}),
+        "activation": _activation(directory, manifest, layers),
         "expert_bytes": sum(tensor.nbytes for tensor in experts),
         "missing_tensors": len(missing),
         "first_missing": missing[0] if missing else None,
@@ -147,6 +152,7 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "experts_left_out": sum(len(layer.elsewhere) for layer in layers.values()),
         "hidden_size": sorted({layer.hidden for layer in layers.values()}),
         "intermediate_size": sorted({layer.intermediate for layer in layers.values()}),
+        "activation": _activation(directory, manifest, layers),
         "expert_bytes": sum(packed.values()),
         "missing_tensors": len(missing),
         "first_missing": name_of(missing[0]) if missing else None,
@@ -155,6 +161,15 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "damaged_files": damaged,
         "complete": bool(formats) and not (missing or odd or damaged),
     }
+
+
+def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int]) -> str | None:
+    """By the manifest, else by config.json; None where neither is there."""
+    found = of_records(manifest.geometry) if manifest else None
+    if found is None and (directory / CONFIG_NAME).exists():
+        config = read_config(directory).content
+        found = {layer: expert_activation(config, layer) for layer in layers}
+    return in_words(found) if found else None
 
 
 def _expected(

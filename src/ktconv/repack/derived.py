@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.pipeline import Observer, Task
@@ -21,14 +22,15 @@ from ktconv.conversion.plan import Copy, LayerContent, lay_out
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
+from ktconv.families.config import expert_activation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree
 from ktconv.system import machine
-from ktconv.targets.card import card
-from ktconv.targets.ktransformers import KTransformersTarget, Plan
+from ktconv.targets.card import card, mismatch_paragraph, runtime
+from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
 from ktconv.writer.staging import Staging
@@ -82,12 +84,14 @@ class Derived(Conversion, ABC):
     def card(self) -> str:
         preflight, name = self.preflight, self.plan.target.name
         base = json.dumps(preflight.base, ensure_ascii=False) if preflight.base else None
+        library, whose = runtime(self.plan)
+        why = mismatch_paragraph(self.plan)
         return card(
             self.plan,
-            (f"base_model: {base}\n" if base else "") + "library_name: ktransformers",
+            (f"base_model: {base}\n" if base else "") + f"library_name: {library}",
             f"CPU experts in {name}",
-            f"Routed experts for KTransformers' CPU kernels, from {preflight.about}",
-            "contains a checksum of every tensor.",
+            f"Routed experts for {whose} CPU kernels, from {preflight.about}",
+            "contains a checksum of every tensor." + (f"\n\n{why}" if why else ""),
             preflight.command,
         )
 
@@ -127,7 +131,7 @@ def needs(
 
 def plan_alone(
     tree: Tree,
-    target: KTransformersTarget,
+    options: Options,
     manifest: Manifest | None,
     copies: Sequence[Copy],
     notes: Sequence[str],
@@ -135,11 +139,21 @@ def plan_alone(
     """The plan for all that packed weights contain, without their source."""
     directory = tree.root
     recorded = manifest.layers if manifest else {}
-    layers = [layer_alone(found, recorded.get(i, {})) for i, found in tree.layers.items()]
     has_config = (directory / CONFIG_NAME).exists()
+    config = read_config(directory).content if has_config else {}
+    known = of_records(manifest.geometry) if manifest else None
+    layers = [
+        replace(
+            layer_alone(found, recorded.get(index, {})),
+            activation=known[index]
+            if known and index in known
+            else replace(expert_activation(config, index), biases=found.biased),
+        )
+        for index, found in tree.layers.items()
+    ]
     checkpoint = Checkpoint(
         path=directory,
-        config=read_config(directory).content if has_config else {},
+        config=config,
         files=(),
         layers=layers,
         other_tensors=(),
@@ -149,7 +163,9 @@ def plan_alone(
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)
-    return lay_out(checkpoint, target, packed_content(layers, tree), copies, side_files, notes)
+    target = target_for(checkpoint, layers, options, tree.backward)
+    content = packed_content(layers, tree)
+    return lay_out(checkpoint, target, content, copies, side_files, [*notes, *target.notes])
 
 
 def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:

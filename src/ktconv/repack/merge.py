@@ -43,7 +43,7 @@ from ktconv.repack.tree import (
 )
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
-from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, make_plan
+from ktconv.targets.ktransformers import Options, Plan, make_plan, target_for
 from ktconv.writer.manifest import Manifest
 
 
@@ -119,6 +119,7 @@ def _options(request: Request, tree: Tree, manifest: Manifest | None) -> Options
         mtp=made.mtp if request.mtp is None else request.mtp,
         experts_only=request.experts_only or request.source is None,
         max_shard_size=request.max_shard_size,
+        allow_activation_mismatch=True,  # decided when the folders were made
     )
 
 
@@ -143,10 +144,10 @@ def _check(inputs: _Input) -> None:
 
 def _plan(inputs: _Input) -> Plan:
     """With a source: the plan of its conversion, with bytes from the folders."""
-    target = KTransformersTarget(inputs.options, inputs.tree.backward)
     if inputs.source is None:
-        return plan_alone(inputs.tree, target, inputs.manifest, (), _notes(inputs))
+        return plan_alone(inputs.tree, inputs.options, inputs.manifest, (), _notes(inputs))
     fresh = make_plan(inputs.source, inputs.options)
+    target = target_for(inputs.source, fresh.moe_layers, inputs.options, inputs.tree.backward)
     return lay_out(
         inputs.source,
         target,

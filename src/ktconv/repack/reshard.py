@@ -39,7 +39,7 @@ from ktconv.repack.recut import (
 )
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.targets.card import command_line
-from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan
+from ktconv.targets.ktransformers import Options, Plan
 from ktconv.writer.journal import Record
 
 
@@ -119,14 +119,19 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
 
 
 def _options(request: Request, packed: CompleteWeights) -> Options:
-    return replace(packed.options, numa=request.numa, max_shard_size=request.max_shard_size)
+    return replace(
+        packed.options,
+        numa=request.numa,
+        max_shard_size=request.max_shard_size,
+        allow_activation_mismatch=True,  # decided when the weights were converted
+    )
 
 
 def _plan(request: Request, packed: CompleteWeights) -> Plan:
     copies = [(tensor, name) for name, tensor in packed.weights.others.items()]
     notes = [_down_scales(packed.tree, request.numa)]
-    target = KTransformersTarget(_options(request, packed), packed.tree.backward)
-    return plan_alone(packed.tree, target, packed.manifest, copies, notes)
+    options = _options(request, packed)
+    return plan_alone(packed.tree, options, packed.manifest, copies, notes)
 
 
 def _down_scales(tree: Tree, new: int) -> str:

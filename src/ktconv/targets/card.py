@@ -8,10 +8,11 @@ import shlex
 from pathlib import Path
 
 from ktconv import __version__
+from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.ktransformers import NO_BIASES, NO_KTRANSFORMERS, Options, Plan
+from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:
@@ -60,18 +61,35 @@ def yaml_name(name: str) -> str:
 
 def _use(plan: Plan) -> str:
     """The paragraph about what can load the output."""
+    why = mismatch_paragraph(plan)
     if plan.target.options.exclude_experts:
+        why = why and f"\n{why}"
         return (
             f"It runs in ktconv only. {NO_KTRANSFORMERS[0].upper()}{NO_KTRANSFORMERS[1:]}.\n"
-            f"For KTransformers, convert without `--exclude-experts`."
+            f"For KTransformers, convert without `--exclude-experts`.{why}"
         )
-    if plan.target.options.allow_activation_mismatch:
-        return f"It runs in ktconv only, because the experts have biases;\n{NO_BIASES}."
+    if why:
+        return why
     return (
         "KTransformers loads it. Serve it with these flags of sglang-kt. The number of thread\n"
         f"pools must be that of the files, {plan.target.options.numa}; otherwise it crashes or "
         f"computes wrong results.\n\n    {plan.target.serving()} OUTPUT"
     )
+
+
+def mismatch_paragraph(plan: Plan) -> str:
+    """Why KTransformers computes something else from the output; empty where it does not."""
+    if plan.target.mismatch is None:
+        return ""
+    sentences = plan.target.mismatch.sentence, plan.target.mismatch.consequence
+    return " ".join(f"{one[0].upper()}{one[1:]}." for one in sentences)
+
+
+def runtime(plan: Plan) -> tuple[str, str]:
+    """The library that runs the output, and whose kernels those are."""
+    if plan.target.options.exclude_experts or plan.target.mismatch is not None:
+        return "ktconv", "ktconv's"
+    return "ktransformers", "KTransformers'"
 
 
 def _expert_counts(plan: Plan) -> str:
@@ -85,11 +103,10 @@ def _expert_counts(plan: Plan) -> str:
 def model_card(plan: Plan) -> str:
     """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    whole = not (options.exclude_experts or options.allow_activation_mismatch)
     command = command_line(name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
-    library, whose = ("ktransformers", "KTransformers'") if whole else ("ktconv", "ktconv's")
+    library, whose = runtime(plan)
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(
         plan,
@@ -105,6 +122,7 @@ def card(plan: Plan, header: str, title: str, intro: str, recorded: str, command
     """README.md of packed experts. `header`: lines of its YAML; `recorded`: what the manifest has,
     and paragraphs after that."""
     options = plan.target.options
+    activations = {layer.index: layer.activation for layer in plan.moe_layers}
     content = "all tensors" if plan.others else "expert weights only"
     where = (
         "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
@@ -126,6 +144,7 @@ tags:
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {_expert_counts(plan)}
+- Activation of the experts: {in_words(activations)}
 - Tensors: {where}
 - `ktconv.json` {recorded}
 

@@ -33,15 +33,13 @@ from ktconv.placement.expert_sets import (
     others,
     set_of_record,
 )
-from ktconv.targets.biases import refuse_biases
+from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
 
 # Its loader counts the experts of a layer until one is missing, and reads masked ones too.
 NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
-
-NO_BIASES = "KTransformers does not add them, and its results would be wrong"
 
 OutputLayout = Literal["safetensors", "layers"]
 
@@ -94,26 +92,29 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded experts that the model does not have or that are all of a layer's.
     """
     excluded = options.exclude_experts
-    if not any(layer.biased for layer in checkpoint.layers):
-        options = replace(options, allow_activation_mismatch=False)
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    target = target_for(checkpoint, layers, options)
+    options = target.options
     if not excluded:
-        plan = plan_checkpoint(checkpoint, KTransformersTarget(options))
-        return replace(plan, notes=[*plan.notes, *_bias_notes(options)])
+        plan = plan_checkpoint(checkpoint, target)
+        return replace(plan, notes=[*plan.notes, *target.notes])
     selection = _without(excluded, checkpoint, options)
-    plan = plan_checkpoint(checkpoint, KTransformersTarget(options), selection)
+    plan = plan_checkpoint(checkpoint, target, selection)
     left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
-    notes = [*plan.notes, *_bias_notes(options), note]
+    notes = [*plan.notes, *target.notes, note]
     return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
 
 
-def _bias_notes(options: Options) -> Sequence[str]:
-    if not options.allow_activation_mismatch:
-        return []
-    return [
-        f"biases of experts are written in float32; {NO_BIASES}: this one is for ktconv's own "
-        "runtime"
-    ]
+def target_for(
+    checkpoint: Checkpoint, layers: Sequence[MoELayer], options: Options, backward: bool = False
+) -> KTransformersTarget:
+    """The target for these layers. That a mismatch of activations is allowed is recorded only
+    where there is one."""
+    mismatch = mismatch_of(layers, f"AMX{FORMATS[options.method].name}", model_types(checkpoint))
+    if mismatch is None:
+        options = replace(options, allow_activation_mismatch=False)
+    return KTransformersTarget(options, backward, mismatch)
 
 
 def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
@@ -139,8 +140,11 @@ class KTransformersTarget(Target):
 
     options: Options
 
-    def __init__(self, options: Options, backward: bool = False) -> None:
+    def __init__(
+        self, options: Options, backward: bool = False, mismatch: Mismatch | None = None
+    ) -> None:
         self.options = options
+        self.mismatch = mismatch  # between what experts compute and what KTransformers does
         self._backward = backward  # matrices for backward passes too
         self.has_index = options.layout == "safetensors"
 
@@ -156,6 +160,13 @@ class KTransformersTarget(Target):
     def description(self) -> str:
         return f"{self.name}, {self.options.numa} NUMA part(s)"
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """About activations, for the plan."""
+        if self.mismatch is None:
+            return []
+        return [f"{self.mismatch.sentence}; {self.mismatch.consequence}"]
+
     def facts(self) -> dict[str, object]:
         return {"method": self.options.method, "numa": self.options.numa}
 
@@ -167,16 +178,12 @@ class KTransformersTarget(Target):
         return f"{method} --kt-weight-path"
 
     def check(self, layers: Sequence[MoELayer]) -> None:
-        """Refuse dimensions and NUMA counts that the format cannot represent."""
+        """Refuse activations that KTransformers does not compute, unless that is allowed; sizes and
+        NUMA counts that the format cannot represent."""
         fmt, numa = self.format, self.options.numa
-        if not self.options.allow_activation_mismatch:
-            refuse_biases(
-                layers,
-                NO_BIASES,
-                "No version of this model can be converted for KTransformers; "
-                "--allow-activation-mismatch converts it for ktconv's own runtime.",
-            )
-        elif not self.has_index and any(layer.biased for layer in layers):
+        if self.mismatch is not None and not self.options.allow_activation_mismatch:
+            raise CheckpointError(self.mismatch.sentence, self.mismatch.hint)
+        if not self.has_index and any(layer.biased for layer in layers):
             raise UsageError(
                 "--layout layers has no files for biases of experts",
                 "use --layout safetensors",

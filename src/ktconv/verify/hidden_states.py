@@ -12,12 +12,13 @@ from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
+from ktconv.families.config import shared_activation
 from ktconv.families.routers import route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
 from ktconv.moe.experts import expert_output, in_blocks
-from ktconv.moe.load import activation_of
+from ktconv.moe.load import kernel_activation
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
@@ -63,7 +64,8 @@ def check_source(output: OpenedOutput) -> None:
     """Raises KtconvError, before anything is read, for an activation that kernels do not have, a
     layer without a router, or a config.json that contradicts itself about them."""
     try:
-        activation_of(output.source.config)
+        for layer in output.source_layers.values():
+            kernel_activation(layer.activation)
         _tensors_of(output)
     except CheckpointError as error:
         error.hint = error.hint or "run --level weights, which does not need it"
@@ -192,7 +194,7 @@ class HiddenStates:
             return None
         gate = None if found.gate is None else self._source.matrix(found.gate)
         up, down = self._source.matrix(found.up), self._source.matrix(found.down)
-        activation = activation_of(self._config)
+        activation = kernel_activation(shared_activation(self._config, layer.index))
         with threadpool_limits(limits=1, user_api="blas"):  # as in LayerReference
             (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)
         if found.gating is not None:

@@ -16,7 +16,6 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.experts import in_blocks
-from ktconv.moe.load import activation_of
 from ktconv.reading.matrices import experts_bytes
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32
@@ -45,7 +44,6 @@ class LayersCheck(ABC):
         self._output, self._request, self._budget = output, request, budget
         self._findings, self._notify = findings, notify
         self._source = SourceTensors(output.source)
-        self._activation = activation_of(output.source.config)
         self._states = HiddenStates(output, request, budget, findings, notify)
 
     def run(self, progression: Progression) -> Facts:

@@ -56,6 +56,11 @@ class Manifest:
         return self.record["geometry"].get("model_type")
 
     @property
+    def geometry(self) -> Record:
+        geometry: Record = self.record["geometry"]
+        return geometry
+
+    @property
     def layers(self) -> dict[int, Record]:
         """Dimensions of every layer."""
         return {int(index): entry for index, entry in self.record["geometry"]["layers"].items()}

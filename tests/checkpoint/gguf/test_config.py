@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.checkpoint.gguf.architectures import ARCHITECTURES
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
-from ktconv.families.config import expert_activation
+from ktconv.families.config import expert_activation, shared_activation
 from ktconv.families.routers import router_of
 
 gguf = pytest.importorskip("gguf")
@@ -53,7 +54,7 @@ def test_keys(tmp_path: Path) -> None:
         expert_group_count=1, expert_group_used_count=1,
     )  # fmt: skip
     assert checkpoint.config == {
-        "model_type": "glm4_moe", "hidden_act": "silu", "hidden_size": HIDDEN,
+        "model_type": "glm4_moe", "hidden_size": HIDDEN,
         "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER,
         "num_hidden_layers": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 0,
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
@@ -88,11 +89,26 @@ def test_one_architecture_of_three_families(
 
 def test_activations(tmp_path: Path) -> None:
     assert expert_activation(opened(tmp_path, "gpt-oss").config).alpha == 1.702
-    assert expert_activation(opened(tmp_path, "gemma4").config).function == "gelu_pytorch_tanh"
+    assert expert_activation(opened(tmp_path, "gemma4").config).function == "gelu_tanh"
     assert expert_activation(opened(tmp_path, "grok").config).function == "gelu"
-    assert opened(tmp_path, swiglu_clamp_exp=[0.0, 7.0]).config["swiglu_limits"] == [0.0, 7.0]
-    assert "swiglu_limits" not in opened(tmp_path, swiglu_clamp_exp=[0.0]).config
+    assert opened(tmp_path, swiglu_clamp_exp=[0.0, 7.0]).config["swiglu_limit"] == [0.0, 7.0]
+    assert "swiglu_limit" not in opened(tmp_path, swiglu_clamp_exp=[0.0]).config
     assert opened(tmp_path, swiglu_clamp_exp=7.0).config["swiglu_limit"] == 7.0
+
+
+def test_a_limit_per_layer(tmp_path: Path) -> None:
+    """llama.cpp clamps what Step's activation gives, and what others' gets."""
+    limits = {"swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [16.0, 0.0]}
+    model = opened(tmp_path, **limits)
+    assert [layer.activation.limit for layer in model.layers] == [math.inf, 7.0][
+        : len(model.layers)
+    ]
+    step = opened(tmp_path, "step35", **limits).config
+    assert step["swiglu_limits"] == [0.0, 7.0] and step["swiglu_limits_shared"] == [16.0, 0.0]
+    clamped = expert_activation(step, 1)
+    assert clamped.limit == 7.0 and clamped.limit_after
+    assert shared_activation(step, 0).limit == 16.0 and not shared_activation(step, 1).limited
+    assert opened(tmp_path, "step35", swiglu_clamp_exp=7.0).layers[0].activation == clamped
 
 
 def test_sizes_of_experts_without_a_key_of_their_own(tmp_path: Path) -> None:

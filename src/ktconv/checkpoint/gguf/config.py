@@ -26,6 +26,7 @@ from ktconv.errors import CheckpointError
 from ktconv.families.names import is_in_experts
 
 _CONFIG = "Give the config.json of the model: --config DIR."
+_CLAMPED_AFTER = "step35"
 _CHUNKS = "_chexps."  # of Grove: experts that several others share
 _EXPERTS = re.compile(r"blk\.[0-9]+\.ffn_(?!norm_)[a-z_]+_exps(\..*)?", re.DOTALL)
 
@@ -83,9 +84,7 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
         for key, value in header.metadata.items()
         if key.startswith(f"{name}.") and value is not None
     }
-    content: dict[str, Any] = {"model_type": known.model_type, "hidden_act": "silu", **known.config}
-    if "hidden_activation" in content:
-        del content["hidden_act"]
+    content: dict[str, Any] = {"model_type": known.model_type, **known.config}
     content |= {ours: _finite(given[key]) for key, ours in SETTINGS.items() if key in given}
     width = given.get("feed_forward_length")  # a list where layers differ, with dense ones in it
     if "moe_intermediate_size" not in content and not isinstance(width, (list, type(None))):
@@ -93,7 +92,8 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
     blocks, extra = given.get("block_count"), given.get("nextn_predict_layers", 0)
     if type(blocks) is int and type(extra) is int:
         content["num_hidden_layers"] = blocks - extra
-    content |= _scoring(given) | _dense(given) | _clamp(given)
+    content |= _scoring(given) | _dense(given)
+    content |= _clamp(name, given, content.get("num_hidden_layers", 1))
     if name == "deepseek2":
         content |= _deepseek(content)
     return content
@@ -120,15 +120,23 @@ def _dense(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": leading}
 
 
-def _clamp(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The limit of the activation: one number, or one per layer (0: none)."""
-    limits = given.get("swiglu_clamp_exp")
-    if isinstance(limits, list):
-        limits = [_finite(limit) for limit in limits]
-        if not any(limits):
-            return {}
-        return {"swiglu_limits": limits}
-    return {} if not limits else {"swiglu_limit": _finite(limits)}
+def _clamp(name: str, given: Mapping[str, Any], layers: Any) -> dict[str, Any]:
+    """The limit of the activation: one number, or one per layer (0: none). llama.cpp applies that
+    of Step's models to the activation's result, that of others to its arguments."""
+    content: dict[str, Any] = {}
+    for key, before, after in (
+        ("swiglu_clamp_exp", "swiglu_limit", "swiglu_limits"),
+        ("swiglu_clamp_shexp", None, "swiglu_limits_shared"),
+    ):
+        limits = given.get(key)
+        found = [_finite(one) for one in limits] if isinstance(limits, list) else _finite(limits)
+        if not (any(found) if isinstance(found, list) else found):
+            continue
+        if name != _CLAMPED_AFTER:
+            content |= {before: found} if before else {}
+        else:
+            content[after] = found if isinstance(found, list) else [found] * layers
+    return content
 
 
 def _deepseek(content: Mapping[str, Any]) -> dict[str, Any]:

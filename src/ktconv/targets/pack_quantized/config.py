@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ktconv import __version__
+from ktconv.checkpoint.activations import in_words
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import model_name, yaml_name
+from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
 from ktconv.targets.pack_quantized.names import LINEAR, module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
@@ -85,6 +87,7 @@ def card(plan: Plan) -> str:
     """README.md of the output."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
     counts = sorted({len(unit.experts) for unit in plan.layers})
+    activations = {layer.index: layer.activation for layer in plan.moe_layers}
     chosen = any(unit.omitted for unit in plan.layers)
     size = options.group_size
     groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
@@ -113,6 +116,7 @@ tags:
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
+- Activation of the experts: {in_words(activations)}
 - `ktconv.json` contains a checksum of every tensor and the quantization error of every matrix.
 {note}
 {_use(plan, chosen)}
@@ -140,8 +144,10 @@ def _use(plan: Plan, chosen: bool) -> str:
         and plan.target.options.group_size == RAWINT4_GROUP
         and named
     )
-    usable = "can" if fits else "cannot"
-    return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself."
+    mismatch = mismatch_of(plan.moe_layers, "RAWINT4", model_types(plan.checkpoint))
+    usable = "can" if fits and mismatch is None else "cannot"
+    why = f":\n{mismatch.sentence}" if mismatch else ""
+    return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself{why}."
 
 
 def command_line(name: str, options: Options) -> str:

@@ -14,7 +14,7 @@ from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe import KERNEL_BOUND, Experts
-from ktconv.moe.load import packed_experts
+from ktconv.moe.load import kernel_activation, packed_experts
 from ktconv.system.arrays import F32
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
@@ -31,7 +31,9 @@ class CpuLayersCheck(LayersCheck):
         return {"isas": native.kernel_levels(*layouts), "kernel_bound": KERNEL_BOUND}
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
-        experts = packed_experts(self._output.packed, layer.index, self._activation)
+        experts = packed_experts(
+            self._output.packed, layer.index, kernel_activation(layer.activation)
+        )
 
         def compute(expert: int, x: F32) -> Outputs:
             packed, rounded = experts.outputs(experts.streams(expert), x)

@@ -65,7 +65,8 @@ def open_cpu_output(output: Path, source: str | None, side_files: Path | None = 
     if contradiction:
         actual = _options_by_tensors(packed, checkpoint)
         options = replace(options, method=actual.method, numa=actual.numa)
-    options = replace(options, max_shard_size=NO_LIMIT)
+    # A mismatch of activations was decided about when it was converted.
+    options = replace(options, max_shard_size=NO_LIMIT, allow_activation_mismatch=True)
     return CpuOutput(
         packed=packed,
         manifest=manifest,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ktconv.checkpoint import MoELayer, Projection
 from ktconv.moe.experts import expert_output
+from ktconv.moe.load import kernel_activation
 from ktconv.reading.streamed import Streamed, Streams
 from ktconv.system.arrays import F32
 from ktconv.verify.findings import Facts
@@ -21,7 +22,7 @@ class GpuLayersCheck(LayersCheck):
     _output: GpuOutput
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
-        modules = self._output.experts
+        modules, activation = self._output.experts, kernel_activation(layer.activation)
 
         def matrix(expert: int, proj: Projection) -> Streamed:
             module = modules[layer.index, expert, proj]
@@ -32,8 +33,8 @@ class GpuLayersCheck(LayersCheck):
             return gate, matrix(expert, "up"), matrix(expert, "down")
 
         def compute(expert: int, x: F32) -> Outputs:
-            packed = expert_output(streams(expert), self._activation, x)
-            source = expert_output(self._source.expert(layer, expert), self._activation, x)
+            packed = expert_output(streams(expert), activation, x)
+            source = expert_output(self._source.expert(layer, expert), activation, x)
             return Outputs(packed, packed, source)
 
         reference = LayerReference(x, compute, self._budget.layer_threads)
