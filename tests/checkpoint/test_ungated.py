@@ -148,4 +148,4 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     tensors = {**numbered(USUAL, weights_of()), **tensors}
     expected = r"experts of model\.layers\.1\S+ have no gate, but .*layers\.0\..*gate_proj"
     with pytest.raises(CheckpointError, match=expected):
-        opened(tmp_path, tensors, **UNKNOWN, num_hidden_layers=2)
+        opened(tmp_path, tensors, **UNKNOWN, num_hidden_layers=2, mlp_hidden_act=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.cli import done, refused, run
 from helpers.convert import convert, read_json, read_model
-from helpers.families import numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import Tensor, numbered, random_weights, simple_config, write_checkpoint
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
@@ -54,7 +54,7 @@ def test_what_is_left_out() -> None:
 
 
 def model(directory: Path, **config: Any) -> Path:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for layer in range(LAYERS):
         tensors |= numbered(f"model.layers.{layer}.mlp.experts", random_weights(seed=layer))
     return write_checkpoint(directory, tensors, simple_config(num_hidden_layers=LAYERS, **config))

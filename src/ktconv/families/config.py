@@ -13,7 +13,6 @@ from ktconv.families.family import PLAIN, ExpertActivation, Family, Router
 
 USUAL_TOP_K = 8  # where config.json does not say
 _LARGEST = 3.4028234663852886e38  # float32
-_UNGATED_FUNCTIONS = ("relu2", "relu_squared")  # no family has them with a gate
 _BETA_LIMIT = 7.0  # of an activation with an alpha, where nothing says another
 _POST_NORM_EPSILON = 1e-8
 
@@ -24,7 +23,7 @@ NAMES: Mapping[str, ExpertActivation] = {
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh"), ExpertActivation("gelu_tanh")
     ),
-    "relu2": ExpertActivation("relu2"),
+    **dict.fromkeys(("relu2", "relu_squared"), ExpertActivation("relu2")),
     "swigluoai": ExpertActivation(alpha=1.702, limit=_BETA_LIMIT),
     "situ": ExpertActivation(gate_cap=4.0, up_cap=25.0),
 }
@@ -201,11 +200,9 @@ def _key(text: Mapping[str, Any], setting: str) -> str:
 
 
 def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
-    """By the family, or by the activation that config.json names; None where neither is known."""
-    if (row := family_of(config)) is not None:
-        return row.gated
-    name = _name(text_section(config), "activation")
-    return name not in _UNGATED_FUNCTIONS if name else None
+    """By their activation; None where config.json names neither a known family nor a function."""
+    named = _name(text_section(config), "activation", None)
+    return expert_activation(config).gated if named or family_of(config) else None
 
 
 def _checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

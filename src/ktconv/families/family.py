@@ -197,7 +197,6 @@ class Family:
     block: str = "mlp"
     experts: str = "experts"
     matrices: Matrices = USUAL
-    gated: bool = True  # False: its experts have an up and a down projection only
     before_number: Matrices | None = None  # whose expert's number comes last: ffn_gate.5.weight
     expert_biases: bool = False
     interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up

@@ -133,7 +133,10 @@ class Mismatch:
 
     @property
     def _bias(self) -> str:
-        matrices = (m for layer in self.layers for one in layer.experts for m in one.values())
+        biased = (layer for layer in self.layers if layer.biased)  # of packed ones nothing is known
+        matrices = (
+            matrix for one in biased for expert in one.experts for matrix in expert.values()
+        )
         name = next((matrix.bias.tensor.name for matrix in matrices if matrix.bias), None)
         return f" ({name})" if name else ""
 

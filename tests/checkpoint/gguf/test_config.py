@@ -98,7 +98,7 @@ def test_activations(tmp_path: Path) -> None:
 
 def test_a_limit_per_layer(tmp_path: Path) -> None:
     """llama.cpp clamps what Step's activation gives, and what others' gets."""
-    limits = {"swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [16.0, 0.0]}
+    limits: dict[str, Any] = {"swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [16.0, 0.0]}
     model = opened(tmp_path, **limits)
     assert [layer.activation.limit for layer in model.layers] == [math.inf, 7.0][
         : len(model.layers)
