@@ -17,7 +17,7 @@ from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.model.text import text_pieces
 from ktconv.placement.expert_sets import read_expert_set
 from ktconv.stats.command import StatsRequest, run
-from ktconv.stats.record import Recorder, _batches, token_windows
+from ktconv.stats.record import Recorder, _batches, _chosen, token_windows
 from ktconv.system import machine
 
 
@@ -148,11 +148,16 @@ def test_hooks_are_gone_afterwards(recorder: Recorder) -> None:
 
 def test_llama4_gives_every_expert_all_tokens(torch: Any) -> None:
     """Experts that are not chosen get zeros."""
-    from ktconv.stats.record import _chosen
-
     hidden = torch.zeros((3, 4, 8))  # experts, tokens, hidden size
     hidden[2, 0] = hidden[0, 1] = hidden[2, 3] = 1
     assert _chosen(0, (hidden.reshape(12, 8),), 3).tolist() == [[2], [0], [-1], [2]]
+
+
+def test_experts_without_weights_are_none(torch: Any) -> None:
+    """As LongCat's that return their input, which are numbered behind the others."""
+    hidden, ids = torch.ones(2, 3), torch.tensor([[0, 4], [7, 3]])
+    assert _chosen(0, (hidden, ids, ids / 8), 4).tolist() == [[0, -1], [-1, 3]]
+    assert ids.tolist() == [[0, 4], [7, 3]]  # the model goes on with them
 
 
 def test_stats_record_command(torch: Any, tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ def test_a_sound_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "phimoe"}, "the router of phimoe is not supported"),
-        ({"model_type": "of_tomorrow"}, "config.json does not describe the router of of_tomorrow"),
+        ({"model_type": "zaya"}, "the router of zaya is not supported"),
+        ({"model_type": "phimoe", "num_experts_per_tok": 3}, "chooses 2 experts per token, not 3"),
         (
             {"model_type": "new", "scoring_func": "sqrt"},
             "has the unknown router score function 'sqrt'",
@@ -174,6 +174,28 @@ def test_a_router_that_is_not_known(config: dict[str, Any], says: str, tmp_path:
     assert {row["routing"] for row in rows_of(result)} == {"random"}
     (note,) = [note for note in result.facts["notes"] if says in note]
     assert note.startswith("level layers, layer(s) 0-1: experts are chosen at random, because")
+
+
+def test_a_router_that_is_inferred(tmp_path: Path) -> None:
+    """And the report says from what, for people and in JSON."""
+    result = verified(tmp_path, {}, model_type="of_tomorrow")
+    assert result.passed, result.failures
+    assert {row["routing"] for row in rows_of(result)} == {"router"}
+    (note,) = [note for note in result.facts["notes"] if "inferred" in note]
+    assert note == (
+        "level layers, layer(s) 0-1: the router of of_tomorrow is not known, and inferred from a "
+        "correction bias: sigmoid scores with a correction bias"
+    )
+
+
+def test_a_softmax_that_is_inferred(tmp_path: Path) -> None:
+    bias = "gate.e_score_correction_bias"
+    without: Changes = {f"{BLOCK}.{bias}": None, f"model.layers.0.mlp.{bias}": None}
+    result = verified(tmp_path, without, model_type="of_tomorrow", norm_topk_prob=True)
+    assert result.passed, result.failures
+    assert {row["routing"] for row in rows_of(result)} == {"router"}
+    (note,) = [note for note in result.facts["notes"] if "inferred" in note]
+    assert "norm_topk_prob True: softmax scores without a correction bias" in note
 
 
 def test_a_bias_that_the_family_has_not(tmp_path: Path) -> None:

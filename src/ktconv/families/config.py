@@ -30,13 +30,18 @@ NAMES: Mapping[str, ExpertActivation] = {
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's section of config.json, which is all of it for a text model."""
+    """The language model's section of config.json, which is all of it for a text model.
+
+    Settings of a section of its own for the experts (DBRX) are among it.
+    """
     section: Any = config
     while section is not None:
         config = section
         inner = (config.get(key) for key in table.FAMILIES.keys("text section"))
         section = next((one for one in inner if isinstance(one, dict)), None)
-    return config
+    inside = (config.get(key) for key in table.FAMILIES.keys("MoE section"))
+    experts = next((one for one in inside if isinstance(one, dict)), None)
+    return config if experts is None else {**experts, **config}
 
 
 def sections_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -45,9 +50,10 @@ def sections_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return (text,) if text is config else (text, config)
 
 
-def value_of(section: Mapping[str, Any], setting: str) -> Any:
-    """The value under the first of the setting's names that is present; None if none is."""
-    given = (section.get(key) for key in table.FAMILIES.keys(setting))
+def value_of(section: Mapping[str, Any], setting: str, family: Family | None = None) -> Any:
+    """The value under the first of the setting's names that is present, those of `family` first;
+    None if none is."""
+    given = (section.get(key) for key in table.FAMILIES.keys(setting, family))
     return next((value for value in given if value is not None), None)
 
 

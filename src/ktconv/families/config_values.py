@@ -63,6 +63,8 @@ _WORDS = _Rule(
     "a list of names",
 )
 _EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+_POSITIVE = _Rule(lambda value: _is_number(value) and value > 0, "a number above 0")
+_SHARED = _Rule(_each(lambda value: value is False or is_whole(value)), "a number of experts")
 _FACTOR = _Rule(
     _each(lambda value: value is None or value is False or _is_number(value)), "a finite number"
 )
@@ -91,12 +93,15 @@ _TOP_K = _Rule(
 # By names of settings in table.KEYS.
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("model type", "activation", "scoring", "method"), _NAME),
-    **dict.fromkeys(("renormalise", "correction"), _FLAG),
-    **dict.fromkeys(("scale", "activation alpha"), _FACTOR),
+    **dict.fromkeys(("renormalise", "correction", "weight on input"), _FLAG),
+    **dict.fromkeys(("scale", "activation alpha", "logit scale"), _FACTOR),
+    **dict.fromkeys(("norm epsilon", "least sum", "logit softcap", "router jitter"), _EPSILON),
+    "p-norm": _POSITIVE,
     "top_k": _TOP_K,
     **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
-    "zero experts": _COUNT,
-    "text section": _OBJECT,
+    **dict.fromkeys(("zero experts", "hash layers"), _COUNT),
+    "shared experts": _SHARED,
+    **dict.fromkeys(("text section", "MoE section"), _OBJECT),
     **dict.fromkeys(
         ("activation limit", "limit after activation", "limit after activation of shared experts"),
         _LIMIT,
@@ -110,10 +115,9 @@ _RULES: Mapping[str, _Rule] = {
 # Of keys that ktconv itself does not read.
 _UNREAD: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps",
+        ("rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps",
          "layer_norm_epsilon", "layernorm_epsilon"), _EPSILON,
     ),
-    "router_scaling_factor": _FACTOR,
     "rope_theta": _ROPE,
 }  # fmt: skip
 

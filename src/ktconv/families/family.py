@@ -9,8 +9,9 @@ from typing import Literal
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 UNGATED: tuple[Projection, ...] = ("up", "down")  # of experts without a gate
-Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
@@ -47,17 +48,32 @@ class RouterSpec:
     choice only; the weights are the chosen experts' scores without it.
     """
 
-    scoring: Scoring
+    scoring: Scoring  # sqrtsoftplus: sqrt(log(1 + exp(z)))
     top_k: int = 0
+    # what the gate computes
+    input_norm: float | None = None  # x / rms(x) · a stored scale / sqrt(H); this is rms's epsilon
     bias: bool = False  # the gate is a linear layer with a bias
-    softmax_last: bool = False  # over the chosen experts' logits, not over those of all experts
+    logit_scale: float = 1.0  # logits are multiplied by it
+    softcap: float = 0.0  # logits become c · tanh(z / c); 0: they do not
+    # which experts are chosen
+    by_token: bool = False  # those of a table with a row for each token of the vocabulary
+    by_logits: bool = False  # logits choose, and scores are computed of the chosen logits alone
     correction: bool = False
     n_group: int = 1
     topk_group: int = 1
     group_score: GroupScore = "top2"  # of a group: its best expert's, or the sum of its best two
+    masked: float = -math.inf  # what stands for the scores of groups that are not chosen
+    jitter: float | None = None  # sparsemixer's: its two experts are chosen one after the other
+    identity_experts: int = 0  # the last of the experts that can be chosen return their input
+    # what their weights are
+    sinks: int = 0  # last rows of the gate that are no experts, whose scores belong to the sum
     renormalise: bool = True  # weights are divided by their sum
+    p_norm: float = 1.0  # by their p-norm, more precisely
     epsilon: float = 1e-20  # that is added to the sum
+    least_sum: float = 0.0
     routed_scaling_factor: float = 1.0
+    stored_scale: bool = False  # a further factor [1] of all weights
+    expert_scale: bool = False  # a further factor [E], one for each expert
     weight_on_input: bool = False  # the weight multiplies the expert's input, not its output
 
 
@@ -66,7 +82,7 @@ class Router:
     """The fixed or default spec, and which settings of config.json change it."""
 
     spec: RouterSpec
-    reads: frozenset[str] = frozenset()  # of renormalise, groups, scale, correction
+    reads: frozenset[str] = frozenset()  # keys of routers.SETTINGS; groups, hash layers
     methods: tuple[str, ...] | None = None  # values of topk_method; None: nothing is checked
     never: tuple[str, ...] = ()  # settings that must not be switched on
 
@@ -201,8 +217,15 @@ class Family:
     expert_biases: bool = False
     interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up
     router: str = "gate"
+    router_is_transposed: bool = False  # stored as [H, E]
     router_bias: str | None = None
+    router_input_scale: str | None = None
+    router_scale: str | None = None
+    router_expert_scale: str | None = None
+    router_table: str | None = None
     correction: str = "gate.e_score_correction_bias"
+    layer_correction: str | None = None  # within the layer, not within the block
+    correction_rows: int = 1  # of which the first is the language model's
     shared: str = "shared_experts"
     shared_matrices: Matrices = USUAL
     shared_gate: str = "shared_expert_gate"

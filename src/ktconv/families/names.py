@@ -104,6 +104,11 @@ def parse_source(source: str) -> ExpertsPath | None:
     return ExpertsPath(source, match["layer"], match["prefix"], int(match["number"]), in_mtp)
 
 
+def is_gguf(source: str) -> bool:
+    """Whether these experts are named as in GGUF files: blk.3."""
+    return table.FAMILIES.bare_layer.fullmatch(source) is not None
+
+
 def mtp_prefix(source: str) -> str:
     """The prefix of all tensors of this MTP layer, or of all MTP layers."""
     words = source.split(".")
@@ -173,11 +178,16 @@ def dense_mlp(prefixes: Iterable[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class RouterTensors:
-    """Names that a layer's router may have; of each kind at most one exists."""
+    """Names that a layer's router may have; of each kind at most one exists. `routers.Stored` has
+    what the others than `weight` are."""
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]
     correction: tuple[str, ...]
+    input_scale: tuple[str, ...]
+    scale: tuple[str, ...]
+    expert_scale: tuple[str, ...]
+    table: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +204,19 @@ class SharedExpert:
 def router_tensors(source: str) -> RouterTensors:
     """Candidates for the router of the layer whose experts are under `source`, which is like
     model.layers.3.mlp.experts."""
-    block, known = _block(source), table.FAMILIES
+    block, layer, known = _block(source), _layer(source), table.FAMILIES
+
+    def named(field: str, where: str = block, end: str = "") -> tuple[str, ...]:
+        return tuple(f"{where}.{name}{end}" for name in known.names(field))
+
     return RouterTensors(
-        weight=tuple(f"{block}.{name}.weight" for name in known.names("router")),
-        bias=tuple(f"{block}.{name}" for name in known.names("router_bias")),
-        correction=tuple(f"{block}.{name}" for name in known.names("correction")),
+        weight=named("router", end=".weight"),
+        bias=named("router_bias"),
+        correction=named("correction") + named("layer_correction", layer),
+        input_scale=named("router_input_scale"),
+        scale=named("router_scale"),
+        expert_scale=named("router_expert_scale"),
+        table=named("router_table"),
     )
 
 
@@ -217,9 +235,13 @@ def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
 
 def norm_tensors(source: str) -> tuple[str, ...]:
     """Candidates for the norm before the block of these experts."""
-    path = parse_source(source)
-    layer = path.layer if path else _block(source).rpartition(".")[0]
+    layer = _layer(source)
     return tuple(f"{layer}.{name}.weight" for name in table.FAMILIES.names("norm"))
+
+
+def _layer(source: str) -> str:
+    path = parse_source(source)
+    return path.layer if path else _block(source).rpartition(".")[0]
 
 
 def _block(source: str) -> str:

@@ -21,7 +21,7 @@ from ktconv.families.family import (
 _SOFTMAX = RouterSpec("softmax")
 _PLAIN = RouterSpec("softmax", renormalise=False)
 _CORRECTED = RouterSpec("sigmoid", correction=True)
-_LOGITS = replace(_PLAIN, softmax_last=True)
+_LOGITS = replace(_PLAIN, by_logits=True)
 
 
 def _router(spec: RouterSpec, *reads: str) -> Router:
@@ -44,7 +44,15 @@ _GPT_OSS: dict[str, Any] = {
     "activation": _OAI,
 }  # fmt: skip
 
-_UNKNOWN = "is not described in the table of families"  # of routers
+# As DeepSeek-V2 has it. Implementations do not agree on what it is to renormalise.
+_GREEDY = Router(
+    replace(_PLAIN, group_score="max"),
+    frozenset(("groups", "scale")),
+    methods=("greedy", "group_limited_greedy"),
+    never=("renormalise",),
+)
+
+_ERNIE = _router(replace(_SOFTMAX, correction=True, epsilon=0.0, least_sum=1e-12), "least sum")
 
 # Tensors of GGUF files, whatever the model is; `blk.3.ffn_gate.5.weight` is of old ones.
 _GGUF = Family(
@@ -74,7 +82,7 @@ ROWS = (
     Family(("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert",
            routing=_router(_SOFTMAX)),
     Family(("qwen4_exp",), shared="shared_expert",
-           routing=_UNKNOWN),
+           routing=_router(_SOFTMAX, "renormalise")),
 
     # ---- as Mixtral ----
     Family(("mixtral", "minimax"), **_MIXTRAL,
@@ -83,34 +91,34 @@ ROWS = (
            routing=_router(_CORRECTED, "correction")),
     Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
            activation=_OAI,
-           routing=_router(_CORRECTED, "scale")),
+           routing=_router(replace(_CORRECTED, routed_scaling_factor=2.0), "scale")),
     Family(("phimoe",), **_MIXTRAL,
-           routing="samples its experts one after the other"),
+           routing=_router(replace(_PLAIN, jitter=0.01), "router jitter")),
     Family(("kimi_linear",), **_MIXTRAL,
-           routing=_noaux(),
+           routing=_noaux(routed_scaling_factor=2.446),
            keys={"top_k": ("num_experts_per_token",), "n_group": ("num_expert_group",),
                  "scoring": ("moe_router_activation_func",), "renormalise": ("moe_renormalize",)}),
     Family(("kimi_k3",), **_MIXTRAL,
            activation=ExpertActivation(gate_cap=4.0, up_cap=25.0),
-           routing=_UNKNOWN),
+           routing=_noaux()),
 
     # ---- DeepSeek, Kimi ----
-    # Implementations of deepseek_v2 do not agree on what it is to renormalise.
     Family(("deepseek_v2",),
-           routing=Router(
-               replace(_PLAIN, group_score="max"), frozenset(("groups", "scale")),
-               methods=("greedy", "group_limited_greedy"), never=("renormalise",))),
+           routing=_GREEDY),
     Family(("deepseek_ocr2",),
-           routing=_UNKNOWN),
+           routing=_GREEDY),
     Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     Family(("kimi_k25",),
-           routing=_UNKNOWN),
+           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     # No family has another bias under the name gate.bias.
     Family(("deepseek_v4",), block="ffn", matrices=NUMBERED_W, shared_matrices=NUMBERED_W,
            correction="gate.bias", norm="ffn_norm",
            activation=_CLAMPED,
-           routing="routes some layers by token"),
+           router_table="gate.tid2eid",
+           routing=_router(
+               RouterSpec("sqrtsoftplus", correction=True, routed_scaling_factor=1.5),
+               "scoring", "scale", "hash layers")),
 
     # ---- GLM ----
     Family(("glm4_moe", "glm4v_moe", "solar_open"),
@@ -121,36 +129,41 @@ ROWS = (
            routing=_noaux(routed_scaling_factor=2.5)),
     Family(("glm5_next",),
            activation=_CLAMPED,
-           routing=_UNKNOWN),
+           routing=_noaux(routed_scaling_factor=2.5)),
 
     # ---- gpt-oss ----
     Family(("gpt_oss",), **_GPT_OSS, interleaved=True,
            routing=_router(replace(_LOGITS, bias=True))),
     Family(("openai_privacy_filter",), **_GPT_OSS,
-           routing="divides the weights of its experts by their number"),
+           # which its router divides by their number, and its block multiplies by it
+           routing=_router(replace(_LOGITS, bias=True))),
 
     # ---- Baidu, Tencent, Ant, StepFun, Xiaomi, Meituan ----
     Family(("ernie4_5_moe",), correction="moe_statics.e_score_correction_bias",
-           routing=_router(replace(_SOFTMAX, correction=True, epsilon=1e-12)),
+           routing=_ERNIE,
            keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)}),
     Family(("ernie4_5_vl_moe",), correction="moe_statics.e_score_correction_bias",
-           routing=_UNKNOWN),
+           router_is_transposed=True, correction_rows=2,
+           routing=_ERNIE),
     Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp",
            routing=_router(_SOFTMAX)),
     Family(("hy_v3",), router="router.gate", correction="expert_bias", shared="shared_mlp",
-           routing=_UNKNOWN),
+           routing=_router(replace(_CORRECTED, routed_scaling_factor=2.826), "scale"),
+           keys={"scale": ("router_scaling_factor",)}),
     Family(("hy_v4",),
            activation=_CLAMPED, shared_limit=False,
-           routing=_UNKNOWN),
+           routing=_noaux(routed_scaling_factor=2.827)),
     Family(("bailing_moe_v2", "bailing_hybrid"), correction="gate.expert_bias",
-           routing=_UNKNOWN),
+           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     Family(("step3p5", "step3p7"),
-           routing=_UNKNOWN,
-           keys={"top_k": ("moe_top_k",)}),
+           routing=_router(_CORRECTED, "scale"),
+           keys={"top_k": ("moe_top_k",), "scale": ("moe_router_scaling_factor",)}),
     Family(("mimo_v2_flash",),
-           routing=_UNKNOWN),
+           routing=_noaux()),
     Family(("longcat_flash",),
-           routing="also routes to experts that do nothing",
+           routing=_router(
+               replace(_PLAIN, correction=True, identity_experts=256, routed_scaling_factor=6.0),
+               "scale", "zero experts"),
            keys={"intermediate size": ("expert_ffn_hidden_size",),
                  "zero experts": ("zero_expert_num",)}),
 
@@ -159,67 +172,87 @@ ROWS = (
            routing=_router(_CORRECTED, "scale"),
            keys={"renormalise": ("route_norm",), "scale": ("route_scale",)}),
     Family(("aria",), router="router",
-           routing=_UNKNOWN),
-    Family(("axk1", "axk2"),
-           routing=_UNKNOWN),
+           routing=_router(_LOGITS),
+           keys={"experts": ("moe_num_experts",)}),
+    Family(("axk1",),
+           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
+    Family(("axk2",),
+           routing=_noaux(masked=0.0, routed_scaling_factor=2.5)),
     Family(("beam",),
-           routing=_UNKNOWN),
+           routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     Family(("cohere2_moe",),
-           routing=_UNKNOWN),
+           routing=_router(replace(_SOFTMAX, by_logits=True), "scoring", "renormalise"),
+           keys={"scoring": ("expert_selection_fn",)}),
     Family(("dbrx",), router="router.layer",
-           routing=_UNKNOWN,
-           keys={"activation": ("ffn_config.ffn_act_fn.name",)}),
+           routing=_router(_SOFTMAX, "p-norm"),
+           keys={"experts": ("moe_num_experts",), "top_k": ("moe_top_k",),
+                 "activation": ("ffn_config.ffn_act_fn.name",)}),
     Family(("dots1",),
            routing=_noaux(renormalise=False)),
     Family(("dots3_note",),
-           routing=_UNKNOWN),
+           routing=_noaux()),
     Family(("exaone_moe",), correction="e_score_correction_bias",
            routing=_noaux(routed_scaling_factor=2.5)),
     Family(("flint",), shared="shared_expert",
-           routing=_UNKNOWN),
+           routing=_router(RouterSpec("sigmoid"), "renormalise")),
     Family(("gemma4", "diffusion_gemma"), norm="pre_feedforward_layernorm",
            activation=ExpertActivation("gelu_tanh"),
-           routing=_UNKNOWN,
+           router_input_scale="router.scale", router_expert_scale="router.per_expert_scale",
+           routing=_router(
+               replace(_SOFTMAX, input_norm=1e-6, expert_scale=True), "norm epsilon"),
            keys={"top_k": ("top_k_experts",)}),
     Family(("granitemoe",), router="router.layer",
            routing=_router(_LOGITS)),
     Family(("granitemoeshared", "granitemoehybrid", "granitemoe_swa"), router="router.layer",
-           routing=_UNKNOWN),
-    Family(("inkling_mm_model",),
-           routing=_UNKNOWN),
+           routing=_router(_LOGITS)),
+    # inkling_text is the text section's of inkling_mm_model
+    Family(("inkling_mm_model", "inkling"), router_scale="gate.global_scale",
+           routing=_router(
+               replace(
+                   _CORRECTED, sinks=2, epsilon=0.0, stored_scale=True, routed_scaling_factor=8.0),
+               "shared experts", "scale"),
+           keys={"scale": ("route_scale",)}),
     Family(("inkling2",),
            activation=ExpertActivation(gate_cap=4.0, up_cap=25.0),
-           routing=_UNKNOWN),
+           routing=_router(replace(_CORRECTED, routed_scaling_factor=8.0), "scoring", "scale"),
+           keys={"scale": ("route_scale",)}),
     Family(("jamba",), block="feed_forward", router="router",
            routing=_router(_PLAIN)),
     Family(("jetmoe",), router="router.layer",
-           routing=_UNKNOWN,
+           routing=_router(_LOGITS),
            keys={"activation": ("activation_function",)}),
-    Family(("kolibri1",),
-           routing=_UNKNOWN),
+    Family(("kolibri1",), layer_correction="moe.router.expert_bias",
+           routing=_router(replace(_CORRECTED, by_logits=True, renormalise=False), "renormalise")),
     Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias",
-           routing=_UNKNOWN),
+           routing=Router(
+               _CORRECTED, frozenset(("scale", "logit softcap")), never=("weight on input",)),
+           keys={"scale": ("moe_routed_scaling_factor",)}),
     Family(("lfm2_moe",), block="feed_forward", matrices=NUMBERED_W, norm="ffn_norm",
            correction="expert_bias",
            routing=_router(
                replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction")),
     Family(("llama4",), block="feed_forward", router="router", shared="shared_expert",
-           routing=_router(RouterSpec("sigmoid", renormalise=False, weight_on_input=True))),
+           routing=_router(
+               RouterSpec("sigmoid", by_logits=True, renormalise=False, weight_on_input=True))),
     Family(("mellum",),
-           routing=_UNKNOWN),
-    Family(("mistral4", "mistral_large4"),
-           routing=_UNKNOWN),
+           routing=_router(_SOFTMAX, "renormalise")),
+    Family(("mistral4",),
+           routing=_router(replace(_SOFTMAX, masked=0.0), "renormalise", "groups", "scale")),
+    Family(("mistral_large4",),
+           routing=_router(replace(_SOFTMAX, masked=0.0), "groups", "scale")),
     Family(("muse_spark",),
            activation=ExpertActivation(post_norm=True),
-           routing=_UNKNOWN),
+           routing=_router(
+               replace(_CORRECTED, logit_scale=0.1767766952966369, epsilon=1e-15),
+               "logit scale", "scale")),
     Family(("nemotron_h",),
            activation=ExpertActivation("relu2"),
-           routing=_UNKNOWN,
+           routing=_noaux(),
            keys={"activation": ("mlp_hidden_act",)}),
     Family(("olmoe", "flex_olmo"),
            routing=_router(_PLAIN, "renormalise")),
     Family(("zaya",),
-           routing=_UNKNOWN),
+           routing="adds up states of the routers of all layers before it"),
 
     # ---- GGUF ----
     _GGUF,

@@ -16,6 +16,7 @@ _T = TypeVar("_T")
 # Settings that are read from config.json, and the names that many families have for them, in order.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "text section": ("thinker_config", "text_config", "llm_config", "language_config"),
+    "MoE section": ("ffn_config",),
     "model type": ("model_type",),
     "layers": ("num_hidden_layers", "num_layers"),
     "MTP layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
@@ -44,6 +45,15 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "correction": ("use_routing_bias", "use_expert_bias"),
     "n_group": ("n_group",),
     "topk_group": ("topk_group",),
+    "hash layers": ("num_hash_layers",),
+    "shared experts": ("n_shared_experts",),
+    "norm epsilon": ("rms_norm_eps",),
+    "least sum": ("moe_norm_min",),
+    "p-norm": ("moe_normalize_expert_weights",),
+    "logit scale": ("output_multiplier",),
+    "logit softcap": ("moe_router_logit_softcapping",),
+    "router jitter": ("router_jitter_noise",),
+    "weight on input": ("moe_apply_router_weight_on_input",),
     # which layers have experts: see layer_kinds
     "kind of each layer": ("mlp_layer_types",),
     "MoE layers": ("moe_layers",),

@@ -8,10 +8,14 @@ import numpy as np
 
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.others import OtherWeights
+from ktconv.errors import CheckpointError
+from ktconv.formats.decode import bf16_to_f32
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.reading.streamed import Piece, Streamed, Streams
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, Array
+
+_PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 
 
 class SourceTensors:
@@ -20,6 +24,7 @@ class SourceTensors:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._others = OtherWeights(checkpoint)
+        self._by_name = {tensor.name: tensor for tensor in checkpoint.other_tensors}
 
     def find(self, names: Iterable[str]) -> TensorRef | None:
         """The first of these non-expert weights that is there: its primary tensor, with the shape
@@ -46,6 +51,27 @@ class SourceTensors:
         """A non-expert tensor of one dimension."""
         values: F32 = self.matrix(tensor).values()[0]
         return values
+
+    # ---- tensors that are no weights ----
+
+    def find_plain(self, names: Iterable[str]) -> TensorRef | None:
+        """The first of these non-expert tensors that is there, whatever its name ends in."""
+        return next(filter(None, map(self._by_name.get, names)), None)
+
+    def plain(self, tensor: TensorRef) -> Array:
+        """Its integers as int64 or its other numbers as float32, in its shape.
+
+        Raises CheckpointError for a dtype that is neither plain numbers nor integers.
+        """
+        if tensor.dtype not in _PLAIN:
+            raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which is not supported")
+        data = bytearray(tensor.nbytes)
+        with self._reader.open(tensor.file) as fd:
+            self._reader.read(fd, tensor, memoryview(data), 0)
+        stored = np.frombuffer(data, _PLAIN[tensor.dtype]).reshape(tensor.shape)
+        if tensor.dtype == "BF16":
+            return bf16_to_f32(stored)
+        return stored.astype(np.int64 if stored.dtype.kind == "i" else np.float32)
 
     def _streamed(self, matrix: ExpertMatrix) -> Streamed:
         bias = MatrixReader(self._reader, matrix).load_bias()

@@ -96,8 +96,7 @@ class Recorder:
         def count(layer: int, arguments: Sequence[Any]) -> None:
             about, experts = found[layer], len(found[layer].counts)
             ids = _chosen(layer, arguments, experts)
-            here = ids[(ids >= 0) & (ids < experts)]
-            about.counts += np.bincount(here, minlength=experts)
+            about.counts += np.bincount(ids[ids >= 0], minlength=experts)
             about.tokens += len(ids)
             if keep:
                 about.ids.append(ids)
@@ -120,10 +119,12 @@ class Recorder:
 
 
 def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
-    """Chosen experts [M, K] of a call; -1 where a token chose fewer."""
+    """Chosen experts [M, K] of a call; -1 where a token chose fewer, or one without weights, as
+    LongCat's that return their input."""
     if len(arguments) == 3:  # hidden states, ids, weights
         tokens = arguments[0].numel() // arguments[0].shape[-1]
         ids: I32 = arguments[1].reshape(tokens, -1).cpu().numpy().astype(np.int32)  # a copy
+        ids[(ids < 0) | (ids >= experts)] = -1
         return ids
     if len(arguments) == 1:  # Llama 4: every expert gets all tokens, as zeros if not chosen
         chosen = arguments[0].reshape(experts, -1, arguments[0].shape[-1]).any(dim=2).T

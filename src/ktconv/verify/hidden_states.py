@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.config import shared_activation
-from ktconv.families.routers import route
+from ktconv.families.routers import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
@@ -25,7 +25,13 @@ from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify
 from ktconv.system.units import format_ranges, format_size
 from ktconv.verify.findings import Findings
-from ktconv.verify.layer_tensors import LayerTensors, Router, by_note, top_k_of_layer
+from ktconv.verify.layer_tensors import (
+    WEIGHTS,
+    LayerTensors,
+    Router,
+    by_note,
+    top_k_of_layer,
+)
 from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import VerifyRequest
@@ -51,7 +57,7 @@ class Inputs:
     router_agreement: float | None = None  # of our router with the model's own, where known
 
     def only(self, experts: Sequence[int]) -> Inputs:
-        """The same without calls of other experts."""
+        """The same without calls of other experts, among them those that return their input."""
         return replace(self, ids=np.where(np.isin(self.ids, experts), self.ids, -1))
 
     @property
@@ -150,19 +156,41 @@ class HiddenStates:
             hidden, ids, weights = self._captured[layer.index]
             agreement = self._agreement(router, hidden, ids) if router else None
             return Inputs(f32_to_bf16(hidden), ids, weights, "model", agreement)
-        x = f32_to_bf16(self._random_states(layer))
+        x, routed = self._random_states(layer, router)
         if router is None:
             return Inputs(x, *self._random_routing(layer), "random")
-        ids, weights = self._route(router, bf16_to_f32(x))
-        if router.spec.weight_on_input:
-            x, weights = f32_to_bf16(bf16_to_f32(x) * weights), np.ones_like(weights)
+        try:
+            ids, weights = self._route(router, routed)
+        except CheckpointError as error:  # for what its tensors contain
+            self._findings.fail(
+                LEVEL, "router", f"{error}.", tensor=router.weight.name, layer=layer.index
+            )
+            return Inputs(x, *self._random_routing(layer), "random")
+        if router.spec.weight_on_input:  # a row for each expert of a token
+            rows = bf16_to_f32(x)[:, None, :] * weights[:, :, None]
+            x = f32_to_bf16(rows.reshape(-1, rows.shape[2]))
+            ids, weights = ids.reshape(-1, 1), np.ones((len(x), 1), np.float32)
         return Inputs(x, ids, weights, "router")
 
-    def _random_states(self, layer: MoELayer) -> F32:
-        """Normal values, each channel scaled by its weight in the RMS norm."""
-        states = self._rng.standard_normal((self._tokens, layer.hidden_size), dtype=np.float32)
+    def _random_states(self, layer: MoELayer, router: Router | None) -> tuple[U16, F32]:
+        """What goes into the experts (bf16 bits), and what goes into the router: normal values,
+        each channel scaled by its weight in the RMS norm."""
+        states = self._normal(layer.hidden_size)
+        x = f32_to_bf16(self._scaled(layer, states))
+        if router is None:
+            return x, states
+        if router.width != layer.hidden_size:  # what is between them is no part of the experts
+            return x, self._scaled(layer, self._normal(router.width))
+        return x, bf16_to_f32(x) if router.spec.input_norm is None else states
+
+    def _normal(self, width: int) -> F32:
+        return self._rng.standard_normal((self._tokens, width), dtype=np.float32)
+
+    def _scaled(self, layer: MoELayer, states: F32) -> F32:
         norm = self._tensors[layer.index].norm
-        return states if norm is None else states * self._source.vector(norm)
+        if norm is None or norm.shape != states.shape[1:]:
+            return states
+        return states * self._source.vector(norm)
 
     def _random_routing(self, layer: MoELayer) -> tuple[I64, F32]:
         """Different experts for each token, with weights that add up to 1."""
@@ -173,14 +201,23 @@ class HiddenStates:
         return ids, weights / weights.sum(axis=1, keepdims=True)
 
     def _route(self, router: Router, x: F32) -> tuple[I64, F32]:
-        weight = self._source.matrix(router.weight).values()
-        bias, correction = (
-            None if tensor is None else self._source.vector(tensor)
-            for tensor in (router.bias, router.correction)
-        )
-        return route(router.spec, x, weight, bias=bias, correction=correction)
+        """Of tokens that are drawn at random, where experts follow from the token."""
+        read = self._source
+        weight = read.matrix(router.weight).values()
+        stored: dict[str, Any] = {
+            field: read.vector(tensor) if field in WEIGHTS else read.plain(tensor)
+            for field, tensor in router.stored.items()
+        }
+        tokens = None
+        if "table" in stored:
+            tokens = self._rng.integers(0, len(stored["table"]), len(x))
+        weight = weight.T if router.transposed else weight
+        return route(router.spec, x, weight, Stored(**stored), tokens)
 
     def _agreement(self, router: Router, x: F32, ids: I64) -> float | None:
+        """None where the experts' inputs do not determine what the router chooses."""
+        if router.spec.by_token or router.spec.input_norm is not None:
+            return None
         try:
             ours, _ = self._route(router, x)
         except KtconvError:

@@ -7,26 +7,50 @@ is read. Level layers then runs without it, so that kernels are checked all the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.families.config import USUAL_TOP_K, text_section, top_k_of, value_of
+from ktconv.families.config import (
+    USUAL_TOP_K,
+    family_of,
+    text_section,
+    top_k_of,
+    value_of,
+)
 from ktconv.families.family import Projection, RouterSpec
-from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
-from ktconv.families.routers import UnknownRouter, check_experts, router_of
+from ktconv.families.names import (
+    is_gguf,
+    norm_tensors,
+    router_tensors,
+    shared_expert_tensors,
+)
+from ktconv.families.routers import (
+    PARTS,
+    FoundRouter,
+    UnknownRouter,
+    check_experts,
+    find_router,
+    router_of,
+    wanted,
+)
 from ktconv.reading.tensors import SourceTensors
+
+WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router that can be run; bias and correction are None unless `spec` has them."""
+    """A router that can be run. `weight` is [E, width], or [width, E] where it is `transposed`;
+    `width` differs from that of the experts' inputs where those are latent. `stored`: what else
+    its spec has, by the fields of `routers.Stored`."""
 
     spec: RouterSpec
     weight: TensorRef
-    bias: TensorRef | None
-    correction: TensorRef | None
+    width: int
+    transposed: bool
+    stored: Mapping[str, TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +89,18 @@ class LayerTensors:
     # ---- router ----
 
     def _router(self) -> Router | None:
+        names = router_tensors(self._layer.source)
+        corrected = self._tensors.find(names.correction) is not None
         try:
-            spec = router_of(self._config, self._layer.index)
+            found = find_router(self._config, self._layer.index, corrected)
         except UnknownRouter as error:
             self.notes.append(f"experts are chosen at random, because {error}")
             return None
-        experts, names = len(self._layer.experts), router_tensors(self._layer.source)
+        self._note_inferred(found)
+        spec, experts = found.spec, len(self._layer.experts)
         check_experts(spec, experts)
+        if spec.expert_scale and is_gguf(self._layer.source):  # its down matrices have that scale
+            spec = replace(spec, expert_scale=False)
         weight = self._tensors.find(names.weight)
         if weight is None:
             raise CheckpointError(
@@ -79,20 +108,53 @@ class LayerTensors:
                 f"{', '.join(names.weight)} exists",
                 "run --level weights",
             )
-        usable = self._fits("router", weight, (experts, self._layer.hidden_size))
-        bias, has_bias = self._vector("bias", names.bias, spec.bias, weight)
-        correction, has_correction = self._vector(
-            "correction bias", names.correction, spec.correction, weight
-        )
-        usable = usable and has_bias and has_correction
-        return Router(spec, weight, bias, correction) if usable else None
+        choosable = experts + spec.identity_experts
+        rows, row = choosable + spec.sinks, family_of(self._config)
+        transposed = row is not None and row.router_is_transposed
+        shape, width = self._shape_of_gate(weight, rows, transposed)
+        usable = self._fits("router", weight, shape)
+        sizes: Mapping[str, tuple[int, ...]] = {
+            "bias": (rows,), "correction": (choosable,), "input_scale": (width,), "scale": (1,),
+            "expert_scale": (choosable,),
+        }  # fmt: skip
+        stored = {}
+        for field, needed in wanted(spec).items():
+            tensor, fits = self._part(field, getattr(names, field), needed, weight, sizes)
+            usable = usable and fits
+            if tensor is not None:
+                stored[field] = tensor
+        return Router(spec, weight, width, transposed, stored) if usable else None
 
-    def _vector(
-        self, what: str, names: Sequence[str], wanted: bool, router: TensorRef
+    def _note_inferred(self, found: FoundRouter) -> None:
+        if found.inferred:
+            kind = self._config.get("model_type") or "a model without model_type"
+            bias = "with" if found.spec.correction else "without"
+            self.notes.append(
+                f"the router of {kind} is not known, and inferred from {found.inferred}: "
+                f"{found.spec.scoring} scores {bias} a correction bias"
+            )
+
+    def _shape_of_gate(
+        self, weight: TensorRef, rows: int, transposed: bool
+    ) -> tuple[tuple[int, int], int]:
+        """What the shape must be, and its columns: the experts' inputs, or where those are latent
+        the hidden states."""
+        shapes = [((width, rows) if transposed else (rows, width), width) for width in self._widths]
+        return next((one for one in shapes if one[0] == weight.shape), shapes[0])
+
+    def _part(
+        self,
+        field: str,
+        names: Sequence[str],
+        needed: bool,
+        router: TensorRef,
+        sizes: Mapping[str, tuple[int, ...]],
     ) -> tuple[TensorRef | None, bool]:
-        """A vector of the router, if `spec` has it, and whether the router can be run with it."""
-        tensor = self._tensors.find(names)
-        if not wanted:
+        """A tensor of the router, if its spec has it, and whether the router can be run with it."""
+        what = PARTS[field]
+        find = self._tensors.find if field in WEIGHTS else self._tensors.find_plain
+        tensor = find(names)
+        if not needed:
             if tensor is not None:
                 self.notes.append(
                     f"the {what} of routers is not used: {self._config.get('model_type')} has none"
@@ -102,17 +164,38 @@ class LayerTensors:
             message = f"the router {router.name} has no {what}: none of {', '.join(names)} exists."
             self.faults.append(Fault("router", message, router.name))
             return None, False
-        count = len(self._layer.experts)
-        if tensor.shape == (1, count):  # as in ERNIE
+        if field == "table":
+            return tensor, self._is_table(tensor)
+        shape = sizes[field]
+        row = family_of(self._config)
+        towers = row.correction_rows if row is not None else 1
+        if field == "correction" and tensor.shape in ((1, *shape), (towers, *shape)):  # as in ERNIE
             return tensor, True
-        return tensor, self._fits("router", tensor, (count,))
+        return tensor, self._fits("router", tensor, shape, plain=field not in WEIGHTS)
+
+    def _is_table(self, tensor: TensorRef) -> bool:
+        """Whether it is a table of integers with a row for each token."""
+        if len(tensor.shape) == 2 and tensor.dtype in ("I64", "I32"):
+            return True
+        message = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, not a table of integers."
+        self.faults.append(Fault("router", message, tensor.name))
+        return False
 
     # ---- norm and shared expert ----
 
     def _norm(self) -> TensorRef | None:
         tensor = self._tensors.find(norm_tensors(self._layer.source))
-        fits = tensor and self._fits("norm", tensor, (self._layer.hidden_size,))
-        return tensor if fits else None
+        if tensor is None:
+            return None
+        fitting = ((width,) for width in self._widths if (width,) == tensor.shape)
+        shape = next(fitting, (self._layer.hidden_size,))
+        return tensor if self._fits("norm", tensor, shape) else None
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Of the experts' inputs, and of the hidden states where the inputs are latent."""
+        hidden = value_of(text_section(self._config), "hidden size")
+        return (self._layer.hidden_size, *((hidden,) if type(hidden) is int else ()))
 
     def _shared(self) -> SharedTensors | None:
         projections = self._layer.projections
@@ -134,7 +217,7 @@ class LayerTensors:
     ) -> SharedTensors | None:
         gate, up, down = found.get("gate"), found["up"], found["down"]
         hidden, inner = self._layer.hidden_size, up.shape[0] if up.shape else 0
-        wide = value_of(text_section(self._config), "hidden size")
+        wide = self._widths[-1]
         if hidden != wide and (up.shape, down.shape) == ((inner, wide), (wide, inner)):
             self.notes.append(
                 "shared experts are left out, because their inputs are the hidden states, and "
@@ -149,12 +232,16 @@ class LayerTensors:
         fit = [self._fits("shared expert", tensor, shape) for tensor, shape in shapes]
         return SharedTensors(gate, up, down, gating) if all(fit) else None
 
-    def _fits(self, check: str, tensor: TensorRef, shape: tuple[int, ...]) -> bool:
+    def _fits(
+        self, check: str, tensor: TensorRef, shape: tuple[int, ...], *, plain: bool = False
+    ) -> bool:
         """Whether a tensor can be used. A wrong shape is a fault, an unknown encoding a note."""
         if tensor.shape != shape:
             message = f"{tensor.name} has shape {list(tensor.shape)}, not {list(shape)}."
             self.faults.append(Fault(check, message, tensor.name))
             return False
+        if plain:
+            return True
         try:
             self._tensors.matrix(tensor)
         except CheckpointError as error:
