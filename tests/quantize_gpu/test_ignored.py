@@ -51,6 +51,14 @@ def test_layers_that_engines_join() -> None:
     assert ignored(tensors) == ["lm_head", *parts]
 
 
+def test_a_model_that_is_loaded_under_another_name() -> None:
+    """By the names of the checkpoint, of the modules in transformers and vLLM, and from layers on,
+    as SGLang looks them up."""
+    rest = "layers.3.mixer.shared_experts.up_proj"
+    tensors = {f"backbone.{rest}.weight": (8, 8), "backbone.embeddings.weight": (64, 8)}
+    assert ignored(tensors) == [f"backbone.{rest}", rest, "lm_head", f"model.{rest}"]
+
+
 @pytest.fixture(scope="module")
 def told(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """The quantization_config of a family's output, each made once."""

@@ -33,6 +33,8 @@ _JOINED: Mapping[str, Sequence[str]] = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+# Checkpoints' first words, and those of modules in transformers and vLLM (Nemotron-H).
+_RENAMED = {"backbone.": "model."}
 _IN_LAYER = re.compile(r"(?:.*?\.)(layers\.[0-9]+\..*)")
 _DRAFT = ".eh_proj"  # only a layer for multi-token prediction has it
 
@@ -58,6 +60,7 @@ def ignored_modules(tensors: Iterable[Stored]) -> list[str]:
     if not any(name.rpartition(".")[2] == HEAD for name in names):
         names.add(HEAD)
     names |= set(_joined(names))
+    names |= set(_renamed(names))
     return sorted(names | set(_of_drafts(names)) | set(_shorter(names)))
 
 
@@ -67,6 +70,13 @@ def _joined(names: Set[str]) -> Iterator[str]:
             parent, _, last = name.rpartition(".")
             if last == first and all(f"{parent}.{part}" in names for part in more):
                 yield f"{parent}.{joined}"
+
+
+def _renamed(names: Set[str]) -> Iterator[str]:
+    for stored, loaded in _RENAMED.items():
+        for name in names:
+            if name.startswith(stored):
+                yield loaded + name.removeprefix(stored)
 
 
 def _shorter(names: Set[str]) -> Iterator[str]:
