@@ -8,7 +8,7 @@ Only headers are read, each once; torch and numpy are not imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from ktconv.checkpoint.gguf.config import config_of_metadata, refuse_unread
 from ktconv.checkpoint.gguf.hub_names import HUB_NAMES
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
+from ktconv.checkpoint.mapped import Mapped, check_encodings, notes_of, split_mapped
+from ktconv.checkpoint.naming_map import NamingMap, map_of_record, read_map
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.shards import ShardSelection, read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
@@ -46,11 +48,16 @@ from ktconv.system.text import path_text
 
 
 @collector_paused()
-def open_checkpoint(model: str | Path, config_directory: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path,
+    config_directory: str | Path | None = None,
+    naming: NamingMap | None = None,
+) -> Checkpoint:
     """Open the checkpoint that `model` means, see `locate_model`.
 
     config.json and other side files are those of `config_directory`, else those beside the
-    safetensors files; a GGUF model without it has a config.json of its metadata. Everything that
+    safetensors files; a GGUF model without it has a config.json of its metadata. `naming`: a map
+    for names that are not known. Everything that
     headers contain is validated. Raises CheckpointError (or ResourceError where the system
     refuses) with the file or tensor in its message.
     """
@@ -61,15 +68,25 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
     headers = read_shards(selection)
     if selection.gguf:
         refuse_unread(headers)
+        _refuse_map(naming)
     if config is None:
         config = config_of_metadata(headers[0])
-    split = split_tensors(tensor for header in headers for tensor in header.tensors)
+    tensors = (tensor for header in headers for tensor in header.tensors)
+    content, mapped = config.content, None
+    if naming is None:
+        split = split_tensors(tensors)
+    else:
+        content = naming.applied(content)
+        split, mapped = split_mapped(list(tensors), naming)
     described = {} if selection.gguf else read_description(place)
-    with _naming(headers[0], config):
-        layers, notes = build_layers(split, interpret_config(config.content, described))
-        layers = [replace(one, activation=_activation(config, one)) for one in layers]
+    with _naming(headers[0], config), _mapping(mapped):
+        layers, notes = build_layers(split, interpret_config(content, described))
+        layers = [replace(one, activation=_activation(content, one)) for one in layers]
+        if mapped is not None:
+            check_encodings(layers, mapped)
+            notes = [*notes_of(mapped, config.content), *map(mapped.spelt, notes)]
     if side_directory and any("gptq" in layer.encoding for layer in layers):
-        check_quantize_config(side_directory, config.content)
+        check_quantize_config(side_directory, content)
     if config.made is not None:
         notes = [_of_metadata(note, headers[0]) for note in notes]
     architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
@@ -81,7 +98,7 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
         sources.append(SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256))
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
-        config=config.content,
+        config=content,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
@@ -90,6 +107,7 @@ def open_checkpoint(model: str | Path, config_directory: str | Path | None = Non
         side_directory=side_directory,
         made_files={} if config.made is None else {CONFIG_NAME: config.made},
         architecture=architecture,
+        mapped=mapped,
     )
 
 
@@ -105,8 +123,8 @@ def _side_directory(
     return Path(given)
 
 
-def _activation(config: ConfigFile, layer: MoELayer) -> ExpertActivation:
-    return replace(expert_activation(config.content, layer.index), biases=layer.biased)
+def _activation(config: Mapping[str, Any], layer: MoELayer) -> ExpertActivation:
+    return replace(expert_activation(config, layer.index), biases=layer.biased)
 
 
 def _of_metadata(text: str, header: Header) -> str:
@@ -131,6 +149,22 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
         ) from None
 
 
+def _refuse_map(naming: NamingMap | None) -> None:
+    if naming is not None:
+        raise UsageError("--map is not for GGUF models, whose names are known", "omit --map")
+
+
+@contextmanager
+def _mapping(mapped: Mapped | None) -> Iterator[None]:
+    """Errors have the names of the checkpoint, not those that a map gives them."""
+    try:
+        yield
+    except CheckpointError as error:
+        if mapped is None:
+            raise
+        raise CheckpointError(mapped.spelt(str(error)), error.hint) from None
+
+
 def check_headers(place: Path, config_directory: Path | None = None) -> None:
     """Raises CheckpointError where headers, index or config.json contradict themselves; `place` is
     of `locate_model`.
@@ -144,10 +178,11 @@ def check_headers(place: Path, config_directory: Path | None = None) -> None:
         interpret_config(read_config(directory).content)
 
 
-def check_config_option(model: object, config_directory: Path | None) -> None:
-    """UsageError for the config of a source that is not there."""
-    if config_directory is not None and not model:
-        raise UsageError("--config belongs to --source", "give --source MODEL too")
+def check_source_options(model: object, config: Path | None, naming: Path | None) -> None:
+    """UsageError for the config or the map of a source that is not there."""
+    for option, value in (("config", config), ("map", naming)):
+        if value is not None and not model:
+            raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
 
 
 def gguf_refusal(path: Path, reason: str) -> CheckpointError:

@@ -66,11 +66,13 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
 def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
     found = _group_by_expert(stack)
     _check_complete(stack, found, config)
-    inner, hidden = _sizes(found[0], config)
+    inner, hidden = _sizes(found[0], config, turned=stack.stored == "in-out")
     shapes: Mapping[Projection, tuple[int, int]] = {
         "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)
     }  # fmt: skip
     views = {projection: _whole_views(*shape) for projection, shape in shapes.items()}
+    if stack.stored == "in-out":
+        views = {projection: (turned, turned) for projection, (_, turned) in views.items()}
     return len(found), found.__getitem__, lambda expert: views
 
 
@@ -135,13 +137,18 @@ def _spelling(stack: Stack) -> Matrices:
     return next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
 
 
-def _sizes(expert: Mapping[Projection, Parts], config: ModelConfig) -> tuple[int, int]:
+def _sizes(
+    expert: Mapping[Projection, Parts], config: ModelConfig, turned: bool
+) -> tuple[int, int]:
     """Intermediate and hidden size: from the config, else the outputs of up and of down, which
-    no packing along the inputs hides."""
+    no packing along the inputs hides. `turned`: weights are stored [in, out]."""
 
     def outputs(projection: Projection) -> int:
         # A weight that is not 2-D will be refused by name for its shape.
         possible = candidates(expert[projection])
+        if turned:
+            sizes = (one.encoding.sizes(one.weight, True) for one in possible)
+            return next((size[-1] for size in sizes if len(size) == 2), 0)
         return next(filter(None, (one.encoding.outputs(one.roles) for one in possible)), 0)
 
     inner = config.intermediate_size.value if config.intermediate_size else outputs("up")
@@ -157,7 +164,7 @@ def _fused(stack: Stack, config: ModelConfig) -> _Contents:
     if parts.get("gate") is parts["up"]:
         layout = fused_layout(stack, parts, config)
     else:
-        layout = stacked_layout(parts, config)
+        layout = stacked_layout(stack, parts, config)
     name = layout.gate
     _check_size(name, "expert count", layout.experts, config.num_experts)
     _check_size(name, "hidden size", layout.hidden, config.hidden_size)

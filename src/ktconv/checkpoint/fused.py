@@ -50,12 +50,13 @@ class FusedLayout:
     transposed: bool  # stored [in, out]
     together: bool = True  # gate and up are one tensor
     interleaved: bool = False  # even outputs of that are gate, odd ones up
+    up_first: bool = False  # of that the first half is up
 
     def views(self, expert: int) -> Mapping[Projection, StoredView]:
         """The positions of the three matrices of `expert`."""
         return {
-            "gate": self._gate_up(expert, 0),
-            "up": self._gate_up(expert, self._up),
+            "gate": self._gate_up(expert, self.intermediate if self.up_first else 0),
+            "up": self._gate_up(expert, 0 if self.up_first else self._up),
             "down": self._view(expert, self.hidden, self.intermediate, self.hidden),
         }
 
@@ -171,6 +172,8 @@ def _rows_of_bytes(parts: dict[str, TensorRef]) -> dict[str, TensorRef]:
 def _is_interleaved(stack: Stack, parts: Parts, config: ModelConfig) -> bool:
     """Whether even outputs are gate and odd ones up. CheckpointError where biases suggest it, and
     nothing decides."""
+    if stack.order is not None:
+        return stack.order == "interleaved"
     if BLOCKS in parts:
         return True
     if table.FAMILIES.bare_layer.fullmatch(stack.source):  # GGUF files are written gate first
@@ -197,7 +200,7 @@ def fused_layout(
         shapes = [gate_up.weight.shape, down.weight.shape]
         if any(len(shape) != 3 or min(shape) == 0 for shape in shapes):
             continue
-        for transposed in (False, True):
+        for transposed in _ways_stored(stack):
             experts, *wide = gate_up.encoding.sizes(gate_up.weight, transposed)
             same, *narrow = down.encoding.sizes(down.weight, transposed)
             if transposed:
@@ -211,6 +214,7 @@ def fused_layout(
                     inner,
                     transposed,
                     interleaved=interleaved,
+                    up_first=stack.order == "up first",
                 )
     found = (f"{one.weight.name} {list(one.weight.shape)}" for one in (gate_ups[0], downs[0]))
     raise CheckpointError(
@@ -220,23 +224,32 @@ def fused_layout(
     )
 
 
-def stacked_layout(parts: Mapping[Projection, Parts], config: ModelConfig) -> FusedLayout:
+def _ways_stored(stack: Stack) -> Sequence[bool]:
+    """Whether tensors may be stored [in, out]: what is possible unless a map says it."""
+    return (False, True) if stack.stored is None else (stack.stored == "in-out",)
+
+
+def stacked_layout(
+    stack: Stack, parts: Mapping[Projection, Parts], config: ModelConfig
+) -> FusedLayout:
     """The layout of a tensor for each projection; raises CheckpointError if their shapes do not fit
     each other."""
     possible = [candidates(one) for one in parts.values()]
     for found in product(*possible):
         if any(len(one.weight.shape) != 3 or min(one.weight.shape) == 0 for one in found):
             continue
-        first, *others = (one.encoding.sizes(one.weight, False) for one in found)
+        turned = stack.stored == "in-out"
+        first, *others = (tuple(one.encoding.sizes(one.weight, turned)) for one in found)
         experts, inner, hidden = first
         if others == [first] * (len(others) - 1) + [(experts, hidden, inner)]:
             name = found[0].weight.name
-            if _is_transposed(inner, hidden, config):
+            if turned or (stack.stored is None and _is_transposed(inner, hidden, config)):
                 return FusedLayout(name, experts, inner, hidden, True, together=False)
             return FusedLayout(name, experts, hidden, inner, False, together=False)
     weights = [one[0].weight for one in possible]
     shapes = _listed(f"{one.name} {list(one.shape)}" for one in weights)
-    expected = _listed(["[E, I, H]"] * (len(weights) - 1) + ["[E, H, I]"])
+    wide, narrow = ("[E, I, H]", "[E, H, I]")[:: -1 if stack.stored == "in-out" else 1]
+    expected = _listed([wide] * (len(weights) - 1) + [narrow])
     raise CheckpointError(
         f"{shapes} are not {expected}",
         "The checkpoint is damaged or incomplete; download it again.",

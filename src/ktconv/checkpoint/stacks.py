@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ktconv.checkpoint.naming_map import Order, Stored
 from ktconv.checkpoint.types import TensorRef
 from ktconv.families import table
 from ktconv.families.names import ExpertsPath, parse_source, split_name
@@ -23,6 +24,8 @@ class Stack:
 
     path: ExpertsPath
     tensors: dict[str, TensorRef] = field(default_factory=dict)
+    order: Order | None = None  # of gate and up in one tensor, where a map says it
+    stored: Stored | None = None
 
     @property
     def source(self) -> str:

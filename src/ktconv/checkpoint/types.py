@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint.elements import Element
 from ktconv.checkpoint.gguf.hub_names import ExpertNames
 from ktconv.families.family import PLAIN, ExpertActivation, Projection
+
+if TYPE_CHECKING:
+    from ktconv.checkpoint.mapped import Mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ class Checkpoint:
     side_directory: Path | None = None  # of config.json, tokenizer and so on; None: there is none
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
+    mapped: Mapped | None = None  # what a map says of names, where one was given
 
     @property
     def is_gguf(self) -> bool:

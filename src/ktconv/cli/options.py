@@ -47,6 +47,10 @@ ConfigOption = Annotated[
     Path | None,
     option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
 ]
+MapOption = Annotated[
+    Path | None,
+    option("Names of experts in a model that ktconv does not know.", "FILE.toml", "--map"),
+]
 OutputArgument = Annotated[Path, argument("Output directory; created if missing.", "OUTPUT")]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
 MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]

@@ -31,6 +31,7 @@ def quantize_cpu_command(
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
     config: common.ConfigOption = None,
+    naming: common.MapOption = None,
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
@@ -98,6 +99,7 @@ def quantize_cpu_command(
         request = Request(
             model=model,
             config=config,
+            map=naming,
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

@@ -55,6 +55,7 @@ def quantize_gpu_command(
     ] = "auto",
     layers: common.LayersOption = "",
     config: common.ConfigOption = None,
+    naming: common.MapOption = None,
     mtp: common.MtpOption = True,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.ThreadsOption = 0,
@@ -100,6 +101,7 @@ def quantize_gpu_command(
         request = Request(
             model=model,
             config=config,
+            map=naming,
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

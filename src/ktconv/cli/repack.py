@@ -27,6 +27,7 @@ def merge_command(
         str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
     ] = None,
     config: common.ConfigOption = None,
+    naming: common.MapOption = None,
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
@@ -50,6 +51,7 @@ def merge_command(
             output=output,
             source=source,
             config=config,
+            map=naming,
             experts_only=experts_only,
             mtp=mtp,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
@@ -68,6 +70,7 @@ def reshard_command(
         str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,
     config: common.ConfigOption = None,
+    naming: common.MapOption = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.CopyThreadsOption = 0,
     verify: common.VerifyOption = True,
@@ -91,6 +94,7 @@ def reshard_command(
             numa=numa,
             source=source,
             config=config,
+            map=naming,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             threads=threads or None,
             verify=verify,

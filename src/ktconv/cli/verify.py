@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.options import ConfigOption, ThreadsOption, progress_over
+from ktconv.cli.options import ConfigOption, MapOption, ThreadsOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, option
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -33,6 +33,7 @@ def verify(
         str | None, option("The original checkpoint: a directory, GGUF file or hub id.", "MODEL")
     ] = None,
     config: ConfigOption = None,
+    naming: MapOption = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
@@ -91,6 +92,7 @@ def verify(
             output=output,
             source=source,
             config=config,
+            map=naming,
             level=level,
             sample=sample,
             seed=seed,

@@ -226,12 +226,17 @@ def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], 
             skipped.append(f"{len(tensors)} non-expert tensors ({format_size(size)}): {why}")
         return [], skipped
     if not target.options.mtp:
-        prefixes = tuple(mtp_prefix(layer.source) for layer in checkpoint.layers if layer.is_mtp)
+        prefixes = tuple(_mtp_prefix(checkpoint, one) for one in checkpoint.layers if one.is_mtp)
         kept = [tensor for tensor in tensors if not tensor.name.startswith(prefixes)]
         if len(kept) < len(tensors):
             skipped.append(f"{len(tensors) - len(kept)} other tensors of MTP layers: --no-mtp")
         tensors = kept
     return target.rename(tensors), skipped
+
+
+def _mtp_prefix(checkpoint: Checkpoint, layer: MoELayer) -> str:
+    mapped = checkpoint.mapped and checkpoint.mapped.prefix(layer.source)
+    return mapped or mtp_prefix(layer.source)
 
 
 # ---- shards ----------------------------------------------------------------------------

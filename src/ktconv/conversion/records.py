@@ -24,9 +24,16 @@ def run_record(plan: Plan[Target]) -> Record:
         "schema": 1,
         "ktconv_version": __version__,
         "options": valid_unicode(plan.target.options.as_dict()),  # names of files, too
-        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}},
+        "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}}
+        | map_record(plan.checkpoint),
         "geometry": geometry(plan.checkpoint, plan),
     }
+
+
+def map_record(checkpoint: Checkpoint) -> Record:
+    """The map of the source's names, where one was given."""
+    mapped = checkpoint.mapped
+    return {} if mapped is None else {"map": mapped.naming.record()}
 
 
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:

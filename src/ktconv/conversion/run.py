@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
-from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint import NamingMap, TensorRef
 from ktconv.checkpoint.side_files import RECORDS
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
@@ -69,6 +69,7 @@ class BaseRequest:
     overwrite: bool = False
     finalize: bool = False  # only write index and manifest of finished layers
     config: Path | None = None  # directory of config.json and other side files; None: the model's
+    map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
 from ktconv.checkpoint.activations import in_words, of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.families.config import expert_activation
@@ -28,22 +28,25 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
 
-def inspect_path(path: str, config: Path | None = None) -> dict[str, Any]:
+def inspect_path(
+    path: str, config: Path | None = None, naming: Path | None = None
+) -> dict[str, Any]:
     """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config`: as
-    for `open_checkpoint`."""
+    for `open_checkpoint`; `naming`: of `read_map`."""
+    found_map = read_map(naming)
     directory = Path(path)
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
-            return _source(open_checkpoint(path, config))
+            return _source(open_checkpoint(path, config, found_map))
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
-    return _source(open_checkpoint(path, config))
+    return _source(open_checkpoint(path, config, found_map))
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ktconv import native
-from ktconv.checkpoint import open_checkpoint
+from ktconv.checkpoint import open_checkpoint, read_map
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import (
@@ -66,7 +66,7 @@ def prepare(request: Request) -> Preflight:
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
-    checkpoint = open_checkpoint(request.model, request.config)
+    checkpoint = open_checkpoint(request.model, request.config, read_map(request.map))
     refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
 from ktconv.checkpoint.config import interpret_config
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
@@ -40,7 +40,7 @@ def prepare(request: Request) -> Preflight:
             f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"
         )
     _require_libraries()
-    checkpoint = open_checkpoint(request.model, request.config)
+    checkpoint = open_checkpoint(request.model, request.config, read_map(request.map))
     if checkpoint.is_gguf and request.options.method != "rtn":
         raise UsageError(
             f"--method {request.options.method} needs a safetensors checkpoint, and "
@@ -52,6 +52,12 @@ def prepare(request: Request) -> Preflight:
             f"--config cannot be combined with --method {request.options.method}, which loads the "
             "model with its own config.json",
             "omit --config",
+        )
+    if request.map is not None and request.options.method != "rtn":
+        raise UsageError(
+            f"--map cannot be combined with --method {request.options.method}: transformers loads "
+            "the model, and by its own names",
+            "use --method rtn",
         )
     refuse_nested(checkpoint.path, request.output)
     options, selection = _choose_experts(request, checkpoint)

@@ -25,11 +25,13 @@ class SourceTensors:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._others = OtherWeights(checkpoint)
         self._by_name = {tensor.name: tensor for tensor in checkpoint.other_tensors}
+        self._aliases = {} if checkpoint.mapped is None else checkpoint.mapped.aliases
 
     def find(self, names: Iterable[str]) -> TensorRef | None:
         """The first of these non-expert weights that is there: its primary tensor, with the shape
         of the weights."""
-        found = next(filter(None, map(self._others.find, names)), None)
+        own = (self._aliases.get(name, name) for name in names)  # where a map gives others
+        found = next(filter(None, map(self._others.find, own)), None)
         return None if found is None else self._others.weight(found)
 
     def expert(self, layer: MoELayer, expert: int) -> Streams:
@@ -56,7 +58,8 @@ class SourceTensors:
 
     def find_plain(self, names: Iterable[str]) -> TensorRef | None:
         """The first of these non-expert tensors that is there, whatever its name ends in."""
-        return next(filter(None, map(self._by_name.get, names)), None)
+        own = (self._aliases.get(name, name) for name in names)
+        return next(filter(None, map(self._by_name.get, own)), None)
 
     def plain(self, tensor: TensorRef) -> Array:
         """Its integers as int64 or its other numbers as float32, in its shape.

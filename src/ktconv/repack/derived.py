@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.mapped import recorded_map
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Copy, LayerContent, lay_out
@@ -160,6 +161,7 @@ def plan_alone(
         notes=(),
         sources=source_files(manifest),
         side_directory=directory,
+        mapped=recorded_map(manifest.naming) if manifest else None,
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktconv.checkpoint import Checkpoint, check_config_option, open_checkpoint
+from ktconv.checkpoint import Checkpoint, check_source_options, open_checkpoint, read_map
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
@@ -61,6 +61,7 @@ class Request:
     verify: bool = True
     overwrite: bool = False
     config: Path | None = None  # directory of config and tokenizer; None: the source's
+    map: Path | None = None  # of the source's names; None: the one that the manifest records
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,12 @@ class Preflight(derived.Preflight):
 
 def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
-    check_config_option(request.source, request.config)
+    check_source_options(request.source, request.config, request.map)
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
-    source = open_checkpoint(request.source, request.config) if request.source else None
+    naming = read_map(request.map) or (manifest.naming if manifest else None)
+    source = open_checkpoint(request.source, request.config, naming) if request.source else None
     if source is not None:
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

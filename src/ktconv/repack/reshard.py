@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ktconv.checkpoint import check_config_option
+from ktconv.checkpoint import check_source_options
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Report, check_output, refuse_nested
@@ -56,6 +56,7 @@ class Request:
     verify: bool = True
     overwrite: bool = False
     config: Path | None = None  # directory of its config and tokenizer; None: the source's
+    map: Path | None = None  # of the source's names; None: the one that the manifest records
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
-    check_config_option(request.source, request.config)
+    check_source_options(request.source, request.config, request.map)
     refuse_nested(request.packed, request.output, "the directory")
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:
@@ -107,6 +108,7 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
     return quantize_cpu.Request(
         model=str(request.source),
         config=request.config,
+        map=request.map or (packed.manifest.naming if packed.manifest else None),
         output=request.output,
         options=_options(request, packed),
         threads=request.threads,

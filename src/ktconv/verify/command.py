@@ -54,6 +54,7 @@ def _compare(
     for option, value in (
         ("source", request.source),
         ("config", request.config),
+        ("map", request.map),
         ("level", request.level),
         ("text", request.text),
         ("max-ppl-increase", request.thresholds.max_ppl_increase),

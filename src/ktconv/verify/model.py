@@ -62,6 +62,12 @@ class ModelCheck(ABC):
         little memory, CheckpointError for a model that transformers does not support."""
         require(**MODEL_PACKAGES)
         source = self._output.source
+        if source.mapped is not None:
+            raise UsageError(
+                f"--level model is not possible for {source.path}: transformers loads the model by "
+                "its own names, not by those of a map",
+                WITHOUT_MODEL,
+            )
         directory = source.path
         if source.is_gguf:
             from ktconv.model.evaluate import check_gguf

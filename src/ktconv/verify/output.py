@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
+from ktconv.checkpoint import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.conversion.plan import Plan
 from ktconv.packed.weights import PackedWeights
-from ktconv.writer.journal import Journal, Record
-from ktconv.writer.manifest import Manifest
+from ktconv.writer.journal import Journal, Record, is_run_record
+from ktconv.writer.manifest import Manifest, read_manifest
 
 NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
+
+
+def recorded_naming(output: Path) -> NamingMap | None:
+    """The map of the source's names that a conversion, finished or not, was begun with."""
+    if not output.is_dir():
+        return None
+    manifest = read_manifest(output)
+    run = manifest.record if manifest else Journal(output).peek_run()
+    return map_of_record(run.get("source")) if is_run_record(run) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ class VerifyRequest:
     thresholds: Thresholds = field(default_factory=Thresholds)
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
     config: Path | None = None  # directory of the source's config.json; None: the source's own
+    map: Path | None = None  # of the source's names; None: the one that the manifest records
 
 
 def check_sample(sample: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv import __version__
-from ktconv.checkpoint import check_config_option
+from ktconv.checkpoint import check_source_options
 from ktconv.errors import KtconvError, UsageError
 from ktconv.model.text import read_text
 from ktconv.system.text import Notify, silent
@@ -54,7 +54,7 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
 
 
 def _level(request: VerifyRequest) -> str:
-    check_config_option(request.source, request.config)
+    check_source_options(request.source, request.config, request.map)
     if request.level is None:
         return "layers" if request.source else "structure"
     if request.level not in LEVELS:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from ktconv.checkpoint import TensorRef
+from ktconv.checkpoint import NamingMap, TensorRef, read_map
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
@@ -24,13 +24,14 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
-from ktconv.verify.output import OpenedOutput
+from ktconv.verify.output import OpenedOutput, recorded_naming
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
+from ktconv.writer.manifest import MANIFEST
 
 LEVELS_WITH_MODEL_CODE = ("layers", "model")
 
@@ -49,11 +50,26 @@ class OutputVerifier(ABC):
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
-        self.output = self.open(request.output, request.source, request.config)
+        naming = self._naming()
+        self.output = self.open(request.output, request.source, request.config, naming)
+
+    def _naming(self) -> NamingMap | None:
+        """The map of the source's names: the option, or else what the output records."""
+        recorded = recorded_naming(self.request.output) if self.request.source else None
+        if self.request.map is None:
+            if recorded is not None:
+                self.findings.note(f"names of the source are by the map in {MANIFEST}")
+            return recorded
+        given = read_map(self.request.map)
+        if recorded is not None and given is not None and recorded.sha256 != given.sha256:
+            self.findings.note(f"--map is another map than the one in {MANIFEST}")
+        return given
 
     @staticmethod
     @abstractmethod
-    def open(output: Path, source: str | None, side_files: Path | None) -> OpenedOutput:
+    def open(
+        output: Path, source: str | None, side_files: Path | None, naming: NamingMap | None
+    ) -> OpenedOutput:
         """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 
     # ---- before anything is read ----

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.naming_map import NamingMap, map_of_record
 from ktconv.checkpoint.side_files import MANIFEST as MANIFEST
 from ktconv.checkpoint.side_files import recorded
 from ktconv.system.files import write_durably
@@ -50,6 +51,11 @@ class Manifest:
         """Name -> size, time and checksum of each file of the model that was converted; empty
         where that is not known."""
         return dict(self.record.get("source", {}).get("files", {})) if self.has_source else {}
+
+    @property
+    def naming(self) -> NamingMap | None:
+        """The map of the source's names, where one was given."""
+        return map_of_record(self.record.get("source"))
 
     @property
     def model_type(self) -> object:

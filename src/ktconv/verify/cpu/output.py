@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint, NamingMap, open_checkpoint
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import output_formats
@@ -44,8 +44,13 @@ class CpuOutput(OpenedOutput):
         return geometry.here if geometry else ()
 
 
-def open_cpu_output(output: Path, source: str | None, side_files: Path | None = None) -> CpuOutput:
-    """`side_files`: the config_directory of `open_checkpoint`.
+def open_cpu_output(
+    output: Path,
+    source: str | None,
+    side_files: Path | None = None,
+    naming: NamingMap | None = None,
+) -> CpuOutput:
+    """`side_files` and `naming`: of `open_checkpoint`.
 
     Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
     """
@@ -55,7 +60,7 @@ def open_cpu_output(output: Path, source: str | None, side_files: Path | None = 
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(f"{output} contains no packed experts", _HINT)
-    checkpoint = open_checkpoint(source, side_files) if source else None
+    checkpoint = open_checkpoint(source, side_files, naming) if source else None
     options = (
         (manifest and _options_of(manifest))
         or _options_of_run(output)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, Projection, TensorRef, open_checkpoint
+from ktconv.checkpoint import (
+    Checkpoint,
+    ExpertMatrix,
+    NamingMap,
+    Projection,
+    TensorRef,
+    open_checkpoint,
+)
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.conversion.plan import plan_checkpoint
@@ -149,8 +156,13 @@ def is_gpu_output(directory: Path) -> bool:
         return False
 
 
-def open_gpu_output(output: Path, source: str | None, side_files: Path | None = None) -> GpuOutput:
-    """`side_files`: the config_directory of `open_checkpoint`.
+def open_gpu_output(
+    output: Path,
+    source: str | None,
+    side_files: Path | None = None,
+    naming: NamingMap | None = None,
+) -> GpuOutput:
+    """`side_files` and `naming`: of `open_checkpoint`.
 
     Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
     modules.
@@ -158,7 +170,7 @@ def open_gpu_output(output: Path, source: str | None, side_files: Path | None = 
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     quantization, why_not, config = _quantization(output, manifest)
-    checkpoint = open_checkpoint(source, side_files) if source else None
+    checkpoint = open_checkpoint(source, side_files, naming) if source else None
     plan = _plan(checkpoint, manifest) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers)

@@ -21,6 +21,7 @@ from ktconv.verify.second_reader.encodings import (
     transposed,
     weight_of,
 )
+from ktconv.verify.second_reader.naming_map import MappedNames
 
 Parts = dict[str, TensorRef]
 
@@ -41,26 +42,33 @@ class SecondReader:
         self._quantization = _quantization(checkpoint.config)
         self._lock = threading.Lock()
         self._by_module: Mapping[str, Parts] | None = None
+        mapped = checkpoint.mapped
+        self._map = None if mapped is None else MappedNames(mapped.naming.content)
 
     def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight:
         """Raises UnknownWeightError where the tensors are no weight of the layer's dimensions."""
         rows, cols = layer.intermediate_size, layer.hidden_size
         if proj == "down":
             rows, cols = cols, rows
+        given = self._map.of_source(layer.source) if self._map else {}
+        turned = given.get("stored") == "in-out"
         for spelt in table.FAMILIES.matrices:
             word = spelt.of(proj)
             for name in (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}"):
                 parts = self._modules().get(name)
                 if parts:
-                    return self._weight(name, parts, _whole(parts, rows, cols))
+                    return self._weight(name, parts, _whole(parts, rows, cols, turned))
         for way in table.FAMILIES.stacked:
             stacks = [self._fused(layer.source, word) for word in way]
             together, interleaved = len(way) == 2, self._interleaved(stacks[0])
             if not together and not stacks[0]:  # experts without a gate
                 way, stacks = way[1:], stacks[1:]
             if all(stacks):
-                which = _PLACES[proj]
-                place = _stacked(layer, expert, proj, stacks, together, interleaved)
+                which, order = _PLACES[proj], None
+                if together:
+                    usual = "interleaved" if interleaved else "gate first"
+                    order = given.get("order", usual)
+                place = _stacked(layer, expert, proj, stacks, order, given.get("stored"))
                 return self._weight(f"{layer.source}.{way[which]}", stacks[which], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
 
@@ -96,7 +104,8 @@ class SecondReader:
                 found: dict[str, Parts] = {}
                 for header in read_shards(select_shards(self._checkpoint.path)):
                     for tensor in header.tensors:
-                        module, _, part = tensor.name.rpartition(".")
+                        usual = self._map and self._map.usual(tensor.name)
+                        module, _, part = (usual or tensor.name).rpartition(".")
                         found.setdefault(module, {})[part] = tensor
                 self._by_module = found
             return self._by_module
@@ -149,9 +158,11 @@ def _shape(parts: Parts) -> tuple[int, ...]:
     return parts[primary].shape if primary else ()
 
 
-def _whole(parts: Parts, rows: int, cols: int) -> Place | None:
-    """The place of a weight that has tensors of its own."""
+def _whole(parts: Parts, rows: int, cols: int, turned: bool = False) -> Place | None:
+    """The place of a weight that has tensors of its own. `turned`: a map says [in, out]."""
     shape = _shape(parts)
+    if turned and len(shape) == 2 and shape[1] == rows:
+        return Place(rows, cols, rows, cols, transposed=True)
     if len(shape) != 2 or (shape[0] != rows and not transposed(parts)):
         return None
     return Place(rows, cols, rows, cols, transposed=transposed(parts))
@@ -162,26 +173,32 @@ def _stacked(
     expert: int,
     proj: Projection,
     stacks: Sequence[Parts],
-    together: bool,
-    interleaved: bool,
+    order: str | None,
+    stored: str | None,
 ) -> Place | None:
     """The place of a projection in tensors with all experts: up and often gate [E, I, H] each, or
     together [E, 2I, H], and down [E, H, I]; or all with the last two axes swapped. Of packed
-    numbers only the first of the two axes is known to count outputs."""
+    numbers only the first of the two axes is known to count outputs. `order` of gate and up: where
+    they are together."""
     hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
     shapes = [_shape(parts) for parts in stacks]
     if any(len(shape) < 3 or shape[0] != experts for shape in shapes):
         return None
     *wide, down = shapes
-    outs = 2 * inner if together else inner
+    outs = inner if order is None else 2 * inner
     straight = all(shape[1] == outs for shape in wide) and down[1] == hidden
     turned = all(shape[2] == outs for shape in wide) and down[2] == hidden
-    turned = turned and (together or not straight)  # apart, squares are stored [out, in]
+    if stored is None:
+        turned = turned and (order is not None or not straight)  # apart, squares are [out, in]
+    else:
+        straight, turned = straight and stored == "out-in", turned and stored == "in-out"
     if straight == turned:
         return None
     if proj == "down":
         return Place(hidden, inner, hidden, inner, 0, 1, experts, expert, turned)
-    first, step = (inner, 1) if proj == "up" and together else (0, 1)
-    if interleaved and together:
+    first, step = 0, 1
+    if order == "interleaved":
         first, step = (1, 2) if proj == "up" else (0, 2)
+    elif order is not None and proj == ("gate" if order == "up first" else "up"):
+        first = inner  # the rows behind the other's
     return Place(inner, hidden, outs, hidden, first, step, experts, expert, turned)
