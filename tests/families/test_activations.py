@@ -15,9 +15,14 @@ from helpers.families import numbered, random_weights, simple_config, write_chec
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import NAMES, expert_activation, shared_activation
+from ktconv.families.config import (
+    NAMES,
+    expert_activation,
+    post_norm_epsilon,
+    shared_activation,
+)
 from ktconv.families.family import PLAIN, ExpertActivation, activation_of_record
-from ktconv.moe.experts import expert_output
+from ktconv.moe.experts import OutputNorm, expert_output
 from ktconv.moe.load import activation_of, kernel_activation
 from ktconv.native import Activation
 from ktconv.reading.streamed import whole
@@ -126,7 +131,8 @@ def test_values_that_are_none(config: dict[str, Any], says: str, tmp_path: Path)
 
 
 def test_a_record_that_is_damaged() -> None:
-    for record in (None, [], {"alpha": "1"}, {"limit": 7}, {"biases": 1}, {"function": None}):
+    damaged: list[Any] = [None, [], {"alpha": "1"}, {"limit": 7}, {"biases": 1}, {"function": None}]
+    for record in damaged:
         assert activation_of_record(record) is None
 
 
@@ -186,11 +192,11 @@ def test_defaults_of_transformers() -> None:
     assert compared > 45
 
 
-def sizes(**more: Any) -> dict[str, Any]:
+def sizes() -> dict[str, Any]:
     return {
         "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "intermediate_size": INNER,
         "num_hidden_layers": 4, "n_routed_experts": EXPERTS, "num_experts": EXPERTS,
-        "num_local_experts": EXPERTS, "num_experts_per_tok": 1, **more,
+        "num_local_experts": EXPERTS, "num_experts_per_tok": 1,
     }  # fmt: skip
 
 
@@ -208,7 +214,8 @@ MODULES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "nemotron_h": ("NemotronHConfig", "NemotronHExperts", {}, {}),
     "inkling": ("InklingTextConfig", "InklingExperts", {}, {}),
     "inkling2": ("Inkling2TextConfig", "Inkling2Experts", {"mlp_gate_softcap": 1.5}, {}),
-    "muse_spark": ("MuseSparkTextConfig", "MuseSparkExperts", {"moe_hidden_size": HIDDEN}, {}),
+    "muse_spark": ("MuseSparkTextConfig", "MuseSparkExperts",
+                   {"moe_hidden_size": HIDDEN, "hidden_size": 128}, {}),
     "beam": ("BeamConfig", "BeamExperts", {}, {}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeExperts", {}, {}),
 }  # fmt: skip
@@ -224,7 +231,7 @@ def test_experts_of_transformers(name: str) -> None:
         pytest.skip(f"this transformers has no {name}")
     configuration = importlib.import_module(f"{package}.configuration_{name}")
     modeling = importlib.import_module(f"{package}.modeling_{name}")
-    config = getattr(configuration, config_class)(**sizes(**settings))
+    config = getattr(configuration, config_class)(**(sizes() | settings))
     module = getattr(modeling, experts_class)(config, **arguments)
     rng = np.random.default_rng(3)
     weights: dict[str, Any] = {}
@@ -235,8 +242,10 @@ def test_experts_of_transformers(name: str) -> None:
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
         ids = torch.ones((TOKENS, 1), dtype=torch.int64)
         theirs = module(torch.from_numpy(x), ids, torch.full((TOKENS, 1), 0.5)).numpy()
-    found = activation_of(config.to_dict(), 2)
-    ours = 0.5 * expert_output(streams(name, weights), found, x)
+    found, norm = activation_of(config.to_dict(), 2), None
+    if "post_expert_norm.weight" in weights:
+        norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(config.to_dict()))
+    ours = 0.5 * expert_output(streams(name, weights), found, x, norm=norm)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.app import app
 from ktconv.families.family import PLAIN, ExpertActivation
+from ktconv.moe import open_experts
+from ktconv.native import Activation
 from ktconv.packed.inspection import inspect_path
 from ktconv.targets.consumers import METHODS, left_out, right_methods
 
@@ -151,7 +153,10 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     assert own["0"] is own["1"] is None
     assert own["2"]["limit"] == 7.0 and own["2"]["limit_after"] is True
     words = "SiLU (layers 0-1), SiLU, its result and up clamped to 7 (layer 2)"
+    clamped = Activation("swiglu_clamped", limit=7.0)
+    assert [open_experts(tmp_path / "out", n).activation for n in (1, 2)] == [Activation(), clamped]
     (tmp_path / "out" / "config.json").unlink()  # the manifest has it too
+    assert [open_experts(tmp_path / "out", n).activation for n in (1, 2)] == [Activation(), clamped]
     assert inspect_path(str(tmp_path / "out"))["activation"] == words
     # --no-mtp, --layers and so on: only layers that are converted count.
     found = [layer.activation.limited for layer in open_checkpoint(source).layers]

@@ -147,6 +147,7 @@ def _usual_activation(config: Mapping[str, Any]) -> ExpertActivation:
                 row.activation,
                 biases=row.expert_biases,
                 weight_on_input=spec is not None and spec.weight_on_input,
+                post_norm=bool(row.post_norm),
             )
     return usual
 

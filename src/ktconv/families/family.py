@@ -233,6 +233,7 @@ class Family:
 
     # what is computed
     activation: ExpertActivation = PLAIN  # where config.json does not say otherwise
+    post_norm: str = ""  # beside the experts' tensors: an RMS norm of each expert's output
     shared_limit: bool = True  # the activation's limit is that of shared experts, too
     routing: Router | str | None = None  # a text: why not; None: by config.json's keys alone
 

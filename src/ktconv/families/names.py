@@ -244,6 +244,11 @@ def _layer(source: str) -> str:
     return path.layer if path else _block(source).rpartition(".")[0]
 
 
+def post_norm_tensors(source: str) -> tuple[str, ...]:
+    """Candidates for the norm of these experts' outputs."""
+    return tuple(f"{source}.{name}.weight" for name in table.FAMILIES.names("post_norm"))
+
+
 def _block(source: str) -> str:
     block = _block_of(source.rstrip("."))
     if block is None:

@@ -241,7 +241,7 @@ ROWS = (
     Family(("mistral_large4",),
            routing=_router(replace(_SOFTMAX, masked=0.0), "groups", "scale")),
     Family(("muse_spark",),
-           activation=ExpertActivation(post_norm=True),
+           post_norm="post_expert_norm",
            routing=_router(
                replace(_CORRECTED, logit_scale=0.1767766952966369, epsilon=1e-15),
                "logit scale", "scale")),

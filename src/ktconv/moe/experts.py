@@ -12,7 +12,7 @@ import numpy as np
 from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Format, formats_for, reference
-from ktconv.formats.decode import bf16_to_f32, round_to_bf16
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16, round_to_bf16
 from ktconv.formats.groups import grouped
 from ktconv.native import Activation, Expert, PackedMatrix, Pool
 from ktconv.reading.streamed import Streamed, Streams, whole
@@ -39,12 +39,28 @@ class Quantized:
     values: F32
 
 
+@dataclass(frozen=True, slots=True)
+class OutputNorm:
+    """An RMS norm of each expert's output, before the router's weight."""
+
+    weight: F32  # [H]; outputs are multiplied by 1 + weight before they are normalised
+    epsilon: float  # is added to their mean square
+
+    def of(self, outputs: F32) -> F32:
+        """[M, H] of [M, H]."""
+        scaled = outputs * (1 + self.weight)
+        mean = np.mean(np.square(scaled), axis=1, keepdims=True, dtype=np.float32)
+        result: F32 = scaled / np.sqrt(mean + np.float32(self.epsilon))
+        return result
+
+
 class Experts:
     """A layer's experts.
 
     Expert e has the matrices `origins[e]`: the reference computes experts that share them
     together. `streams(o)` are the dequantized weights of origin o, `source(o)` those that they
-    were quantized from, where known. `release()` gives pages of mapped weights back to the system;
+    were quantized from, where known. `norm` is that of their outputs, if there is one. `release()`
+    gives pages of mapped weights back to the system;
     they are read again when they are needed.
     """
 
@@ -57,7 +73,9 @@ class Experts:
         streams: Callable[[int], Streams],
         source: Callable[[int], Matrices] | None = None,
         release: Callable[[], None] = lambda: None,
+        norm: OutputNorm | None = None,
     ) -> None:
+        self.norm = norm
         self.format, self.layer, self.activation = format, layer, activation
         self.streams, self.source, self.release = streams, source, release
         self.origins = np.array([-1 if origin is None else origin for origin in origins])
@@ -82,6 +100,15 @@ class Experts:
 
     def forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
+        if self.norm is None:
+            return self._forward(x, ids, weights, pool)
+        # The kernels add up experts: each slot is a token of its own until outputs are normalised.
+        each = np.ones((ids.size, 1), np.float32)
+        alone = self._forward(np.repeat(x, ids.shape[1], axis=0), ids.reshape(-1, 1), each, pool)
+        outputs = self.norm.of(bf16_to_f32(alone)).reshape(*ids.shape, -1)
+        return f32_to_bf16(np.einsum("tkh,tk->th", outputs, weights))
+
+    def _forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         y = np.empty_like(x)
         tokens, top_k = ids.shape
         scratch = self.layer.scratch(tokens, top_k, pool)
@@ -118,10 +145,9 @@ class Experts:
         """One expert's output [M, H] in float32. `rounded`: activations as kernels round them;
         rows of x that are so already stay as they are."""
         if not rounded:
-            return expert_output(expert, self.activation, x)
-        return expert_output(
-            expert, self.activation, round_activations(self.format, x), self._rounded
-        )
+            return expert_output(expert, self.activation, x, norm=self.norm)
+        rounded_x = round_activations(self.format, x)
+        return expert_output(expert, self.activation, rounded_x, self._rounded, self.norm)
 
     def outputs(self, expert: Streams, x: F32) -> tuple[F32, F32]:
         """`output` without and with rounding, from one pass over the matrices."""
@@ -130,7 +156,7 @@ class Experts:
             return np.concatenate([middle[: len(x)], self._rounded(middle[len(x) :])])
 
         both = np.concatenate([x, round_activations(self.format, x)])
-        y = expert_output(expert, self.activation, both, between)
+        y = expert_output(expert, self.activation, both, between, self.norm)
         return y[: len(x)], y[len(x) :]
 
     def _rounded(self, middle: F32) -> F32:
@@ -144,11 +170,13 @@ def expert_output(
     activation: Activation,
     x: F32,
     between: Callable[[F32], F32] = lambda middle: middle,
+    norm: OutputNorm | None = None,
 ) -> F32:
     """One expert's output [M, H] of x [M, H]; `between` sees what goes into the last product."""
     gate, up, down = expert
     inner = gated(activation, None if gate is None else gate.product(x), up.product(x))
-    return down.product(between(inner))
+    outputs = down.product(between(inner))
+    return outputs if norm is None else norm.of(outputs)
 
 
 def round_activations(fmt: Format, values: F32) -> F32:

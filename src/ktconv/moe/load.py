@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
+from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import NAMES, USUAL_TOP_K, expert_activation, top_k_of
@@ -23,12 +24,13 @@ from ktconv.formats import (
     scales,
     split,
 )
-from ktconv.moe.experts import Experts
+from ktconv.moe.experts import Experts, OutputNorm
 from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
 from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.system.arrays import Array
+from ktconv.writer.manifest import read_manifest
 
 _FUNCTIONS = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2"}
 
@@ -76,7 +78,8 @@ def moe_layers(directory: Path) -> list[int]:
 def open_experts(directory: Path, layer: int | None = None) -> Experts:
     """One layer's experts (the first that has some, if not told), of shards or layer folders.
 
-    Method, sizes and number of parts follow from the tensors' sizes. Raises CheckpointError if
+    Method, sizes and number of parts follow from the tensors' sizes. The norm that some models
+    apply to each expert's output is not part of it. Raises CheckpointError if
     tensors are missing, contradict each other or have scales that are no numbers, UsageError if
     there is no such layer.
     """
@@ -96,7 +99,7 @@ def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    experts = packed_experts(packed, wanted, activation_of(_config(directory), wanted))
+    experts = packed_experts(packed, wanted, _activation(directory, wanted))
     _expect_finite_scales(packed, wanted)
     return wanted, experts
 
@@ -122,12 +125,23 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
             )
 
 
+def _activation(directory: Path, layer: int) -> Activation:
+    """By config.json; where there is none by the manifest, if it has one."""
+    if not (directory / CONFIG_NAME).exists() and (manifest := read_manifest(directory)):
+        recorded = of_records(manifest.geometry) or {}
+        if layer in recorded:
+            return kernel_activation(recorded[layer])
+    return activation_of(_config(directory), layer)
+
+
 def _config(directory: Path) -> Mapping[str, Any]:
     """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
     return read_config(directory).content if (directory / CONFIG_NAME).exists() else {}
 
 
-def packed_experts(packed: PackedWeights, layer: int, activation: Activation) -> Experts:
+def packed_experts(
+    packed: PackedWeights, layer: int, activation: Activation, norm: OutputNorm | None = None
+) -> Experts:
     """One layer of packed weights that are open already. Experts that were left out of it have
     no origin."""
     geometry = packed.geometry(layer)
@@ -170,6 +184,7 @@ def packed_experts(packed: PackedWeights, layer: int, activation: Activation) ->
         [None if e in geometry.elsewhere else e for e in range(geometry.experts)],
         lambda e: _streams([expert for row in rows if (expert := row[e])], geometry),
         release=mapped.release,
+        norm=norm,
     )
 
 

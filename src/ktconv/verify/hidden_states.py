@@ -34,6 +34,7 @@ from ktconv.verify.layer_tensors import (
 )
 from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
+from ktconv.verify.output_norms import norm_tensor
 from ktconv.verify.request import VerifyRequest
 
 LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the model has them
@@ -72,6 +73,7 @@ def check_source(output: OpenedOutput) -> None:
     try:
         for layer in output.source_layers.values():
             kernel_activation(layer.activation)
+            norm_tensor(SourceTensors(output.source), layer)
         _tensors_of(output)
     except CheckpointError as error:
         error.hint = error.hint or "run --level weights, which does not need it"

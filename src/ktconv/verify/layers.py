@@ -43,7 +43,7 @@ class LayersCheck(ABC):
     ) -> None:
         self._output, self._request, self._budget = output, request, budget
         self._findings, self._notify = findings, notify
-        self._source = SourceTensors(output.source)
+        self._source, self._config = SourceTensors(output.source), output.source.config
         self._states = HiddenStates(output, request, budget, findings, notify)
 
     def run(self, progression: Progression) -> Facts:

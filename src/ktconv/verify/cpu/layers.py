@@ -20,6 +20,7 @@ from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
+from ktconv.verify.output_norms import output_norm
 
 
 class CpuLayersCheck(LayersCheck):
@@ -32,7 +33,10 @@ class CpuLayersCheck(LayersCheck):
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         experts = packed_experts(
-            self._output.packed, layer.index, kernel_activation(layer.activation)
+            self._output.packed,
+            layer.index,
+            kernel_activation(layer.activation),
+            output_norm(self._source, self._config, layer),
         )
 
         def compute(expert: int, x: F32) -> Outputs:

@@ -15,6 +15,7 @@ from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs
+from ktconv.verify.output_norms import output_norm
 
 
 class GpuLayersCheck(LayersCheck):
@@ -23,6 +24,7 @@ class GpuLayersCheck(LayersCheck):
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         modules, activation = self._output.experts, kernel_activation(layer.activation)
+        norm = output_norm(self._source, self._config, layer)
 
         def matrix(expert: int, proj: Projection) -> Streamed:
             module = modules[layer.index, expert, proj]
@@ -33,8 +35,8 @@ class GpuLayersCheck(LayersCheck):
             return gate, matrix(expert, "up"), matrix(expert, "down")
 
         def compute(expert: int, x: F32) -> Outputs:
-            packed = expert_output(streams(expert), activation, x)
-            source = expert_output(self._source.expert(layer, expert), activation, x)
+            packed = expert_output(streams(expert), activation, x, norm=norm)
+            source = expert_output(self._source.expert(layer, expert), activation, x, norm=norm)
             return Outputs(packed, packed, source)
 
         reference = LayerReference(x, compute, self._budget.layer_threads)
