@@ -22,23 +22,31 @@ from helpers.convert import (
     read_model,
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
-from helpers.nemotron import EXPERTS, INNER, LAYERS, config, write_nemotron
+from helpers.nemotron import BLOCK, EXPERTS, INNER, LAYERS, config, write_nemotron
 from safetensors import deserialize
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from ktconv.checkpoint import open_checkpoint
+from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
+from ktconv.moe.experts import expert_output
+from ktconv.moe.load import kernel_activation, open_experts
 from ktconv.packed.inspection import inspect_path
 from ktconv.packed.weights import open_packed
 from ktconv.placement.expert_sets import expert_set, write_expert_set
 from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
+from ktconv.reading.tensors import SourceTensors
 from ktconv.reshard import Request as ReshardRequest
 from ktconv.reshard import reshard
 from ktconv.targets.ktransformers import Options
 from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import verify
 from ktconv.verify.compare import compare
+
+pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
 
 LATENT = 128
 OWN = ("README.md", "ktconv.json")
@@ -309,6 +317,69 @@ def test_gates_that_were_removed(tmp_path: Path) -> None:
     assert {"missing tensor", "dimensions"} <= {failure.check for failure in result.failures}
 
 
+@pytest.mark.parametrize("latent", [None, LATENT])
+def test_layers(latent: int | None, tmp_path: Path) -> None:
+    """With the model's router, on hidden states that may be wider than what the experts get."""
+    model, _ = write_nemotron(tmp_path / "model", latent=latent)
+    convert(model, tmp_path / "out", method="int8", numa=3, **ALLOWED)
+    result = check(tmp_path / "out", model, "layers")
+    assert result.passed, result.failures
+    rows = result.facts["layers"]["layers"]
+    assert [row["layer"] for row in rows] == list(range(LAYERS))
+    for row in rows:
+        assert row["routing"] == "router"
+        assert 0.001 < row["quantization_error"] < 0.03
+        assert (row["quantization_error_with_shared"] is None) == bool(latent)
+    left_out = "layers, layer(s) 0-1: shared experts are left out, because their inputs are"
+    assert any(left_out in note for note in result.facts["notes"]) == bool(latent)
+    manifest = read_json(tmp_path / "out/ktconv.json")
+    assert "without a gate" in json.dumps(manifest["geometry"])
+
+
+def test_experts_of_a_source_are_computed_without_a_gate(tmp_path: Path) -> None:
+    """The reference of level layers against the formula: down(relu(up x)^2)."""
+    model, matrices = write_nemotron(tmp_path / "model", latent=LATENT)
+    checkpoint = open_checkpoint(model)
+    [layer, *_] = checkpoint.layers
+    x = np.random.default_rng(1).standard_normal((5, LATENT), np.float32)
+    streams = SourceTensors(checkpoint).expert(layer, 2)
+    inner = np.maximum(x @ matrices[0, 2, "up"].T, 0) ** 2
+    expected = inner @ matrices[0, 2, "down"].T
+    found = expert_output(streams, kernel_activation(layer.activation), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_damaged_projection_changes_the_layer(damaged: Convert, model: Path) -> None:
+    """Of up, whose damage must reach the layer's output."""
+    output = forget_manifest(damaged("int8", 3))
+    place = place_of(output, "blk.1.ffn_up_exps.2.numa.1.weight")
+    overwrite(place, bytes(255 - one for one in bytes_of(place)))
+    sound, broken = (
+        check(one, model, "layers").facts["layers"]["layers"][1]["worst_expert"]
+        for one in (converted_again(model, output.parent), output)
+    )
+    assert broken["expert"] == 2
+    assert broken["error"] > 10 * sound["error"]
+
+
+def converted_again(model: Path, room: Path) -> Path:
+    convert(model, room / "sound", method="int8", numa=3, **ALLOWED)
+    return room / "sound"
+
+
+@pytest.mark.parametrize("activation", [{"hidden_act": "silu"}, {"model_type": "mixtral"}])
+def test_a_config_of_gated_experts(
+    activation: dict[str, str], damaged: Convert, tmp_path: Path
+) -> None:
+    """Beside weights without gates: no layer is computed with the wrong formula."""
+    output = damaged("int4", 1)
+    content = json.loads((output / "config.json").read_text())
+    content = {key: value for key, value in content.items() if key != "mlp_hidden_act"}
+    (output / "config.json").write_text(json.dumps({**content, "model_type": None, **activation}))
+    with pytest.raises(CheckpointError, match=r"layer 0 of .* have no gate, but the activation"):
+        open_experts(output)
+
+
 def test_another_model(damaged: Convert, tmp_path: Path) -> None:
     other, _ = write_nemotron(tmp_path / "other", "fp8 block", LATENT)
     checks = {failure.check for failure in check(damaged("int4", 1), other).failures}
@@ -340,3 +411,56 @@ def test_cover_by_two_projections(model: Path, tmp_path: Path) -> None:
         result = verify(VerifyRequest(tmp_path / "out", None, "structure", beside=beside))
         checks = {failure.check for failure in result.failures}
         assert checks == ({"experts in both"} | (set() if whole else {"incomplete expert"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "latent", "stacked"), [("nvfp4, ModelOpt", LATENT, False), (None, None, True)]
+)
+def test_quantize_gpu(kind: str | None, latent: int | None, stacked: bool, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    from helpers.gpu import experts_of, quantize
+
+    model, matrices = write_nemotron(tmp_path / "model", kind, latent, stacked)
+    output = tmp_path / "out"
+    quantize(model, output, scheme="W8A16", group_size=128)
+    found = experts_of(output)
+    names = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{proj}_proj": values
+        for (layer, expert, proj), values in matrices.items()
+    }
+    assert found.keys() == names.keys()
+    for name, values in names.items():
+        assert np.abs(found[name] - values).max() <= 0.02 * np.abs(values).max()
+    result = verify(VerifyRequest(output, str(model), "layers", tp=[1, 3], ep=[2], threads=2))
+    assert result.passed, result.failures
+    structure = verify(VerifyRequest(output, None, "structure", threads=2))
+    assert structure.facts["mapping"]["slots"] == LAYERS * EXPERTS * 2 * 3
+    assert inspect_path(str(output))["complete"]
+    alone = forget_manifest(output)
+    assert verify(VerifyRequest(alone, None, "structure", threads=2)).passed
+    gone = f"model.layers.1.{BLOCK}.experts.2.up_proj.weight_packed"
+    shards = [path for path in output.glob("*.safetensors") if gone.encode() in path.read_bytes()]
+    for path in shards:
+        path.write_bytes(
+            path.read_bytes().replace(gone.encode(), gone.replace("2.up", "2.xy").encode())
+        )
+    checks = {one.message for one in verify(VerifyRequest(alone, None, "structure")).failures}
+    assert any("nothing fills w13 (w1) (weight_packed" in message for message in checks)
+
+
+def test_bench(converted: Convert, tmp_path: Path) -> None:
+    """Two matrices count as read, and as computed with."""
+    output = converted("int8", 3)
+    words = ["bench", "--model", output, "--tokens", 1, "--threads", 1, "--seconds", 0.01]
+    result = CliRunner().invoke(app, [*map(str, words), "--format", "json"])
+    assert result.exit_code == 0, result.output
+    [row, *_] = json.loads(result.stdout)["rows"]
+    read = 2 * open_experts(output).expert_bytes  # two experts for the token
+    assert read == 2 * sum(
+        len(one.data)
+        for name, one in packed_of(output).items()
+        if name.startswith("blk.0.") and "_exps.0." in name
+    )
+    seconds = row["median_us"] / 1e6
+    assert row["weight_gb_s"] == pytest.approx(read / seconds / 1e9, rel=1e-3)
+    assert row["gops"] == pytest.approx(2 * 2 * 2 * LATENT * INNER / seconds / 1e9, rel=1e-3)

@@ -222,6 +222,8 @@ class HiddenStates:
         """None where the experts' inputs do not determine what the router chooses."""
         if router.spec.by_token or router.spec.input_norm is not None:
             return None
+        if router.width != x.shape[1]:
+            return None
         try:
             ours, _ = self._route(router, x)
         except KtconvError:
