@@ -348,7 +348,8 @@ MADE: dict[str, Model] = {
         "qwen4_exp_text", LANGUAGE, BOTH, "F1", router="S1",
         beside={**_beside(correction="", shared="shared_expert"),
                 "mlp.shared_expert_gate.weight": (1, HIDDEN)},
-        more={"model.language_model.ngram_embeddings.0.weight": (512, 32)},
+        more={"model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight":
+              (512, 32)},
         config={"model_type": "qwen4_exp", "text_config": _config(
             "qwen4_exp_text", num_experts=EXPERTS, norm_topk_prob=True)}),
     "Qwen3.8-Flash-Next FP8": _made(
