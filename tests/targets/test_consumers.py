@@ -7,10 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.cli import done, refused, run
 from helpers.convert import convert, read_json, read_model
-from helpers.families import Tensor, numbered, random_weights, simple_config, write_checkpoint
+from helpers.families import (
+    Raw,
+    Tensor,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+)
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
@@ -114,6 +122,33 @@ def test_refused_and_nothing_written(
     refused(result, 2, says)
     assert way_out in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_right_already(tmp_path: Path) -> None:
+    """As DeepSeek-V4 stores them."""
+    weights = random_weights()
+    tensors = {
+        f"layers.0.ffn.experts.{expert}.{name}.{kind}": one
+        for expert in range(len(weights.gate))
+        for name, values in (("w1", weights.gate), ("w3", weights.up), ("w2", weights.down))
+        for kind, one in mxfp4(values[expert]).items()
+    }
+    config = simple_config(num_hidden_layers=1, model_type="deepseek_v4")
+    source = write_checkpoint(tmp_path / "model", tensors, config)
+    result = run(source, tmp_path / "out")
+    refused(result, 2, "gate and up clamped to 10")
+    assert "with weights in MXFP4, as this model's are; --allow" in result.stderr
+
+
+def mxfp4(values: Any) -> dict[str, Raw]:
+    """Any codes and scales."""
+    rows, cols = values.shape
+    rng = np.random.default_rng(rows + cols)
+    codes, scales = rng.bytes(rows * cols // 2), bytes([120]) * (rows * cols // 32)
+    return {
+        "weight": Raw("I8", (rows, cols // 2), codes),
+        "scale": Raw("F8_E8M0", (rows, cols // 32), scales),
+    }
 
 
 def test_allowed_it_is_noted_everywhere(tmp_path: Path) -> None:

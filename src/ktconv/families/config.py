@@ -233,8 +233,10 @@ def _checked(key: str, value: Any) -> float:
 
 
 def _name(text: Mapping[str, Any], setting: str, family: Family | None) -> str:
-    """The first that is not empty; empty where there is none."""
-    names = {key: _at(text, key) for key in table.FAMILIES.keys(setting, family)}
+    """The first that is not empty; empty where there is none. Keys of the family's own are those
+    of its experts alone: others are another module's."""
+    own = family.keys.get(setting) if family is not None else None
+    names = {key: _at(text, key) for key in own or table.FAMILIES.keys(setting)}
     for key, name in names.items():
         if not isinstance(name, (str, type(None))):
             raise wrong_value(key, name, "a name")

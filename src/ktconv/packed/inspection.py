@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
 from ktconv.checkpoint.activations import in_words, of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.errors import CheckpointError
 from ktconv.families.config import expert_activation
 from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
@@ -167,11 +169,12 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
 
 
 def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int]) -> str | None:
-    """By the manifest, else by config.json; None where neither is there."""
+    """By the manifest, else by config.json; None where neither is there and readable."""
     found = of_records(manifest.geometry) if manifest else None
     if found is None and (directory / CONFIG_NAME).exists():
-        config = read_config(directory).content
-        found = {layer: expert_activation(config, layer) for layer in layers}
+        with contextlib.suppress(CheckpointError):  # what is damaged is reported by verify
+            config = read_config(directory).content
+            found = {layer: expert_activation(config, layer) for layer in layers}
     return in_words(found) if found else None
 
 

@@ -26,6 +26,7 @@ class Method:
     name: str
     computes: frozenset[str] = frozenset()
     families: Mapping[str, frozenset[str]] = field(default_factory=dict)  # model_type -> instead
+    encoding: str = ""  # of checkpoints whose experts it reads as they are
 
 
 _LIMIT = frozenset({"limit"})
@@ -36,12 +37,12 @@ METHODS = (
     Method("AMXINT8"),
     Method("RAWINT4"),
     Method("BF16"),
-    Method("FP8", families={"glm5_next": _LIMIT}),
+    Method("FP8", families={"glm5_next": _LIMIT}, encoding="fp8-block"),
     Method("FP8_PERCHANNEL"),
     Method("GPTQ_INT4"),
     Method("NVFP4"),
-    Method("MXFP4", _LIMIT, _ONLY_FP8),
-    Method("MXFP8", _LIMIT | {"alpha"}, _ONLY_FP8),
+    Method("MXFP4", _LIMIT, _ONLY_FP8, "mxfp4"),
+    Method("MXFP8", _LIMIT | {"alpha"}, _ONLY_FP8, "fp8-group"),
     Method("LLAMAFILE"),
 )
 _BY_NAME = {method.name: method for method in METHODS}
@@ -111,7 +112,8 @@ class Mismatch:
     @property
     def hint(self) -> str:
         if self.right:
-            return f"KTransformers computes it with weights in {' and '.join(self.right)}; {ALLOW}."
+            own = f"{self._own}, as this model's are" if self._own else " and ".join(self.right)
+            return f"KTransformers computes it with weights in {own}; {ALLOW}."
         if self.supported:
             return f"No method of KTransformers computes it; {ALLOW}."
         return (
@@ -130,6 +132,13 @@ class Mismatch:
     def supported(self) -> bool:
         """Whether ktconv's kernels compute it."""
         return all(layer.activation.supported for layer in self.layers)
+
+    @property
+    def _own(self) -> str | None:
+        """The right method whose format the layers are in already, if there is one."""
+        encodings = {layer.encoding for layer in self.layers}
+        names = (name for name in self.right if encodings == {_BY_NAME[name].encoding})
+        return next(names, None)
 
     @property
     def _bias(self) -> str:
