@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.convert import read_shards
 from helpers.encoded import in_int8
@@ -23,6 +24,7 @@ from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
 from ktconv.quantize_gpu.common import Request
 from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
+from ktconv.quantize_gpu.gptq.coverage import Counter
 from ktconv.quantize_gpu.gptq.memory import estimate, place
 from ktconv.quantize_gpu.run import prepare, quantize_gpu
 from ktconv.targets.pack_quantized.target import Calibration, Options
@@ -142,6 +144,14 @@ def test_every_expert_is_nearer_to_its_source_than_another(trained: tuple[Path, 
         if name.endswith("weight_packed")
     ]
     assert len(errors) >= 3 * 3 * 16 and min(errors) > 0.05 and max(errors) < 0.25
+
+
+def test_experts_without_weights_are_not_counted() -> None:
+    """Those of LongCat that return their input are numbered behind the others."""
+    counter = Counter(4)
+    counter.add(np.array([[0, 4], [7, 3], [3, 1]]))
+    found = counter.result(())
+    assert (found.tokens, found.top_k, list(found.routed)) == (3, 2, [1, 1, 0, 2])
 
 
 def test_coverage_is_what_the_router_chooses(

@@ -156,6 +156,18 @@ def test_a_sound_source(tmp_path: Path) -> None:
     assert {row["routing"] for row in rows_of(result)} == {"router"}
 
 
+def test_a_shared_expert_of_another_spelling(tmp_path: Path) -> None:
+    """Hy4 shares two of three names with others; what is missing is missing under all of them."""
+    shared = f"{BLOCK}.shared_experts"
+    changes: Changes = {f"{shared}.gate_proj.weight": None}
+    (failure,) = verified(tmp_path / "missing", changes).failures
+    assert f"has no {shared}.gate_proj.weight." in failure.message
+    changes = {**changes, f"{shared}.linear_gate.weight": ones(64, HIDDEN)}
+    result = verified(tmp_path / "spelt", changes)
+    assert result.passed, result.failures
+    assert all(row["quantization_error_with_shared"] is not None for row in rows_of(result))
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -151,6 +151,8 @@ ROWS = (
            routing=_router(replace(_CORRECTED, routed_scaling_factor=2.826), "scale"),
            keys={"scale": ("router_scaling_factor",)}),
     Family(("hy_v4",),
+           # as transformers saves them, which renames what in attention is a linear_gate
+           shared_matrices=Matrices("linear_gate", "up_proj", "down_proj"),
            activation=_CLAMPED, shared_limit=False,
            routing=_noaux(routed_scaling_factor=2.827)),
     Family(("bailing_moe_v2", "bailing_hybrid"), correction="gate.expert_bias",

@@ -198,7 +198,7 @@ class LayerTensors:
         return (self._layer.hidden_size, *((hidden,) if type(hidden) is int else ()))
 
     def _shared(self) -> SharedTensors | None:
-        projections = self._layer.projections
+        projections, missing = self._layer.projections, ""
         for names in shared_expert_tensors(self._layer.source):
             wanted = {"gate": names.gate, "up": names.up, "down": names.down}
             found = {proj: self._tensors.find([wanted[proj]]) for proj in projections}
@@ -206,10 +206,10 @@ class LayerTensors:
             if len(there) == len(projections):
                 return self._whole_shared(there, self._tensors.find([names.gating]))
             if len(there) == len(projections) - 1:  # else there is none, or under other names
-                missing = next(wanted[proj] for proj in projections if proj not in there)
-                message = f"the shared expert of layer {self._layer.index} has no {missing}."
-                self.faults.append(Fault("shared expert", message, missing))
-                return None
+                missing = missing or next(wanted[one] for one in projections if one not in there)
+        if missing:
+            message = f"the shared expert of layer {self._layer.index} has no {missing}."
+            self.faults.append(Fault("shared expert", message, missing))
         return None
 
     def _whole_shared(

@@ -72,10 +72,11 @@ class Counter:
         self.routed = np.zeros(self.experts, np.int64)
 
     def add(self, chosen: I64) -> None:
-        """`chosen` [M, K]: the experts of M tokens."""
+        """`chosen` [M, K]: the experts of M tokens, some of them perhaps without weights, which
+        are numbered behind the others."""
         self.tokens += len(chosen)
         self.top_k = chosen.shape[1]
-        self.routed += np.bincount(chosen.reshape(-1), minlength=self.experts)
+        self.routed += np.bincount(chosen[chosen < self.experts], minlength=self.experts)
 
     def result(self, fell_back: Iterable[str]) -> LayerCoverage:
         return LayerCoverage(self.tokens, self.top_k, self.routed.tolist(), sorted(fell_back))
