@@ -37,6 +37,17 @@ static const kind kinds[] = {
     {"gint4 128", {KT_FORMAT_GINT4, 128, KT_SCALE_F32}, 1},
 };
 
+/* One with a number for everything that its formula has. */
+static const kt_activation silu = {KT_SWIGLU, 1.0f, 0.0f, INFINITY},
+                           others[] = {
+                               {KT_RELU2, 0.0f, 0.0f, 2.0f},
+                               {KT_SWIGLU, 1.702f, 1.0f, 0.5f},
+                               {KT_GELU, 0.0f, 0.0f, 1.0f},
+                               {KT_GELU_TANH, 0.0f, 0.0f, 1.0f},
+                               {KT_SWIGLU_CLAMPED, 0.0f, 0.0f, 0.25f},
+                               {KT_SOFTCAP, 0.5f, 2.0f, INFINITY},
+                           };
+
 static int failures;
 
 static uint64_t state = 1;
@@ -159,18 +170,31 @@ static float *make_matrix(const kt_layout *layout, int64_t rows, int64_t cols, c
   return values;
 }
 
-/* Values of the matrices of an expert of one part. */
+static float *make_bias(int64_t rows) {
+  float *bias = guarded((size_t)rows * sizeof *bias);
+  for (int64_t i = 0; i < rows; i++) bias[i] = unit();
+  return bias;
+}
+
+/* Values of the matrices of an expert of one part; no gate: NULL. */
 typedef struct expert_values {
   float *gate, *up, *down;
+  const kt_expert *biases;
 } expert_values;
 
-static expert_values make_expert(const kt_moe *moe, kt_expert *e) {
+static expert_values make_expert(const kt_moe *moe, int biased, int64_t part, kt_expert *e) {
   const int64_t width = moe->intermediate / moe->parts;
+  const int gated = kt_function_has_gate(moe->activation.function);
   memset(e, 0, sizeof *e);
+  if (biased && gated) e->gate_bias = make_bias(width);
+  if (biased) e->up_bias = make_bias(width);
+  if (biased && part == 0) e->down_bias = make_bias(moe->hidden);
   return (expert_values){
-      .gate = make_matrix(&moe->layout, width, moe->hidden, &e->gate, &e->gate_scale),
+      .gate =
+          gated ? make_matrix(&moe->layout, width, moe->hidden, &e->gate, &e->gate_scale) : NULL,
       .up = make_matrix(&moe->layout, width, moe->hidden, &e->up, &e->up_scale),
       .down = make_matrix(&moe->layout, moe->hidden, width, &e->down, &e->down_scale),
+      .biases = e,
   };
 }
 
@@ -234,16 +258,39 @@ static float dot(const float *a, const float *b, int64_t n) {
   return sum;
 }
 
+static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+static float activated(const kt_activation *a, float gate, float up) {
+  const float g = fminf(gate, a->limit), u = fmaxf(fminf(up, a->limit), -a->limit);
+  switch (a->function) {
+  case KT_GELU: return g * (1.0f + erff(g * sqrtf(0.5f))) / 2.0f * u;
+  case KT_GELU_TANH:
+    return g * (1.0f + tanhf(0.7978845608f * (g + 0.044715f * g * g * g))) / 2.0f * u;
+  case KT_RELU2: return u > 0.0f ? u * u : 0.0f;
+  case KT_SWIGLU_CLAMPED: return fminf(gate * sigmoid(gate), a->limit) * u;
+  case KT_SOFTCAP:
+    return a->alpha * tanhf(g / a->alpha) * sigmoid(g) * a->beta * tanhf(u / a->beta);
+  default: return g * sigmoid(a->alpha * g) * (u + a->beta);
+  }
+}
+
+static float bias_of(const float *bias, int64_t row) { return bias ? bias[row] : 0.0f; }
+
 /* y += weight * expert(x) for one part of an expert; middle: working memory [w]. */
 static void add_expert(const kt_moe *moe, const expert_values *v, const float *x, float weight,
                        float *middle, float *y) {
   const int64_t hidden = moe->hidden, width = moe->intermediate / moe->parts;
   for (int64_t i = 0; i < width; i++) {
-    const float g = dot(v->gate + i * hidden, x, hidden);
-    middle[i] = g / (1.0f + expf(-g)) * dot(v->up + i * hidden, x, hidden);
+    const float g = v->gate ? dot(v->gate + i * hidden, x, hidden) : 0.0f;
+    const float u = dot(v->up + i * hidden, x, hidden);
+    middle[i] = activated(&moe->activation, g + bias_of(v->biases->gate_bias, i),
+                          u + bias_of(v->biases->up_bias, i));
   }
   round_row(&moe->layout, middle, width);
-  for (int64_t i = 0; i < hidden; i++) y[i] += weight * dot(v->down + i * width, middle, width);
+  for (int64_t i = 0; i < hidden; i++) {
+    const float product = dot(v->down + i * width, middle, width);
+    y[i] += weight * (product + bias_of(v->biases->down_bias, i));
+  }
 }
 
 static void compute_truth(const kt_moe *moe, const expert_values *values, const batch *b,
@@ -287,9 +334,10 @@ static void compare_levels(const kind *k, const kt_moe *moe, const expert_values
     const double error = difference(b->y, expected, count);
     const double bound = level != KT_ISA_SCALAR && k->exact ? 0.0 : 0.005;
     if (!(error <= bound)) {
-      printf("FAILED: %s, level %s, %d tokens, %d x %d in %d parts: %g from %s\n", k->name,
-             kt_isa_name(level), (int)b->tokens, (int)moe->hidden, (int)moe->intermediate,
-             (int)moe->parts, error, level != KT_ISA_SCALAR ? "scalar" : "the truth");
+      printf("FAILED: %s, level %s, %d tokens, %d x %d in %d parts, function %d: %g from %s\n",
+             k->name, kt_isa_name(level), (int)b->tokens, (int)moe->hidden, (int)moe->intermediate,
+             (int)moe->parts, (int)moe->activation.function, error,
+             level != KT_ISA_SCALAR ? "scalar" : "the truth");
       failures++;
     }
     if (level == KT_ISA_SCALAR) memcpy(expected, b->y, (size_t)count * sizeof *expected);
@@ -297,20 +345,22 @@ static void compare_levels(const kind *k, const kt_moe *moe, const expert_values
   free(expected);
 }
 
-static void check_layer(const kind *k, int64_t hidden, int64_t intermediate, int64_t parts,
-                        kt_pool *pool) {
-  static const int64_t tokens[] = {1, 2, 5, 13, 33, MOST_TOKENS};
+static void check_layer(const kind *k, const kt_activation *activation, int biased, int64_t hidden,
+                        int64_t intermediate, int64_t parts, kt_pool *pool) {
+  static const int64_t tokens[] = {1, 33, 2, 5, 13, MOST_TOKENS};
+  const size_t batches = biased ? 2 : sizeof tokens / sizeof *tokens;
   kt_expert experts[MOST_PARTS * EXPERTS];
   expert_values values[MOST_PARTS * EXPERTS];
   const kt_moe moe = {.layout = k->layout,
-                      .activation = {KT_SWIGLU, 1.0f, 0.0f, INFINITY},
+                      .activation = *activation,
                       .hidden = hidden,
                       .intermediate = intermediate,
                       .experts = EXPERTS,
                       .parts = parts,
                       .expert = experts};
-  for (int64_t i = 0; i < parts * EXPERTS; i++) values[i] = make_expert(&moe, experts + i);
-  for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+  for (int64_t i = 0; i < parts * EXPERTS; i++)
+    values[i] = make_expert(&moe, biased, i / EXPERTS, experts + i);
+  for (size_t i = 0; i < batches; i++) {
     const batch b = make_batch(tokens[i], hidden);
     compare_levels(k, &moe, values, pool, &b);
   }
@@ -328,8 +378,10 @@ int main(void) {
 #endif
   if (kt_pool_create(3, NULL, nodes, &pool) != KT_OK) return 2;
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-    check_layer(kinds + i, 256, 128, 1, pool);
-    check_layer(kinds + i, 128, 768, 2, pool);
+    check_layer(kinds + i, &silu, 0, 256, 128, 1, pool);
+    check_layer(kinds + i, &silu, 0, 128, 768, 2, pool);
+    const size_t functions = i < 3 ? sizeof others / sizeof *others : 1;
+    for (size_t f = 0; f < functions; f++) check_layer(kinds + i, others + f, 1, 128, 256, 2, pool);
   }
   kt_pool_destroy(pool);
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));

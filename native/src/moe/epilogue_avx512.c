@@ -112,14 +112,18 @@ KT_INLINE __m512 with_bias(const float *value, const float *bias, int64_t row) {
   return bias ? _mm512_add_ps(v, _mm512_loadu_ps(bias + row)) : v;
 }
 
-KT_INLINE void activate(int function, const kt_activation *a, const kt_inner *in) {
-  for (int64_t s = 0; s < in->strips; s++)
-    for (int64_t t = 0; t < in->tokens; t++)
+/* Works on copies of its arguments, which stores to `out` could otherwise change for all that the
+ * compiler knows. */
+KT_INLINE void activate(int function, const kt_activation *activation, const kt_inner *given) {
+  const kt_activation a = *activation;
+  const kt_inner in = *given;
+  for (int64_t s = 0; s < in.strips; s++)
+    for (int64_t t = 0; t < in.tokens; t++)
       for (int64_t r = 0; r < KT_STRIP; r += 16) {
-        const int64_t row = s * KT_STRIP + r, at = (s * in->tokens + t) * KT_STRIP + r;
-        const __m512 u = with_bias(in->up + at, in->up_bias, row);
-        const __m512 g = kt_has_gate(function) ? with_bias(in->gate + at, in->gate_bias, row) : u;
-        _mm512_storeu_ps(in->out + t * in->stride + row, inner(function, a, g, u));
+        const int64_t row = s * KT_STRIP + r, at = (s * in.tokens + t) * KT_STRIP + r;
+        const __m512 u = with_bias(in.up + at, in.up_bias, row);
+        const __m512 g = kt_has_gate(function) ? with_bias(in.gate + at, in.gate_bias, row) : u;
+        _mm512_storeu_ps(in.out + t * in.stride + row, inner(function, &a, g, u));
       }
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
