@@ -40,6 +40,13 @@ def matrices(hidden: int, intermediate: int, seed: int = 0) -> tuple[F32, F32, F
     return (*up, gaussian(hidden, intermediate, 3 * seed + 2))
 
 
+def matrices_for(
+    activation: Activation, hidden: int, intermediate: int, seed: int = 0
+) -> tuple[F32 | None, F32, F32]:
+    gate, up, down = matrices(hidden, intermediate, seed)
+    return gate if activation.gated else None, up, down
+
+
 # ---- quantizers ------------------------------------------------------------------------
 
 # Root mean square error of Gaussian weights, relative: what each format is known to lose.
@@ -130,17 +137,22 @@ def test_methods_that_hold() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_packed_layers_compute_what_their_values_say(name: str, parts: int) -> None:
-    hidden, intermediate = 128, 256
+@pytest.mark.parametrize("function", ["swiglu", "relu2"])
+def test_packed_layers_compute_what_their_values_say(name: str, parts: int, function: str) -> None:
+    hidden, intermediate, activation = 128, 256, Activation(function)
     origins = [0, 1, None, 0]
     experts = pack_experts(
         FORMATS[name],
-        lambda origin: matrices(hidden, intermediate, origin),
+        lambda origin: matrices_for(activation, hidden, intermediate, origin),
         origins,
         hidden,
         intermediate,
         parts=parts,
+        activation=activation,
     )
+    each = (2 + activation.gated) * intermediate * hidden
+    assert experts.expert_bytes >= each * experts.format.traits.bits // 8
+    assert experts.expert_bytes < each * (experts.format.traits.bits + 1) // 8
     x = f32_to_bf16(np.random.default_rng(1).standard_normal((5, hidden), np.float32))
     ids = np.array([[0, 1], [3, -1], [1, 3], [-1, -1], [0, 3]], np.int32)
     weights = np.random.default_rng(2).random((5, 2), np.float32)
@@ -207,6 +219,19 @@ def test_experts_of_a_part_lie_in_one_block_that_can_be_bound() -> None:
             Activation("swiglu", 1.702, 1.0, 7.0),
             lambda g, u: min(g, 7) / (1 + np.exp(-1.702 * min(g, 7))) * (np.clip(u, -7, 7) + 1),
         ),
+        (
+            Activation("swiglu_clamped", limit=2.0),
+            lambda g, u: min(g / (1 + np.exp(-g)), 2) * np.clip(u, -2, 2),
+        ),
+        (
+            Activation("softcap", 4.0, 0.5),
+            lambda g, u: 4 * np.tanh(g / 4) / (1 + np.exp(-g)) * 0.5 * np.tanh(u / 0.5),
+        ),
+        (
+            Activation("softcap", 4.0, np.inf, 3.0),
+            lambda g, u: 4 * np.tanh(min(g, 3) / 4) / (1 + np.exp(-min(g, 3))) * np.clip(u, -3, 3),
+        ),
+        (Activation("softcap", np.inf, np.inf), lambda g, u: g / (1 + np.exp(-g)) * u),
     ],
 )
 def test_activations(activation: Activation, expected: Any) -> None:
@@ -215,6 +240,17 @@ def test_activations(activation: Activation, expected: Any) -> None:
     with np.errstate(over="ignore"):
         wanted = [expected(*pair) for pair in zip(g.astype(float), u.astype(float), strict=True)]
     assert np.allclose(gated(activation, g, u), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_relu2_has_no_gate() -> None:
+    up = np.array([-100, -0.5, -0.0, 0, 0.5, 3, np.inf, np.nan], np.float32)
+    expected = np.array([0, 0, 0, 0, 0.25, 9, np.inf, np.nan], np.float32)
+    assert np.array_equal(gated(Activation("relu2"), None, up), expected, equal_nan=True)
+    limited = gated(Activation("relu2", limit=2.0), None, up)
+    assert np.array_equal(limited, np.minimum(expected, 4), equal_nan=True)
+    for activation, gate in ((Activation("relu2"), up), (Activation(), None)):
+        with pytest.raises(ValueError, match=f"experts with {activation.function}: a gate too"):
+            gated(activation, gate, up)
 
 
 def test_gelu_is_the_integral_and_its_approximation() -> None:

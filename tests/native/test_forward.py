@@ -20,7 +20,7 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
-from ktconv.moe.experts import check_shape, round_activations
+from ktconv.moe.experts import check_shape, gated, round_activations
 from ktconv.native import Activation, Layer, Layout, PackedMatrix, Pool
 
 Array = NDArray[Any]
@@ -386,7 +386,7 @@ def test_a_gate_too_many_or_too_few(pools: dict[str, Pool]) -> None:
         with pytest.raises(ValueError, match=reason):
             Layer(layer.layout, activation, 128, 128, layer._keep)
     assert status_of(ungated, pools["two"]) == lib.KT_OK
-    for name in ("gate", "gate_scale", "gate_bias"):
+    for name in ("gate", "gate_scale", "gate_bias"):  # any of them is one too many
         for entry in ungated._table:
             setattr(entry, name, ffi.cast(ffi.typeof(getattr(entry, name)), entry.up_scale))
         assert status_of(ungated, pools["two"]) == lib.KT_ERR_ARGUMENT
@@ -434,39 +434,42 @@ def test_unknown_functions(pools: dict[str, Pool], number: int) -> None:
     layer.c.activation.function = lib.KT_SWIGLU
 
 
-def test_biases(isa: str, pools: dict[str, Pool]) -> None:
-    """gpt-oss: gate, up and down have one; that of down is added once, whatever the parts."""
+@pytest.mark.parametrize("name", ["silu", "relu2", "softcap"])
+def test_biases(isa: str, pools: dict[str, Pool], name: str) -> None:
+    """gpt-oss: every matrix has one; that of down is added once, whatever the parts."""
     hidden, intermediate, parts = 128, 256, 2
-    layer = make("bf16", hidden, intermediate, 2, parts)
+    layer = make("bf16", hidden, intermediate, 2, parts, ACTIVATIONS[name])
     rng = np.random.default_rng(5)
     gate, up = rng.standard_normal((2, 2, intermediate), np.float32)
     down = rng.standard_normal((2, hidden), np.float32)
     width = intermediate // parts
     rows: list[list[Any]] = []
-    unbiased: list[list[Any]] = layer.layer._keep
-    for part, row in enumerate(unbiased):
+    for part, row in enumerate(layer.layer._keep):
         cut = slice(part * width, (part + 1) * width)
         rows.append([])
         for e, matrices in enumerate(row):
+            assert matrices is not None
             biases = (gate[e, cut].copy(), up[e, cut].copy(), None if part else down[e])
             rows[-1].append(
                 tuple(
-                    PackedMatrix(packed.codes, packed.scale, bias)
+                    packed and PackedMatrix(packed.codes, packed.scale, bias)
                     for packed, bias in zip(matrices, biases, strict=True)
                 )
             )
-    biased = Layer(layer.layer.layout, Activation(), hidden, intermediate, rows)
+    biased = Layer(layer.layer.layout, layer.activation, hidden, intermediate, rows)
+    assert biased.biased and not layer.biased
     x, ids, weights = inputs(9, hidden, 2, 2)
     y, scratch = np.empty_like(x), biased.scratch(9, 2, pools["two"])
     biased.call(pools["two"], x, ids, weights, y, scratch)()
     wide, expected = bf16_to_f32(x), np.zeros((9, hidden), np.float32)
     for e in range(2):
-        w_gate, w_up, w_down = (one.values() for one in layer.loaded(e) if one)
+        matrices = layer.loaded(e)
+        w_gate, w_up, w_down = (one and one.values() for one in matrices)
+        assert w_up is not None and w_down is not None
         token, slot = np.nonzero(ids == e)
-        g = wide[token] @ w_gate.T + gate[e]
-        u = wide[token] @ w_up.T + up[e]
-        middle = round_activations(layer.format, g / (1 + np.exp(-g)) * u)
-        product = middle @ w_down.T + down[e]
+        g = None if w_gate is None else wide[token] @ w_gate.T + gate[e]
+        middle = gated(layer.activation, g, wide[token] @ w_up.T + up[e])
+        product = round_activations(layer.format, middle) @ w_down.T + down[e]
         np.add.at(expected, token, weights[token, slot, None] * product)
     assert relative(y, expected) < KERNEL_BOUND
 
@@ -756,6 +759,13 @@ def test_touching_brings_every_page(pools: dict[str, Pool], parts: int) -> None:
             for part in codes
         ]
         layer = Layer(Layout("bf16", 0, "none"), Activation(), hidden, width * parts, rows)
+        layer.c.activation.function = lib.KT_RELU2  # has no gate, so that is not to be read
+        layer.touch(pool)
+        for i in range(experts):
+            for matrix, expected in enumerate((0, 1, 1)):
+                there = [present(codes[part, i, matrix], page) for part in range(parts)]
+                assert there == [0 if i == 3 else expected * size // page] * parts
+        layer.c.activation.function = lib.KT_SWIGLU
         layer.touch(pool)
         for i in range(experts):
             there = [present(codes[part, i], page) for part in range(parts)]
