@@ -20,6 +20,7 @@ PUBLISHED = {
     "minimax-m2": (3072, 1536, 256, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "gpt-oss-120b": (2880, 2880, 128, 4),
+    "nemotron-3-nano": (2688, 1856, 128, 6),
 }
 
 
@@ -29,8 +30,10 @@ def test_presets_have_the_published_dimensions() -> None:
 
 
 def test_activations_of_presets() -> None:
-    limited = {"deepseek-v4-flash", "gpt-oss-120b"}
-    assert all(PRESETS[name].activation == Activation() for name in PRESETS.keys() - limited)
+    others = {"deepseek-v4-flash", "gpt-oss-120b", "nemotron-3-nano"}
+    assert all(PRESETS[name].activation == Activation() for name in PRESETS.keys() - others)
+    assert PRESETS["nemotron-3-nano"].activation == Activation("relu2")
+    assert PRESETS["nemotron-3-nano"].operations == 4 * 2688 * 1856
     assert PRESETS["deepseek-v4-flash"].activation == Activation(limit=10.0)
     assert PRESETS["gpt-oss-120b"].activation == Activation("swiglu", 1.702, 1.0, 7.0)
 
@@ -40,7 +43,7 @@ def test_every_preset_can_be_held(name: str) -> None:
     shape = PRESETS[name]
     able = formats_for(shape.hidden, shape.intermediate, 1)
     assert {"bf16", "mxfp4", "int8"} <= set(able)
-    assert ("int4" in able) == (name != "gpt-oss-120b")
+    assert ("int4" in able) == (name not in ("gpt-oss-120b", "nemotron-3-nano"))
 
 
 def test_names_in_any_case_and_numbers() -> None:

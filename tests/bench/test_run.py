@@ -16,6 +16,7 @@ from bench.reports import SCHEMA, problems
 from helpers import amx, gpt_oss
 from helpers.convert import convert
 from helpers.families import Tensor, numbered, random_weights, write_checkpoint
+from helpers.nemotron import write_nemotron
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -115,6 +116,23 @@ def test_activations_of_presets_are_used() -> None:
     assert report.rows[0].relative_error < 0.01
 
 
+def test_experts_without_gate() -> None:
+    """Two matrices are read and multiplied with, not three."""
+    shapes = [
+        replace(PRESETS[name], hidden=256, intermediate=256, experts=4, top_k=2)
+        for name in ("nemotron-3-nano", "qwen3-30b-a3b")
+    ]
+    asked = request(["int8", "mxfp4"], shapes=tuple(shapes), tokens=(1, 9))
+    cases_of = [layer.cases for layer in prepare(asked).layers]
+    for ungated, gated in zip(cases_of[:2], cases_of[2:], strict=True):
+        assert 3 * ungated[0].expert_bytes == 2 * gated[0].expert_bytes
+        assert 3 * ungated[0].shape.operations == 2 * gated[0].shape.operations
+    report = bench(asked, quiet)
+    for row in report.rows:
+        assert row.relative_error < 0.1 and row.kernel_error is not None
+        assert row.kernel_error < 0.005
+
+
 @pytest.mark.parametrize("routing", ["balanced", "concentrated", "zipf:1.1"])
 def test_routings(routing: str) -> None:
     report = bench(request(routing=parse_routing(routing), tokens=(16,)), quiet)
@@ -169,6 +187,16 @@ def test_a_model_whose_experts_have_biases(tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int8", allow_activation_mismatch=True)
     (row,) = bench(request([], shapes=(), model=tmp_path / "out", tokens=(6,)), quiet).rows
     assert row.relative_error < 0.1
+
+
+def test_a_model_whose_experts_have_no_gate(tmp_path: Path) -> None:
+    model, _ = write_nemotron(tmp_path / "model")
+    convert(model, tmp_path / "out", method="int8", numa=2, allow_activation_mismatch=True)
+    asked = request([], shapes=(), model=tmp_path / "out", tokens=(6,))
+    (case,) = prepare(asked).cases
+    assert case.expert_bytes == 2 * (384 * 256) + 4 * (384 + 2 * 256)  # down's scales in each part
+    (row,) = bench(asked, quiet).rows
+    assert row.relative_error < 0.1 and row.kernel_error is not None and row.kernel_error < 0.005
 
 
 @pytest.mark.parametrize(

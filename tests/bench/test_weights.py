@@ -43,6 +43,14 @@ def test_matrices_differ() -> None:
         assert abs(np.corrcoef(one, two)[0, 1]) < 0.05
 
 
+def test_experts_without_gate() -> None:
+    source = RandomWeights(3, HIDDEN, INTERMEDIATE)
+    gate, up, down = source.ungated(2)
+    assert gate is None
+    for one, two in zip((up, down), source.expert(2)[1:], strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 def test_matrices_larger_than_the_block_of_numbers() -> None:
     gate, _, _ = RandomWeights(4, 2048, 768).expert(100)
     assert gate.shape == (768, 2048) and np.isfinite(gate).all()

@@ -463,13 +463,11 @@ def test_biases(isa: str, pools: dict[str, Pool], name: str) -> None:
     biased.call(pools["two"], x, ids, weights, y, scratch)()
     wide, expected = bf16_to_f32(x), np.zeros((9, hidden), np.float32)
     for e in range(2):
-        matrices = layer.loaded(e)
-        w_gate, w_up, w_down = (one and one.values() for one in matrices)
-        assert w_up is not None and w_down is not None
+        w_gate, w_up, w_down = layer.loaded(e)
         token, slot = np.nonzero(ids == e)
-        g = None if w_gate is None else wide[token] @ w_gate.T + gate[e]
-        middle = gated(layer.activation, g, wide[token] @ w_up.T + up[e])
-        product = round_activations(layer.format, middle) @ w_down.T + down[e]
+        g = None if w_gate is None else w_gate.product(wide[token]) + gate[e]
+        middle = gated(layer.activation, g, w_up.product(wide[token]) + up[e])
+        product = w_down.product(round_activations(layer.format, middle)) + down[e]
         np.add.at(expected, token, weights[token, slot, None] * product)
     assert relative(y, expected) < KERNEL_BOUND
 

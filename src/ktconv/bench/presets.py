@@ -29,7 +29,8 @@ class Shape:
         return self.activation.products * 2 * self.hidden * self.intermediate
 
 
-# From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7.
+# From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7; experts of
+# Nemotron-3 have no gate.
 PRESETS = {
     shape.name: shape
     for shape in (
@@ -42,6 +43,7 @@ PRESETS = {
         Shape("minimax-m2", 3072, 1536, 256, 8),
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
         Shape("gpt-oss-120b", 2880, 2880, 128, 4, Activation("swiglu", 1.702, 1.0, 7.0)),
+        Shape("nemotron-3-nano", 2688, 1856, 128, 6, Activation("relu2")),
     )
 }
 
