@@ -11,7 +11,7 @@ from helpers.paths import EXAMPLE
 
 from ktconv.model import replace_experts
 from ktconv.model.evaluate import perplexity_and_divergence, windows
-from ktconv.model.replace import find_experts
+from ktconv.model.sites import find_experts
 from ktconv.moe import Experts
 from ktconv.moe.load import open_experts
 from ktconv.placement.expert_sets import expert_set
@@ -80,14 +80,20 @@ def test_fewer_quantized_experts_are_closer(
 def test_llama4_experts(torch: Any, part: Path) -> None:
     """Every expert is given all tokens: rows of excluded ones go to the model's own."""
     from ktconv.model.module import SortedExperts
+    from ktconv.model.stored import stored_in
 
     experts: Experts = open_experts(part, 0)
 
     class Doubled(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(torch.zeros(8, 128, 4))
+            self.down_proj = torch.nn.Parameter(torch.zeros(8, 2, 128))
+
         def forward(self, hidden: Any) -> Any:
             return 2 * hidden
 
-    module = SortedExperts(experts, own=Doubled())
+    module = SortedExperts(experts, own=stored_in(Doubled()))
     hidden = torch.zeros((8, 2, 128))
     hidden[3, 0] = hidden[4, 1] = torch.randn(128)
     with torch.inference_mode():

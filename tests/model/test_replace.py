@@ -19,7 +19,7 @@ from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import parse_tensor_name, tensor_name
 from ktconv.model import replace_experts
-from ktconv.model.replace import find_experts
+from ktconv.model.sites import find_experts
 
 HIDDEN, EXPERTS = 128, 8
 
@@ -218,15 +218,11 @@ def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
 def test_experts_that_matrices_do_not_describe(model: Any, int8: Path) -> None:
     module: Any = find_experts(model)[1].module
     module.has_bias = True  # as gpt-oss has
-    with pytest.raises(CheckpointError, match="its experts have biases, those in"):
+    with pytest.raises(CheckpointError, match="of the model have biases, those in"):
         replace_experts(model, int8, threads=1)
     module.has_bias = False
-    module.has_post_expert_norm = True
-    with pytest.raises(CheckpointError, match="their own norm"):
-        replace_experts(model, int8, threads=1)
-    del module.has_post_expert_norm
     module.forward = lambda hidden_states, top_k_index: hidden_states
-    with pytest.raises(CheckpointError, match="called with 2 arguments"):
+    with pytest.raises(CheckpointError, match="Qwen3MoeExperts is called in a way that is not"):
         replace_experts(model, int8, threads=1)
     assert find_experts(model)[0].module is not module
 
@@ -336,7 +332,8 @@ def test_families(family: str, tmp_path: Path, torch: Any) -> None:
         if parameter.ndim == 3:
             torch.nn.init.normal_(parameter, std=HIDDEN**-0.5)
     model.save_pretrained(tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "int8", method="int8")
+    options = {"method": "int8", "allow_activation_mismatch": True}  # Llama 4 weighs inputs
+    convert(tmp_path / "model", tmp_path / "int8", **options)
 
     model.to(torch.float32)
     own = logits(model, torch)

@@ -161,7 +161,7 @@ def test_coverage_is_what_the_router_chooses(
     calibration let every token see the whole text, as llm-compressor by itself does."""
     from transformers import AutoModelForCausalLM
 
-    from ktconv.model.replace import find_experts
+    from ktconv.model.sites import find_experts
     from ktconv.quantize_gpu.gptq.run import coverage_of
 
     model, output = trained

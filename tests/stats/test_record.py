@@ -148,15 +148,22 @@ def test_hooks_are_gone_afterwards(recorder: Recorder) -> None:
 
 def test_llama4_gives_every_expert_all_tokens(torch: Any) -> None:
     """Experts that are not chosen get zeros."""
+    from ktconv.model.module import SortedExperts
+
+    module = torch.nn.Module()
+    module.down_proj = torch.zeros(3, 2, 8)
     hidden = torch.zeros((3, 4, 8))  # experts, tokens, hidden size
     hidden[2, 0] = hidden[0, 1] = hidden[2, 3] = 1
-    assert _chosen(0, (hidden.reshape(12, 8),), 3).tolist() == [[2], [0], [-1], [2]]
+    routing = SortedExperts.routing(module, (hidden.reshape(12, 8),))
+    assert _chosen(routing, 3).tolist() == [[2], [0], [-1], [2]]
 
 
 def test_experts_without_weights_are_none(torch: Any) -> None:
     """As LongCat's that return their input, which are numbered behind the others."""
+    from ktconv.model.module import Routing
+
     hidden, ids = torch.ones(2, 3), torch.tensor([[0, 4], [7, 3]])
-    assert _chosen(0, (hidden, ids, ids / 8), 4).tolist() == [[0, -1], [-1, 3]]
+    assert _chosen(Routing(hidden, ids, ids / 8), 4).tolist() == [[0, -1], [-1, 3]]
     assert ids.tolist() == [[0, 4], [7, 3]]  # the model goes on with them
 
 

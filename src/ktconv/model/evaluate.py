@@ -19,7 +19,9 @@ from ktconv.checkpoint.gguf.parts import all_parts
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model, load_tokenizer
-from ktconv.model.replace import ReplacedExperts, experts_watched, find_experts
+from ktconv.model.module import Routing
+from ktconv.model.replace import ReplacedExperts
+from ktconv.model.sites import experts_watched, find_experts
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
 from ktconv.system.units import format_size
@@ -295,8 +297,8 @@ def capture_layer_inputs(
     """
     found: dict[int, LayerInput] = {}
 
-    def keep(layer: int, arguments: Sequence[Any]) -> None:
-        found[layer] = _as_input(layer, arguments)
+    def keep(layer: int, routing: Routing) -> None:
+        found[layer] = _as_input(layer, routing)
 
     ids = windows(tokenizer, text, tokens, 1)[0]
     with experts_watched(find_experts(model), keep), torch.inference_mode():
@@ -304,11 +306,11 @@ def capture_layer_inputs(
     return found
 
 
-def _as_input(layer: int, arguments: Sequence[Any]) -> LayerInput:
+def _as_input(layer: int, routing: Routing) -> LayerInput:
     """Copies, as NumPy arrays, of what an experts module got."""
-    if len(arguments) != 3:
+    hidden, ids, weights = routing
+    if hidden is None or weights is None:
         raise UsageError(f"the experts of layer {layer} are not called with ids and weights")
-    hidden, ids, weights = arguments
     rows = hidden.reshape(-1, hidden.shape[-1])
     return (
         rows.to(torch.float32, copy=True).numpy(),

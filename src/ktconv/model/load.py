@@ -102,15 +102,15 @@ def load_language_model(
         vars(config).pop("quantization_config", None)  # of other files than this one
         place, weights = gguf.parent, {"gguf_file": gguf.name}
     with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
-        from transformers import AutoModelForCausalLM
-
+        config = getattr(config, "thinker_config", config)  # of a model that also speaks
         if decoded is None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _class_for(config, name).from_pretrained(
                 place, config=config, dtype=dtype, output_loading_info=True,
                 **weights, **_SAFE, **placement,
             )  # fmt: skip
         else:
-            loaded = _load_decoded(directory, config, dtype, decoded, layers, placement)
+            kind = _class_for(config, name)
+            loaded = _load_decoded(kind, directory, config, dtype, decoded, layers, placement)
     model, report = loaded
     _check_complete(name, report)
     return model.eval()
@@ -142,6 +142,12 @@ def way_out(hint: str, memory: str = "use a machine with more memory") -> Iterat
         elif error.hint is None or isinstance(error, NeedsOwnCode):
             error.hint = hint
         raise
+
+
+def context_length(model: Any, most: int) -> int:
+    """The most tokens, up to `most`, that a model reads at a time."""
+    text = model.config.get_text_config()
+    return min(most, getattr(text, "max_position_embeddings", None) or most)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -225,7 +231,27 @@ def _cleaned(config: Any) -> Any:
     return config
 
 
+def _class_for(config: Any, name: Path) -> Any:
+    """The Auto class that has a language model for this config, with its vision and audio parts
+    where transformers does not have it without them. CheckpointError where there is none."""
+    import transformers
+
+    kinds: tuple[Any, ...] = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMultimodalLM,
+    )
+    for kind in kinds:
+        if type(config) in kind._model_mapping:
+            return kind
+    if getattr(config, "auto_map", None):
+        raise NeedsOwnCode(name, f"auto_map in {CONFIG_NAME}")
+    raise CheckpointError(
+        f"{name} is of type {config.model_type}, for which transformers has no language model"
+    )
+
+
 def _load_decoded(
+    kind: Any,
     directory: Path,
     config: Any,
     dtype: Any,
@@ -235,13 +261,11 @@ def _load_decoded(
 ) -> Any:
     """A model with decoded weights, and what transformers reports of loading it."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = _unquantized(config)
     weights = decoded.state_dict(_dtype_of(config, dtype), layers)
     with torch.device("meta"):  # of the Auto classes only this works without a directory of weights
-        untyped: Any = AutoModelForCausalLM
-        empty = untyped.from_config(config, trust_remote_code=False)
+        empty = kind.from_config(config, trust_remote_code=False)
     try:
         loaded: Any = type(empty).from_pretrained(
             None, config=empty.config, dtype=weights.dtype, output_loading_info=True,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.names import layer_number
-from ktconv.model.module import PackedExperts, SortedExperts
+from ktconv.model.module import PackedExperts, packed_class
+from ktconv.model.sites import Site, find_experts
+from ktconv.model.stored import StoredExperts
 from ktconv.moe import Experts, open_experts
-from ktconv.moe.load import activation_of, moe_layers, packed_experts
+from ktconv.moe.load import activation_of, moe_layers, output_activation, packed_experts
 from ktconv.packed.weights import open_packed
 from ktconv.system.pool import Pool
 
@@ -26,21 +25,6 @@ _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model 
 
 class UnlikeExperts(CheckpointError):
     """Packed experts whose outputs differ from those of the model's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a model has the experts of a layer."""
-
-    layer: int
-    path: str
-    parent: nn.Module
-    name: str
-
-    @property
-    def module(self) -> nn.Module:
-        found: nn.Module = getattr(self.parent, self.name)
-        return found
 
 
 class ReplacedExperts:
@@ -137,9 +121,11 @@ def replace_experts(
         raise UsageError(f"{directory} is not a directory")
     sites = find_experts(model)
     _check_layers(model, sites, directory)
-    experts = _open(directory, sites)
+    config: Any = getattr(model, "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    experts = _open(directory, sites, settings)
     for layer, site in sites.items():
-        _check_match(model, site, experts[layer], directory)
+        _check_match(settings, site, experts[layer], directory)
     with ExitStack() as used:
         if isa is not None:
             _use_isa(isa, used)
@@ -150,69 +136,17 @@ def replace_experts(
         return ReplacedExperts(sites, packed, keep, used.pop_all())
 
 
-def find_experts(model: nn.Module) -> dict[int, Site]:
-    """Layer -> where its experts are, whether the model's own or packed ones.
-
-    Raises CheckpointError if there are none, if experts are not in a numbered layer, or if a
-    layer has two.
-    """
-    sites: dict[int, Site] = {}
-    for path, module in model.named_modules():
-        if _is_fused(module) or isinstance(module, PackedExperts):
-            site = _site(model, path)
-            other = sites.setdefault(site.layer, site)
-            if other is not site:
-                raise CheckpointError(f"{other.path} and {path} both are layer {site.layer}")
-    if not sites:
-        raise CheckpointError(
-            f"no experts were found in this {type(model).__name__}",
-            "a Mixture-of-Experts model of transformers 5 has a module with gate_up_proj and "
-            "down_proj of all experts in each layer",
-        )
-    return sites
-
-
-@contextmanager
-def experts_watched(
-    sites: Mapping[int, Site], called: Callable[[int, Sequence[Any]], None]
-) -> Iterator[None]:
-    """Meanwhile `called(layer, arguments)` runs before each call of a layer's experts."""
-
-    def watch(layer: int, module: nn.Module) -> Any:
-        signature = inspect.signature(type(module).forward)  # of the object it may be a wrapper
-
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            called(layer, signature.bind(module, *args, **named).args[1:])
-
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    with ExitStack() as stack:
-        for layer, site in sites.items():
-            stack.callback(watch(layer, site.module).remove)
-        yield
-
-
-def _site(model: nn.Module, path: str) -> Site:
-    number = layer_number(path)
-    if number is None:
-        raise CheckpointError(f"the experts {path} are not in a numbered layer")
-    parent, _, name = path.rpartition(".")
-    return Site(number, path, model.get_submodule(parent), name)
-
-
-def _is_fused(module: nn.Module) -> bool:
-    """All experts of a layer in two three-dimensional parameters."""
-    matrices = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    return all(isinstance(matrix, Tensor) and matrix.ndim == 3 for matrix in matrices)
-
-
-def _open(directory: Path, layers: Iterable[int]) -> dict[int, Experts]:
-    """Each layer's experts; headers are read for all of them at once, not once per layer."""
+def _open(
+    directory: Path, layers: Iterable[int], settings: Mapping[str, Any]
+) -> dict[int, Experts]:
+    """Each layer's experts; headers are read for all of them at once, not once per layer.
+    Where `directory` does not say what experts compute, `settings` of the model do."""
     first, *others = sorted(layers)
-    experts = {first: open_experts(directory, first)}
+    experts = {first: open_experts(directory, first, settings)}
     packed = open_packed(directory)
     for layer in others:
-        experts[layer] = packed_experts(packed, layer, experts[first].activation)
+        activation = output_activation(directory, layer, settings)
+        experts[layer] = packed_experts(packed, layer, activation)
     return experts
 
 
@@ -239,54 +173,42 @@ def _check_layers(model: nn.Module, sites: Mapping[int, Site], directory: Path) 
         )
 
 
-def _check_match(model: nn.Module, site: Site, experts: Experts, directory: Path) -> None:
-    """The experts are plain matrices on the CPU, of the same sizes, with the same activation."""
-    _check_plain(site)
-    if getattr(site.module, "has_bias", False) != experts.biased:
-        missing = f"those in {directory}" if not experts.biased else "those of the model"
-        raise CheckpointError(
-            f"layer {site.layer} does not match: its experts have biases, {missing} do not",
-            "give the model that was converted",
-        )
-    theirs, ours = _sizes(site.module), (experts.count, experts.hidden, experts.intermediate)
-    for what, own, packed in zip(("experts", "hidden", "intermediate"), theirs, ours, strict=True):
-        if own != packed:
+def _check_match(
+    settings: Mapping[str, Any], site: Site, experts: Experts, directory: Path
+) -> None:
+    """The model's own experts are on the CPU and have the same matrices and activation."""
+    if isinstance(site.module, PackedExperts):
+        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
+    own = site.own
+    if own.tensors[-1].device.type != "cpu":
+        raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
+    for what, has, packed in _features(own, experts):
+        if has != packed:
+            those = f"those of the model {'have' if has else 'do not have'} {what}"
             raise CheckpointError(
-                f"layer {site.layer} does not match: {what} is {own} in the model and {packed} "
+                f"layer {site.layer} does not match: {those}, those in {directory} "
+                f"{'have' if packed else 'do not'}",
+                "give the model that was converted",
+            )
+    theirs = own.count, own.hidden, own.intermediate
+    ours = experts.count, experts.hidden, experts.intermediate
+    for what, size, found in zip(("experts", "hidden", "intermediate"), theirs, ours, strict=True):
+        if size != found:
+            raise CheckpointError(
+                f"layer {site.layer} does not match: {what} is {size} in the model and {found} "
                 f"in {directory}",
                 "give the model that was converted",
             )
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict") and activation_of(config.to_dict()) != experts.activation:
+    if settings and activation_of(settings, site.layer) != experts.activation:
         raise CheckpointError(
-            f"the model and {directory} do not have the same activation",
-            "compare hidden_act in both config.json",
+            f"the model and {directory} do not have the same activation in layer {site.layer}",
+            "compare hidden_act, and settings of limits, in both config.json",
         )
 
 
-def _check_plain(site: Site) -> None:
-    module: Any = site.module
-    if isinstance(module, PackedExperts):
-        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
-    if getattr(module, "has_post_expert_norm", False):
-        raise CheckpointError(
-            f"{site.path}, the experts of {type(module).__name__}, have their own "
-            "norm, which packed experts do not support",
-            "the model can be converted and verified up to --level layers",
-        )
-    if module.down_proj.device.type != "cpu":
-        raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
-
-
-def _sizes(module: Any) -> tuple[int, int, int]:
-    """Experts, hidden size, intermediate size.
-
-    down_proj is [E, H, I] or, transposed, [E, I, H]: gate_up_proj has 2 * I on its other side.
-    """
-    count, rows, cols = module.down_proj.shape
-    if tuple(module.gate_up_proj.shape[1:]) == (2 * cols, rows):
-        return count, rows, cols
-    return count, cols, rows
+def _features(own: StoredExperts, experts: Experts) -> Iterator[tuple[str, bool, bool]]:
+    yield "biases", own.biased, experts.biased
+    yield "a gate projection", own.gated, experts.activation.gated
 
 
 def _use_isa(name: str, used: ExitStack) -> None:
@@ -300,14 +222,8 @@ def _use_isa(name: str, used: ExitStack) -> None:
 
 
 def _packed(site: Site, experts: Experts, pool: Pool | None) -> PackedExperts:
-    """The module for this place; CheckpointError for an unknown call signature of experts."""
-    count = len(inspect.signature(site.module.forward).parameters)
-    kinds: dict[int, type[PackedExperts]] = {1: SortedExperts, 3: PackedExperts}
-    if count not in kinds:
-        raise CheckpointError(
-            f"{type(site.module).__name__} is called with {count} arguments, which is not known"
-        )
-    return kinds[count](experts, pool, site.module).eval()
+    """The module for this place; CheckpointError where it is not known how experts are called."""
+    return packed_class(site.own)(experts, pool, site.own).eval()
 
 
 def _elsewhere(experts: Experts) -> list[int]:
@@ -320,28 +236,18 @@ def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
 
     Packed weights of another checkpoint can have the very same sizes.
     """
-    dtype: Any = site.module.down_proj.dtype
+    own = site.own
+    dtype = own.tensors[-1].dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return  # experts that transformers has quantized itself: only it knows how to run them
-    arguments = _trial(packed, dtype)
+    generator = torch.Generator().manual_seed(0)
+    token = torch.randn((1, own.hidden), generator=generator).to(dtype)
+    first = int((packed.experts.origins >= 0).argmax())
     with torch.no_grad():
-        theirs, ours = site.module(*arguments).float(), packed(*arguments).float()
-    likeness = torch.nn.functional.cosine_similarity(theirs.flatten(), ours.flatten(), dim=0)
+        theirs, ours = (one.float().flatten() for one in packed.compared(own, first, token))
+    likeness = torch.nn.functional.cosine_similarity(theirs, ours, dim=0)
     if theirs.any() and not likeness > _LEAST_LIKENESS:
         raise UnlikeExperts(
             f"the experts of layer {site.layer} in {directory} are not those of the model",
             "give the model that was converted",
         )
-
-
-def _trial(packed: PackedExperts, dtype: torch.dtype) -> tuple[Any, ...]:
-    """What an experts module is called with to send one random token through the first expert
-    that is packed."""
-    experts, generator = packed.experts, torch.Generator().manual_seed(0)
-    first = int((experts.origins >= 0).argmax())
-    token = torch.randn((1, experts.hidden), generator=generator).to(dtype)
-    if isinstance(packed, SortedExperts):
-        tokens = token.new_zeros((experts.count, experts.hidden))
-        tokens[first] = token
-        return (tokens,)
-    return token, torch.full((1, 1), first), torch.ones((1, 1), dtype=dtype)

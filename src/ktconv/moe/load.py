@@ -75,18 +75,23 @@ def moe_layers(directory: Path) -> list[int]:
     return list(open_packed(directory).layers)
 
 
-def open_experts(directory: Path, layer: int | None = None) -> Experts:
+def open_experts(
+    directory: Path, layer: int | None = None, settings: Mapping[str, Any] | None = None
+) -> Experts:
     """One layer's experts (the first that has some, if not told), of shards or layer folders.
 
-    Method, sizes and number of parts follow from the tensors' sizes. The norm that some models
-    apply to each expert's output is not part of it. Raises CheckpointError if
-    tensors are missing, contradict each other or have scales that are no numbers, UsageError if
-    there is no such layer.
+    `settings`: those of the model's config.json, where `directory` does not say what experts
+    compute. Method, sizes and number of parts follow from the tensors' sizes. The norm that some
+    models apply to each expert's output is not part of it. Raises CheckpointError if tensors are
+    missing, contradict each other or have scales that are no numbers, UsageError if there is no
+    such layer.
     """
-    return open_layer(directory, layer)[1]
+    return open_layer(directory, layer, settings)[1]
 
 
-def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]:
+def open_layer(
+    directory: Path, layer: int | None = None, settings: Mapping[str, Any] | None = None
+) -> tuple[int, Experts]:
     """open_experts, with the layer's number."""
     packed = open_packed(directory)
     layers = list(packed.layers)
@@ -99,7 +104,7 @@ def open_layer(directory: Path, layer: int | None = None) -> tuple[int, Experts]
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    experts = packed_experts(packed, wanted, _activation(directory, wanted))
+    experts = packed_experts(packed, wanted, output_activation(directory, wanted, settings))
     _expect_finite_scales(packed, wanted)
     return wanted, experts
 
@@ -125,13 +130,17 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
             )
 
 
-def _activation(directory: Path, layer: int) -> Activation:
-    """By config.json; where there is none by the manifest, if it has one."""
-    if not (directory / CONFIG_NAME).exists() and (manifest := read_manifest(directory)):
+def output_activation(
+    directory: Path, layer: int, settings: Mapping[str, Any] | None = None
+) -> Activation:
+    """Of a layer of packed experts: by config.json; where there is none by the manifest, else by
+    `settings`, else SiLU."""
+    config = _config(directory)
+    if not config and (manifest := read_manifest(directory)):
         recorded = of_records(manifest.geometry) or {}
         if layer in recorded:
             return kernel_activation(recorded[layer])
-    return activation_of(_config(directory), layer)
+    return activation_of(config or settings or {}, layer)
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.model.load import context_length
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
 from ktconv.system.arrays import I32, I64
 from ktconv.system.text import Notify, path_text, silent
 from ktconv.system.units import format_duration
+
+if TYPE_CHECKING:
+    from ktconv.model.module import Routing
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 _WINDOWS = 8  # that are read at once where reading the weights costs more than they do
@@ -45,7 +49,7 @@ class Recorder:
         self, model: Path, max_memory: int | None = None, config: Path | None = None
     ) -> None:
         from ktconv.model import load_model
-        from ktconv.model.replace import find_experts
+        from ktconv.model.sites import find_experts
 
         self._folder = TemporaryDirectory(prefix="ktconv-") if max_memory is not None else None
         self._windows = 1 if self._folder is None else _WINDOWS
@@ -72,10 +76,7 @@ class Recorder:
     @property
     def experts(self) -> dict[int, int]:
         """Number of experts by layer."""
-        return {
-            layer: int(site.module.down_proj.shape[0])  # type: ignore[index]
-            for layer, site in sorted(self._sites.items())
-        }
+        return {layer: site.count for layer, site in sorted(self._sites.items())}
 
     def read(
         self, pieces: Iterable[str], max_tokens: int, notify: Notify = silent, *, keep: bool = False
@@ -87,22 +88,22 @@ class Recorder:
         """
         import torch
 
-        from ktconv.model.replace import experts_watched
+        from ktconv.model.sites import experts_watched
 
         found = {layer: _Layer(np.zeros(n, np.int64)) for layer, n in self.experts.items()}
-        length = getattr(self._model.config, "max_position_embeddings", None) or WINDOW
+        length = context_length(self._model, WINDOW)
         progress, tokens = _Progress(max_tokens, notify), 0
 
-        def count(layer: int, arguments: Sequence[Any]) -> None:
+        def count(layer: int, routing: Routing) -> None:
             about, experts = found[layer], len(found[layer].counts)
-            ids = _chosen(layer, arguments, experts)
+            ids = _chosen(routing, experts)
             about.counts += np.bincount(ids[ids >= 0], minlength=experts)
             about.tokens += len(ids)
             if keep:
                 about.ids.append(ids)
 
         with experts_watched(self._sites, count), torch.inference_mode():
-            windows = token_windows(self._tokenizer, pieces, min(WINDOW, length), max_tokens)
+            windows = token_windows(self._tokenizer, pieces, length, max_tokens)
             for batch in _batches(windows, self._windows):
                 # The logits are not needed, and can be larger than all else that is computed.
                 self._model.base_model(input_ids=torch.tensor(batch), use_cache=False)
@@ -118,23 +119,15 @@ class Recorder:
         return Statistics(layers, self.about | {"tokens": tokens}), ids
 
 
-def _chosen(layer: int, arguments: Sequence[Any], experts: int) -> I32:
+def _chosen(routing: Routing, experts: int) -> I32:
     """Chosen experts [M, K] of a call; -1 where a token chose fewer, or one without weights, as
     LongCat's that return their input."""
-    if len(arguments) == 3:  # hidden states, ids, weights
-        tokens = arguments[0].numel() // arguments[0].shape[-1]
-        ids: I32 = arguments[1].reshape(tokens, -1).cpu().numpy().astype(np.int32)  # a copy
-        ids[(ids < 0) | (ids >= experts)] = -1
-        return ids
-    if len(arguments) == 1:  # Llama 4: every expert gets all tokens, as zeros if not chosen
-        chosen = arguments[0].reshape(experts, -1, arguments[0].shape[-1]).any(dim=2).T
-        top_k = int(chosen.sum(dim=1).max())
-        order = np.argsort(~chosen.numpy(), axis=1, kind="stable")[:, :top_k]
-        return np.where(np.take_along_axis(chosen.numpy(), order, 1), order, -1).astype(np.int32)
-    raise CheckpointError(
-        f"the experts of layer {layer} are called with {len(arguments)} "
-        "arguments, which is not supported"
-    )
+    hidden, ids, _ = routing
+    if hidden is not None:
+        ids = ids.reshape(hidden.numel() // hidden.shape[-1], -1)
+    found: I32 = ids.cpu().numpy().astype(np.int32)  # a copy
+    found[(found < 0) | (found >= experts)] = -1
+    return found
 
 
 # ---- text ------------------------------------------------------------------------------

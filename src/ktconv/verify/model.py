@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ktconv.errors import ResourceError, UsageError
 from ktconv.model.decoded import loaded_bytes
-from ktconv.model.load import load_config, running, way_out
+from ktconv.model.load import context_length, load_config, running, way_out
 from ktconv.model.text import read_text
 from ktconv.system import machine
 from ktconv.system.text import Notify
@@ -110,8 +110,7 @@ class ModelCheck(ABC):
         self._notify("loading the source model")
         origin = self._output.source
         model, tokenizer = load_model(origin.path, config_directory=origin.side_directory)
-        length = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
-        runs = windows(tokenizer, text, length, self._request.windows)
+        runs = windows(tokenizer, text, context_length(model, WINDOW), self._request.windows)
         prompt = text[:PROMPT_CHARACTERS]
         with self._pair(model) as (both, experts, about):
             self._notify(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")

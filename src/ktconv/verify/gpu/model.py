@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint import PROJECTIONS
-from ktconv.errors import CheckpointError
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
@@ -120,7 +118,7 @@ class _Swapped(_Pair):
     def _put_all(self, model: Any, output: GpuOutput) -> None:
         import torch
 
-        from ktconv.model.replace import find_experts
+        from ktconv.model.sites import find_experts
 
         sources, here, modules = output.source_layers, output.layers, output.experts
         with torch.no_grad():
@@ -128,20 +126,8 @@ class _Swapped(_Pair):
                 layer = sources[index]
                 self.experts_of_source += len(layer.experts) - len(here.get(index, ()))
                 for expert in here.get(index, ()):
-                    views = _views(site.module, expert, layer.hidden_size, layer.intermediate_size)
-                    for proj, view in zip(PROJECTIONS, views, strict=True):
+                    for proj, view in site.own.matrices(expert).items():
                         matrix = layer.experts[expert][proj]
                         found = dequantized(output, modules[index, expert, proj], matrix).values()
                         self._kept.append((view, torch.from_numpy(found).to(view.dtype)))
         self._exchange()
-
-
-def _views(module: Any, expert: int, hidden: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate [I, H], up [I, H] and down [H, I] of one expert within fused parameters, which may be
-    transposed. CheckpointError for any other form."""
-    gate_up, down = module.gate_up_proj.data[expert], module.down_proj.data[expert]
-    if tuple(gate_up.shape) == (2 * inner, hidden) and tuple(down.shape) == (hidden, inner):
-        return gate_up[:inner], gate_up[inner:], down
-    raise CheckpointError(
-        f"{type(module).__name__} stores its experts in an unsupported way", "run --level layers"
-    )
