@@ -17,8 +17,8 @@ def contradictions(
 ) -> Iterator[tuple[str, int]]:
     """Sentences about layers whose sizes or projections differ from config.json, and their
     numbers."""
-    settings = (config.num_experts, config.hidden_size, config.intermediate_size)
     for index, (*sizes, gated) in layers.items():
+        settings = (config.num_experts, config.width_of(sizes[1]), config.intermediate_size)
         if config.gated not in (None, gated):
             found, expected = ("have", "have none") if gated else ("have no", "have one")
             yield (

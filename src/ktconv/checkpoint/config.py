@@ -58,7 +58,7 @@ class ModelConfig:
     """The part of config.json that the experts are checked against; None: not given."""
 
     model_types: frozenset[str]
-    hidden_size: Setting | None
+    widths: Sequence[Setting]  # that experts' inputs may have: first the one that most have
     intermediate_size: Setting | None  # of one expert
     num_experts: Setting | None
     listed_sizes: Sequence[ListSetting]  # of intermediate_size, where it is a list
@@ -78,6 +78,12 @@ class ModelConfig:
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
     online_rotation: bool  # weights are of inputs that compressed-tensors rotates
     described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
+
+    def width_of(self, found: int) -> Setting | None:
+        """The setting of the experts' hidden size, which is `found`, or else should be."""
+        return next(
+            (one for one in self.widths if one.value == found), next(iter(self.widths), None)
+        )
 
     def top_k_fault(self, experts: int) -> str | None:
         """A sentence if a token is to go to more experts than the `experts` of a layer."""
@@ -171,8 +177,7 @@ def interpret_config(
         model_types=frozenset(
             one["model_type"] for one in sections if isinstance(one.get("model_type"), str)
         ),
-        hidden_size=_one_size(sections, keys("width of experts"))
-        or _one_size(sections, keys("hidden size")),
+        widths=_widths(sections),
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers),
@@ -219,6 +224,13 @@ def _one_size(
         if found:
             return found[0]
     return None
+
+
+def _widths(sections: Sequence[Mapping[str, Any]]) -> Sequence[Setting]:
+    """Of latent experts, and of the model: an MTP layer's experts need not be latent too."""
+    keys = table.FAMILIES.keys
+    found = [_not_zero(_one_size(sections, (key,))) for key in keys("width of experts")]
+    return list(filter(None, (*found, _one_size(sections, keys("hidden size")))))
 
 
 def _check_size(setting: Setting) -> None:

@@ -12,13 +12,14 @@ from ktconv.checkpoint.encodings import Candidate, candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
 from ktconv.checkpoint.encodings.refusals import check_described, check_rotation
 from ktconv.checkpoint.encodings.shapes import biases
-from ktconv.checkpoint.fused import fused_layout, fused_parts, stacked_layout
+from ktconv.checkpoint.fused import first_output, fused_experts, order_of
+from ktconv.checkpoint.naming_map import Order
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.family import PROJECTIONS, UNGATED, Matrices, Projection
+from ktconv.families.family import PROJECTIONS, UNGATED, Projection
 from ktconv.families.names import known_spellings, matrix_name
 
 _NUMBER = re.compile("[0-9]{1,6}")
@@ -43,7 +44,7 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
     Raises CheckpointError naming the tensor for anything missing, left over, of an
     unsupported encoding, or of a shape that the config or the other experts contradict.
     """
-    numbered = any(rest[0].isdecimal() for rest in stack.tensors if rest)
+    numbered = any(_is_numbered(rest) for rest in stack.tensors)
     count, parts, views = (_numbered if numbered else _fused)(stack, config)
     encodings = _EncodingsOfLayer(config)
     experts = []
@@ -63,40 +64,96 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
     )
 
 
+def _is_numbered(rest: str) -> bool:
+    """Whether this is 5.gate_proj.weight, or gate_proj.5.weight."""
+    return rest[:1].isdecimal() or rest.partition(".")[2][:1].isdecimal()
+
+
 def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
     found = _group_by_expert(stack)
     _check_complete(stack, found, config)
-    inner, hidden = _sizes(found[0], config, turned=stack.stored == "in-out")
+    inner, hidden = _sizes(stack, found[0], config)
     shapes: Mapping[Projection, tuple[int, int]] = {
         "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)
     }  # fmt: skip
-    views = {projection: _whole_views(*shape) for projection, shape in shapes.items()}
-    if stack.stored == "in-out":
-        views = {projection: (turned, turned) for projection, (_, turned) in views.items()}
-    return len(found), found.__getitem__, lambda expert: views
+    apart = {projection: _whole_views(*shape) for projection, shape in shapes.items()}
+    turned = stack.stored == "in-out"
+    if turned:
+        apart = {projection: (view, view) for projection, (_, view) in apart.items()}
+    joined = {expert: found[expert] for expert in found if _together(found[expert])}
+    if not joined:
+        return len(found), found.__getitem__, lambda expert: apart
+    words = set()
+    for expert in joined.values():
+        tensors = list(expert["up"].values())
+        words.add(word := _gate_up_word(tensors[0]))
+        for stray in (one for one in tensors if f".{word}." not in one.name):
+            raise _twice(tensors[0], stray)
+    first = next(iter(joined.values()))["up"]
+    order = order_of(stack, words.pop(), first, config)
+    together = {what: _half_views(inner, hidden, order, what) for what in PROJECTIONS[:2]}
+    if turned:
+        together = {what: (view, view) for what, (_, view) in together.items()}
+    together = {**apart, **together}
+    return len(found), found.__getitem__, lambda one: together if one in joined else apart
+
+
+def _together(expert: Mapping[Projection, Parts]) -> bool:
+    """Whether gate and up are one tensor."""
+    return expert.get("gate") is expert["up"]
+
+
+def _gate_up_word(tensor: TensorRef) -> str:
+    words = tensor.name.split(".")
+    return next((word for word in reversed(words) if word in table.FAMILIES.fused), "")
+
+
+def _half_views(inner: int, hidden: int, order: Order, half: Projection) -> _Views:
+    """Gate or up of one expert's tensor of both."""
+    first, step = first_output(order, half, inner)
+    return (
+        StoredView(2 * inner, hidden, inner, hidden, row=first, step=step),
+        StoredView(hidden, 2 * inner, inner, hidden, col=first, step=step, transposed=True),
+    )
 
 
 def _group_by_expert(stack: Stack) -> _Found:
+    """The tensors of each expert; gate and up have the same ones where they are together."""
     found: _Found = {}
-    projections = table.FAMILIES.projections
+    projections, fused = table.FAMILIES.projections, table.FAMILIES.fused
     for rest, tensor in stack.tensors.items():
         number, _, tail = rest.partition(".")
         name, _, part = tail.partition(".")
+        if not number.isdecimal():
+            number, name = name, number
         projection = projections.get(name)
+        if projection is None and name in fused:
+            projection = "up"
         if projection is None or not part or not _NUMBER.fullmatch(number):
             raise CheckpointError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known tensor of "
                 "numbered experts",
                 f"Known are {known_spellings()} with .weight.",
             )
-        parts = found.setdefault(int(number), {}).setdefault(projection, {})
+        expert = found.setdefault(int(number), {})
+        parts = expert.setdefault(projection, {})
+        if (
+            name in fused
+            and name not in projections
+            and expert.setdefault("gate", parts) is not parts
+        ):
+            raise _twice(next(iter(expert["gate"].values())), tensor)
         if part in parts:
-            raise CheckpointError(
-                f"{parts[part].name} and {tensor.name} are the same weight under two names",
-                "Remove one of them from the checkpoint.",
-            )
+            raise _twice(parts[part], tensor)
         parts[part] = tensor
     return found
+
+
+def _twice(one: TensorRef, other: TensorRef) -> CheckpointError:
+    return CheckpointError(
+        f"{one.name} and {other.name} are the same weight under two names",
+        "Remove one of them from the checkpoint.",
+    )
 
 
 def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
@@ -114,11 +171,9 @@ def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
     for expert in range(expected):
         projections = found.get(expert, {})
         if len(projections) != len(wanted):
-            spelt = _spelling(stack)
-            absent = next(spelt.of(one) for one in wanted if one not in projections)
+            absent = next(one for one in wanted if one not in projections)
             raise CheckpointError(
-                f"{matrix_name(stack.source, expert, absent)} is missing"
-                + _missing_experts(found, expected),
+                f"{_name_of(stack, expert, absent)} is missing" + _missing_experts(found, expected),
                 _INCOMPLETE,
             )
 
@@ -131,28 +186,41 @@ def _missing_experts(found: _Found, expected: int) -> str:
     return f": the layer has no expert {listed} of 0-{expected - 1}"
 
 
-def _spelling(stack: Stack) -> Matrices:
-    """How this stack names its projections, so that an error names the key to look for."""
-    names = {rest.split(".")[1] for rest in stack.tensors}
-    return next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
+def _name_of(stack: Stack, expert: int, projection: Projection) -> str:
+    """As this stack names its weights, so that an error names the key to look for."""
+    words = [rest.split(".")[:2] for rest in stack.tensors]
+    names = {word for pair in words for word in pair}
+    spelt = next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
+    usual = matrix_name(stack.source, expert, spelt.of(projection))
+    if words[0][0].isdecimal() or not usual.startswith(f"{stack.source}.{expert}."):
+        return usual
+    return f"{stack.source}.{spelt.of(projection)}.{expert}.weight"
 
 
 def _sizes(
-    expert: Mapping[Projection, Parts], config: ModelConfig, turned: bool
+    stack: Stack, expert: Mapping[Projection, Parts], config: ModelConfig
 ) -> tuple[int, int]:
     """Intermediate and hidden size: from the config, else the outputs of up and of down, which
     no packing along the inputs hides. `turned`: weights are stored [in, out]."""
 
-    def outputs(projection: Projection) -> int:
+    def outputs(projection: Projection) -> list[int]:
         # A weight that is not 2-D will be refused by name for its shape.
         possible = candidates(expert[projection])
-        if turned:
+        if stack.stored == "in-out":
             sizes = (one.encoding.sizes(one.weight, True) for one in possible)
-            return next((size[-1] for size in sizes if len(size) == 2), 0)
-        return next(filter(None, (one.encoding.outputs(one.roles) for one in possible)), 0)
+            return [size[-1] for size in sizes if len(size) == 2] or [0]
+        return [found for one in possible if (found := one.encoding.outputs(one.roles))] or [0]
 
-    inner = config.intermediate_size.value if config.intermediate_size else outputs("up")
-    return inner, config.hidden_size.value if config.hidden_size else outputs("down")
+    halves = 2 if _together(expert) else 1
+    inner = (
+        config.intermediate_size.value if config.intermediate_size else outputs("up")[0] // halves
+    )
+    widths = [setting.value for setting in config.widths]
+    if len(widths) == 1 and not stack.latent:
+        return inner, widths[0]
+    found = outputs("down")
+    known = [size for size in found if size in widths or size in stack.latent]
+    return inner, next(iter((*known, *widths, *found)))
 
 
 def _whole_views(rows: int, cols: int) -> _Views:
@@ -160,14 +228,11 @@ def _whole_views(rows: int, cols: int) -> _Views:
 
 
 def _fused(stack: Stack, config: ModelConfig) -> _Contents:
-    parts = fused_parts(stack, config.gated)
-    if parts.get("gate") is parts["up"]:
-        layout = fused_layout(stack, parts, config)
-    else:
-        layout = stacked_layout(stack, parts, config)
+    layout, parts = fused_experts(stack, config)
     name = layout.gate
     _check_size(name, "expert count", layout.experts, config.num_experts)
-    _check_size(name, "hidden size", layout.hidden, config.hidden_size)
+    if layout.hidden not in stack.latent:
+        _check_size(name, "hidden size", layout.hidden, config.width_of(layout.hidden))
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
 
     def views(expert: int) -> Mapping[Projection, _Views]:
@@ -256,7 +321,7 @@ class _EncodingsOfLayer:
     def _wrong_shape(self, weight: TensorRef, expected: str) -> CheckpointError:
         known = [
             f"{setting.key} {setting.value}"
-            for setting in (self._config.hidden_size, self._config.intermediate_size)
+            for setting in (*self._config.widths, self._config.intermediate_size)
             if setting is not None
         ]
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"

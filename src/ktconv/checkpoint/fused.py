@@ -13,8 +13,13 @@ a = 2d = 2a, so a = 0, and empty tensors are refused. So 2I = H (square gate_up)
 down, I = H (square down) by gate_up, and two squares fit neither. The model type
 is not used: Qwen3-VL is in-out on the hub and out-in when transformers saved it.
 
-Gate is before up, or, in gpt-oss, the even outputs are gate and the odd ones up, also in scales and
-biases. Shapes do not show it: MXFP4 blocks are gpt-oss's own, otherwise the model type decides.
+Gate is before up, or, in gpt-oss and Inkling, the even outputs are gate and the odd ones up, also
+in scales and biases. Shapes do not show it: MXFP4 blocks are gpt-oss's own, otherwise the model
+type decides, for the name that its row gives the tensor: Inkling's w13_weight is interleaved, but
+Hy4's is not, nor Inkling's gate_up_proj.
+
+DBRX has the rows of all experts in one axis, [E * I, H] in all three tensors: gate and up are
+stored [out, in], down [in, out]. config.json has E.
 """
 
 from __future__ import annotations
@@ -26,15 +31,18 @@ from itertools import product
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings import candidates
-from ktconv.checkpoint.encodings.base import BIAS, BLOCKS, Parts
+from ktconv.checkpoint.encodings.base import BIAS, BLOCKS, WEIGHT, Parts
+from ktconv.checkpoint.naming_map import Order
 from ktconv.checkpoint.stacks import Stack
 from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.family import Projection
+from ktconv.families.names import known_spellings
 from ktconv.families.table import one_of
 
+_DAMAGED = "The checkpoint is damaged or incomplete; download it again."
 # How names beside gate_up_proj begin that are weight_... beside a matrix of its own.
 _COMPANIONS = ("scale", "packed", "zero_point", "g_idx", "shape", "global_scale")
 
@@ -48,29 +56,27 @@ class FusedLayout:
     hidden: int
     intermediate: int
     transposed: bool  # stored [in, out]
-    together: bool = True  # gate and up are one tensor
-    interleaved: bool = False  # even outputs of that are gate, odd ones up
-    up_first: bool = False  # of that the first half is up
+    order: Order | None  # of gate and up in one tensor; None: they are apart
+    down_turned: bool = False  # down is stored the other way round
 
     def views(self, expert: int) -> Mapping[Projection, StoredView]:
         """The positions of the three matrices of `expert`."""
         return {
-            "gate": self._gate_up(expert, self.intermediate if self.up_first else 0),
-            "up": self._gate_up(expert, 0 if self.up_first else self._up),
-            "down": self._view(expert, self.hidden, self.intermediate, self.hidden),
+            "gate": self._half(expert, "gate"),
+            "up": self._half(expert, "up"),
+            "down": self._down(expert),
         }
 
-    @property
-    def _up(self) -> int:
-        """The first output that is up."""
-        if self.interleaved:
-            return 1
-        return self.intermediate if self.together else 0
+    def _down(self, expert: int) -> StoredView:
+        one = replace(self, transposed=True) if self.down_turned else self
+        return one._view(expert, self.hidden, self.intermediate, self.hidden)
 
-    def _gate_up(self, expert: int, output: int) -> StoredView:
-        width, step = (2 if self.together else 1), (2 if self.interleaved else 1)
+    def _half(self, expert: int, half: Projection) -> StoredView:
+        inner = self.intermediate
+        if self.order is None:
+            return self._view(expert, inner, self.hidden, inner)
         return self._view(
-            expert, self.intermediate, self.hidden, width * self.intermediate, output, step
+            expert, inner, self.hidden, 2 * inner, *first_output(self.order, half, inner)
         )
 
     def _view(
@@ -92,11 +98,28 @@ class FusedLayout:
         )
 
 
-def fused_parts(
-    stack: Stack, gated: bool | None = None
-) -> Mapping[Projection, dict[str, TensorRef]]:
-    """The tensors of a fused stack by the names of their parts; gate and up have the same ones
-    where they are together. `gated`: whether there must be a gate; None: the tensors decide."""
+_Parts = Mapping[Projection, Parts]  # gate and up have the same ones where they are together
+
+
+def fused_experts(stack: Stack, config: ModelConfig) -> tuple[FusedLayout, _Parts]:
+    """Sizes and layout of a fused stack, and its tensors by the names of their parts.
+
+    Raises CheckpointError naming the tensor that is missing, unknown, or of a shape that fits none.
+    """
+    way, parts = _found_parts(stack, config.gated)
+    if not table.FAMILIES.rows_of_all.isdisjoint(way.values()):
+        return _rows_of_all(parts, config)
+    if "gate" in way and way["gate"] == way["up"]:
+        order = order_of(stack, way["up"], parts["up"], config)
+        return _together(stack, parts, order, config), parts
+    return _apart(stack, parts, config), parts
+
+
+def _found_parts(
+    stack: Stack, gated: bool | None
+) -> tuple[Mapping[Projection, str], Mapping[Projection, dict[str, TensorRef]]]:
+    """The names of the tensors, and these. `gated`: whether there must be a gate; None: the
+    tensors decide."""
     ways, pattern = table.FAMILIES.stacked, _pattern()
     found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
@@ -105,9 +128,8 @@ def fused_parts(
             raise CheckpointError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known way to "
                 "store experts",
-                "Known are experts.<e>.<projection>.weight, and "
-                + "; ".join(" with ".join(one) for one in ways)
-                + ".",
+                f"Known are numbered experts with {known_spellings()}, or stacked ones, such as "
+                f"{' with '.join(dict.fromkeys(ways[0].values()))}.",
             )
         part = _part_name(match[2], match[3])
         owner = found.setdefault(match[1], {})
@@ -117,37 +139,36 @@ def fused_parts(
                 "Remove one of them from the checkpoint.",
             )
         owner[part] = tensor
-    way = max(ways, key=lambda way: len(found.keys() & set(way)))  # the first of several
-    gate, *_, up, down = (way[0], *way)
-    if len(way) == 3 and not gated and gate not in found:
-        way = way[1:]
-    for name in way:
+    way = max(ways, key=lambda way: len(found.keys() & way.values()))  # the first of several
+    first = next(iter(way.values()))
+    if not gated and way.get("gate") not in found and way["up"] in found:
+        way = {what: name for what, name in way.items() if what != "gate"}
+    for name in way.values():
         if name not in found:
             raise CheckpointError(
                 f"{stack.source}.{name} is missing, although {tensor.name} is there",
                 "Download the checkpoint again.",
             )
-    if stray := found.keys() - set(way):
+    if stray := found.keys() - way.values():
         name = next(iter(found[min(stray)].values())).name
         raise CheckpointError(
-            f"{name} and {stack.source}.{gate} are two ways to store the same experts",
+            f"{name} and {stack.source}.{first} are two ways to store the same experts",
             "Remove one of them from the checkpoint.",
         )
-    rows = {name: _rows_of_bytes(found[name]) for name in way}
-    others: dict[Projection, dict[str, TensorRef]] = {"up": rows[up], "down": rows[down]}
-    return {"gate": rows[gate], **others} if gate in rows else others
+    rows = {name: _rows_of_bytes(found[name]) for name in way.values()}
+    return way, {what: rows[name] for what, name in way.items()}
 
 
 def fused_name(source: str, tensor: TensorRef) -> str:
     """The name that a stacked weight of the experts `source` has where it is not encoded."""
     match = _pattern().fullmatch(tensor.name.removeprefix(f"{source}."))
-    assert match is not None, "fused_parts() found it"
+    assert match is not None, "fused_experts() found it"
     return f"{source}.{match[1]}" + (".weight" if match[2] == "." else "")
 
 
 def _pattern() -> re.Pattern[str]:
     """Name, separator and part of a tensor of stacked experts."""
-    names = dict.fromkeys(name for way in table.FAMILIES.stacked for name in way)
+    names = dict.fromkeys(name for way in table.FAMILIES.stacked for name in way.values())
     return re.compile(rf"({one_of(names)})(?:([._])(.+))?")
 
 
@@ -169,16 +190,36 @@ def _rows_of_bytes(parts: dict[str, TensorRef]) -> dict[str, TensorRef]:
     return parts | {BLOCKS: replace(blocks, shape=(*rows, groups * size))}
 
 
-def _is_interleaved(stack: Stack, parts: Parts, config: ModelConfig) -> bool:
-    """Whether even outputs are gate and odd ones up. CheckpointError where biases suggest it, and
-    nothing decides."""
+def order_of(stack: Stack, word: str, parts: Parts, config: ModelConfig) -> Order:
+    """How gate and up are ordered in the tensor `word` of both. CheckpointError where its name or
+    biases suggest that they are interleaved, and nothing decides."""
     if stack.order is not None:
-        return stack.order == "interleaved"
+        return stack.order
+    return "interleaved" if _is_interleaved(word, parts, config) else "gate first"
+
+
+def first_output(order: Order, half: Projection, inner: int) -> tuple[int, int]:
+    """The first output of gate or up, `inner` each, in a tensor of both, and the distance of its
+    outputs."""
+    if order == "interleaved":
+        return (1 if half == "up" else 0), 2
+    return (inner if (half == "up") == (order == "gate first") else 0), 1
+
+
+def _is_interleaved(word: str, parts: Parts, config: ModelConfig) -> bool:
     if BLOCKS in parts:
         return True
-    if table.FAMILIES.bare_layer.fullmatch(stack.source):  # GGUF files are written gate first
+    if word in table.FAMILIES.bare_gate_up:  # GGUF files are written gate first
         return False
+    tensor = next(iter(parts.values()))
     rows = [row for kind in config.model_types if (row := table.FAMILIES.of(kind)) is not None]
+    spelt = [row for row in table.FAMILIES.rows if row.matrices.gate_up == word]
+    if not rows and spelt and all(row.interleaved for row in spelt if row.types):
+        raise CheckpointError(
+            f"{tensor.name} has gate and up together, and nothing says whether they are "
+            "interleaved in it, as in Inkling, or one behind the other, as in Hy4",
+            "Correct model_type in config.json if the model is a copy of one of them.",
+        )
     if BIAS in parts and not any(row.expert_biases for row in rows):
         raise CheckpointError(
             f"{parts[BIAS].name} is a bias of stacked experts, and nothing says whether gate and "
@@ -186,15 +227,11 @@ def _is_interleaved(stack: Stack, parts: Parts, config: ModelConfig) -> bool:
             "Known are gpt_oss and openai_privacy_filter as model_type in config.json; correct it "
             "there if the model is a copy of one of them.",
         )
-    return any(row.interleaved for row in rows)
+    return any(row.interleaved for row in rows if row.matrices.gate_up == word)
 
 
-def fused_layout(
-    stack: Stack, parts: Mapping[Projection, Parts], config: ModelConfig
-) -> FusedLayout:
-    """Decide the layout from the shapes of gate and up together and of down; raises CheckpointError
-    if they fit none."""
-    interleaved = _is_interleaved(stack, parts["gate"], config)
+def _together(stack: Stack, parts: _Parts, order: Order, config: ModelConfig) -> FusedLayout:
+    """The layout by the shapes of gate and up together and of down."""
     gate_ups, downs = candidates(parts["gate"]), candidates(parts["down"])
     for gate_up, down in product(gate_ups, downs):
         shapes = [gate_up.weight.shape, down.weight.shape]
@@ -207,15 +244,7 @@ def fused_layout(
                 wide, narrow = wide[::-1], narrow[::-1]
             hidden, inner = narrow
             if experts == same and wide == [2 * inner, hidden]:
-                return FusedLayout(
-                    gate_up.weight.name,
-                    experts,
-                    hidden,
-                    inner,
-                    transposed,
-                    interleaved=interleaved,
-                    up_first=stack.order == "up first",
-                )
+                return FusedLayout(gate_up.weight.name, experts, hidden, inner, transposed, order)
     found = (f"{one.weight.name} {list(one.weight.shape)}" for one in (gate_ups[0], downs[0]))
     raise CheckpointError(
         f"{' and '.join(found)} fit neither "
@@ -229,11 +258,8 @@ def _ways_stored(stack: Stack) -> Sequence[bool]:
     return (False, True) if stack.stored is None else (stack.stored == "in-out",)
 
 
-def stacked_layout(
-    stack: Stack, parts: Mapping[Projection, Parts], config: ModelConfig
-) -> FusedLayout:
-    """The layout of a tensor for each projection; raises CheckpointError if their shapes do not fit
-    each other."""
+def _apart(stack: Stack, parts: _Parts, config: ModelConfig) -> FusedLayout:
+    """The layout of a tensor for each projection."""
     possible = [candidates(one) for one in parts.values()]
     for found in product(*possible):
         if any(len(one.weight.shape) != 3 or min(one.weight.shape) == 0 for one in found):
@@ -244,21 +270,50 @@ def stacked_layout(
         if others == [first] * (len(others) - 1) + [(experts, hidden, inner)]:
             name = found[0].weight.name
             if turned or (stack.stored is None and _is_transposed(inner, hidden, config)):
-                return FusedLayout(name, experts, inner, hidden, True, together=False)
-            return FusedLayout(name, experts, hidden, inner, False, together=False)
+                return FusedLayout(name, experts, inner, hidden, True, None)
+            return FusedLayout(name, experts, hidden, inner, False, None)
     weights = [one[0].weight for one in possible]
     shapes = _listed(f"{one.name} {list(one.shape)}" for one in weights)
     wide, narrow = ("[E, I, H]", "[E, H, I]")[:: -1 if stack.stored == "in-out" else 1]
     expected = _listed([wide] * (len(weights) - 1) + [narrow])
     raise CheckpointError(
         f"{shapes} are not {expected}",
-        "The checkpoint is damaged or incomplete; download it again.",
+        _DAMAGED,
     )
+
+
+def _rows_of_all(parts: _Parts, config: ModelConfig) -> tuple[FusedLayout, _Parts]:
+    """The layout of DBRX, and the tensors as [E, I, H], which they are."""
+    weights = [one.get(WEIGHT, one[min(one)]) for one in parts.values()]
+    first, count = weights[0], config.num_experts
+    if count is None:
+        raise CheckpointError(
+            f"{first.name} {list(first.shape)} has the rows of all experts, but config.json does "
+            "not say how many there are",
+            "Add their number to config.json, as moe_num_experts in ffn_config.",
+        )
+    shape = first.shape
+    if len(shape) != 2 or min(shape) == 0 or any(one.shape != shape for one in weights):
+        shapes = _listed(f"{one.name} {list(one.shape)}" for one in weights)
+        raise CheckpointError(f"{shapes} are not [E * I, H] each", _DAMAGED)
+    if not count.value or shape[0] % count.value:
+        raise CheckpointError(
+            f"{first.name} has {shape[0]} rows, which are no equal parts of the "
+            f"{count.key} {count.value} experts of config.json",
+            "Check that config.json and the weights belong to one checkpoint.",
+        )
+    experts, inner = count.value, shape[0] // count.value
+    layout = FusedLayout(first.name, experts, shape[1], inner, False, None, down_turned=True)
+    split = {
+        what: {**named, WEIGHT: replace(weight, shape=(experts, inner, shape[1]))}
+        for (what, named), weight in zip(parts.items(), weights, strict=True)
+    }
+    return layout, split
 
 
 def _is_transposed(inner: int, hidden: int, config: ModelConfig) -> bool:
     """Whether config.json has these two sizes the other way round."""
-    sizes = (config.hidden_size, config.intermediate_size)
+    sizes = (config.width_of(inner), config.intermediate_size)
     return inner != hidden and [inner, hidden] == [one and one.value for one in sizes]
 
 
@@ -273,7 +328,7 @@ def _expected(config: ModelConfig, transposed: bool) -> str:
         return str(value * factor) if value else (f"{factor}{letter}" if factor > 1 else letter)
 
     experts = text(config.num_experts, "E")
-    hidden = text(config.hidden_size, "H")
+    hidden = text(next(iter(config.widths), None), "H")
     inner = text(config.intermediate_size, "I")
     double = text(config.intermediate_size, "I", 2)
     gate_up: Sequence[str] = (hidden, double) if transposed else (double, hidden)

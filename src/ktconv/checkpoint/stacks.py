@@ -13,7 +13,13 @@ from itertools import islice
 from ktconv.checkpoint.naming_map import Order, Stored
 from ktconv.checkpoint.types import TensorRef
 from ktconv.families import table
-from ktconv.families.names import ExpertsPath, parse_source, split_name
+from ktconv.families.names import (
+    ExpertsPath,
+    block_of,
+    is_of_other_experts,
+    parse_source,
+    split_name,
+)
 
 _TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
@@ -26,6 +32,7 @@ class Stack:
     tensors: dict[str, TensorRef] = field(default_factory=dict)
     order: Order | None = None  # of gate and up in one tensor, where a map says it
     stored: Stored | None = None
+    latent: frozenset[int] = frozenset()  # sizes of projections beside them into or out of a width
 
     @property
     def source(self) -> str:
@@ -66,11 +73,33 @@ def split_tensors(tensors: Iterable[TensorRef]) -> Split:
         stack = stacks[source]
         if stack is None:
             others.append(tensor)
-            unrecognised.append(tensor.name)
+            if not is_of_other_experts(source):
+                unrecognised.append(tensor.name)
         else:
             stack.tensors[rest] = tensor
-    found_stacks = [stack for stack in stacks.values() if stack is not None]
+    found_stacks = []
+    for stack in stacks.values():
+        if stack is None:
+            continue
+        for rest in table.FAMILIES.beside:
+            if rest in stack.tensors:
+                others.append(stack.tensors.pop(rest))
+        if stack.tensors:
+            found_stacks.append(stack)
+    latent = _latent(others)
+    for stack in found_stacks if latent else ():
+        stack.latent = latent.get(block_of(stack.source) or "", frozenset())
     return Split(found_stacks, others, unrecognised)
+
+
+def _latent(others: Iterable[TensorRef]) -> dict[str, frozenset[int]]:
+    """By block: sizes of the projections in it from a model's width to its experts'."""
+    known, found = frozenset(table.FAMILIES.latent), dict[str, frozenset[int]]()
+    for tensor in others:
+        block, *rest = tensor.name.rsplit(".", 2)
+        if rest and rest[0] in known:
+            found[block] = found.get(block, frozenset()).union(tensor.shape)
+    return found
 
 
 def nearest_keys(names: Iterable[str]) -> list[str]:

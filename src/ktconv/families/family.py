@@ -18,13 +18,16 @@ GroupScore = Literal["max", "top2"]
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """Spellings of an expert's matrices, of which some families have no gate; `gate_up`: of the
-    tensor with gate and up of all experts of a layer (next to one called `down`), if the family has
-    such a layout."""
+    tensor with gate and up together, of one expert or of all experts of a layer (next to one called
+    `down`), if the family has such a layout. `gate` and `up` are empty in a family that has no
+    other."""
 
     gate: str
     up: str
     down: str
     gate_up: str | None = None
+    # All experts' rows in three tensors of two axes, [E * I, H] each, that of down turned (DBRX).
+    rows_of_all: bool = False
 
     def of(self, projection: Projection) -> str:
         return {"gate": self.gate, "up": self.up, "down": self.down}[projection]
@@ -32,11 +35,12 @@ class Matrices:
     @property
     def projections(self) -> Mapping[str, Projection]:
         """Spelling -> what it means."""
-        return {self.of(projection): projection for projection in PROJECTIONS}
+        return {name: projection for projection in PROJECTIONS if (name := self.of(projection))}
 
 
 USUAL = Matrices("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 NUMBERED_W = Matrices("w1", "w3", "w2")
+INPUT_OUTPUT = Matrices("", "", "output_linear", "input_linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,8 @@ class Family:
     "layers", `block` "mlp", `experts` "experts", `matrices.gate` "gate_proj". Without a `block` the
     experts are in the layer itself; without `experts` the block contains the tensors of all its
     experts directly; without both the layer does, as in GGUF files. `router`, `correction` and
-    `shared` are names within the block, `norm` is one within the layer.
+    `shared` are names within the block, `norm` is one within the layer. `beside` are tensors under
+    the experts' name that belong to none of them.
 
     Tensors are found by the names of all rows, whatever model_type a checkpoint has: one family
     may be stored in several ways, and its fine-tunes under other types.
@@ -210,12 +215,17 @@ class Family:
     # names of tensors
     layers: str = "layers"
     mtp: str = "mtp"  # what the names of layers for multi-token prediction have in front of them
+    mtp_inside: str = ""  # what is between such a layer and its block
     block: str = "mlp"
     experts: str = "experts"
     matrices: Matrices = USUAL
     before_number: Matrices | None = None  # whose expert's number comes last: ffn_gate.5.weight
     expert_biases: bool = False
-    interleaved: bool = False  # of gate_up's outputs the even ones are gate, the odd ones up
+    # Of the outputs of `matrices.gate_up` the even ones are gate, the odd ones up.
+    interleaved: bool = False
+    beside: tuple[str, ...] = ()
+    latent: tuple[str, ...] = ()  # projections in the block into and out of the experts' width
+    other_experts: str = ""  # a block whose experts are no MLPs
     router: str = "gate"
     router_is_transposed: bool = False  # stored as [H, E]
     router_bias: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
@@ -75,7 +76,13 @@ def is_in_experts(name: str) -> bool:
     return split_name(f".{name}") is not None
 
 
-def _block_of(source: str) -> str | None:
+def is_of_other_experts(source: str) -> bool:
+    """Whether a block of this name has experts that are no MLPs, as in JetMoE's attention."""
+    block = source.rpartition(".")[0].rpartition(".")[2]
+    return block in table.FAMILIES.names("other_experts")
+
+
+def block_of(source: str) -> str | None:
     """model.layers.3.mlp.experts -> model.layers.3.mlp, the block of the experts; unchanged for a
     block or a layer that contains them directly. None if no experts can be under `source`."""
     block, _, last = source.rpartition(".")
@@ -90,7 +97,7 @@ def parse_source(source: str) -> ExpertsPath | None:
 
     Raises CheckpointError for a layer number with too many digits.
     """
-    block = _block_of(source) or ""
+    block = block_of(source) or ""
     match = table.FAMILIES.block_path.fullmatch(block) or table.FAMILIES.bare_layer.fullmatch(block)
     if match is None:
         return None
@@ -128,18 +135,15 @@ def layer_number(name: str) -> int | None:
 def looked_for() -> str:
     """The pattern of experts' names, for messages."""
     known = table.FAMILIES
-    layers = [name for name in known.names("layers") if name not in known.bare_lists]
-    shown = [
-        names[0] if len(names) == 1 else f"({'|'.join(names)})"
-        for names in (layers, known.names("block"), known.names("experts"))
-    ]
-    return f"[prefix.]{shown[0]}.<L>.{shown[1]}.{shown[2]}.*"
+    blocks = "|".join(known.names("block"))
+    return f"[prefix.]{known.names('layers')[0]}.<L>.({blocks}).{known.containers[0]}.*"
 
 
 def known_spellings() -> str:
     """ "gate_proj, up_proj, down_proj and w1, w3, w2", for messages."""
-    spelt = table.FAMILIES.matrices
-    return " and ".join(dict.fromkeys(f"{one.gate}, {one.up}, {one.down}" for one in spelt))
+    spelt = (one for one in table.FAMILIES.matrices if one.gate and not one.rows_of_all)
+    usual = islice((", ".join(one.projections) for one in spelt), 2)
+    return " and ".join(usual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +230,13 @@ def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
     Several shared experts are one wider expert in every family known here.
     """
     block, found = _block(source), []
-    for name, spelt, gating in table.FAMILIES.shared_experts:
-        where = f"{block}.{name}" if name else block
-        gate, up, down = (f"{where}.{spelt.of(proj)}.weight" for proj in PROJECTIONS)
-        found.append(SharedExpert(gate, up, down, f"{block}.{gating}.weight"))
+    for parent in dict.fromkeys((block, _layer(source))):  # Step's is in the layer
+        for name, spelt, gating in table.FAMILIES.shared_experts:
+            if not name and parent != block:
+                continue
+            where = f"{parent}.{name}" if name else parent
+            gate, up, down = (f"{where}.{spelt.of(proj)}.weight" for proj in PROJECTIONS)
+            found.append(SharedExpert(gate, up, down, f"{parent}.{gating}.weight"))
     return tuple(found)
 
 
@@ -250,7 +257,7 @@ def post_norm_tensors(source: str) -> tuple[str, ...]:
 
 
 def _block(source: str) -> str:
-    block = _block_of(source.rstrip("."))
+    block = block_of(source.rstrip("."))
     if block is None:
         raise UsageError(
             f"{source!r} is not a prefix of expert tensors",

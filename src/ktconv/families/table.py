@@ -21,7 +21,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "num_layers"),
     "MTP layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
     "hidden size": ("hidden_size",),
-    "width of experts": (),  # where it is not the hidden size
+    # where it is not the hidden size
+    "width of experts": ("moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"),
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "num_routed_experts"),
     "zero experts": (),
     "intermediate size": ("moe_intermediate_size", "moe_ffn_hidden_size"),
@@ -108,14 +109,39 @@ class Families:
         return {one.gate_up: one.down for one in self.matrices if one.gate_up}
 
     @cached_property
-    def stacked(self) -> tuple[tuple[str, ...], ...]:
-        """The names of two or three tensors that have all experts of a layer."""
-        pairs = self.fused.items()
-        return (*pairs, *((one.gate, one.up, one.down) for one in self.matrices))
+    def stacked(self) -> tuple[Mapping[Projection, str], ...]:
+        """The names of the two or three tensors that have all experts of a layer, by their
+        projections; gate and up have one name where they are together."""
+        pairs: list[dict[Projection, str]] = [
+            {"gate": gate_up, "up": gate_up, "down": down} for gate_up, down in self.fused.items()
+        ]
+        apart: list[dict[Projection, str]] = [
+            {what: name for name, what in one.projections.items()}
+            for one in self.matrices
+            if one.up
+        ]
+        return (*pairs, *apart)
+
+    @cached_property
+    def rows_of_all(self) -> frozenset[str]:
+        """Names of those that have the rows of all experts in one axis."""
+        return frozenset(
+            name for one in self.matrices if one.rows_of_all for name in one.projections
+        )
 
     @cached_property
     def matrix_words(self) -> tuple[str, ...]:
         return _distinct((*self.projections, *self.fused, *self.fused.values()))
+
+    @cached_property
+    def beside(self) -> tuple[str, ...]:
+        """What the experts' name is followed by in tensors that belong to none of them."""
+        return _distinct(chain.from_iterable(row.beside for row in self.rows))
+
+    @cached_property
+    def latent(self) -> tuple[str, ...]:
+        """Names of projections from a model's width to that of its experts, and back."""
+        return _distinct(chain.from_iterable(row.latent for row in self.rows))
 
     @cached_property
     def shared_experts(self) -> tuple[tuple[str, Matrices, str], ...]:
@@ -150,7 +176,7 @@ class Families:
         for row in self.rows:
             if row.block and not row.experts:
                 word, one = row.block.rpartition(".")[2], row.matrices
-                words = {one.gate_up or one.gate, one.gate, one.up, one.down}
+                words = {*one.projections, *filter(None, (one.gate_up,))}
                 found[word] = found.get(word, frozenset()) | words
         return found
 
@@ -158,6 +184,11 @@ class Families:
     def _bare(self) -> tuple[Family, ...]:
         """Rows whose layers contain their experts' tensors themselves."""
         return tuple(row for row in self.rows if not row.block and not row.experts)
+
+    @cached_property
+    def bare_gate_up(self) -> frozenset[str]:
+        """Their names of gate and up together: ffn_gate_up_exps."""
+        return frozenset(row.matrices.gate_up for row in self._bare if row.matrices.gate_up)
 
     @cached_property
     def bare_lists(self) -> frozenset[str]:
@@ -181,7 +212,7 @@ class Families:
         """What follows blk.3 and a dot: ffn_gate_exps.weight, whole, or ffn_gate.5.weight, with
         `matrix`, `expert` and `part`."""
         whole = {name for row in self._bare for name in row.matrices.projections}
-        whole |= {row.matrices.gate_up for row in self._bare if row.matrices.gate_up}
+        whole |= self.bare_gate_up
         return re.compile(
             rf"{one_of(sorted(whole))}(?:\.(?![0-9]).*)?"  # what ktconv writes has a number here
             rf"|(?P<matrix>{one_of(self.bare_words)})\.(?P<expert>[0-9]+)\.(?P<part>.+)",
@@ -199,7 +230,8 @@ class Families:
         lists = one_of((*self.names("layers"), *self.names("mtp")))
         bare = "" if self.has_blocks else "?"
         return re.compile(
-            rf"(?P<layer>(?P<prefix>(?:.+\.)?)(?P<list>{lists})\.(?P<number>[0-9]+))"
+            rf"(?P<layer>(?P<prefix>(?:.+\.)?)(?P<list>{lists})\.(?P<number>[0-9]+)"
+            rf"(?:\.{one_of(self.names('mtp_inside'))})?)"
             rf"(?:\.{one_of(self.names('block'))}){bare}"
         )
 

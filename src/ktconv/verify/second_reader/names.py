@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,6 @@ class UnknownWeightError(Exception):
     """Tensors that no row of the second reader fits; the text names the weight."""
 
 
-# Of a projection among the tensors with all experts of a layer, which are two or three.
-_PLACES: Mapping[Projection, int] = {"gate": 0, "up": -2, "down": -1}
-
-
 class SecondReader:
     """Weights of a checkpoint: by layer, expert and projection, or by their primary tensor."""
 
@@ -55,21 +51,30 @@ class SecondReader:
         for spelt in table.FAMILIES.matrices:
             word = spelt.of(proj)
             for name in (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}"):
-                parts = self._modules().get(name)
+                parts = self._modules().get(name) if word else None
                 if parts:
                     return self._weight(name, parts, _whole(parts, rows, cols, turned))
-        for way in table.FAMILIES.stacked:
-            stacks = [self._fused(layer.source, word) for word in way]
-            together, interleaved = len(way) == 2, self._interleaved(stacks[0])
-            if not together and not stacks[0]:  # experts without a gate
-                way, stacks = way[1:], stacks[1:]
-            if all(stacks):
-                which, order = _PLACES[proj], None
-                if together:
-                    usual = "interleaved" if interleaved else "gate first"
-                    order = given.get("order", usual)
-                place = _stacked(layer, expert, proj, stacks, order, given.get("stored"))
-                return self._weight(f"{layer.source}.{way[which]}", stacks[which], place)
+        for word in table.FAMILIES.fused:  # gate and up of one expert, or of all
+            names = (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}")
+            pair = next(filter(None, map(self._modules().get, names)), None)
+            if pair and proj != "down":
+                order = given.get("order") or self._order(word, pair)
+                place = _half(pair, rows, cols, proj, order, turned)
+                return self._weight(f"{layer.source}.{expert}.{word}", pair, place)
+        for names_of in sorted(table.FAMILIES.stacked, key=lambda one: -len({*one.values()})):
+            # In an order of its own: more tensors first, because of two ways one may have the
+            # names of the other.
+            way = {what: names_of[what] for what in layer.projections if what in names_of}
+            stacks = {what: self._fused(layer.source, word) for what, word in way.items()}
+            if proj in way and all(stacks.values()):
+                if way[proj] in table.FAMILIES.rows_of_all:
+                    stacks, place = _rows_of_all(layer, expert, proj, stacks)
+                else:
+                    order = None
+                    if way.get("gate") == way["up"]:
+                        order = given.get("order") or self._order(way["up"], stacks["up"])
+                    place = _stacked(layer, expert, proj, stacks, order, given.get("stored"))
+                return self._weight(f"{layer.source}.{way[proj]}", stacks[proj], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
 
     def module(self, tensor: str, rows: int, cols: int) -> Weight:
@@ -113,26 +118,29 @@ class SecondReader:
     def _fused(self, source: str, word: str) -> Parts:
         """The tensors of a parameter with all experts of a layer: gate_up_proj,
         gate_up_proj_scale_inv, gate_up_proj_blocks, or gate_up_proj.weight and so on."""
-        found = dict(self._modules().get(f"{source}.{word}", {}))
-        found |= self._modules().get(f"{source}.{word}.weight", {})  # .scale
-        for name, tensor in self._modules().get(source, {}).items():
-            if name == word:
+        whole = f"{source}.{word}"
+        module, _, last = whole.rpartition(".")
+        found = dict(self._modules().get(whole, {}))
+        found |= self._modules().get(f"{whole}.weight", {})  # .scale
+        for name, tensor in self._modules().get(module, {}).items():
+            if name in (last, f"{last}_weight"):
                 found["weight"] = tensor
-            elif name.startswith(f"{word}_"):
-                found[f"weight{name.removeprefix(word)}"] = tensor
+            elif name.startswith(f"{last}_"):
+                found[f"weight{name.removeprefix(last).removeprefix('_weight')}"] = tensor
         return found
 
-    def _interleaved(self, gate_up: Parts) -> bool:
-        """Whether even outputs are gate and odd ones up: in gpt-oss, whose blocks no other model
-        has."""
+    def _order(self, word: str, gate_up: Parts) -> str:
+        """Of gate and up in what is called `word`: in turns in gpt-oss, whose blocks no other model
+        has, and where a family's row says so of its own name."""
         if "weight_blocks" in gate_up:
-            return True
+            return "interleaved"
         if any(tensor.file.suffix == ".gguf" for tensor in gate_up.values()):
-            return False
+            return "gate first"
         config = self._checkpoint.config
         sections = [config, *(one for one in config.values() if isinstance(one, dict))]
         rows = (table.FAMILIES.of(section.get("model_type")) for section in sections)
-        return any(row.interleaved for row in rows if row is not None)
+        spelt = (row for row in rows if row is not None and row.matrices.gate_up == word)
+        return "interleaved" if any(row.interleaved for row in spelt) else "gate first"
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,11 +176,46 @@ def _whole(parts: Parts, rows: int, cols: int, turned: bool = False) -> Place | 
     return Place(rows, cols, rows, cols, transposed=transposed(parts))
 
 
+def _half(
+    parts: Parts, rows: int, cols: int, proj: Projection, order: str, turned: bool
+) -> Place | None:
+    """The place of gate or up in one expert's tensor of both, stored [2I, H]."""
+    both = _whole(parts, 2 * rows, cols, turned)
+    if both is None:
+        return None
+    first, step = _rows_of_half(proj, order, rows)
+    return replace(both, rows=rows, first=first, step=step)
+
+
+def _rows_of_half(proj: Projection, order: str, inner: int) -> tuple[int, int]:
+    """The first row of gate or up where they are together, and the distance of its rows."""
+    if order == "interleaved":
+        return (1, 2) if proj == "up" else (0, 2)
+    behind = proj == ("gate" if order == "up first" else "up")
+    return (inner if behind else 0), 1
+
+
+def _rows_of_all(
+    layer: MoELayer, expert: int, proj: Projection, stacks: dict[Projection, Parts]
+) -> tuple[dict[Projection, Parts], Place | None]:
+    """Tensors [E * I, H] as [E, I, H], and the place of a projection in them: of down turned."""
+    hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
+    if any(_shape(parts) != (experts * inner, hidden) for parts in stacks.values()):
+        return stacks, None
+    rows, cols = (hidden, inner) if proj == "down" else (inner, hidden)
+    split = {
+        what: {part: replace(one, shape=(experts, inner, hidden)) for part, one in parts.items()}
+        for what, parts in stacks.items()
+    }
+    place = Place(rows, cols, rows, cols, 0, 1, experts, expert, transposed=proj == "down")
+    return split, place
+
+
 def _stacked(
     layer: MoELayer,
     expert: int,
     proj: Projection,
-    stacks: Sequence[Parts],
+    stacks: Mapping[Projection, Parts],
     order: str | None,
     stored: str | None,
 ) -> Place | None:
@@ -181,10 +224,10 @@ def _stacked(
     numbers only the first of the two axes is known to count outputs. `order` of gate and up: where
     they are together."""
     hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
-    shapes = [_shape(parts) for parts in stacks]
-    if any(len(shape) < 3 or shape[0] != experts for shape in shapes):
+    shapes = {what: _shape(parts) for what, parts in stacks.items()}
+    if any(len(shape) < 3 or shape[0] != experts for shape in shapes.values()):
         return None
-    *wide, down = shapes
+    down, wide = shapes["down"], [shape for what, shape in shapes.items() if what != "down"]
     outs = inner if order is None else 2 * inner
     straight = all(shape[1] == outs for shape in wide) and down[1] == hidden
     turned = all(shape[2] == outs for shape in wide) and down[2] == hidden
@@ -196,9 +239,5 @@ def _stacked(
         return None
     if proj == "down":
         return Place(hidden, inner, hidden, inner, 0, 1, experts, expert, turned)
-    first, step = 0, 1
-    if order == "interleaved":
-        first, step = (1, 2) if proj == "up" else (0, 2)
-    elif order is not None and proj == ("gate" if order == "up first" else "up"):
-        first = inner  # the rows behind the other's
+    first, step = (0, 1) if order is None else _rows_of_half(proj, order, inner)
     return Place(inner, hidden, outs, hidden, first, step, experts, expert, turned)
