@@ -221,30 +221,70 @@ MODULES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_experts_of_transformers(name: str) -> None:
+# Of shared experts: the class, settings, arguments behind config, the layer.
+SHARED: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
+    "deepseek_v4": ("DeepseekV4MLP", {"swiglu_limit": 2.0}, ()),
+    "glm5_next": ("Glm5NextTextMLP", {}, ()),
+    "hy_v4": ("HYV4MLP", {"swiglu_limit": 2.0}, ()),
+    "minimax_m3_vl": ("MiniMaxM3VLDenseMLP", {}, ()),
+    "step3p7": ("Step3p7MLP", {"swiglu_limits_shared": [0, 0, 3.0, 0], "share_expert_dim": INNER},
+                (2, True)),
+}  # fmt: skip
+
+
+def module_of(name: str, kind: str, settings: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+    """A module of transformers with random weights, those, and its config."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    config_class, experts_class, settings, arguments = MODULES[name]
     package = f"transformers.models.{name}"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"this transformers has no {name}")
     configuration = importlib.import_module(f"{package}.configuration_{name}")
     modeling = importlib.import_module(f"{package}.modeling_{name}")
-    config = getattr(configuration, config_class)(**(sizes() | settings))
-    module = getattr(modeling, experts_class)(config, **arguments)
-    rng = np.random.default_rng(3)
-    weights: dict[str, Any] = {}
+    config = getattr(configuration, MODULES[name][0])(**(sizes() | settings))
+    module = getattr(modeling, kind)(config, *arguments, **named)
+    rng, weights = np.random.default_rng(3), {}
     with torch.no_grad():
         for key, tensor in module.named_parameters():
             weights[key] = rng.standard_normal(tensor.shape, np.float32)
             tensor.copy_(torch.from_numpy(weights[key]))
-        x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
-        ids = torch.ones((TOKENS, 1), dtype=torch.int64)
+    return module, weights, config.to_dict()
+
+
+def inputs() -> Any:
+    return np.random.default_rng(4).standard_normal((TOKENS, HIDDEN), np.float32)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_experts_of_transformers(name: str) -> None:
+    kind, settings, arguments = SHARED[name]
+    module, weights, config = module_of(name, kind, settings, *arguments)
+    import torch
+
+    x = inputs()
+    with torch.no_grad():
+        theirs = module(torch.from_numpy(x)).numpy()
+    if "gate_up_proj.weight" in weights:
+        gate, up = np.split(weights["gate_up_proj.weight"], 2)
+    else:
+        gate, up = weights["gate_proj.weight"], weights["up_proj.weight"]
+    matrices = whole(gate), whole(up), whole(weights["down_proj.weight"])
+    ours = expert_output(matrices, kernel_activation(shared_activation(config, 2)), x)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_experts_of_transformers(name: str) -> None:
+    _, kind, settings, arguments = MODULES[name]
+    module, weights, config = module_of(name, kind, settings, **arguments)
+    import torch
+
+    x, ids = inputs(), torch.ones((TOKENS, 1), dtype=torch.int64)
+    with torch.no_grad():
         theirs = module(torch.from_numpy(x), ids, torch.full((TOKENS, 1), 0.5)).numpy()
-    found, norm = activation_of(config.to_dict(), 2), None
+    found, norm = activation_of(config, 2), None
     if "post_expert_norm.weight" in weights:
-        norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(config.to_dict()))
+        norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(config))
     ours = 0.5 * expert_output(streams(name, weights), found, x, norm=norm)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
