@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from helpers import gguf_files
 from helpers.families import Raw, Tensor, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
@@ -54,7 +55,7 @@ def inputs_of(checkpoint: Checkpoint, findings: Findings) -> Inputs:
     budget = SimpleNamespace(why_not_captured="it is not asked for")
     request = Request(checkpoint.path, tokens=TOKENS)
     states = HiddenStates(cast(Any, output), request, cast(Any, budget), findings, silent)
-    return states.of(layer, range(EXPERTS))
+    return states.of(layer, range(len(layer.experts)))
 
 
 # model_type, settings, tensors of the block, and the experts and weights of every token
@@ -146,6 +147,33 @@ def test_weights_on_the_input_of_several_experts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows[:, 0], rows[:, 1])
     halves = np.random.default_rng(0).standard_normal((TOKENS, HIDDEN), np.float32) / 2
     np.testing.assert_allclose(rows[:, 0], halves, rtol=2**-7)
+
+
+def test_scales_of_a_router_in_a_gguf_file(tmp_path: Path) -> None:
+    """Gemma 4: the scale of each expert is a factor of its down matrix there, not of the router."""
+    pytest.importorskip("gguf")
+    hidden = gguf_files.metadata()["embedding_length"]
+    gate = np.zeros((gguf_files.EXPERTS, hidden), np.float32)
+    gate[3, 0], gate[1, 1] = 1, 0.5
+    scale = np.zeros(hidden, np.float32)
+    scale[:2] = 1
+    tensors = {
+        **gguf_files.experts(),
+        "blk.0.ffn_down_exps.scale": np.ones(gguf_files.EXPERTS, np.float32),
+        "blk.0.ffn_gate_inp.weight": gate,
+        "blk.0.ffn_gate_inp.scale": scale,
+    }
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", tensors, architecture="gemma4")
+    checkpoint, findings = open_checkpoint(path), Findings()
+    found = inputs_of(checkpoint, findings)
+    assert not findings.listed and found.routing == "router"
+    # x / rms(x) / sqrt(H), and only the first two channels
+    x = np.random.default_rng(0).standard_normal((TOKENS, hidden), np.float32)
+    z = x / np.sqrt((x * x).mean(1, keepdims=True) * x.shape[1])
+    logits = np.stack((0 * z[:, 0], z[:, 1] / 2, 0 * z[:, 0], z[:, 0]), axis=1)
+    best = np.sort(np.argsort(-logits, axis=1, kind="stable")[:, :2], axis=1)
+    np.testing.assert_array_equal(np.sort(found.ids, axis=1), best)
+    np.testing.assert_allclose(found.weights.sum(axis=1), 1, rtol=1e-6)
 
 
 FAULTS: list[tuple[str, dict[str, Tensor], str]] = [

@@ -73,6 +73,7 @@ _GGUF = Family(
     before_number=Matrices("ffn_gate", "ffn_up", "ffn_down"),
     router="ffn_gate_inp",
     router_bias="ffn_gate_inp.bias",
+    router_input_scale="ffn_gate_inp.scale",
     correction="exp_probs_b.bias",
     shared="",
     shared_matrices=Matrices("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),

@@ -61,13 +61,15 @@ class SourceTensors:
         own = (self._aliases.get(name, name) for name in names)
         return next(filter(None, map(self._by_name.get, own)), None)
 
-    def plain(self, tensor: TensorRef) -> Array:
-        """Its integers as int64 or its other numbers as float32, in its shape.
-
-        Raises CheckpointError for a dtype that is neither plain numbers nor integers.
-        """
+    def check_plain(self, tensor: TensorRef) -> None:
+        """CheckpointError for a dtype that is neither plain numbers nor integers."""
         if tensor.dtype not in _PLAIN:
             raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which is not supported")
+
+    def plain(self, tensor: TensorRef) -> Array:
+        """Its integers as int64 or its other numbers as float32, in its shape; CheckpointError
+        where `check_plain` raises it."""
+        self.check_plain(tensor)
         data = bytearray(tensor.nbytes)
         with self._reader.open(tensor.file) as fd:
             self._reader.read(fd, tensor, memoryview(data), 0)

@@ -207,7 +207,8 @@ class HiddenStates:
     def _route(self, router: Router, x: F32) -> tuple[I64, F32]:
         """Of tokens that are drawn at random, where experts follow from the token."""
         read = self._source
-        weight = read.matrix(router.weight).values()
+        gate = router.weight
+        weight = read.plain(gate) if router.plain else read.matrix(gate).values()
         stored: dict[str, Any] = {
             field: read.vector(tensor) if field in WEIGHTS else read.plain(tensor)
             for field, tensor in router.stored.items()

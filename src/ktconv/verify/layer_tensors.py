@@ -50,6 +50,7 @@ class Router:
     weight: TensorRef
     width: int
     transposed: bool
+    plain: bool  # not encoded; a scale beside it is of its input, not of its weights
     stored: Mapping[str, TensorRef]
 
 
@@ -101,7 +102,8 @@ class LayerTensors:
         check_experts(spec, experts)
         if spec.expert_scale and is_gguf(self._layer.source):  # its down matrices have that scale
             spec = replace(spec, expert_scale=False)
-        weight = self._tensors.find(names.weight)
+        plain = spec.input_norm is not None
+        weight = (self._tensors.find_plain if plain else self._tensors.find)(names.weight)
         if weight is None:
             raise CheckpointError(
                 f"layer {self._layer.index} has no router: none of "
@@ -112,7 +114,7 @@ class LayerTensors:
         rows, row = choosable + spec.sinks, family_of(self._config)
         transposed = row is not None and row.router_is_transposed
         shape, width = self._shape_of_gate(weight, rows, transposed)
-        usable = self._fits("router", weight, shape)
+        usable = self._fits("router", weight, shape, plain=plain)
         sizes: Mapping[str, tuple[int, ...]] = {
             "bias": (rows,), "correction": (choosable,), "input_scale": (width,), "scale": (1,),
             "expert_scale": (choosable,),
@@ -123,7 +125,7 @@ class LayerTensors:
             usable = usable and fits
             if tensor is not None:
                 stored[field] = tensor
-        return Router(spec, weight, width, transposed, stored) if usable else None
+        return Router(spec, weight, width, transposed, plain, stored) if usable else None
 
     def _note_inferred(self, found: FoundRouter) -> None:
         if found.inferred:
@@ -240,10 +242,11 @@ class LayerTensors:
             message = f"{tensor.name} has shape {list(tensor.shape)}, not {list(shape)}."
             self.faults.append(Fault(check, message, tensor.name))
             return False
-        if plain:
-            return True
         try:
-            self._tensors.matrix(tensor)
+            if plain:
+                self._tensors.check_plain(tensor)
+            else:
+                self._tensors.matrix(tensor)
         except CheckpointError as error:
             self.notes.append(f"the {check} is left out, because {error}")
             return False
