@@ -347,7 +347,7 @@ static void compare_levels(const kind *k, const kt_moe *moe, const expert_values
 
 static void check_layer(const kind *k, const kt_activation *activation, int biased, int64_t hidden,
                         int64_t intermediate, int64_t parts, kt_pool *pool) {
-  static const int64_t tokens[] = {1, 33, 2, 5, 13, MOST_TOKENS};
+  static const int64_t tokens[] = {1, 13, 2, 5, 33, MOST_TOKENS};
   const size_t batches = biased ? 2 : sizeof tokens / sizeof *tokens;
   kt_expert experts[MOST_PARTS * EXPERTS];
   expert_values values[MOST_PARTS * EXPERTS];
