@@ -195,6 +195,21 @@ def activation_of_record(record: object) -> ExpertActivation | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Released:
+    """Released checkpoints of a family, for docs/families.md; nothing depends on it."""
+
+    type: str  # model_type
+    models: str
+    layout: str = "N"  # code of a layout in docs/families.md
+    encodings: str = "bf16"  # names of ktconv.checkpoint.encodings
+    _: KW_ONLY
+    prefix: str = "model."  # of the list of layers
+    shared: bool = False  # whether there is a shared expert
+    activation: ExpertActivation | None = None  # None: the row's
+    where: str = ""  # in which layers the activation is that
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A row of the table; what most families share is the default.
 
@@ -246,6 +261,8 @@ class Family:
     post_norm: str = ""  # beside the experts' tensors: an RMS norm of each expert's output
     shared_limit: bool = True  # the activation's limit is that of shared experts, too
     routing: Router | str | None = None  # a text: why not; None: by config.json's keys alone
+
+    released: tuple[Released, ...] = ()
 
     # further names of settings in config.json, by the keys of table.KEYS
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
