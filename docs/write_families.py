@@ -16,7 +16,8 @@ PAGE = Path(__file__).with_name("families.md")
 LAYOUTS = {
     "N": (".E.{gate_proj,up_proj,down_proj}.weight", "a tensor for each matrix of each expert"),
     "W": (".E.{w1,w3,w2}.weight", "the same; w1 is gate, w3 up, w2 down"),
-    "U": (".E.{up_proj,down_proj}.weight", "the same without a gate"),
+    "V": (".E.{fc1,fc3,fc2}.weight", "the same; fc1 is gate, fc3 up, fc2 down"),
+    "U": (".E.{up_proj,down_proj}.weight", "as N, without a gate"),
     "F1": (".{gate_up_proj,down_proj}", "`[E, 2I, H]` with gate's rows first, and `[E, H, I]`"),
     "F2": (".{gate_up_proj,down_proj}", "`[E, H, 2I]` with gate's columns first, and `[E, I, H]`"),
     "F3": (".{gate_up_proj,down_proj}", "as F2, but even columns are gate and odd ones up"),
@@ -42,8 +43,8 @@ are read as well. A family that is not listed can be [described in a map](maps.m
 - *Tensors*: `L` is a layer, `E` an expert. Other prefixes than the one shown are read too.
 - *Layout*, *router*: see [below](#layouts).
 - *Encodings*: those of released checkpoints, by the names that `ktconv inspect` has for them.
-- *INT4, INT8*: whether KTransformers computes experts in the formats of `ktconv quantize-cpu` as the
-  model does. Where it does not, `quantize-cpu` refuses without `--allow-activation-mismatch`.
+- *INT4, INT8*: whether KTransformers computes experts in the formats of `ktconv quantize-cpu` as
+  the model does. Where it does not, `quantize-cpu` refuses without `--allow-activation-mismatch`.
   ktconv's own runtime computes the experts of all these families.
 - *KTransformers*: other methods of KTransformers 0.7.2 that compute the model's activation. They
   read other encodings than ktconv writes.

@@ -119,13 +119,13 @@ SAVED: dict[str, Model] = {
                                  "zero_expert_num": 2, "num_layers": 2},
                          mtp="model.mtp.layers.0."),
     "nemotron_h": _by("NemotronHForCausalLM", "nemotron_h", "backbone.layers.{}.mixer.experts",
-                      SECOND, "N without gate", activation="relu2", mtp="mtp.layers.0.",
+                      SECOND, "U", activation="relu2", mtp="mtp.layers.0.",
                       config={"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
                               "n_groups": 2, "moe_shared_expert_intermediate_size": INNER,
                               "layers_block_type": ["linear_attention", "moe"]}),
     "nemotron_h, latent": _by(
         "NemotronHForCausalLM", "nemotron_h", "backbone.layers.{}.mixer.experts", SECOND,
-        "N without gate", activation="relu2",
+        "U", activation="relu2",
         config={"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
                 "moe_shared_expert_intermediate_size": INNER, "hidden_size": 256,
                 "moe_latent_size": HIDDEN, "layers_block_type": ["full_attention", "moe"]}),
@@ -148,7 +148,7 @@ SAVED: dict[str, Model] = {
                     SECOND, "W", router="G0", config={"layer_types": ["conv", "full_attention"]}),
     "olmoe": _by("OlmoeForCausalLM", "olmoe", QWEN, BOTH, router="S1"),
     "flex_olmo": _by("FlexOlmoForCausalLM", "flex_olmo", QWEN, BOTH, router="S1"),
-    "dbrx": _by("DbrxForCausalLM", "dbrx", "transformer.blocks.{}.ffn.experts.mlp", BOTH, "F9",
+    "dbrx": _by("DbrxForCausalLM", "dbrx", "transformer.blocks.{}.ffn.experts", BOTH, "F9",
                 config={"d_model": HIDDEN, "n_heads": 2, "n_layers": 2, "attn_config": {
                     "kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}, "ffn_config": {
                     "hidden_size": HIDDEN, "ffn_hidden_size": INNER, "moe_num_experts": EXPERTS,
@@ -428,7 +428,7 @@ MADE: dict[str, Model] = {
                        quantization_config={"quant_method": "mxfp4"}),
         of=_gpt_oss_blocks, encoding="mxfp4"),
     "Hy4 MXFP8": _made(
-        "hy_v4", QWEN, layout="F1 as w13", router="G", activation="clamp", beside=_beside(),
+        "hy_v4", QWEN, layout="F12", router="G", activation="clamp", beside=_beside(),
         mtp="model.mtp_layers.0.", more=_dense("model.layers.0.mlp."),
         config=_deepseek("hy_v4", swiglu_limit=10.0, num_nextn_predict_layers=1,
                          routed_scaling_factor=2.827, quantization_config={
@@ -497,7 +497,7 @@ MADE: dict[str, Model] = {
                              "mxfp4_block_size": 32}),
         **_of("mxfp4, Quark")),
     "Nemotron-3 NVFP4": _made(
-        "nemotron_h", "backbone.layers.{}.mixer.experts", layout="N without gate", router="G",
+        "nemotron_h", "backbone.layers.{}.mixer.experts", layout="U", router="G",
         activation="relu2", beside={
             "norm.weight": (256,), "mixer.gate.weight": (EXPERTS, 256),
             "mixer.gate.e_score_correction_bias": (EXPERTS,),
@@ -585,6 +585,7 @@ MADE: dict[str, Model] = {
         "inkling_mm_text", "model.llm.layers.{}.mlp.experts", BOTH, "F5", router="IK",
         mtp="model.mtp.layers.0.", beside={
             **_beside(correction="gate.bias", shared="", norm="mlp_norm"),
+            "mlp.gate.weight": (EXPERTS + 2, HIDDEN), "mlp.gate.global_scale": (1,),
             "mlp.shared_w13_weight": (2, 2 * INNER, HIDDEN),
             "mlp.shared_w2_weight": (2, HIDDEN, INNER)},
         config={"model_type": "inkling_mm_model", "text_config": _config(
@@ -609,7 +610,7 @@ MADE: dict[str, Model] = {
             "diffusion_gemma_text", hidden_act=None, hidden_activation="gelu_pytorch_tanh",
             num_experts=EXPERTS, num_experts_per_tok=None, top_k_experts=TOP_K)}),
     "mlx": _made(
-        "qwen3_moe", "model.layers.{}.mlp.switch_mlp", BOTH, "F10", router="S1",
+        "qwen3_moe", "model.layers.{}.mlp.switch_mlp", BOTH, "F6", router="S1",
         beside=_beside(correction="", shared=""),
         config=_config("qwen3_moe", num_experts=EXPERTS, norm_topk_prob=True)),
 }

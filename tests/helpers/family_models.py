@@ -73,7 +73,7 @@ class Model:
 
     @property
     def gated(self) -> bool:
-        return self.layout not in ("N without gate", "F11")
+        return self.layout not in ("U", "F11")
 
     @property
     def for_ktransformers(self) -> bool:

@@ -134,9 +134,9 @@ _SEPARATE = Stacked(
 LAYOUTS: Mapping[str, Layout] = {
     "N": Numbered({"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
     "W": Numbered({"gate": "w1", "up": "w3", "down": "w2"}),
-    "N without gate": Numbered({"up": "up_proj", "down": "down_proj"}),
+    "U": Numbered({"up": "up_proj", "down": "down_proj"}),
     "F1": _fused("gate_up_proj", "down_proj"),
-    "F1 as w13": _fused("w13_weight", "w2_weight"),
+    "F12": _fused("w13_weight", "w2_weight"),
     "F2": _fused_turned("gate_up_proj", "down_proj"),
     "F3": _fused_turned("gate_up_proj", "down_proj", _in_turn),
     "F4": _fused("gate_up_proj", "down_proj", _in_turn),
@@ -145,10 +145,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "F7": _fused("input_linear.weight", "output_linear.weight"),
     "F8": _fused_turned("fc1.weight", "fc2.weight"),
     "F9": Rows(
-        dict.fromkeys(("w1", "v1", "w2"), lambda i, h: (i, h)),
+        dict.fromkeys(("mlp.w1", "mlp.v1", "mlp.w2"), lambda i, h: (i, h)),
         lambda gate, up, down: (gate, up, _turned(down)),
     ),
-    "F10": _SEPARATE,
     "F11": Stacked(
         {"up_proj": lambda i, h: (i, h), "down_proj": lambda i, h: (h, i)},
         lambda *stored: stored,
