@@ -65,6 +65,11 @@ def load_config(directory: Path, name: Path | None = None) -> Any:
         return _cleaned(AutoConfig.from_pretrained(directory, **_SAFE))
 
 
+def check_language_model(directory: Path) -> None:
+    """Raises as `load_config` does, also where transformers has no language model for it."""
+    _class_for(_language_config(load_config(directory)), directory)
+
+
 def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     """The tokenizer of a local checkpoint; raises as `load_config` does."""
     name = name or directory
@@ -102,7 +107,7 @@ def load_language_model(
         vars(config).pop("quantization_config", None)  # of other files than this one
         place, weights = gguf.parent, {"gguf_file": gguf.name}
     with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
-        config = getattr(config, "thinker_config", config)  # of a model that also speaks
+        config = _language_config(config)
         if decoded is None:
             loaded: Any = _class_for(config, name).from_pretrained(
                 place, config=config, dtype=dtype, output_loading_info=True,
@@ -229,6 +234,11 @@ def _cleaned(config: Any) -> Any:
             if "/" in str(getattr(section, implementation, None)):
                 setattr(section, implementation, None)
     return config
+
+
+def _language_config(config: Any) -> Any:
+    """That of the part that reads and writes text, in a model that also speaks."""
+    return getattr(config, "thinker_config", config)
 
 
 def _class_for(config: Any, name: Path) -> Any:

@@ -120,13 +120,15 @@ class Recorder:
 
 
 def _chosen(routing: Routing, experts: int) -> I32:
-    """Chosen experts [M, K] of a call; -1 where a token chose fewer, or one without weights, as
-    LongCat's that return their input."""
-    hidden, ids, _ = routing
+    """Chosen experts [M, K] of a call; -1 where a token chose fewer, or one without matrices, as
+    LongCat's that return their input and Zaya's that does nothing (some expert with weight 0)."""
+    hidden, ids, weights = routing
     if hidden is not None:
         ids = ids.reshape(hidden.numel() // hidden.shape[-1], -1)
     found: I32 = ids.cpu().numpy().astype(np.int32)  # a copy
     found[(found < 0) | (found >= experts)] = -1
+    if weights is not None:
+        found[(weights.reshape(found.shape) == 0).cpu().numpy()] = -1
     return found
 
 

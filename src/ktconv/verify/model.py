@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ktconv.errors import ResourceError, UsageError
 from ktconv.model.decoded import loaded_bytes
-from ktconv.model.load import context_length, load_config, running, way_out
+from ktconv.model.load import check_language_model, context_length, running, way_out
 from ktconv.model.text import read_text
 from ktconv.system import machine
 from ktconv.system.text import Notify
@@ -75,7 +75,7 @@ class ModelCheck(ABC):
             directory = check_gguf(source.path, source.side_directory)
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
             self._check_memory()
-            load_config(directory)
+            check_language_model(directory)
 
     def _check_memory(self) -> None:
         size = loaded_bytes(self._output.source)
