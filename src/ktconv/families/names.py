@@ -9,7 +9,7 @@ from itertools import islice
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
-from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.family import PROJECTIONS, Family, Projection
 from ktconv.families.table import one_of
 
 # What only multi-token-prediction layers have, in addition to attention and experts.
@@ -240,10 +240,12 @@ def shared_expert_tensors(source: str) -> tuple[SharedExpert, ...]:
     return tuple(found)
 
 
-def norm_tensors(source: str) -> tuple[str, ...]:
-    """Candidates for the norm before the block of these experts."""
-    layer = _layer(source)
-    return tuple(f"{layer}.{name}.weight" for name in table.FAMILIES.names("norm"))
+def norm_tensors(source: str, family: Family | None = None) -> tuple[str, ...]:
+    """Candidates for the norm before the block of these experts, that of `family` first: others'
+    names may be of norms elsewhere in its layers."""
+    layer, own = _layer(source), () if family is None else (family.norm,)
+    names = dict.fromkeys((*own, *table.FAMILIES.names("norm")))
+    return tuple(f"{layer}.{name}.weight" for name in names)
 
 
 def _layer(source: str) -> str:

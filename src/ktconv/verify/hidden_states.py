@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.config import shared_activation
+from ktconv.families.names import is_gguf
 from ktconv.families.routers import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model.decoded import loaded_bytes
@@ -109,6 +110,7 @@ class HiddenStates:
         self._report_faults(findings)
         self._findings, self._request = findings, request
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
+        self._read: I64 | None = None  # the tokens [M] that captured states are of
         self._captured = self._capture(output.source, budget.why_not_captured, notify)
 
     def _capture(
@@ -121,11 +123,12 @@ class HiddenStates:
             notify("loading the source model for its hidden states")
             try:
                 from ktconv.model import load_model
-                from ktconv.model.evaluate import capture_layer_inputs
+                from ktconv.model.evaluate import capture_layer_inputs, windows
 
                 text, _ = read_text(self._request.text)
-                loaded = load_model(source.path, config_directory=source.side_directory)
-                return capture_layer_inputs(*loaded, text, self._tokens)
+                model, tokenizer = load_model(source.path, config_directory=source.side_directory)
+                self._read = windows(tokenizer, text, self._tokens, 1)[0][0].numpy()
+                return capture_layer_inputs(model, tokenizer, text, self._tokens)
             except MemoryError:
                 raise
             except Exception as error:  # of a model's own code; random states are enough
@@ -158,7 +161,7 @@ class HiddenStates:
         router = self._tensors[layer.index].router
         if layer.index in self._captured:
             hidden, ids, weights = self._captured[layer.index]
-            agreement = self._agreement(router, hidden, ids) if router else None
+            agreement = self._agreement(layer, router, hidden, ids) if router else None
             return Inputs(f32_to_bf16(hidden), ids, weights, "model", agreement)
         x, routed = self._random_states(layer, router)
         if router is None:
@@ -204,8 +207,8 @@ class HiddenStates:
         weights = 1 + np.take_along_axis(scores, ids, axis=1)
         return ids, weights / weights.sum(axis=1, keepdims=True)
 
-    def _route(self, router: Router, x: F32) -> tuple[I64, F32]:
-        """Of tokens that are drawn at random, where experts follow from the token."""
+    def _route(self, router: Router, x: F32, tokens: I64 | None = None) -> tuple[I64, F32]:
+        """Where experts follow from the token and none are given, for tokens drawn at random."""
         read = self._source
         gate = router.weight
         weight = read.plain(gate) if router.plain else read.matrix(gate).values()
@@ -213,20 +216,21 @@ class HiddenStates:
             field: read.vector(tensor) if field in WEIGHTS else read.plain(tensor)
             for field, tensor in router.stored.items()
         }
-        tokens = None
-        if "table" in stored:
+        if "table" in stored and tokens is None:
             tokens = self._rng.integers(0, len(stored["table"]), len(x))
         weight = weight.T if router.transposed else weight
         return route(router.spec, x, weight, Stored(**stored), tokens)
 
-    def _agreement(self, router: Router, x: F32, ids: I64) -> float | None:
-        """None where the experts' inputs do not determine what the router chooses."""
-        if router.spec.by_token or router.spec.input_norm is not None:
-            return None
-        if router.width != x.shape[1]:
-            return None
+    def _agreement(self, layer: MoELayer, router: Router, x: F32, ids: I64) -> float | None:
+        """None where the router cannot be run on what is known."""
+        if router.spec.input_norm is not None:  # it reads what the norm before the experts reads
+            norm = self._tensors[layer.index].norm
+            if norm is None or is_gguf(layer.source):
+                return None
+            scale = self._source.vector(norm)
+            x = np.divide(x, scale, where=scale != 0, out=np.zeros_like(x))
         try:
-            ours, _ = self._route(router, x)
+            ours, _ = self._route(router, x, self._read)
         except KtconvError:
             return None
         return float(np.mean(np.sort(ours, axis=1) == np.sort(ids, axis=1)))

@@ -186,7 +186,7 @@ class LayerTensors:
     # ---- norm and shared expert ----
 
     def _norm(self) -> TensorRef | None:
-        tensor = self._tensors.find(norm_tensors(self._layer.source))
+        tensor = self._tensors.find(norm_tensors(self._layer.source, family_of(self._config)))
         if tensor is None:
             return None
         fitting = ((width,) for width in self._widths if (width,) == tensor.shape)
