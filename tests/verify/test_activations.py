@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,27 @@ import pytest
 from helpers.convert import convert
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 
+from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.moe import KERNEL_BOUND, load, pack_experts
 from ktconv.moe.experts import OutputNorm
 from ktconv.native import Activation
 from ktconv.system.pool import Pool
-from ktconv.verify import Request, hidden_states, verify
+from ktconv.verify import Request, hidden_states, prepare, verify
 from ktconv.verify.cpu import layers as cpu_layers
 
 HIDDEN, EXPERTS, STRONG = 128, 4, 16.0  # STRONG: so that limits matter
-LIMITS = {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.25, 0.0]}
+LIMITS: dict[str, Any] = {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.25, 0.0]}
 
 
 def strong(values: np.ndarray[Any, Any]) -> Tensor:
     return bf16(values * STRONG)
 
 
-def write(directory: Path, **config: Any) -> Path:
-    """Two layers with shared experts."""
-    tensors: dict[str, Tensor] = {}
+def write(directory: Path, more: Mapping[str, Any] | None = None, **config: Any) -> Path:
+    """Two layers with shared experts, and `more` tensors."""
+    tensors: dict[str, Tensor] = dict(more or {})
     for layer in range(2):
         prefix, rng = f"model.layers.{layer}", np.random.default_rng(layer)
         weights = random_weights(seed=layer)
@@ -42,9 +44,13 @@ def write(directory: Path, **config: Any) -> Path:
     return write_checkpoint(directory, tensors, simple_config(**sizes, **config))
 
 
+@pytest.fixture(autouse=True)
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
+
+
 @pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
 def test_each_layer_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
     used: dict[int, Activation] = {}
     original = load.packed_experts
 
@@ -54,7 +60,8 @@ def test_each_layer_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cpu_layers, "packed_experts", packed_experts)
     errors = {}
-    for name, config in (("limits", LIMITS), ("none", {})):
+    cases: dict[str, dict[str, Any]] = {"limits": LIMITS, "none": {}}
+    for name, config in cases.items():
         model = write(tmp_path / name, **config)
         output = tmp_path / f"{name}-out"
         convert(model, output, method="int8", allow_activation_mismatch=True)
@@ -69,6 +76,50 @@ def test_each_layer_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (limited["quantization_error"] != free["quantization_error"]) == routed
     shared = "quantization_error_with_shared"
     assert errors["limits"][0][shared] != errors["none"][0][shared]
+
+
+def muse(directory: Path, *lengths: int, largest: float = 1.0) -> Path:
+    """With norms of so many elements in the first layers."""
+    rng = np.random.default_rng(8)
+    tensors: dict[str, Tensor] = {}
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp"
+        tensors[f"{block}.gate.e_score_correction_bias"] = np.zeros(EXPERTS, np.float32)
+        if layer < len(lengths):
+            norm = bf16(largest * rng.random(lengths[layer]))
+            tensors[f"{block}.experts.post_expert_norm.weight"] = norm
+    return write(directory, tensors, model_type="muse_spark")
+
+
+def test_a_model_with_norms(tmp_path: Path) -> None:
+    """With other norms outputs and so their errors are others."""
+    errors = []
+    for largest in (1.0, 9.0):
+        model = muse(tmp_path / str(largest), HIDDEN, HIDDEN, largest=largest)
+        output = tmp_path / f"{largest}-out"
+        convert(model, output, method="int8", allow_activation_mismatch=True)
+        result = verify(Request(output, str(model), tokens=8, threads=1))
+        assert result.passed, result.failures
+        errors.append([row["quantization_error"] for row in result.facts["layers"]["layers"]])
+    assert all(one != other for one, other in zip(*errors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        (
+            (HIDDEN,),
+            r"layer 1 has no norm of its experts' outputs: .*post_expert_norm\.weight does",
+        ),
+        ((HIDDEN, 64), r"post_expert_norm\.weight has shape \[64\], not \[128\]"),
+    ],
+)
+def test_norms_that_are_wrong(lengths: tuple[int, ...], says: str, tmp_path: Path) -> None:
+    model = muse(tmp_path / "model", *lengths)
+    convert(model, tmp_path / "out", method="int8", allow_activation_mismatch=True)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        prepare(Request(tmp_path / "out", str(model), threads=1))
+    assert caught.value.hint == "run --level weights"
 
 
 def test_outputs_are_normalised_before_their_weights() -> None:

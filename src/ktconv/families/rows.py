@@ -386,7 +386,7 @@ ROWS = (
            released=(
                Released("mistral_large4", "Mistral-Large-4", "W", "fp8-tensor", prefix="",
                         shared=True),)),
-    Family(("muse_spark",), beside=("post_expert_norm.weight",),
+    Family(("muse_spark",),
            latent=("pre_expert_proj", "post_expert_proj"),
            post_norm="post_expert_norm",
            routing=_router(

@@ -136,7 +136,8 @@ class Families:
     @cached_property
     def beside(self) -> tuple[str, ...]:
         """What the experts' name is followed by in tensors that belong to none of them."""
-        return _distinct(chain.from_iterable(row.beside for row in self.rows))
+        norms = (f"{name}.weight" for name in self.names("post_norm"))
+        return _distinct((*chain.from_iterable(row.beside for row in self.rows), *norms))
 
     @cached_property
     def latent(self) -> tuple[str, ...]:
