@@ -98,13 +98,24 @@ def test_a_value_that_no_model_can_have(
         ({"moe_topk": 6, "zero_expert_num": 1}, "moe_topk is 6, but a layer has 4 experts"),
         ({"num_experts": 0}, "but config.json has num_experts 0"),
         ({"num_experts": [8, 8]}, "has experts 4, but config.json has num_experts [8, 8]"),
-        ({"num_experts": [4, 8, 4]}, "has experts 4, but config.json has num_experts [4, 8, 4]"),
-        ({"num_experts": [4]}, "num_experts is [4], not a number or a list of one for each"),
-        ({"moe_intermediate_size": [64, 128, 128]}, "has intermediate size 128, but config.json"),
+        ({"num_experts": [4, 8, 4]}, "num_experts lists 3 layers but num_hidden_layers is 2"),
+        (
+            {"num_experts": [4, 8, 4], "num_nextn_predict_layers": 1},
+            "has experts 4, but config.json has num_experts [4, 8, 4]",
+        ),
+        ({"num_experts": [4]}, "num_experts lists 1 layers but num_hidden_layers is 2"),
+        ({"moe_topk": [4] * 3}, "moe_topk lists 3 layers but num_hidden_layers is 2"),
+        (
+            {"moe_intermediate_size": [64, 128, 128], "num_nextn_predict_layers": 1},
+            "has intermediate size 128, but config.json",
+        ),
         ({"hidden_size": 0}, "hidden_size 0"),
         ({"num_hidden_layers": 0}, "but config.json has num_hidden_layers 0 and does not declare"),
         ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layers but num_hidden_layers"),
         ({"moe_layer_freq": [1]}, "moe_layer_freq lists 1 layers but num_hidden_layers is 2"),
+        ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types lists 3 layers but num_hidden"),
+        ({"hybrid_override_pattern": "E"}, "hybrid_override_pattern lists 1 layers but num_"),
+        ({"layers_block_type": ["moe"] * 3}, "layers_block_type lists 3 layers but num_hidden"),
     ],
 )
 def test_a_value_that_the_tensors_contradict(
@@ -125,7 +136,8 @@ def test_a_value_that_the_tensors_contradict(
         {"moe_topk": 6, "zero_expert_num": 2},
         {"num_experts": [4, 4], "moe_intermediate_size": [128, 128]},
         {"num_experts": [2, 2]},  # two towers whose experts lie in one list
-        {"num_experts": [4, 4, 4]},  # with a layer for multi-token prediction
+        {"num_experts": [4, 4, 4], "num_nextn_predict_layers": 1},
+        {"hybrid_override_pattern": "EE", "num_hidden_layers": None},
         {"rms_norm_eps": 0, "norm_topk_prob": 1, "routed_scaling_factor": 1},
         {"rope_theta": [5e6, 1e4], "swiglu_limit": [None, 7.0]},
         {"rope_theta": {"full_attention": {}}},
@@ -305,7 +317,7 @@ def test_fp8_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda config: config.update(num_experts_per_tok=99), "num_experts_per_tok is 99"),
-        (lambda config: config.update(num_experts=[4]), "num_experts is [4]"),
+        (lambda config: config.update(num_experts=[4]), "num_experts lists 1 layers"),
         (lambda config: config.update(rms_norm_eps=NAN), "rms_norm_eps is nan"),
     ],
 )

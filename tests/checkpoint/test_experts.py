@@ -320,8 +320,17 @@ def test_layers_may_differ_in_encoding(tmp_path: Path) -> None:
         {"first_k_dense_replace": 0},
         {"decoder_sparse_step": 1, "mlp_only_layers": []},
         {"mlp_layer_types": ["sparse"] * 3},
+        {"mlp_layer_types": ["hash_moe", "moe", "sparse"]},
         {"moe_layers": [0, 1, 2]},
+        {"moe_layers_enum": "0, 1,2"},
         {"moe_layer_freq": [1, 1, 1]},
+        {"moe_layer_start_index": 0},
+        {"moe_layer_start_index": [0, 2], "moe_layer_end_index": [1, 2]},
+        {"moe_layer_interval": 1, "moe_layer_end_index": -1},
+        {"expert_layer_period": 1, "expert_layer_offset": 0},
+        {"interleave_moe_layer_step": 1},
+        {"layers_block_type": ["moe", "moe", "moe"]},
+        {"hybrid_override_pattern": "EEE"},
     ],
 )
 def test_moe_layer_without_experts(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -341,6 +350,14 @@ def test_moe_layer_without_experts(tmp_path: Path, config: dict[str, Any]) -> No
         {"first_k_dense_replace": 1, "moe_layer_freq": 1},
         {"moe_layer_freq": [0, 1]},
         {"num_dense_layers": 1},
+        {"moe_layers_enum": "1"},
+        {"moe_layer_start_index": 1},
+        {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [1, 0]},
+        {"moe_layer_interval": 2},
+        {"expert_layer_period": 2, "expert_layer_offset": 1},
+        {"interleave_moe_layer_step": 2},
+        {"layers_block_type": ["mamba", "moe"]},
+        {"hybrid_override_pattern": "ME"},
     ],
 )
 def test_dense_layers_by_config(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -362,6 +379,12 @@ def test_dense_layers_by_config(tmp_path: Path, config: dict[str, Any]) -> None:
         ({"mlp_only_layers": [1], "decoder_sparse_step": 1}, "mlp_only_layers"),
         ({"mlp_only_layers": [], "decoder_sparse_step": 3}, "decoder_sparse_step"),
         ({"first_k_dense_replace": 10**30}, "first_k_dense_replace"),
+        ({"moe_layer_end_index": 0}, "moe_layer_end_index"),
+        ({"moe_layer_interval": 2, "moe_layer_start_index": 0}, "moe_layer_interval"),
+        ({"expert_layer_period": 2, "expert_layer_offset": 0}, "expert_layer_period"),
+        ({"interleave_moe_layer_step": 2}, "interleave_moe_layer_step"),
+        ({"hybrid_override_pattern": "E*"}, "hybrid_override_pattern"),
+        ({"moe_layers_enum": "1"}, "moe_layers_enum"),
     ],
 )
 @pytest.mark.parametrize("count", [2, None])

@@ -249,3 +249,93 @@ def test_quantized_by_mlx(tmp_path: Path) -> None:
     for part in ("scales", "biases"):
         tensors[f"{source}.up_proj.{part}"] = np.ones((4, INNER, 2), np.float16)
     assert "MLX quantization is not supported as an input" in refusal(tmp_path, tensors)
+
+
+# ---- counts ------------------------------------------------------------------------------
+
+
+def test_layers_with_different_numbers_of_experts(tmp_path: Path) -> None:
+    """Where config.json lists them (Hunyuan); a token goes to at most as many."""
+    weights = [random_weights(HIDDEN, INNER, experts=count, seed=count) for count in (4, 2, 3)]
+    tensors: dict[str, Tensor] = {}
+    for index, one in enumerate(weights):
+        tensors |= numbered(f"model.layers.{index}.mlp.experts", one)
+    lists = {"num_experts": [4, 2, 3], "moe_topk": [3, 2, 1], "mlp_layer_types": None}
+    checkpoint = opened(tmp_path, tensors, **lists)
+    for index, one in enumerate(weights):
+        assert_has(checkpoint, one, index)
+    message = refusal(tmp_path, tensors, **{**lists, "moe_topk": [3, 3, 1]})
+    assert "moe_topk is 3, but a layer has 2 experts" in message
+    message = refusal(tmp_path, tensors, **{**lists, "num_experts": [4, 3, 3]})
+    assert (
+        "layers.1.mlp.experts has experts 2, but config.json has num_experts [4, 3, 3]" in message
+    )
+    message = refusal(tmp_path, tensors, **{**lists, "num_experts": None})
+    assert "layers.1.mlp.experts has 2 experts, but model.layers.0.mlp.experts has 4" in message
+    message = refusal(tmp_path, tensors, **{**lists, "moe_intermediate_size": [INNER] * 4})
+    assert "moe_intermediate_size lists 4 layers but num_hidden_layers is 3" in message
+
+
+def test_identity_experts(tmp_path: Path) -> None:
+    """LongCat's router has experts without weights; transformers saves a gate and up of them."""
+    source, weights = "model.layers.2.mlp.experts", random_weights(HIDDEN, INNER)
+    tensors = numbered(source, weights)
+    spare: dict[str, Tensor] = {
+        f"{source}.{n}.gate_proj.weight": bf16(weights.gate[0]) for n in (4, 5)
+    }
+    zero = {"model_type": "longcat_flash", "zero_expert_num": 2, "num_layers": 3,
+            "num_hidden_layers": 6}  # fmt: skip
+    checkpoint = opened(tmp_path, tensors | spare, **zero)
+    assert_has(checkpoint, weights)
+    assert {tensor.name for tensor in checkpoint.other_tensors} == set(spare)
+    [note] = checkpoint.notes
+    assert note.startswith("2 tensors are of experts that have no down projection")
+    spare[f"{source}.4.down_proj.weight"] = bf16(weights.down[0])
+    assert "is expert 4, but config.json has" in refusal(tmp_path, tensors | spare, **zero)
+    assert_has(opened(tmp_path, tensors, **zero), weights)
+    del tensors[f"{source}.3.up_proj.weight"]
+    assert "experts.3.up_proj.weight is missing" in refusal(tmp_path, tensors, **zero)
+
+
+# ---- the width of experts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [plain, pair("gate_up_proj", "down_proj")])
+def test_experts_narrower_than_the_model(made: Made, tmp_path: Path) -> None:
+    """A key of config.json explains it, or a projection beside them; nothing else does."""
+    source, weights = "model.layers.2.mlp.experts", random_weights(HIDDEN, INNER)
+    tensors, wide = made(source, weights), {"hidden_size": 512}
+    assert "512" in refusal(tmp_path, tensors, **wide)
+    assert "moe_hidden_size 256" in refusal(tmp_path, tensors, **wide, moe_hidden_size=256)
+    for key in ("moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"):
+        assert_has(opened(tmp_path, tensors, **wide, **{key: HIDDEN}), weights)
+    for name in ("fc1_latent_proj", "routed_expert_down_proj", "pre_expert_proj"):
+        beside: dict[str, Tensor] = {
+            f"model.layers.2.mlp.{name}.weight": bf16(np.ones((HIDDEN, 512), np.float32))
+        }
+        checkpoint = opened(tmp_path, tensors | beside, **wide)
+        assert_has(checkpoint, weights)
+        assert [tensor.name for tensor in checkpoint.other_tensors] == list(beside)
+        elsewhere = {key.replace("layers.2", "layers.1"): one for key, one in beside.items()}
+        assert "512" in refusal(tmp_path, tensors | elsewhere, **wide)
+
+
+# ---- multi-token prediction ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "mtp.0.ffn.experts", "mtp.layers.0.mlp.experts", "model.mtp.layers.0.mlp.experts",
+        "model.mtp_layers.0.mlp.experts", "mtp_dspark.0.experts", "mtp.layers.0.mixer.experts",
+        "model.mtp.layers.0.transformer_block.mlp.experts", "model.layers.3.mlp.experts",
+        "model.mtp_block.0.mlp.experts",
+    ],
+)  # fmt: skip
+def test_names_of_mtp_layers(source: str, tmp_path: Path) -> None:
+    weights = [random_weights(HIDDEN, INNER, seed=seed) for seed in (1, 2)]
+    tensors = numbered("model.layers.2.mlp.experts", weights[0]) | numbered(source, weights[1])
+    checkpoint = opened(tmp_path, tensors, num_nextn_predict_layers=1)
+    assert [(layer.index, layer.is_mtp) for layer in checkpoint.layers] == [(2, False), (3, True)]
+    assert_has(checkpoint, weights[0])
+    assert_has(checkpoint, weights[1], 1)

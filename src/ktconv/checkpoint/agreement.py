@@ -26,7 +26,7 @@ def contradictions(
                 f"model {expected} by {CONFIG_NAME}",
                 index,
             )
-        if fault := config.top_k_fault(sizes[0]):
+        if fault := config.top_k_fault(sizes[0], index):
             yield fault, index
         for words, size, setting in zip(_SIZES, sizes, settings, strict=True):
             if setting is not None and setting.value != size:

@@ -12,7 +12,7 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import experts_have_gate, sections_of
+from ktconv.families.config import experts_have_gate, family_of, sections_of
 from ktconv.families.config_values import (
     CONFIG_HINT,
     check_values,
@@ -45,6 +45,12 @@ class ListSetting:
 
     key: str
     values: Sequence[int]
+
+    def most(self, layer: int | None) -> int:
+        """The largest value that `layer`, or any layer, can have."""
+        if layer is None or len(self.values) == 2:
+            return max(self.values)
+        return self.values[layer] if layer < len(self.values) else 0
 
     def allows(self, layer: int, value: int) -> bool:
         """Whether decoder layer `layer` can have `value` by one of the two readings."""
@@ -85,10 +91,11 @@ class ModelConfig:
             (one for one in self.widths if one.value == found), next(iter(self.widths), None)
         )
 
-    def top_k_fault(self, experts: int) -> str | None:
-        """A sentence if a token is to go to more experts than the `experts` of a layer."""
+    def top_k_fault(self, experts: int, layer: int | None = None) -> str | None:
+        """A sentence if a token is to go to more experts than the `experts` of a layer; of lists
+        the largest value counts where `layer` is None."""
         for setting in self.top_k:
-            most = max(setting.values) if isinstance(setting, ListSetting) else setting.value
+            most = setting.value if isinstance(setting, Setting) else setting.most(layer)
             if most > experts + self.zero_experts:
                 return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
         return None
@@ -170,7 +177,8 @@ def interpret_config(
     keys, sections = table.FAMILIES.keys, sections_of(content)
     text = sections[0]
     check_values(sections)
-    num_layers = _first_size(sections, keys("layers"))
+    num_layers = _first_size(sections, keys("layers", family_of(content))) or _counted(text)
+    num_mtp = _mtp_layers(sections)
     quantization = _quantization(sections)
     size_keys = _expert_size_keys(sections)
     config = ModelConfig(
@@ -180,14 +188,14 @@ def interpret_config(
         widths=_widths(sections),
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
-        listed_sizes=_lists(text, size_keys, num_layers),
-        listed_experts=_lists(text, keys("experts"), num_layers),
-        top_k=_top_k(sections, num_layers),
+        listed_sizes=_lists(text, size_keys, num_layers, num_mtp),
+        listed_experts=_lists(text, keys("experts"), num_layers, num_mtp),
+        top_k=_top_k(sections, num_layers, num_mtp),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
         gated=experts_have_gate(content),
         num_layers=num_layers,
-        num_mtp_layers=_mtp_layers(sections),
-        dense_layers=_dense_layers(text, num_layers),
+        num_mtp_layers=num_mtp,
+        dense_layers=_dense_layers(text, num_layers, num_mtp),
         quant_method=quantization.get("quant_method"),
         fp8_format=quantization.get("fmt"),
         block_size=_block_size(quantization),
@@ -253,12 +261,21 @@ def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> S
     return next((size for size in sizes if size is not None), None)
 
 
+def _counted(text: Mapping[str, Any]) -> Setting | None:
+    """The number of layers by their kinds, where config.json does not give it (Nemotron)."""
+    kinds = {key: text.get(key) for key in table.FAMILIES.keys("kind of each block")}
+    return next(
+        (Setting(f"the length of {key}", len(one)) for key, one in kinds.items() if one), None
+    )
+
+
 def _top_k(
-    sections: Sequence[Mapping[str, Any]], num_layers: Setting | None
+    sections: Sequence[Mapping[str, Any]], num_layers: Setting | None, num_mtp: int
 ) -> Sequence[Setting | ListSetting]:
     """By all keys of the first section that has any; CheckpointError where they disagree."""
     keys = table.FAMILIES.keys("top_k")
-    number, lists = _one_size(sections, keys, or_lists=True), _lists(sections[0], keys, num_layers)
+    number = _one_size(sections, keys, or_lists=True)
+    lists = _lists(sections[0], keys, num_layers, num_mtp)
     if number is None:
         return lists
     for listed in lists:
@@ -286,7 +303,7 @@ def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list
 
 
 def _lists(
-    text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None
+    text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None, num_mtp: int
 ) -> list[ListSetting]:
     """The lists under `keys` in the text section.
 
@@ -294,12 +311,27 @@ def _lists(
     the vision model.
     """
     found = [ListSetting(key, text[key]) for key in keys if isinstance(text.get(key), list)]
-    least = num_layers.value if num_layers else 1
     for listed in found:
-        enough = len(listed.values) == 2 or len(listed.values) >= least
-        if not enough or not all(is_whole(value) and value <= MAX_SIZE for value in listed.values):
+        sizes = all(is_whole(value) and value <= MAX_SIZE for value in listed.values)
+        if not listed.values or not sizes:
             raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
+        if len(listed.values) != 2:
+            _check_length(listed.key, listed.values, num_layers, num_mtp)
     return found
+
+
+def _check_length(
+    key: str, values: Sequence[Any], num_layers: Setting | None, num_mtp: int
+) -> None:
+    """CheckpointError unless there is one value for each layer, with or without MTP layers."""
+    least = num_layers.value if num_layers else 1
+    if len(values) < least or (num_layers and len(values) > least + num_mtp):
+        known = f"{num_layers.key} is {least}" if num_layers else "a model has at least one"
+        more = f", and there are {num_mtp} MTP layer(s)" if num_mtp else ""
+        raise CheckpointError(
+            f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but {known}{more}",
+            CONFIG_HINT,
+        )
 
 
 def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -389,16 +421,12 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     raise wrong_value(f"quantization_config.{key}", value, "two positive integers")
 
 
-def _dense_layers(text: Mapping[str, Any], num_layers: Setting | None) -> DenseLayers | None:
-    listed = [
-        key for what in ("kind of each layer", "MoE frequency") for key in table.FAMILIES.keys(what)
-    ]
-    for key in listed:
+def _dense_layers(
+    text: Mapping[str, Any], num_layers: Setting | None, num_mtp: int
+) -> DenseLayers | None:
+    kinds = ("kind of each layer", "kind of each block", "MoE frequency")
+    for key in (key for what in kinds for key in table.FAMILIES.keys(what)):
         values = text.get(key)
-        if num_layers and isinstance(values, list) and len(values) < num_layers.value:
-            raise CheckpointError(
-                f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but "
-                f"{num_layers.key} is {num_layers.value}",
-                CONFIG_HINT,
-            )
+        if num_layers and isinstance(values, (list, str)):
+            _check_length(key, values, num_layers, num_mtp)
     return dense_layers(text)

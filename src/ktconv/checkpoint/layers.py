@@ -24,20 +24,49 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
     if not split.stacks:
         raise _no_experts(split)
     stacks = _number(split, config)
+    left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
     _check_not_dense(stacks, config)
     layers = [
         build_layer(stack, index, _is_mtp(index, stack, config), config)
         for index, stack in sorted(stacks.items())
     ]
-    _check_equal_counts(layers)
+    if not any(len(listed.values) != 2 for listed in config.listed_experts):
+        _check_equal_counts(layers)
     _check_gates(layers, config)
     _check_biases(layers, config)
     for layer in layers:
         _check_lists(layer, config)
-    if fault := config.top_k_fault(len(layers[0].experts)):
-        raise CheckpointError(fault, _CONTRADICTION)
-    return layers, _notes(split, layers, config)
+    for layer in layers:
+        if fault := config.top_k_fault(len(layer.experts), layer.index):
+            raise CheckpointError(fault, _CONTRADICTION)
+    notes = _notes(split, layers, config)
+    if left:
+        notes.append(
+            f"{left} tensors are of experts that have no down projection, because they give their "
+            "inputs back; they are treated as other tensors"
+        )
+    return layers, notes
+
+
+def _without_identity(split: Split, stack: Stack, config: ModelConfig) -> int:
+    """Makes other tensors of those of LongCat's identity experts, which follow the numbered ones
+    and have no weights that are used; returns how many there are."""
+    if not config.zero_experts or config.num_experts is None:
+        return 0
+    first = config.num_experts.value
+    names: dict[int, list[str]] = {}
+    for rest in stack.tensors:
+        number = rest.partition(".")[0]
+        if number.isdecimal() and first <= int(number) < first + config.zero_experts:
+            names.setdefault(int(number), []).append(rest)
+    gone = [rest for own in names.values() for rest in own if not any(map(_is_down, own))]
+    split.others.extend(stack.tensors.pop(rest) for rest in gone)
+    return len(gone)
+
+
+def _is_down(rest: str) -> bool:
+    return table.FAMILIES.projections.get(rest.split(".")[1]) == "down"
 
 
 def _no_experts(split: Split) -> CheckpointError:

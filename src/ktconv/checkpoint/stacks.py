@@ -45,7 +45,7 @@ class Split:
     """The tensors of a checkpoint, parted into experts and the rest."""
 
     stacks: Sequence[Stack]
-    others: Sequence[TensorRef]
+    others: list[TensorRef]
     unrecognised: Sequence[str]  # names in `others` that have experts in an unknown place
 
 

@@ -8,6 +8,7 @@ means "not given".
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,23 @@ _ROPE = _Rule(
     lambda value: isinstance(value, dict) or _each(lambda one: _is_number(one) and one > 0)(value),
     "a number above 0",
 )
+_KINDS = _Rule(
+    lambda value: isinstance(value, str) or _WORDS.allows(value), "a list of names or a text"
+)
+_NUMBERS = _Rule(
+    lambda value: (
+        isinstance(value, str) and bool(re.fullmatch(r" *|( *[0-9]+ *,)* *[0-9]+ *", value))
+    ),
+    "numbers of layers with commas between them",
+)
+_INDICES = _Rule(
+    lambda value: (
+        bool(value) and all(is_whole(one, -1) for one in value)
+        if isinstance(value, list)
+        else is_whole(value, -1)
+    ),
+    "the number of a layer",
+)
 _TOP_K = _Rule(
     lambda value: _each(is_whole)(value) and value != 0, "a number of experts or a list of them"
 )
@@ -111,6 +129,10 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("MoE layers", "dense layers"), _LIST),
     "MoE frequency": _FREQUENCY,
     "kind of each layer": _WORDS,
+    "kind of each block": _KINDS,
+    "MoE layers in a text": _NUMBERS,
+    **dict.fromkeys(("first MoE layer", "last MoE layer"), _INDICES),
+    **dict.fromkeys(("MoE interval", "MoE period", "MoE offset", "MoE step"), _INTEGER),
 }
 # Of keys that ktconv itself does not read.
 _UNREAD: Mapping[str, _Rule] = {

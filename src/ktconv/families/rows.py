@@ -256,7 +256,7 @@ ROWS = (
            routing=_router(
                replace(_PLAIN, correction=True, identity_experts=256, routed_scaling_factor=6.0),
                "scale", "zero experts"),
-           keys={"intermediate size": ("expert_ffn_hidden_size",),
+           keys={"layers": ("num_layers",), "intermediate size": ("expert_ffn_hidden_size",),
                  "zero experts": ("zero_expert_num",)},
            released=(Released("longcat_flash", "LongCat-Flash, 2.0"),)),
 
