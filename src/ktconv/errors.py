@@ -30,6 +30,10 @@ class StaleBuildError(KtconvError):
     """The compiled library does not belong to these sources."""
 
 
+class UnknownNamesError(CheckpointError):
+    """Experts of the source have names, if it has any, that no known family has."""
+
+
 class SourceChangedError(CheckpointError):
     """A file of the source changed while it was read."""
 

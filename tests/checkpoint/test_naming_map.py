@@ -110,7 +110,7 @@ def renamings(draw: st.DrawFn) -> tuple[dict[str, str], dict[str, str], str]:
     start = draw(st.sampled_from(["", f"{words[0]}.", f"{words[0]}.0."]))
     head = f"{start}{words[1]}{draw(mark)}{{layer}}.{words[2]}."
     stacked, together = draw(st.booleans()), draw(st.booleans())
-    keys = ["gate_up", "down"] if stacked and together else ["gate", "up", "down"]
+    keys = ["gate_up", "down"] if together else ["gate", "up", "down"]
     number = "" if stacked else f"{draw(mark)}{{expert}}"
     first = draw(st.booleans())
     found = {}

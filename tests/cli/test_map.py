@@ -291,3 +291,126 @@ def test_gguf_has_no_map(tmp_path: Path, models: tuple[Path, Path, Path]) -> Non
     model = gguf_files.model(tmp_path / "gguf")
     result = ktconv("quantize-cpu", model, tmp_path / "out", "--map", models[1])
     refused(result, 2, "--map is not for GGUF models")
+
+
+# ---- inspect ---------------------------------------------------------------------------
+
+
+def test_inspect_of_unknown_names(models: tuple[Path, Path, Path]) -> None:
+    result = ktconv("inspect", models[0])
+    message = refused(
+        result, 2, "no MoE layer was found", "decoder.h.{}.moe.w_gate.{}.weight (2 x 4 tensors",
+        "the most similar names are those of",
+    )  # fmt: skip
+    assert "model.layers" not in message
+    assert "`ktconv inspect MODEL --explain`" in result.stderr
+
+
+def test_the_printed_map_gives_the_bytes_of_usual_names(
+    converted: tuple[Path, Path], models: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """As printed, but for the family that it asks for."""
+    printed = ktconv("inspect", models[0], "--explain")
+    assert printed.exit_code == 0
+    assert printed.stderr.startswith("note: no MoE layer was found")
+    naming = tmp_path / "printed.toml"
+    naming.write_text(printed.stdout)
+    done("quantize-cpu", models[0], tmp_path / "out", *CPU, "--map", naming)
+    assert experts_in(tmp_path / "out") == experts_in(converted[1])
+    assert '# like = "qwen3_moe"' in printed.stdout
+    naming.write_text(printed.stdout.replace('# like = "qwen3_moe"', 'like = "deepseek_v3"'))
+    facts = json.loads(done("inspect", models[0], "--map", naming, "--explain", "--json"))
+    assert facts["explained"]["router"].startswith("sigmoid: top k 2, correction True")
+    assert "router correction" in {one["what"] for one in facts["explained"]["beside_experts"]}
+
+
+def test_explained_in_json(models: tuple[Path, Path, Path]) -> None:
+    facts = json.loads(done("inspect", models[0], "--explain", "--json"))
+    assert facts["kind"] == "checkpoint with unknown names"
+    assert facts["map"].startswith("# A map for odd")
+    assert sum(one["tensors"] for one in facts["patterns"]) == 3 * 3 * EXPERTS + 2 * 6 + 2 + 2
+    assert [one["pattern"] for one in facts["likely_experts"]][:3] == [
+        f"decoder.h.{{}}.moe.w_{key}.{{}}.weight" for key in ("gate", "up", "down")
+    ]
+
+
+@pytest.mark.parametrize("usual", [True, False], ids=["usual", "map"])
+def test_how_known_experts_were_found(models: tuple[Path, Path, Path], usual: bool) -> None:
+    words = [models[2]] if usual else [models[0], "--map", models[1]]
+    facts = json.loads(done("inspect", *words, "--explain", "--json"))
+    explained = facts["explained"]
+    main, mtp = explained["experts"]
+    assert (main["layers"], mtp["layers"], mtp["mtp"]) == ("0-1", "2", True)
+    assert main["rule"] == ("names of known families" if usual else "[experts] of the map")
+    assert [one["tensors"] for one in main["patterns"]] == [2 * EXPERTS] * 3
+    assert main["stored"] == "each expert has tensors of its own"
+    found = {one["what"]: one["tensors"] for one in explained["beside_experts"]}
+    assert found["norm"] == 2 and found["shared expert down"] == 2
+    names = {one["what"]: one["pattern"] for one in explained["beside_experts"]}
+    assert names["router"].startswith("mtp." if usual else "extra.")  # the last pattern of two
+    assert explained["config_used"]["n_group"] == 1
+    assert explained["left_over"] == []
+    assert facts["other_tensors"] == sum(one["tensors"] for one in explained["other_patterns"])
+    lines = done("inspect", *words, "--explain").splitlines()
+    assert f"layers 0-1: by {main['rule']}, found as model.layers.{{}}.mlp.experts" in lines
+
+
+def test_what_is_left_over_and_ignored(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Experts at another place, and settings that nothing reads."""
+    rng = np.random.default_rng(1)
+    weights = random_weights(HIDDEN, INNER, EXPERTS)
+    names = USUAL["experts"]
+    tensors: dict[str, Tensor] = {
+        f"{names[key].replace('{layer}', '0').replace('{expert}', str(expert))}.weight": bf16(
+            getattr(weights, key)[expert]
+        )
+        for key in names
+        for expert in range(EXPERTS)
+    }
+    tensors["tower.experts_of_images.weight"] = bf16(rng.standard_normal((4, 4)))
+    config = simple_config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        rope_theta=1e6,
+        n_group=1,
+        vision={"depth": 3},
+    )
+    write_checkpoint(tmp_path / "m", tensors, config)
+    explained = json.loads(done("inspect", tmp_path / "m", "--explain", "--json"))["explained"]
+    assert [one["pattern"] for one in explained["left_over"]] == ["tower.experts_of_images.weight"]
+    assert explained["config_ignored"] == ["n_group", "rope_theta"]  # routers of the family
+    assert explained["config_used"]["num_experts"] == EXPERTS
+
+
+def test_stacked_experts_explained(tmp_path: Path) -> None:
+    weights = random_weights(HIDDEN, INNER, EXPERTS)
+    gate_up = np.stack([weights.gate, weights.up], axis=2).reshape(EXPERTS, 2 * INNER, HIDDEN)
+    tensors: dict[str, Tensor] = {
+        "h.0.inp": bf16(gate_up.transpose(0, 2, 1)), "h.0.outp": bf16(weights.down.swapaxes(1, 2))
+    }  # fmt: skip
+    model = write_checkpoint(
+        tmp_path / "m", tensors, simple_config(hidden_size=HIDDEN, moe_intermediate_size=INNER)
+    )
+    naming = tmp_path / "map.toml"
+    naming.write_text(
+        '[experts]\ngate_up = "h.{layer}.inp"\ndown = "h.{layer}.outp"\norder = "interleaved"\n'
+    )
+    explained = json.loads(done("inspect", model, "--map", naming, "--explain", "--json"))
+    [group] = explained["explained"]["experts"]
+    assert group["stored"] == (
+        "all experts in one tensor, gate and up in one tensor, interleaved, stored [in, out]"
+    )
+
+
+def test_explaining_an_output_changes_nothing(converted: tuple[Path, Path]) -> None:
+    assert done("inspect", converted[0], "--explain") == done("inspect", converted[0])
+
+
+def test_a_model_without_experts_explained(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {"h.0.w": bf16(np.ones((4, 4))), "h.1.w": bf16(np.ones((4, 4)))}
+    model = write_checkpoint(tmp_path / "m", tensors, simple_config())
+    lines = done("inspect", model, "--explain").splitlines()
+    assert lines == [
+        "# No group of tensors looks like experts. Patterns of all names:",
+        "#   h.{}.w: 2 tensors, BF16 [4, 4]",
+    ]

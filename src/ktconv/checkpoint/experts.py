@@ -14,10 +14,10 @@ from ktconv.checkpoint.encodings.refusals import check_described, check_rotation
 from ktconv.checkpoint.encodings.shapes import biases
 from ktconv.checkpoint.fused import first_output, fused_experts, order_of
 from ktconv.checkpoint.naming_map import Order
-from ktconv.checkpoint.stacks import Stack
+from ktconv.checkpoint.stacks import MAP_HINT, Stack
 from ktconv.checkpoint.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.views import StoredView
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families import table
 from ktconv.families.family import PROJECTIONS, UNGATED, Projection
 from ktconv.families.names import known_spellings, matrix_name
@@ -84,10 +84,11 @@ def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
     if not joined:
         return len(found), found.__getitem__, lambda expert: apart
     words = set()
+    keys = {tensor.name: f".{rest}" for rest, tensor in stack.tensors.items()}
     for expert in joined.values():
         tensors = list(expert["up"].values())
-        words.add(word := _gate_up_word(tensors[0]))
-        for stray in (one for one in tensors if f".{word}." not in one.name):
+        words.add(word := _gate_up_word(keys[tensors[0].name]))
+        for stray in (one for one in tensors if f".{word}." not in keys[one.name]):
             raise _twice(tensors[0], stray)
     first = next(iter(joined.values()))["up"]
     order = order_of(stack, words.pop(), first, config)
@@ -103,8 +104,8 @@ def _together(expert: Mapping[Projection, Parts]) -> bool:
     return expert.get("gate") is expert["up"]
 
 
-def _gate_up_word(tensor: TensorRef) -> str:
-    words = tensor.name.split(".")
+def _gate_up_word(key: str) -> str:
+    words = key.split(".")
     return next((word for word in reversed(words) if word in table.FAMILIES.fused), "")
 
 
@@ -130,10 +131,10 @@ def _group_by_expert(stack: Stack) -> _Found:
         if projection is None and name in fused:
             projection = "up"
         if projection is None or not part or not _NUMBER.fullmatch(number):
-            raise CheckpointError(
+            raise UnknownNamesError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known tensor of "
                 "numbered experts",
-                f"Known are {known_spellings()} with .weight.",
+                f"Known are {known_spellings()} with .weight; {MAP_HINT}.",
             )
         expert = found.setdefault(int(number), {})
         parts = expert.setdefault(projection, {})

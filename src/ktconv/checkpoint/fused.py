@@ -33,10 +33,10 @@ from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings import candidates
 from ktconv.checkpoint.encodings.base import BIAS, BLOCKS, WEIGHT, Parts
 from ktconv.checkpoint.naming_map import Order
-from ktconv.checkpoint.stacks import Stack
+from ktconv.checkpoint.stacks import MAP_HINT, Stack
 from ktconv.checkpoint.types import TensorRef
 from ktconv.checkpoint.views import StoredView
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families import table
 from ktconv.families.family import Projection
 from ktconv.families.names import known_spellings
@@ -125,11 +125,11 @@ def _found_parts(
     for rest, tensor in stack.tensors.items():
         match = pattern.fullmatch(rest)
         if match is None:
-            raise CheckpointError(
+            raise UnknownNamesError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known way to "
                 "store experts",
                 f"Known are numbered experts with {known_spellings()}, or stacked ones, such as "
-                f"{' with '.join(dict.fromkeys(ways[0].values()))}.",
+                f"{' with '.join(dict.fromkeys(ways[0].values()))}; {MAP_HINT}.",
             )
         part = _part_name(match[2], match[3])
         owner = found.setdefault(match[1], {})

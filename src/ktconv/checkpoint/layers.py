@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.experts import build_layer
-from ktconv.checkpoint.stacks import Split, Stack, nearest_keys
+from ktconv.checkpoint.map_guess import guess_map
+from ktconv.checkpoint.stacks import MAP_HINT, Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 from ktconv.system.units import format_ranges
 
+_SHOWN = 3  # patterns that an error shows
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 
@@ -22,7 +24,7 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
     if not split.stacks:
-        raise _no_experts(split)
+        raise _no_experts(split, config)
     stacks = _number(split, config)
     left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
@@ -69,12 +71,17 @@ def _is_down(rest: str) -> bool:
     return table.FAMILIES.projections.get(rest.split(".")[1]) == "down"
 
 
-def _no_experts(split: Split) -> CheckpointError:
-    near = nearest_keys(tensor.name for tensor in split.others)
+def _no_experts(split: Split, config: ModelConfig) -> CheckpointError:
+    guess = guess_map(split.others, config, "this model")
+    near = [f"{one.text} ({one.described})" for one in guess.likely[:_SHOWN]]
+    near = near or nearest_keys(tensor.name for tensor in split.others)
     tail = f"; the nearest keys are {', '.join(near)}" if near else ""
-    return CheckpointError(
+    if guess.likely and guess.nearest:
+        tail += f"; the most similar names are those of {guess.nearest}"
+    mapped = f"If these are experts, {MAP_HINT}; " if guess.likely else ""
+    return UnknownNamesError(
         f"no MoE layer was found: looked for {looked_for()}{tail}",
-        "ktconv converts Mixture-of-Experts checkpoints; dense models have no experts to convert.",
+        f"{mapped}{'d' if mapped else 'D'}ense models have no experts to convert.",
     )
 
 

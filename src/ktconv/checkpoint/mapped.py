@@ -174,6 +174,18 @@ def _part(end: str | None) -> str | None:
     return end[1:] if "." not in end[1:] or end[1:] in PARTS else None
 
 
+def part_of(name: str) -> tuple[str, str]:
+    """A tensor's name without the ending that its encoding gives it, and the part that it is; the
+    whole name for one without a known ending."""
+    base, _, last = name.rpartition(".")
+    if base and last in PARTS:
+        return base, last
+    for end, part in _UNDERSCORED.items():
+        if name.endswith(end) and part != BIAS:
+            return name.removesuffix(end), part
+    return name, WEIGHT
+
+
 def _source(match: _Match, tensor: TensorRef) -> str:
     """model.layers.3.mlp.experts: the usual name for the layer of the map's number."""
     names, layer = match.table, match.layer

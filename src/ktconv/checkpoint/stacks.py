@@ -21,6 +21,8 @@ from ktconv.families.names import (
     split_name,
 )
 
+# For names that no family has.
+MAP_HINT = "`ktconv inspect MODEL --explain` prints a map for other names (docs/maps.md)"
 _TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
 

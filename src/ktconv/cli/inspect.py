@@ -6,14 +6,21 @@ from typing import Annotated
 
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import ConfigOption, MapOption
-from ktconv.cli.output import JsonOption, document_lines, print_result
-from ktconv.cli.parsing import argument
+from ktconv.cli.output import JsonOption, document_lines, notify, print_result
+from ktconv.cli.parsing import argument, flag
 
 
 def inspect(
     path: Annotated[str, argument("A checkpoint, GGUF file, output of ktconv, or hub id.", "PATH")],
     config: ConfigOption = None,
     naming: MapOption = None,
+    explain: Annotated[
+        bool,
+        flag(
+            "--explain",
+            "Show how experts were found; for unknown names: print a map for --map to edit.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint or a converted output contains; only headers are read.
@@ -21,7 +28,20 @@ def inspect(
     Example: ktconv inspect qwen3-int4
     """
     with errors_shown(as_json):
+        from ktconv.packed import explanation
         from ktconv.packed.inspection import inspect_path
 
-        facts = inspect_path(path, config, naming)
-        print_result(as_json, facts, lambda: document_lines(facts))
+        facts = inspect_path(path, config, naming, explain)
+        if "map" in facts:
+            notify(f"note: {facts['reason']}")
+            print_result(as_json, facts, lambda: explanation.unknown_lines(facts))
+            return
+        shown = {name: fact for name, fact in facts.items() if name != "explained"}
+        print_result(
+            as_json,
+            facts,
+            lambda: [
+                *document_lines(shown),
+                *(explanation.lines_of(facts["explained"]) if "explained" in facts else ()),
+            ],
+        )

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.checkpoint import Checkpoint, NamingMap, open_checkpoint, read_map
 from ktconv.checkpoint.activations import in_words, of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.errors import CheckpointError
+from ktconv.checkpoint.locate import locate_model
+from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families.config import expert_activation
 from ktconv.families.names import split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
+from ktconv.packed.explanation import explain, explain_unknown
 from ktconv.packed.weights import (
     Geometry,
     PackedWeights,
@@ -31,10 +33,11 @@ GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
 
 def inspect_path(
-    path: str, config: Path | None = None, naming: Path | None = None
+    path: str, config: Path | None = None, naming: Path | None = None, explained: bool = False
 ) -> dict[str, Any]:
     """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config`: as
-    for `open_checkpoint`; `naming`: of `read_map`."""
+    for `open_checkpoint`; `naming`: of `read_map`; `explained`: with how experts were
+    found, and a map for names that are not known."""
     found_map = read_map(naming)
     directory = Path(path)
     if directory.is_dir():
@@ -42,13 +45,25 @@ def inspect_path(
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
-            return _source(open_checkpoint(path, config, found_map))
+            return _opened(path, config, found_map, explained)
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
-    return _source(open_checkpoint(path, config, found_map))
+    return _opened(path, config, found_map, explained)
+
+
+def _opened(
+    path: str, config: Path | None, naming: NamingMap | None, explained: bool
+) -> dict[str, Any]:
+    try:
+        checkpoint = open_checkpoint(path, config, naming)
+    except UnknownNamesError as error:
+        if not explained or naming is not None or locate_model(path).is_file():
+            raise  # GGUF files are without maps
+        return explain_unknown(path, config, error)
+    return _source(checkpoint) | ({"explained": explain(checkpoint)} if explained else {})
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:
