@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from helpers.convert import (
     read_model,
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
+from helpers.disk_calls import Commands
 from helpers.nemotron import BLOCK, EXPERTS, INNER, LAYERS, config, write_nemotron
 from safetensors import deserialize
 from safetensors.numpy import save_file
@@ -162,6 +164,23 @@ def test_a_run_in_two_halves(converted: Convert, model: Path, tmp_path: Path) ->
     assert inspect_path(str(tmp_path / "out"))["layers_missing"] == "0"
     convert(model, tmp_path / "out", **ALLOWED)
     assert_same(all_files(tmp_path / "out"), all_files(converted()))
+
+
+def test_killed_in_each_layer(converted: Convert, model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ["--method=int4", "--numa=3", "--threads=1", "--allow-activation-mismatch"]
+    command = ["quantize-cpu", str(model), str(output), *options]
+    commands, done = Commands(tmp_path), []
+    try:
+        for call in (40, 90):
+            ended = commands.run(command, call)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            done.append(inspect_path(str(output))["layers_done"])
+        assert commands.run(command).returncode == 0
+    finally:
+        commands.close()
+    assert done == ["none", "0"]
+    assert_same(all_files(output), all_files(converted("int4", 3)))
 
 
 def test_a_set_of_experts(model: Path, tmp_path: Path) -> None:
