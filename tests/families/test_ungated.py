@@ -24,7 +24,7 @@ from helpers.convert import (
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.disk_calls import Commands
-from helpers.nemotron import BLOCK, EXPERTS, INNER, LAYERS, config, write_nemotron
+from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, config, write_nemotron
 from safetensors import deserialize
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -195,6 +195,39 @@ def test_a_set_of_experts(model: Path, tmp_path: Path) -> None:
         VerifyRequest(tmp_path / "out", str(model), "weights", beside=tmp_path / "rest", threads=1)
     )
     assert result.passed, result.failures
+
+
+@pytest.mark.parametrize("latent", [None, LATENT])
+def test_gguf(latent: int | None, tmp_path: Path) -> None:
+    """Of four layers the second and the last have experts; the others have no MLP at all."""
+    pytest.importorskip("gguf")
+    from helpers.gguf_files import write_gguf
+
+    _, matrices = write_nemotron(tmp_path / "model", latent=latent)
+    width = latent or HIDDEN
+    tensors: dict[str, Any] = {}
+    for layer in range(4):
+        norm = np.ones(HIDDEN, np.float32)
+        tensors |= {f"blk.{layer}.attn_norm.weight": norm, f"blk.{layer}.ssm_d": norm[:, None]}
+    for source, layer in ((0, 1), (1, 3)):
+        for proj in ("up", "down"):
+            one = np.stack([matrices[source, e, proj] for e in range(EXPERTS)])
+            tensors[f"blk.{layer}.ffn_{proj}_exps.weight"] = one
+    settings = {
+        "block_count": 4, "embedding_length": HIDDEN, "feed_forward_length": [0, INNER, 0, INNER],
+        "expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER,
+        **({"moe_latent_size": latent} if latent else {}),
+    }  # fmt: skip
+    path = write_gguf(tmp_path / "n.gguf", tensors, settings, architecture="nemotron_h_moe")
+    convert(path, tmp_path / "out", numa=3, **ALLOWED)
+    moved = {(2 * layer + 1, *rest): one for (layer, *rest), one in matrices.items()}
+    assert_same(packed_of(tmp_path / "out"), expected_experts(moved, "int4", 3))
+    assert inspect_path(str(path))["hidden_size"] == [width]
+    assert check(tmp_path / "out", path, "weights").passed
+    del tensors["blk.3.ffn_up_exps.weight"], tensors["blk.3.ffn_down_exps.weight"]
+    path = write_gguf(tmp_path / "less.gguf", tensors, settings, architecture="nemotron_h_moe")
+    with pytest.raises(CheckpointError, match="layer 3 has no experts"):
+        convert(path, tmp_path / "never", **ALLOWED)
 
 
 # ---- inspect, compare, merge, reshard --------------------------------------------------

@@ -418,5 +418,6 @@ ROWS = (
     # ---- GGUF ----
     _GGUF,
     replace(_GGUF, norm="post_attention_norm"),  # where `ffn_norm` is not there
+    replace(_GGUF, norm="attn_norm"),  # of layers that have no attention, as in Nemotron-H
 )
 # fmt: on

@@ -17,8 +17,6 @@ class Architecture:
     refused: str | None = None
 
 
-_TWO_MATRICES = "its experts have no gate projection"
-
 # By general.architecture. Others keep their own name as model_type.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "afmoe": Architecture("afmoe"),
@@ -50,8 +48,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mimo2": Architecture("mimo_v2"),
     "minimax-m2": Architecture("minimax_m2"),
     "mistral4": Architecture("mistral4"),
-    "nemotron_h_moe": Architecture("nemotron_h", refused=_TWO_MATRICES),
-    "nomic-bert-moe": Architecture("nomic_bert", refused=_TWO_MATRICES),
+    "nemotron_h_moe": Architecture("nemotron_h"),
+    "nomic-bert-moe": Architecture(
+        "nomic_bert", refused="its experts have no gate projection, and GELU"
+    ),
     "olmoe": Architecture("olmoe"),
     "phimoe": Architecture("phimoe"),
     "qwen2moe": Architecture("qwen2_moe"),

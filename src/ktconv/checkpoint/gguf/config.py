@@ -73,7 +73,8 @@ def known_architecture(header: Header) -> Architecture:
         raise CheckpointError(
             f"{header.file} is a model of architecture {name}, which is not supported: "
             f"{found.refused}",
-            "Models whose experts have gate, up and down projections can be converted.",
+            "Models whose experts have gate, up and down projections can be converted, and those "
+            "without a gate if their activation is relu2.",
         )
     return found
 
@@ -96,6 +97,8 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
     content |= _clamp(name, given, content.get("num_hidden_layers", 1))
     if name == "deepseek2":
         content |= _deepseek(content)
+    if name == "nemotron_h_moe":
+        content |= _hybrid(given)
     return content
 
 
@@ -137,6 +140,14 @@ def _clamp(name: str, given: Mapping[str, Any], layers: Any) -> dict[str, Any]:
         else:
             content[after] = found if isinstance(found, list) else [found] * layers
     return content
+
+
+def _hybrid(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Nemotron's layers are attention, Mamba or experts; only the last have a width."""
+    widths = given.get("feed_forward_length")
+    if not isinstance(widths, list):
+        return {}
+    return {"moe_layers": [layer for layer, width in enumerate(widths) if width]}
 
 
 def _deepseek(content: Mapping[str, Any]) -> dict[str, Any]:
