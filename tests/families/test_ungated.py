@@ -24,7 +24,7 @@ from helpers.convert import (
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.disk_calls import Commands
-from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, config, write_nemotron
+from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, LIST, config, write_nemotron
 from safetensors import deserialize
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -443,7 +443,7 @@ def test_another_model(damaged: Convert, tmp_path: Path) -> None:
 
 def gpu_output(directory: Path, names: tuple[str, ...]) -> Path:
     tensors = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{name}.{kind}": np.zeros((2, 2), np.int32)
+        f"{LIST}.{layer}.{BLOCK}.experts.{expert}.{name}.{kind}": np.zeros((2, 2), np.int32)
         for layer in range(LAYERS)
         for expert in range(EXPERTS)
         for name in names
@@ -477,7 +477,7 @@ def test_quantize_gpu(kind: str | None, latent: int | None, stacked: bool, tmp_p
     quantize(model, output, scheme="W8A16", group_size=128)
     found = experts_of(output)
     names = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{proj}_proj": values
+        f"{LIST}.{layer}.{BLOCK}.experts.{expert}.{proj}_proj": values
         for (layer, expert, proj), values in matrices.items()
     }
     assert found.keys() == names.keys()
@@ -490,7 +490,7 @@ def test_quantize_gpu(kind: str | None, latent: int | None, stacked: bool, tmp_p
     assert inspect_path(str(output))["complete"]
     alone = forget_manifest(output)
     assert verify(VerifyRequest(alone, None, "structure", threads=2)).passed
-    gone = f"model.layers.1.{BLOCK}.experts.2.up_proj.weight_packed"
+    gone = f"{LIST}.1.{BLOCK}.experts.2.up_proj.weight_packed"
     shards = [path for path in output.glob("*.safetensors") if gone.encode() in path.read_bytes()]
     for path in shards:
         path.write_bytes(

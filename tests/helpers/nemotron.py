@@ -15,7 +15,7 @@ from helpers.encoded import KINDS
 from helpers.families import Raw, Tensor, bf16, write_checkpoint
 
 HIDDEN, INNER, SHARED, EXPERTS, LAYERS, TOP_K = 256, 384, 128, 4, 2, 2
-LIST, BLOCK, NORM = "model.layers", "mlp", "post_attention_layernorm"
+LIST, BLOCK, NORM = "backbone.layers", "mixer", "norm"
 # (layer, expert, "up" or "down") -> the values [out, in] that the tensors stand for
 Matrices = dict[tuple[int, int, Any], np.ndarray[Any, np.dtype[np.float32]]]
 
@@ -60,7 +60,7 @@ def write_nemotron(
     rng = np.random.default_rng(7)
     width = latent or HIDDEN
     tensors: dict[str, Tensor] = {
-        "model.embed_tokens.weight": bf16(rng.standard_normal((64, HIDDEN)))
+        "backbone.embeddings.weight": bf16(rng.standard_normal((64, HIDDEN)))
     }
     matrices: Matrices = {}
     for layer in range(LAYERS):
