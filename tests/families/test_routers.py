@@ -565,6 +565,8 @@ def test_unknown_families_by_their_tensors() -> None:
     assert found.spec == RouterSpec("softmax", 2, correction=True)
     with pytest.raises(CheckpointError, match="does not describe"):
         find_router(config, 0, corrected=False)
+    # whose bias is missing then, which whoever runs it refuses
+    assert find_router({**config, "topk_method": "noaux_tc"}, 0, corrected=False).spec.correction
     assert find_router({**config, "model_type": "mixtral"}, 0, corrected=True).inferred == ""
 
 
@@ -573,9 +575,12 @@ def test_settings_of_single_layers() -> None:
     scaled = {"model_type": "glm4_moe", "num_experts_per_tok": 2}
     scaled["routed_scaling_factor"] = [1.0, 2.0]
     assert router_of(scaled, 1).routed_scaling_factor == 2.0
+    assert router_of(scaled | {"routed_scaling_factor": False}, 1).routed_scaling_factor == 1.0
     hashed = {"model_type": "deepseek_v4", "num_experts_per_tok": 2}
     assert [router_of(hashed, layer).by_token for layer in (2, 3)] == [True, False]
     assert not router_of(hashed | {"num_hash_layers": 0}, 0).by_token
+    assert not find_router(hashed, 0, corrected=True).spec.by_token
+    assert find_router(hashed | {"num_hash_layers": 1}, 0, corrected=True).spec.by_token
     kinds = {"mlp_layer_types": ["moe", "hash_moe"], "num_hash_layers": 1}
     found = [router_of(hashed | kinds, layer) for layer in range(3)]
     assert [spec.by_token for spec in found] == [False, True, False]

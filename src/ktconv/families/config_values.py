@@ -52,6 +52,7 @@ def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _NAME = _Rule(lambda value: isinstance(value, str) and "\0" not in value, "a name")
 _FLAG = _Rule(lambda value: type(value) is bool or value in (0, 1), "true or false")
 _COUNT = _Rule(is_whole, "a number of experts")
+_LAYERS = _Rule(is_whole, "a number of layers")
 # -1 can mean "none", and in Hunyuan's files false does.
 _INTEGER = _Rule(lambda value: type(value) is int or value is False, "an integer")
 _OBJECT = _Rule(lambda value: isinstance(value, dict), "an object")
@@ -117,7 +118,8 @@ _RULES: Mapping[str, _Rule] = {
     "p-norm": _POSITIVE,
     "top_k": _TOP_K,
     **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
-    **dict.fromkeys(("zero experts", "hash layers"), _COUNT),
+    "zero experts": _COUNT,
+    "hash layers": _LAYERS,
     "shared experts": _SHARED,
     **dict.fromkeys(("text section", "MoE section"), _OBJECT),
     **dict.fromkeys(

@@ -65,10 +65,10 @@ def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
 def find_router(
     config: Mapping[str, Any], layer: int, corrected: bool | None = None
 ) -> FoundRouter:
-    """As `router_of`, and whether a table or the keys of config.json say so.
+    """As `router_of`, and from what the router is inferred where the family is not in the table.
 
     `corrected`: whether the checkpoint has a correction bias for this layer, where that is known.
-    For a family that is not in the table, it decides what config.json leaves open.
+    For such a family it decides what config.json leaves open.
     """
     text, row = text_section(config), family_of(config)
     name = str(value_of(text, "model type") or "").removesuffix("_text")
@@ -78,8 +78,12 @@ def find_router(
     if routing is None:
         routing, inferred = _inferred(name, text, corrected)
     _check_stated(name, text, routing, row)
-    spec = _read(routing, text, row, layer)
-    spec = replace(spec, top_k=top_k_of(config, layer))  # type: ignore[arg-type]  # checked next
+    top_k = top_k_of(config, layer)
+    if top_k is None:
+        raise CheckpointError("config.json does not say how many experts are chosen for a token")
+    spec = replace(_read(routing, text, row, layer), top_k=top_k)
+    if "hash layers" in routing.reads and _is_hashed(text, layer, corrected):
+        spec = replace(spec, by_token=True, correction=False)
     return FoundRouter(_checked(spec, value_of(text, "experts")), inferred)
 
 
@@ -103,9 +107,9 @@ def _inferred(name: str, text: Mapping[str, Any], corrected: bool | None) -> tup
         raise UnknownRouter(f"config.json has the unknown top-k method {method!r}", _HINT)
     if method == "noaux_tc" and scoring == "softmax":
         raise CheckpointError("config.json contradicts itself: noaux_tc with softmax", _HINT)
-    corrected = method == "noaux_tc" if corrected is None else corrected
+    corrected = bool(corrected) or method == "noaux_tc"
     if scoring is None:
-        scoring = "sigmoid" if corrected or method == "noaux_tc" else "softmax"
+        scoring = "sigmoid" if corrected else "softmax"
     rule: GroupScore = "max" if method == "group_limited_greedy" else "top2"
     spec = RouterSpec(scoring, correction=corrected, group_score=rule)
     reads = ("renormalise", "groups", "scale")
@@ -147,7 +151,7 @@ def _read(router: Router, text: Mapping[str, Any], row: Family | None, layer: in
     for setting in router.reads & SETTINGS.keys():
         field, kind = SETTINGS[setting]
         value = _of_layer(value_of(text, setting, row), layer)
-        if value is not None:
+        if value is not None and (value is not False or kind is bool):  # false: there is none
             found[field] = kind(value)
     if "p-norm" in router.reads and any(text.get(key, 1) is None for key in _keys("p-norm")):
         found["renormalise"] = False
@@ -159,8 +163,6 @@ def _read(router: Router, text: Mapping[str, Any], row: Family | None, layer: in
         for key in ("n_group", "topk_group"):
             if value_of(text, key, row) is not None:
                 found[key] = value_of(text, key, row)
-    if "hash layers" in router.reads and _is_hashed(text, layer):
-        found |= {"by_token": True, "correction": False}
     return replace(router.spec, **found)
 
 
@@ -174,19 +176,19 @@ def _of_layer(value: Any, layer: int) -> Any:
 _HASH_LAYERS = 3  # of DeepSeek-V4, where config.json does not say
 
 
-def _is_hashed(text: Mapping[str, Any], layer: int) -> bool:
-    """Whether this layer's experts follow from the token alone."""
+def _is_hashed(text: Mapping[str, Any], layer: int, corrected: bool | None) -> bool:
+    """Whether this layer's experts follow from the token alone; then it has no correction bias."""
     kinds = value_of(text, "kind of each layer")
     if isinstance(kinds, list):
         return layer < len(kinds) and kinds[layer] == "hash_moe"
     first = value_of(text, "hash layers")
+    if first is None and corrected is not None:
+        return not corrected
     return layer < (_HASH_LAYERS if first is None else int(first))
 
 
 def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:
     """CheckpointError unless the numbers fit each other and the number of experts, if known."""
-    if spec.top_k is None:
-        raise CheckpointError("config.json does not say how many experts are chosen for a token")
     numbers = (spec.top_k, spec.n_group, spec.topk_group)
     if any(type(number) is not int or number < 1 for number in numbers):
         raise CheckpointError(
