@@ -306,7 +306,8 @@ def documented_commands() -> list[str]:
             r"```\w*\n(.*?)```|((?:^    .*\n)+)", path.read_text(), re.M | re.S
         ):
             text = "".join(block).replace("\\\n", " ")
-            lines += [line.split("#")[0].strip() for line in text.splitlines() if "ktconv " in line]
+            commands = (re.split("#| > ", line)[0] for line in text.splitlines())
+            lines += [line.strip() for line in commands if "ktconv " in line]
     return [line for line in lines if line.startswith("ktconv ")]
 
 

@@ -443,7 +443,7 @@ def test_b5_other_names(source: str, tmp_path: Path) -> None:
 
 def test_b5_nothing_to_convert_is_an_error(tmp_path: Path) -> None:
     """B5: a model without experts that are recognised "succeeds"."""
-    tensors = {"model.layers.0.moe.experts.0.weird.weight": NORM, "model.norm.weight": NORM}
+    tensors = {"model.layers.0.odd.experts.0.weird.weight": NORM, "model.norm.weight": NORM}
     refused(tensors, tmp_path, "no MoE layer was found.*nearest keys are .*weird")  # type: ignore[arg-type]
 
 
