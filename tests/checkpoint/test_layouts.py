@@ -157,7 +157,7 @@ def test_layout(model_type: str, tmp_path: Path) -> None:
             "mlp.shared_experts.shared_w13_weight", "router.proj.weight", "mlp.bias",
         )
     }  # fmt: skip
-    checkpoint = opened(tmp_path, tensors | others, model_type=model_type)
+    checkpoint = opened(tmp_path, tensors | others, model_type=model_type, hidden_act="silu")
     [layer] = checkpoint.layers
     assert (layer.index, layer.source, layer.encoding) == (2, source, "bf16")
     assert (layer.hidden_size, layer.intermediate_size) == (HIDDEN, INNER)

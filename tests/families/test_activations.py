@@ -130,6 +130,24 @@ def test_values_that_are_none(config: dict[str, Any], says: str, tmp_path: Path)
         open_checkpoint(model)
 
 
+def test_an_assumption_is_noted(tmp_path: Path) -> None:
+    tensors = numbered("model.layers.0.mlp.experts", random_weights())
+    noted = {}
+    for name, config in (
+        ("unknown", {"model_type": "nobody_knows"}),
+        ("named", {"model_type": "nobody_knows", "hidden_act": "silu"}),
+        ("known", {"model_type": "qwen3_moe"}),
+    ):
+        model = write_checkpoint(tmp_path / name, tensors, simple_config(**config))
+        noted[name] = [note for note in open_checkpoint(model).notes if "activation" in note]
+    assert noted == {
+        "unknown": ["the activation of nobody_knows is not known, and config.json does not name "
+                    "it: SiLU is assumed"],
+        "named": [],
+        "known": [],
+    }  # fmt: skip
+
+
 def test_a_record_that_is_damaged() -> None:
     damaged: list[Any] = [None, [], {"alpha": "1"}, {"limit": 7}, {"biases": 1}, {"function": None}]
     for record in damaged:

@@ -23,11 +23,15 @@ from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.app import app
+from ktconv.conversion.plan import plan_checkpoint
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.moe import open_experts
 from ktconv.native import Activation
 from ktconv.packed.inspection import inspect_path
 from ktconv.targets.consumers import METHODS, left_out, right_methods
+from ktconv.targets.pack_quantized.config import card
+from ktconv.targets.pack_quantized.target import Options as GpuOptions
+from ktconv.targets.pack_quantized.target import PackQuantizedTarget
 
 LAYERS = 3
 CLAMP = ExpertActivation(limit=10.0)
@@ -231,3 +235,16 @@ def test_a_manifest_from_before(tmp_path: Path) -> None:
     succeeds("reshard", tmp_path / "out", tmp_path / "new", "--numa", "2")
     new = read_json(tmp_path / "new" / "ktconv.json")
     assert new["geometry"]["activation"]["limit"] == 7.0
+
+
+@pytest.mark.parametrize(("limit", "can"), [(None, "can"), (7.0, "cannot")])
+def test_quantize_gpu_refuses_nothing(limit: float | None, can: str, tmp_path: Path) -> None:
+    """Engines run each model's own code; KTransformers' RAWINT4 does not."""
+    checkpoint = open_checkpoint(model(tmp_path, swiglu_limit=limit))
+    options = GpuOptions(scheme="W4A16", group_size=32)
+    plan = plan_checkpoint(checkpoint, PackQuantizedTarget(options, checkpoint))
+    text = card(plan)
+    assert f"It {can} be the weights of `--kt-method RAWINT4` itself" in text
+    assert ("KTransformers' RAWINT4 computes plain SiLU" in text) == (limit is not None)
+    words = "SiLU, gate and up clamped to 7" if limit else "SiLU"
+    assert f"- Activation of the experts: {words}\n" in text

@@ -41,7 +41,7 @@ from ktconv.checkpoint.types import (
     TensorRef,
 )
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.config import expert_activation
+from ktconv.families.config import assumed_activation, expert_activation
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text
@@ -82,6 +82,8 @@ def open_checkpoint(
     with _naming(headers[0], config), _mapping(mapped):
         layers, notes = build_layers(split, interpret_config(content, described))
         layers = [replace(one, activation=_activation(content, one)) for one in layers]
+        if assumed := assumed_activation(content):
+            notes = [*notes, assumed]
         if mapped is not None:
             check_encodings(layers, mapped)
             notes = [*notes_of(mapped, config.content), *map(mapped.spelt, notes)]

@@ -117,6 +117,18 @@ def expert_activation(config: Mapping[str, Any], layer: int | None = None) -> Ex
     return found if limit is None else replace(found, limit=limit or math.inf)
 
 
+def assumed_activation(config: Mapping[str, Any]) -> str:
+    """A sentence if nothing says what the activation is, so that SiLU is assumed; else empty."""
+    types = [value_of(section, "model type") for section in sections_of(config)]
+    known = any(table.FAMILIES.of(kind) for kind in types)
+    if known or _name(text_section(config), "activation", None):
+        return ""
+    kind = next((kind for kind in types if isinstance(kind, str)), "this model")
+    return (
+        f"the activation of {kind} is not known, and config.json does not name it: SiLU is assumed"
+    )
+
+
 def shared_activation(config: Mapping[str, Any], layer: int | None = None) -> ExpertActivation:
     """The same of the layer's shared experts."""
     row, text = family_of(config), _checked_text_section(config)

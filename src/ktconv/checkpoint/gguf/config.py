@@ -23,6 +23,7 @@ from ktconv.checkpoint.gguf.architectures import (
 )
 from ktconv.checkpoint.safetensors_file import Header
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 from ktconv.families.names import is_in_experts
 
 _CONFIG = "Give the config.json of the model: --config DIR."
@@ -86,6 +87,8 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
         if key.startswith(f"{name}.") and value is not None
     }
     content: dict[str, Any] = {"model_type": known.model_type, **known.config}
+    if name in ARCHITECTURES and table.FAMILIES.of(known.model_type) is None:
+        content.setdefault("hidden_act", "silu")  # which the files do not say
     content |= {ours: _finite(given[key]) for key, ours in SETTINGS.items() if key in given}
     width = given.get("feed_forward_length")  # a list where layers differ, with dense ones in it
     if "moe_intermediate_size" not in content and not isinstance(width, (list, type(None))):
