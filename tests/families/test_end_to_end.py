@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.convert import assert_same, convert, expected_experts, read_model
 from helpers.families import Raw
 from helpers.family_list import MODELS
 from helpers.family_models import write
+from helpers.gpu import dequantize, modules, quantize
+from helpers.layouts import LAYOUTS, Numbered
 
 from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError
@@ -94,3 +97,43 @@ def _expected_biases(biases: Mapping[tuple[int, int, Projection], Any]) -> dict[
         )
         for (layer, expert, projection), values in biases.items()
     }
+
+
+# One of each layout, and those with something beside their experts.
+ON_GPUS = (
+    "qwen3_5_moe", "deepseek_v4, resaved", "nemotron_h", "gemma4", "llama4", "step3p7", "jetmoe",
+    "aria", "dbrx", "laguna", "Kimi-K3", "Hy4 MXFP8", "Nemotron-3, stacked", "Muse-Spark",
+    "Inkling-2 MXFP8", "mlx",
+)  # fmt: skip
+SPELLINGS: Mapping[str, Projection] = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up",
+    "w2": "down",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in ON_GPUS if name in READY])
+def test_experts_of_a_family_for_gpus(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    model, source, output = MODELS[name], tmp_path / "model", tmp_path / "out"
+    written = write(model, source)
+    quantize(source, output, method="rtn", scheme="W8A16", group_size=128)
+    stored = read_model(output)
+    found = set()
+    for module in modules(stored):
+        at, expert, spelling = module.rsplit(".", 2)
+        (index,) = (one for one, where in model.sources.items() if at.startswith(where))
+        key = index, int(expert), SPELLINGS[spelling]
+        found.add(key)
+        wanted = written.matrices[key]
+        assert np.abs(dequantize(stored, module) - wanted).max() < np.abs(wanted).max() / 100
+        if model.layout in ("N", "W", "U"):
+            assert module in _modules(model.layout, model.sources[index], int(expert)), module
+    assert found == written.matrices.keys()
+    assert verify(VerifyRequest(output, str(source), level="weights")).passed
+
+
+def _modules(layout: str, source: str, expert: int) -> set[str]:
+    """Names of an expert's matrices in the source."""
+    names = LAYOUTS[layout]
+    assert isinstance(names, Numbered)
+    return {f"{source}.{expert}.{name}" for name in names.names.values()}

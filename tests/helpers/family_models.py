@@ -8,6 +8,7 @@ prediction, families that it does not have) is made here, as released files have
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,7 +153,10 @@ def build(model: Model) -> Any:
     import transformers
 
     torch.manual_seed(sum(model.saved_by.encode()))
-    built = getattr(transformers, model.saved_by)(tiny_config(model)).to(torch.bfloat16)
+    built = getattr(transformers, model.saved_by)(tiny_config(model))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values")  # of Llama 4's frequencies
+        built.to(torch.bfloat16)
     with torch.no_grad():
         for name, tensor in (*built.named_parameters(), *built.named_buffers()):
             if "bias" in name or (tensor.dim() > 1 and tensor.requires_grad):

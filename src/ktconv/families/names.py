@@ -72,8 +72,12 @@ def matrix_name(source: str, expert: int, matrix: str) -> str:
 
 
 def is_in_experts(name: str) -> bool:
-    """Whether a name has a component called `experts`, or its end looks like that of experts."""
-    return split_name(f".{name}") is not None
+    """Whether a name has a component called `experts`, or its end looks like that of experts.
+    Not for what lies there and belongs to none of them, such as a router's correction bias."""
+    source, rest = split_name(f".{name}") or (None, "")
+    if source is None or rest in table.FAMILIES.beside:
+        return False
+    return not is_of_other_experts(source)
 
 
 def is_of_other_experts(source: str) -> bool:

@@ -14,7 +14,7 @@ from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.locate import locate_model
 from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families.config import expert_activation
-from ktconv.families.names import split_name
+from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.packed.explanation import explain, explain_unknown
 from ktconv.packed.weights import (
@@ -125,7 +125,8 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
     """What quantize-gpu wrote."""
     options, layers = manifest.options, manifest.layers
     missing = sorted(manifest.tensors.keys() - found.others.keys())
-    names = {name: parts for name in found.others if (parts := split_name(name))}
+    inside = filter(is_in_experts, found.others)
+    names = {name: parts for name in inside if (parts := split_name(name))}
     experts = [found.others[name] for name in names]
     here = {(source, rest.partition(".")[0]) for source, rest in names.values()}
     damaged = sorted({*found.damaged, *_damaged(directory, manifest)})

@@ -23,7 +23,7 @@ def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
 
 def _spelling(layer: MoELayer, proj: Projection) -> str:
     name = layer.experts[0][proj].tensor.name
-    match = re.fullmatch(re.escape(layer.source) + r"\.[0-9]+\.(\w+)\.weight", name)
+    match = re.fullmatch(re.escape(layer.source) + r"\.[0-9]+\.(\w+)\.\w+", name)
     return match[1] if match else USUAL.of(proj)
 
 
