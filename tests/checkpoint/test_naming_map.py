@@ -24,9 +24,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint
-from ktconv.checkpoint.naming_map import NamingMap, map_of_record, parse_map, read_map
+from ktconv.checkpoint.naming_map import (
+    OTHER_KEYS,
+    ROUTER_KEYS,
+    SHARED_KEYS,
+    NamingMap,
+    map_of_record,
+    parse_map,
+    read_map,
+)
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
 from ktconv.reading.reader import SourceReader
+from ktconv.reading.tensors import SourceTensors
 from ktconv.verify.second_reader import SecondReader
 
 HIDDEN, INNER, EXPERTS = 8, 6, 3
@@ -408,6 +418,7 @@ def test_a_layer_without_experts_is_named_so(tmp_path: Path) -> None:
         opened(tmp_path, numbered(layers_of()), MAP, 2)
     assert "layer 1 has no experts" in str(error.value)
     assert "names like decoder.h.0.moe.*" in str(error.value)
+    assert "[config]" in str(error.value.hint)
 
 
 def test_one_tensor_under_two_names(tmp_path: Path) -> None:
@@ -430,7 +441,27 @@ def test_a_map_of_usual_names(tmp_path: Path) -> None:
     """It may describe what would be found without it."""
     usual = {key: f"model.layers.{{layer}}.mlp.experts.{{expert}}.{key}_proj" for key in NAMES}
     layers = layers_of()
-    assert_has(opened(tmp_path, numbered(layers, usual), experts_table(usual)), layers)
+    checkpoint = opened(tmp_path, numbered(layers, usual), experts_table(usual))
+    assert_has(checkpoint, layers)
+    assert any("known without --map" in note for note in checkpoint.notes)
+    odd = opened(tmp_path / "odd", numbered(layers), MAP)
+    assert not any("known without --map" in note for note in odd.notes)
+
+
+def test_other_tensors_have_the_names_that_the_layer_looks_for(tmp_path: Path) -> None:
+    """Every key of [others]."""
+    beside = {f"h.0.t{number}": np.ones(1, np.float32) for number in range(len(OTHER_KEYS))}
+    lines = (f'{key} = "h.{{layer}}.t{number}"' for number, key in enumerate(OTHER_KEYS))
+    others = "\n".join(lines)
+    content = f"{MAP}[others]\n{others}"
+    checkpoint = opened(tmp_path, {**numbered(layers_of()), **beside}, content)
+    tensors, source = SourceTensors(checkpoint), checkpoint.layers[0].source
+    router = router_tensors(source)
+    found = [tensors.find(getattr(router, part)) for part in ROUTER_KEYS]
+    found += [tensors.find(norm_tensors(source))]
+    shared = shared_expert_tensors(source)
+    found += [tensors.find(getattr(one, part) for one in shared) for part in SHARED_KEYS]
+    assert [one and one.name for one in found] == list(beside)
 
 
 def test_an_unknown_part(tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def _mapping(mapped: Mapped | None) -> Iterator[None]:
     except CheckpointError as error:
         if mapped is None:
             raise
-        raise CheckpointError(mapped.spelt(str(error)), error.hint) from None
+        hint = (error.hint or "").replace(f"in {CONFIG_NAME}", f"in {CONFIG_NAME} or [config]")
+        raise CheckpointError(mapped.spelt(str(error)), hint or None) from None
 
 
 def check_headers(place: Path, config_directory: Path | None = None) -> None:

@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 
 from ktconv.checkpoint.encodings import ENCODINGS
 from ktconv.checkpoint.encodings.base import BIAS, WEIGHT
-from ktconv.checkpoint.naming_map import ExpertNames, NamingMap, Pattern
+from ktconv.checkpoint.naming_map import (
+    ROUTER_KEYS,
+    SHARED_KEYS,
+    ExpertNames,
+    NamingMap,
+    Pattern,
+)
 from ktconv.checkpoint.stacks import Split, Stack, split_tensors
 from ktconv.checkpoint.types import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.families.family import USUAL
-from ktconv.families.names import norm_tensors as norms
-from ktconv.families.names import parse_source, router_tensors, shared_expert_tensors
+from ktconv.families.names import (
+    norm_tensors,
+    parse_source,
+    router_tensors,
+    shared_expert_tensors,
+    split_name,
+)
 
 PARTS = frozenset(
     name
@@ -48,6 +59,7 @@ class Mapped:
     tables: Mapping[str, ExpertNames]  # by the usual name of each layer's experts
     numbers: Mapping[str, int]  # the number that names have for that layer
     aliases: Mapping[str, str] = field(default_factory=dict)  # usual names of other tensors
+    known: str | None = None  # one of its tensors that is found without the map, too
 
     def prefix(self, source: str) -> str | None:
         """How the names of all tensors of a layer begin; None if the map does not describe it."""
@@ -121,6 +133,7 @@ def split_mapped(tensors: Sequence[TensorRef], naming: NamingMap) -> tuple[Split
     tables: dict[str, ExpertNames] = {}
     numbers: dict[str, int] = {}
     seen: set[str] = set()
+    known = None
     rest = []
     for tensor in tensors:
         match = _only_match(tensor, naming)
@@ -133,13 +146,16 @@ def split_mapped(tensors: Sequence[TensorRef], naming: NamingMap) -> tuple[Split
             assert path is not None, "a usual name"
             stacks[source] = Stack(path, order=match.table.order, stored=match.table.stored)
             tables[source], numbers[source] = match.table, match.layer
+            parts = split_name(tensor.name)
+            if parts is not None and parse_source(parts[0]) is not None:
+                known = known or tensor.name
         _add(stacks[source], match, tensor)
         seen.add(match.pattern.text)
     _check_all_matched(naming, seen, tensors)
     found = split_tensors(rest)
     _check_not_twice(found, stacks)
     split = Split([*stacks.values(), *found.stacks], found.others, found.unrecognised)
-    return split, Mapped(naming, tables, numbers, _aliases(naming, tables, numbers, split))
+    return split, Mapped(naming, tables, numbers, _aliases(naming, tables, numbers, split), known)
 
 
 def _only_match(tensor: TensorRef, naming: NamingMap) -> _Match | None:
@@ -299,14 +315,9 @@ def _usual_names(source: str) -> Mapping[str, str]:
     """Of the keys of [others]."""
     router, shared = router_tensors(source), shared_expert_tensors(source)[0]
     return {
-        "router": router.weight[0],
-        "router_bias": router.bias[0],
-        "correction": router.correction[0],
-        "norm": norms(source)[0],
-        "shared_gate": shared.gate,
-        "shared_up": shared.up,
-        "shared_down": shared.down,
-        "shared_gating": shared.gating,
+        **{key: getattr(router, part)[0] for part, key in ROUTER_KEYS.items()},
+        "norm": norm_tensors(source)[0],
+        **{key: getattr(shared, part) for part, key in SHARED_KEYS.items()},
     }
 
 
@@ -324,6 +335,8 @@ def notes_of(mapped: Mapped, config: Mapping[str, object]) -> list[str]:
     """What a user should know about a map that was used. `config`: config.json without it."""
     layers = len(mapped.tables)
     notes = [f"names of experts in {layers} layer{'s' if layers > 1 else ''} are by --map"]
+    if mapped.known is not None:
+        notes.append(f"{mapped.known} has a name that is known without --map; the map decides")
     if mapped.naming.like:
         notes.append(f"router and activation are those of {mapped.naming.like}, by --map")
     for key, value in mapped.naming.config.items():

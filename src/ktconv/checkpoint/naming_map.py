@@ -17,7 +17,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, Literal, NoReturn, get_args
 from ktconv.errors import UsageError
 from ktconv.families import table
 from ktconv.families.config import text_section
+from ktconv.families.names import RouterTensors, SharedExpert
 from ktconv.system.regular_files import MissingFileError, read_small
 
 if sys.version_info >= (3, 11):
@@ -38,10 +39,13 @@ Stored = Literal["out-in", "in-out"]
 
 PLACEHOLDERS = ("layer", "expert")
 PROJECTION_KEYS = ("gate", "up", "down", "gate_up")
-OTHER_KEYS = (
-    "router", "router_bias", "correction", "norm",
-    "shared_gate", "shared_up", "shared_down", "shared_gating",
-)  # fmt: skip
+# The keys of [others], by the fields of names.RouterTensors and names.SharedExpert.
+ROUTER_KEYS: Mapping[str, str] = {
+    one.name: {"weight": "router", "correction": "correction"}.get(one.name, f"router_{one.name}")
+    for one in fields(RouterTensors)
+}
+SHARED_KEYS: Mapping[str, str] = {one.name: f"shared_{one.name}" for one in fields(SharedExpert)}
+OTHER_KEYS = (*ROUTER_KEYS.values(), "norm", *SHARED_KEYS.values())
 _EXPERT_KEYS = (
     *PROJECTION_KEYS, "order", "stored", "encoding", "layers", "layer_offset", "expert_offset",
 )  # fmt: skip
