@@ -165,7 +165,7 @@ def test_allowed_it_is_noted_everywhere(tmp_path: Path) -> None:
     facts, limit = json.loads(done(*words, "--json")), {"function": "silu", "limit": 7.0}
     assert facts["activation"] == "SiLU, gate and up clamped to 7"
     assert facts["activations"] == {"0-2": {"description": facts["activation"], **limit}}
-    assert any("it is for ktconv's own runtime" in note for note in facts["notes"])
+    assert any("this output is for ktconv's own runtime" in note for note in facts["notes"])
     record = read_json(tmp_path / "out" / "ktconv.json")
     assert record["options"]["allow_activation_mismatch"] is True
     assert record["geometry"]["activation"] == facts["activations"]["0-2"]
@@ -191,7 +191,7 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     own = {index: one.get("activation") for index, one in geometry["layers"].items()}
     assert own["0"] is own["1"] is None
     assert own["2"]["limit"] == 7.0 and own["2"]["limit_after"] is True
-    words = "SiLU (layers 0-1), SiLU, its result and up clamped to 7 (layer 2)"
+    words = "SiLU (layers 0-1); SiLU, its result and up clamped to 7 (layer 2)"
     clamped = Activation("swiglu_clamped", limit=7.0)
     assert [open_experts(tmp_path / "out", n).activation for n in (1, 2)] == [Activation(), clamped]
     (tmp_path / "out" / "config.json").unlink()  # the manifest has it too

@@ -11,11 +11,11 @@ Activations = Mapping[int, ExpertActivation]  # by layer
 
 
 def in_words(activations: Activations) -> str:
-    """SiLU; or where layers differ: SiLU (layers 3-42), SiLU and up clamped to 7 (layers 43-44)."""
+    """SiLU; or where layers differ: SiLU (layers 3-42); GELU (layers 43-44)."""
     groups = _groups(activations)
     if len(groups) == 1:
         return str(next(iter(groups)))
-    return ", ".join(
+    return "; ".join(
         f"{one} (layer{'s' if layers[1:] else ''} {format_ranges(layers)})"
         for one, layers in groups.items()
     )

@@ -125,7 +125,7 @@ class Mismatch:
     def consequence(self) -> str:
         """For an output that was converted all the same."""
         if self.supported:
-            return "it is for ktconv's own runtime"
+            return "this output is for ktconv's own runtime"
         return "ktconv's kernels do not compute it either"
 
     @property
