@@ -64,15 +64,26 @@ def assert_has(checkpoint: Checkpoint, weights: Weights) -> None:
         for projection, matrix in matrices.items():
             expected = getattr(weights, projection)[expert]
             np.testing.assert_array_equal(read_matrix(matrix), expected)
-    assert "the experts have no gate projection" in checkpoint.notes
+    assert layer.activation.function == "relu2"
 
 
 @pytest.mark.parametrize("stored", [by_number, in_stacks, in_gguf])
-@pytest.mark.parametrize("config", [UNGATED, UNKNOWN], ids=["known", "unknown"])
-def test_up_and_down(stored: Any, config: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [UNGATED, {**UNGATED, "mlp_hidden_act": None}, UNKNOWN],
+    ids=["both", "by family", "by activation"],
+)
+def test_up_and_down(stored: Any, config: dict[str, Any], tmp_path: Path) -> None:
     weights = weights_of()
-    unnamed = {"mlp_hidden_act": None} if config is UNKNOWN else {}
-    assert_has(opened(tmp_path, stored(weights), **config, **unnamed), weights)
+    assert_has(opened(tmp_path, stored(weights), **config), weights)
+
+
+@pytest.mark.parametrize("stored", [by_number, in_stacks, in_gguf])
+def test_an_activation_that_nothing_names(stored: Any, tmp_path: Path) -> None:
+    """It is not SiLU, as it would be of experts with a gate."""
+    with pytest.raises(CheckpointError, match="does not name their activation") as caught:
+        opened(tmp_path, stored(weights_of()), **UNKNOWN, mlp_hidden_act=None)
+    assert '"mlp_hidden_act": "relu2"' in str(caught.value.hint)
 
 
 def test_sizes_of_the_tensors_alone(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from helpers.convert import (
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.disk_calls import Commands
+from helpers.families import write_checkpoint
 from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, LIST, config, write_nemotron
+from helpers.paths import EXAMPLE
 from safetensors import deserialize
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -139,6 +141,27 @@ def test_layer_folders(numa: int, converted: Convert, room: Path) -> None:
     assert_same(read_folders(converted("int4", numa, "layers")), expected)
 
 
+def test_mtp(tmp_path: Path) -> None:
+    """Two layers for multi-token prediction, of which the second has experts."""
+    model, matrices = write_nemotron(tmp_path / "model")
+    content = read_model(model)
+    mtp = {
+        name.replace(f"{LIST}.0.", "mtp.layers.1."): one
+        for name, one in content.items()
+        if name.startswith(f"{LIST}.0.")
+    }
+    mtp["mtp.layers.0.eh_proj.weight"] = content[f"{LIST}.0.{BLOCK}.gate.weight"]
+    write_checkpoint(model, {**content, **mtp}, config(num_nextn_predict_layers=1))
+    convert(model, tmp_path / "out", **ALLOWED)
+    copied = {(LAYERS + 1, *rest): one for (layer, *rest), one in matrices.items() if not layer}
+    expected = expected_experts({**matrices, **copied}, "int4", 1)
+    assert_same(packed_of(tmp_path / "out"), expected)
+    assert check(tmp_path / "out", model, "weights").passed
+    convert(model, tmp_path / "without", mtp=False, **ALLOWED)
+    assert_same(packed_of(tmp_path / "without"), expected_experts(matrices, "int4", 1))
+    assert not any(name.startswith("mtp.") for name in read_model(tmp_path / "without"))
+
+
 def test_stacked_experts_are_the_same(converted: Convert, tmp_path: Path) -> None:
     model, _ = write_nemotron(tmp_path / "model", latent=LATENT, stacked=True)
     convert(model, tmp_path / "out", **ALLOWED)
@@ -236,7 +259,7 @@ def test_gguf(latent: int | None, tmp_path: Path) -> None:
 def test_inspect(converted: Convert, model: Path) -> None:
     source = inspect_path(str(model))
     assert (source["hidden_size"], source["intermediate_size"]) == ([LATENT], [INNER])
-    assert "the experts have no gate projection" in source["notes"]
+    assert source["activation"] == "squared ReLU without a gate"
     for layout in ("safetensors", "layers"):
         facts = inspect_path(str(converted("int4", 3, layout)))
         assert facts["complete"], facts
@@ -516,3 +539,60 @@ def test_bench(converted: Convert, tmp_path: Path) -> None:
     seconds = row["median_us"] / 1e6
     assert row["weight_gb_s"] == pytest.approx(read / seconds / 1e9, rel=1e-3)
     assert row["gops"] == pytest.approx(2 * 2 * 2 * LATENT * INNER / seconds / 1e9, rel=1e-3)
+
+
+# ---- through transformers --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(room: Path) -> Path:
+    """A model of transformers' own class, with a tokenizer and layers of every kind."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if not EXAMPLE.is_dir():
+        pytest.skip("the example model is not here")
+    settings = transformers.NemotronHConfig(
+        vocab_size=read_json(EXAMPLE / "config.json")["vocab_size"],
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        hidden_size=256, moe_latent_size=LATENT, moe_intermediate_size=128,
+        moe_shared_expert_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2,
+        intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=32, n_groups=1, chunk_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.logging.disable_progress_bar()
+    model = transformers.NemotronHForCausalLM(settings).to(torch.bfloat16)
+    model.save_pretrained(room / "saved")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EXAMPLE / name, room / "saved")
+    return room / "saved"
+
+
+def test_every_level_on_the_model(saved: Path, tmp_path: Path) -> None:
+    convert(saved, tmp_path / "out", method="int8", **ALLOWED)
+    request = VerifyRequest(tmp_path / "out", str(saved), "model", windows=1, threads=2)
+    result = verify(request)
+    assert result.passed, result.failures
+    layers = result.facts["layers"]
+    assert layers["states"] == "captured"
+    assert [row["layer"] for row in layers["layers"]] == [1, 3]
+    # Experts see latent states, from which the router's choice does not follow.
+    assert {row["router_agreement"] for row in layers["layers"]} == {None}
+    assert result.facts["model"]["kl_mean"] < 1e-4
+
+
+def test_gptq(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    from ktconv.quantize_gpu.common import Request as GpuRequest
+    from ktconv.quantize_gpu.run import quantize_gpu
+    from ktconv.targets.pack_quantized.target import Calibration
+    from ktconv.targets.pack_quantized.target import Options as GpuOptions
+
+    (tmp_path / "text.txt").write_text(" ".join(f"{n} boats and {n * 7} sacks" for n in range(900)))
+    calibration = Calibration(str(tmp_path / "text.txt"), samples=8, max_seq_len=64)
+    options = GpuOptions(method="gptq", calibration=calibration, dampening=0.1)
+    output = tmp_path / "out"
+    quantize_gpu(GpuRequest(str(saved), output, options, threads=1, self_test=False, device="cpu"))
+    result = verify(VerifyRequest(output, str(saved), "model", windows=1, threads=2))
+    assert result.passed, result.failures
+    assert result.facts["mapping"]["slots"] == 2 * 4 * 2 * 3
+    assert result.facts["model"]["loaded_by"] == "transformers"

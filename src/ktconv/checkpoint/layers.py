@@ -192,16 +192,21 @@ def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
 
 
 def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
-    """CheckpointError unless the experts of all layers have a gate, or none has, as the family
-    says where it is known."""
+    """CheckpointError unless the experts of all layers have a gate, or none has, as their
+    activation needs it."""
     gated = next((layer for layer in layers if layer.gated), None)
     if gated is None:
+        if config.gated is None:
+            raise CheckpointError(
+                f"the experts of {layers[0].source} have no gate projection, and config.json does "
+                "not name their activation",
+                'If they compute down(relu(up x)^2), add "mlp_hidden_act": "relu2" to config.json.',
+            )
         return
     name = gated.experts[0]["gate"].tensor.name
     if config.gated is False:
         raise CheckpointError(
-            f"{name} is the gate of an expert, but experts of "
-            f"{' and '.join(sorted(config.model_types))} have none",
+            f"{name} is the gate of an expert, but experts of this model have none by config.json",
             _CONTRADICTION,
         )
     bare = next((layer for layer in layers if not layer.gated), None)
@@ -256,8 +261,6 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         )
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
-    if not layers[0].gated:
-        notes.append("the experts have no gate projection")
     if biased := [layer.index for layer in layers if layer.biased]:
         notes.append(f"the experts of layers {format_ranges(biased)} have biases")
     if split.unrecognised:

@@ -124,8 +124,9 @@ def card(plan: Plan, header: str, title: str, intro: str, recorded: str, command
     options = plan.target.options
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     content = "all tensors" if plan.others else "expert weights only"
+    matrices = ",".join(plan.moe_layers[0].projections)
     where = (
-        "`blk.{layer}.ffn_{gate,up,down}_exps.{expert}.numa.{part}.{weight,scale}`"
+        f"`blk.{{layer}}.ffn_{{{matrices}}}_exps.{{expert}}.numa.{{part}}.{{weight,scale}}`"
         if options.layout == "safetensors"
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
