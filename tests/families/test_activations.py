@@ -15,7 +15,7 @@ from helpers.families import numbered, random_weights, simple_config, write_chec
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import (
+from ktconv.families.activations import (
     NAMES,
     expert_activation,
     post_norm_epsilon,

@@ -41,7 +41,7 @@ from ktconv.checkpoint.types import (
     TensorRef,
 )
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.config import assumed_activation, expert_activation
+from ktconv.families.activations import assumed_activation, expert_activation
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.system.collector import collector_paused
 from ktconv.system.text import path_text

@@ -12,7 +12,8 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import experts_have_gate, family_of, sections_of
+from ktconv.families.activations import experts_have_gate
+from ktconv.families.config import family_of, sections_of
 from ktconv.families.config_values import (
     CONFIG_HINT,
     check_values,

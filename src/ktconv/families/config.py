@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ktconv.families import table
 from ktconv.families.config_values import contradiction, is_whole, wrong_value
-from ktconv.families.family import PLAIN, ExpertActivation, Family, Router
+from ktconv.families.family import Family
 
 USUAL_TOP_K = 8  # where config.json does not say
-_LARGEST = 3.4028234663852886e38  # float32
-_BETA_LIMIT = 7.0  # of an activation with an alpha, where nothing says another
-_POST_NORM_EPSILON = 1e-8
-
-# What config.json calls activations.
-NAMES: Mapping[str, ExpertActivation] = {
-    **dict.fromkeys(("silu", "swish"), PLAIN),
-    **dict.fromkeys(("gelu", "gelu_python"), ExpertActivation("gelu")),
-    **dict.fromkeys(
-        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh"), ExpertActivation("gelu_tanh")
-    ),
-    **dict.fromkeys(("relu2", "relu_squared"), ExpertActivation("relu2")),
-    "swigluoai": ExpertActivation(alpha=1.702, limit=_BETA_LIMIT),
-    "situ": ExpertActivation(gate_cap=4.0, up_cap=25.0),
-}
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,16 +53,16 @@ def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
     CheckpointError for a value that is not a count, such as a list without a `layer`, and where
     keys of one section disagree.
     """
-    _checked_text_section(config)
+    checked_text_section(config)
     keys = table.FAMILIES.keys("top_k", family_of(config))
     for section in sections_of(config):
         given = [(key, section[key]) for key in keys if section.get(key) is not None]
         if given:
-            return _agreed([(key, _of_layer(value, layer)) for key, value in given])
+            return _agreed([(key, of_layer(value, layer)) for key, value in given])
     return None
 
 
-def _of_layer(value: Any, layer: int | None) -> Any:
+def of_layer(value: Any, layer: int | None) -> Any:
     """The value for `layer` in a list with one for each; None if the list is too short."""
     if layer is None or not isinstance(value, list):
         return value
@@ -98,166 +81,8 @@ def _agreed(given: Sequence[tuple[str, Any]]) -> int | None:
     return int(top_k)
 
 
-def expert_activation(config: Mapping[str, Any], layer: int | None = None) -> ExpertActivation:
-    """What the routed experts of `layer` do between their products; without a layer, of one that
-    lists with a value for each layer have none for.
-
-    Raises CheckpointError for values of a wrong kind, and for lists that end before the model's
-    layers do.
-    """
-    text, usual = _checked_text_section(config), _usual_activation(config)
-    limit = _bound(text, "activation limit", layer)
-    after = _bound(text, "limit after activation", layer)
-    if limit and after:
-        key, other = _key(text, "activation limit"), _key(text, "limit after activation")
-        raise contradiction(key, text[key], other, text[other])
-    found = _with_factors(text, _named(text, family_of(config), usual))
-    if after:
-        return replace(found, limit=after, limit_after=True)
-    return found if limit is None else replace(found, limit=limit or math.inf)
-
-
-def assumed_activation(config: Mapping[str, Any]) -> str:
-    """A sentence if nothing says what the activation is, so that SiLU is assumed; else empty."""
-    types = [value_of(section, "model type") for section in sections_of(config)]
-    known = any(table.FAMILIES.of(kind) for kind in types)
-    if known or _name(text_section(config), "activation", None):
-        return ""
-    kind = next((kind for kind in types if isinstance(kind, str)), "this model")
-    return (
-        f"the activation of {kind} is not known, and config.json does not name it: SiLU is assumed"
-    )
-
-
-def shared_activation(config: Mapping[str, Any], layer: int | None = None) -> ExpertActivation:
-    """The same of the layer's shared experts."""
-    row, text = family_of(config), _checked_text_section(config)
-    found = replace(
-        expert_activation(config, layer), biases=False, weight_on_input=False, post_norm=False
-    )
-    if found.limit_after or (row is not None and not row.shared_limit):
-        found = replace(found, limit=math.inf, limit_after=False)
-    if after := _bound(text, "limit after activation of shared experts", layer):
-        return replace(found, limit=after, limit_after=True)
-    return found
-
-
-def post_norm_epsilon(config: Mapping[str, Any]) -> float:
-    """What is added to the mean square of an expert's output, where that is normalised."""
-    return _number(_checked_text_section(config), "post norm epsilon") or _POST_NORM_EPSILON
-
-
-def _usual_activation(config: Mapping[str, Any]) -> ExpertActivation:
-    """What the rows of the text section and of the whole config say. A model that took its text
-    section over from another family may compute something else than that one."""
-    usual = PLAIN
-    for section in sections_of(config):
-        row = table.FAMILIES.of(value_of(section, "model type"))
-        if row is not None and usual == PLAIN:
-            spec = row.routing.spec if isinstance(row.routing, Router) else None
-            usual = replace(
-                row.activation,
-                biases=row.expert_biases,
-                weight_on_input=spec is not None and spec.weight_on_input,
-                post_norm=bool(row.post_norm),
-            )
-    return usual
-
-
-def _named(
-    text: Mapping[str, Any], row: Family | None, usual: ExpertActivation
-) -> ExpertActivation:
-    """`usual` with the function that config.json names."""
-    name = _name(text, "activation", row)
-    named = NAMES.get(name, ExpertActivation(name)) if name else usual
-    if named.function == usual.function and (named == PLAIN or usual.alpha or usual.capped):
-        return usual
-    return replace(
-        usual,
-        function=named.function,
-        alpha=named.alpha,
-        gate_cap=named.gate_cap,
-        up_cap=named.up_cap,
-        limit=min(named.limit, usual.limit),
-    )
-
-
-def _with_factors(text: Mapping[str, Any], usual: ExpertActivation) -> ExpertActivation:
-    """`usual` with the alpha and the caps of config.json."""
-    if situ := _number(text, "situ gate cap"):
-        up_cap = _number(text, "situ up cap")
-        return replace(usual, alpha=None, gate_cap=situ, up_cap=up_cap or math.inf)
-    gate_cap, up_cap = _number(text, "gate cap"), _number(text, "up cap")
-    if gate_cap or up_cap:
-        usual = replace(usual, gate_cap=gate_cap or usual.gate_cap, up_cap=up_cap or usual.up_cap)
-    alpha = _number(text, "activation alpha")
-    if alpha is None:
-        return usual
-    if not alpha:
-        return replace(usual, alpha=None)
-    return replace(usual, alpha=alpha, limit=usual.limit if usual.limited else _BETA_LIMIT)
-
-
-def _bound(text: Mapping[str, Any], setting: str, layer: int | None) -> float | None:
-    """The number for `layer`, 0 where there is none; None where config.json does not say."""
-    key = _key(text, setting)
-    value = text.get(key)
-    if not isinstance(value, list):
-        return _number(text, setting)
-    layers = value_of(text, "layers")
-    if is_whole(layers) and len(value) < layers:
-        raise wrong_value(key, value, f"a number for each of the {layers} layers")
-    for one in value:
-        _checked(key, one or 0)
-    return float(_of_layer(value, layer) or 0) if layer is not None else 0.0
-
-
-def _key(text: Mapping[str, Any], setting: str) -> str:
-    """The first of the setting's names that has a value, else the usual one."""
-    keys = table.FAMILIES.keys(setting)
-    return next((key for key in keys if text.get(key) is not None), keys[0])
-
-
-def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
-    """By their activation; None where config.json names neither a known family nor a function."""
-    named = _name(text_section(config), "activation", None)
-    return expert_activation(config).gated if named or family_of(config) else None
-
-
-def _checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`text_section`; CheckpointError for a text_config that is no object."""
     if not isinstance(config.get("text_config"), (Mapping, type(None))):
         raise wrong_value("text_config", config["text_config"], "an object")
     return text_section(config)
-
-
-def _number(text: Mapping[str, Any], setting: str) -> float | None:
-    """A number of at least 0; None where there is none."""
-    key = _key(text, setting)
-    return None if text.get(key) is None else _checked(key, text[key])
-
-
-def _checked(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_value(key, value, "a number")
-    if not 0 <= value <= _LARGEST:
-        raise wrong_value(key, value, "a positive float32 number")
-    return float(value)
-
-
-def _name(text: Mapping[str, Any], setting: str, family: Family | None) -> str:
-    """The first that is not empty; empty where there is none. Keys of the family's own are those
-    of its experts alone: others are another module's."""
-    own = family.keys.get(setting) if family is not None else None
-    names = {key: _at(text, key) for key in own or table.FAMILIES.keys(setting)}
-    for key, name in names.items():
-        if not isinstance(name, (str, type(None))):
-            raise wrong_value(key, name, "a name")
-    return next(filter(None, names.values()), "")
-
-
-def _at(section: Mapping[str, Any], key: str) -> Any:
-    """The value under a key, which may be a path: ffn_config.ffn_act_fn.name."""
-    value: Any = section
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -13,7 +13,8 @@ from ktconv import native
 from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.config import NAMES, USUAL_TOP_K, expert_activation, top_k_of
+from ktconv.families.activations import NAMES, expert_activation
+from ktconv.families.config import USUAL_TOP_K, top_k_of
 from ktconv.families.family import ExpertActivation
 from ktconv.formats import (
     KINDS,

@@ -18,7 +18,8 @@ from ktconv.checkpoint.name_patterns import NamePattern, name_patterns
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.checkpoint.types import ExpertMatrix, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.families.config import expert_activation, family_of, sections_of
+from ktconv.families.activations import expert_activation
+from ktconv.families.config import family_of, sections_of
 from ktconv.families.config_values import check_values
 from ktconv.families.family import RouterSpec
 from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors

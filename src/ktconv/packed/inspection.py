@@ -13,7 +13,7 @@ from ktconv.checkpoint.activations import in_words, of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.locate import locate_model
 from ktconv.errors import CheckpointError, UnknownNamesError
-from ktconv.families.config import expert_activation
+from ktconv.families.activations import expert_activation
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.packed.explanation import explain, explain_unknown

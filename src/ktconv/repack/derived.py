@@ -23,7 +23,7 @@ from ktconv.conversion.plan import Copy, LayerContent, lay_out
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
-from ktconv.families.config import expert_activation
+from ktconv.families.activations import expert_activation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_side_files, layer_alone, source_files

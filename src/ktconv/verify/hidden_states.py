@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
-from ktconv.families.config import shared_activation
+from ktconv.families.activations import shared_activation
 from ktconv.families.names import is_gguf
 from ktconv.families.routers import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16

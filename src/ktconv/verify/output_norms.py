@@ -7,7 +7,7 @@ from typing import Any
 
 from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.families.config import post_norm_epsilon
+from ktconv.families.activations import post_norm_epsilon
 from ktconv.families.names import post_norm_tensors
 from ktconv.moe.experts import OutputNorm
 from ktconv.reading.tensors import SourceTensors

@@ -24,7 +24,7 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.checkpoint.gguf.architectures import ARCHITECTURES
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
-from ktconv.families.config import expert_activation, shared_activation
+from ktconv.families.activations import expert_activation, shared_activation
 from ktconv.families.routers import router_of
 
 gguf = pytest.importorskip("gguf")
