@@ -161,7 +161,7 @@ def test_expert_size_of_its_own_key(tmp_path: Path, tensors: dict[str, Tensor]) 
     # With one size per modality it is one of them; the dense size says nothing then.
     assert opened(tmp_path, tensors, moe_intermediate_size=[128, 2], intermediate_size=999).layers
     message = refusal(tmp_path, tensors, moe_intermediate_size=[1, 2], intermediate_size=999)
-    assert "intermediate size 128, but config.json has moe_intermediate_size [1, 2]" in message
+    assert "config.json has hidden_size 128 and moe_intermediate_size 1" in message
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_declared_mtp_layer_is_absent(tmp_path: Path, tensors: dict[str, Tensor]
 def test_two_stacks_of_one_layer(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     other = numbered("talker.model.layers.0.mlp.experts", random_weights())
     message = refusal(tmp_path, tensors | other)
-    assert f"{SOURCE} and talker.model.layers.0.mlp.experts both claim to be layer 0" in message
+    assert f"towers model, talker ({SOURCE}, talker.model.layers.0.mlp.experts), and" in message
     mtp = numbered("mtp.layers.0.mlp.experts", random_weights())
     message = refusal(tmp_path, layer(0) | layer(1) | mtp, num_nextn_predict_layers=1)
     assert "both claim to be layer 1" in message

@@ -31,6 +31,7 @@ from ktconv.checkpoint.naming_map import NamingMap, map_of_record, read_map
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.shards import ShardSelection, read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
+from ktconv.checkpoint.towers import choose_tower
 from ktconv.checkpoint.types import (
     BlockGrid,
     Checkpoint,
@@ -52,14 +53,15 @@ def open_checkpoint(
     model: str | Path,
     config_directory: str | Path | None = None,
     naming: NamingMap | None = None,
+    tower: str | None = None,
 ) -> Checkpoint:
     """Open the checkpoint that `model` means, see `locate_model`.
 
     config.json and other side files are those of `config_directory`, else those beside the
     safetensors files; a GGUF model without it has a config.json of its metadata. `naming`: a map
-    for names that are not known. Everything that
-    headers contain is validated. Raises CheckpointError (or ResourceError where the system
-    refuses) with the file or tensor in its message.
+    for names that are not known. `tower`: of several that have experts; None: the language model.
+    Everything that headers contain is validated. Raises CheckpointError (or ResourceError where the
+    system refuses) with the file or tensor in its message.
     """
     place = locate_model(model)
     selection = select_shards(place)
@@ -80,7 +82,13 @@ def open_checkpoint(
         split, mapped = split_mapped(list(tensors), naming)
     described = {} if selection.gguf else read_description(place)
     with _naming(headers[0], config), _mapping(mapped):
+        chosen = choose_tower(split, content, tower)
+        if chosen is not None:
+            split, content = chosen.split, chosen.config
         layers, notes = build_layers(split, interpret_config(content, described))
+        if chosen is not None:
+            layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
+            notes = [*chosen.notes, *notes]
         layers = [replace(one, activation=_activation(content, one)) for one in layers]
         if assumed := assumed_activation(content):
             notes = [*notes, assumed]
@@ -101,6 +109,7 @@ def open_checkpoint(
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=content,
+        whole_config=config.content if chosen else None,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
@@ -109,6 +118,7 @@ def open_checkpoint(
         side_directory=side_directory,
         made_files={} if config.made is None else {CONFIG_NAME: config.made},
         architecture=architecture,
+        tower=None if chosen is None else chosen.name,
         mapped=mapped,
     )
 
@@ -181,9 +191,11 @@ def check_headers(place: Path, config_directory: Path | None = None) -> None:
         interpret_config(read_config(directory).content)
 
 
-def check_source_options(model: object, config: Path | None, naming: Path | None) -> None:
-    """UsageError for the config or the map of a source that is not there."""
-    for option, value in (("config", config), ("map", naming)):
+def check_source_options(
+    model: object, config: Path | None, naming: Path | None, tower: str | None
+) -> None:
+    """UsageError for the config, the map or a tower of a source that is not there."""
+    for option, value in (("config", config), ("map", naming), ("tower", tower)):
         if value is not None and not model:
             raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
 

@@ -145,6 +145,7 @@ class MoELayer:
     experts: Sequence[Mapping[Projection, ExpertMatrix]]  # by expert id
     biased: bool = False  # whether one at least of its matrices has a bias
     activation: ExpertActivation = PLAIN  # with the biases that tensors show
+    first_expert: int = 0  # the number of expert 0 in names: above 0 for a model's second tower
     hub_names: ExpertNames | None = None  # of GGUF, where they are known: in safetensors models
 
     @property
@@ -185,7 +186,7 @@ class Checkpoint:
     """An opened checkpoint: its config, tensors and MoE layers."""
 
     path: Path  # its directory, or the first of its GGUF files
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # as the converted experts' tower reads it
     files: Sequence[Path]  # safetensors shards or parts of a GGUF model, in name order
     layers: Sequence[MoELayer]  # ascending index
     other_tensors: Sequence[TensorRef]  # everything that is not a routed expert
@@ -194,6 +195,8 @@ class Checkpoint:
     side_directory: Path | None = None  # of config.json, tokenizer and so on; None: there is none
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
+    whole_config: Mapping[str, Any] | None = None  # of all towers, where `config` is of one
+    tower: str | None = None  # that was chosen where several have experts
     mapped: Mapped | None = None  # what a map says of names, where one was given
 
     @property

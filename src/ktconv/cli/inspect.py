@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ktconv.cli.exits import errors_shown
-from ktconv.cli.options import ConfigOption, MapOption
+from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
 from ktconv.cli.parsing import argument, flag
 
@@ -14,6 +14,7 @@ def inspect(
     path: Annotated[str, argument("A checkpoint, GGUF file, output of ktconv, or hub id.", "PATH")],
     config: ConfigOption = None,
     naming: MapOption = None,
+    tower: TowerOption = None,
     explain: Annotated[
         bool,
         flag(
@@ -31,7 +32,7 @@ def inspect(
         from ktconv.packed import explanation
         from ktconv.packed.inspection import inspect_path
 
-        facts = inspect_path(path, config, naming, explain)
+        facts = inspect_path(path, config, naming, explain, tower)
         if "map" in facts:
             notify(f"note: {facts['reason']}")
             print_result(as_json, facts, lambda: explanation.unknown_lines(facts))

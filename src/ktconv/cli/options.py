@@ -47,6 +47,10 @@ ConfigOption = Annotated[
     Path | None,
     option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
 ]
+TowerOption = Annotated[
+    str | None,
+    option("Of several towers with experts: this one, not the language model.", "NAME"),
+]
 MapOption = Annotated[
     Path | None,
     option("Names of experts in a model that ktconv does not know.", "FILE.toml", "--map"),

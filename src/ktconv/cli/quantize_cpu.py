@@ -32,6 +32,7 @@ def quantize_cpu_command(
     layers: common.LayersOption = "",
     config: common.ConfigOption = None,
     naming: common.MapOption = None,
+    tower: common.TowerOption = None,
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
@@ -100,6 +101,7 @@ def quantize_cpu_command(
             model=model,
             config=config,
             map=naming,
+            tower=tower,
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

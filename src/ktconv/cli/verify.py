@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.options import ConfigOption, MapOption, ThreadsOption, progress_over
+from ktconv.cli.options import ConfigOption, MapOption, ThreadsOption, TowerOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, option
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -34,6 +34,7 @@ def verify(
     ] = None,
     config: ConfigOption = None,
     naming: MapOption = None,
+    tower: TowerOption = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
@@ -93,6 +94,7 @@ def verify(
             source=source,
             config=config,
             map=naming,
+            tower=tower,
             level=level,
             sample=sample,
             seed=seed,

@@ -25,15 +25,16 @@ def run_record(plan: Plan[Target]) -> Record:
         "ktconv_version": __version__,
         "options": valid_unicode(plan.target.options.as_dict()),  # names of files, too
         "source": {"files": {file["name"]: file for file in source_identity(plan.checkpoint)}}
-        | map_record(plan.checkpoint),
+        | chosen_record(plan.checkpoint),
         "geometry": geometry(plan.checkpoint, plan),
     }
 
 
-def map_record(checkpoint: Checkpoint) -> Record:
-    """The map of the source's names, where one was given."""
-    mapped = checkpoint.mapped
-    return {} if mapped is None else {"map": mapped.naming.record()}
+def chosen_record(checkpoint: Checkpoint) -> Record:
+    """The map of the source's names, where one was given, and the tower of several."""
+    mapped, tower = checkpoint.mapped, checkpoint.tower
+    found = {} if mapped is None else {"map": mapped.naming.record()}
+    return found if tower is None else {**found, "tower": tower}
 
 
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:

@@ -70,6 +70,7 @@ class BaseRequest:
     finalize: bool = False  # only write index and manifest of finished layers
     config: Path | None = None  # directory of config.json and other side files; None: the model's
     map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
+    tower: str | None = None  # of several with experts; None: the language model
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own

@@ -240,6 +240,9 @@ class Family:
     interleaved: bool = False
     beside: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()  # projections in the block into and out of the experts' width
+    tower: str = ""  # the first word of the language model's layers, where others have experts too
+    # of one list of experts the first are the text model's, the others the vision model's
+    modalities: bool = False
     other_experts: str = ""  # a block whose experts are no MLPs
     router: str = "gate"
     router_is_transposed: bool = False  # stored as [H, E]

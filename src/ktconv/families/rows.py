@@ -94,7 +94,9 @@ ROWS = (
            released=(
                Released("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared=True),
                Released("qwen3_moe", "Qwen3-MoE"))),
-    Family(("qwen3_next", "qwen3_omni_moe"), shared="shared_expert",
+    # of the talker, too: its section is only read for that tower
+    Family(("qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_talker"), shared="shared_expert",
+           tower="thinker",
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
                Released("qwen3_next", "Qwen3-Next", shared=True),
@@ -213,7 +215,7 @@ ROWS = (
            keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
            released=(Released("ernie4_5_moe", "ERNIE-4.5-21B-A3B, 300B-A47B", shared=True),)),
     Family(("ernie4_5_vl_moe",), correction="moe_statics.e_score_correction_bias",
-           router_is_transposed=True, correction_rows=2,
+           router_is_transposed=True, correction_rows=2, modalities=True,
            routing=_ERNIE,
            released=(Released("ernie4_5_vl_moe", "ERNIE-4.5-VL (text experts)", shared=True),)),
     Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp",

@@ -12,6 +12,7 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import NAMES, expert_activation
 from ktconv.families.config import USUAL_TOP_K, top_k_of
@@ -146,7 +147,10 @@ def output_activation(
 
 def _config(directory: Path) -> Mapping[str, Any]:
     """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
-    return read_config(directory).content if (directory / CONFIG_NAME).exists() else {}
+    if not (directory / CONFIG_NAME).exists():
+        return {}
+    manifest = read_manifest(directory)
+    return tower_config(read_config(directory).content, manifest.tower if manifest else None)
 
 
 def packed_experts(

@@ -33,10 +33,14 @@ GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
 
 
 def inspect_path(
-    path: str, config: Path | None = None, naming: Path | None = None, explained: bool = False
+    path: str,
+    config: Path | None = None,
+    naming: Path | None = None,
+    explained: bool = False,
+    tower: str | None = None,
 ) -> dict[str, Any]:
-    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config`: as
-    for `open_checkpoint`; `naming`: of `read_map`; `explained`: with how experts were
+    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config` and
+    `tower`: as for `open_checkpoint`; `naming`: of `read_map`; `explained`: with how experts were
     found, and a map for names that are not known."""
     found_map = read_map(naming)
     directory = Path(path)
@@ -45,20 +49,24 @@ def inspect_path(
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
-            return _opened(path, config, found_map, explained)
+            return _opened(path, config, found_map, explained, tower)
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
-    return _opened(path, config, found_map, explained)
+    return _opened(path, config, found_map, explained, tower)
 
 
 def _opened(
-    path: str, config: Path | None, naming: NamingMap | None, explained: bool
+    path: str,
+    config: Path | None,
+    naming: NamingMap | None,
+    explained: bool,
+    tower: str | None,
 ) -> dict[str, Any]:
     try:
-        checkpoint = open_checkpoint(path, config, naming)
+        checkpoint = open_checkpoint(path, config, naming, tower)
     except UnknownNamesError as error:
         if not explained or naming is not None or locate_model(path).is_file():
             raise  # GGUF files are without maps

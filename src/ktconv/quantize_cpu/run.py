@@ -66,7 +66,9 @@ def prepare(request: Request) -> Preflight:
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
-    checkpoint = open_checkpoint(request.model, request.config, read_map(request.map))
+    checkpoint = open_checkpoint(
+        request.model, request.config, read_map(request.map), request.tower
+    )
     refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:

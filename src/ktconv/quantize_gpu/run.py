@@ -40,7 +40,9 @@ def prepare(request: Request) -> Preflight:
             f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"
         )
     _require_libraries()
-    checkpoint = open_checkpoint(request.model, request.config, read_map(request.map))
+    checkpoint = open_checkpoint(
+        request.model, request.config, read_map(request.map), request.tower
+    )
     if checkpoint.is_gguf and request.options.method != "rtn":
         raise UsageError(
             f"--method {request.options.method} needs a safetensors checkpoint, and "
@@ -52,6 +54,18 @@ def prepare(request: Request) -> Preflight:
             f"--config cannot be combined with --method {request.options.method}, which loads the "
             "model with its own config.json",
             "omit --config",
+        )
+    if checkpoint.layers[0].first_expert:
+        raise UsageError(
+            f"--tower {request.tower}: a GPU's output has the experts of all towers under the "
+            "numbers that the model gives them, which is not supported for the second one",
+            "convert these experts for CPUs, with quantize-cpu",
+        )
+    if request.tower is not None and request.options.method != "rtn":
+        raise UsageError(
+            f"--tower cannot be combined with --method {request.options.method}, which calibrates "
+            "the language model",
+            "use --method rtn",
         )
     if request.map is not None and request.options.method != "rtn":
         raise UsageError(

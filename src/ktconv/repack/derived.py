@@ -18,6 +18,7 @@ from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.mapped import recorded_map
 from ktconv.checkpoint.side_files import find_side_files
+from ktconv.checkpoint.towers import tower_config
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Copy, LayerContent, lay_out
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
@@ -141,7 +142,8 @@ def plan_alone(
     directory = tree.root
     recorded = manifest.layers if manifest else {}
     has_config = (directory / CONFIG_NAME).exists()
-    config = read_config(directory).content if has_config else {}
+    tower = manifest.tower if manifest else None
+    config = tower_config(read_config(directory).content if has_config else {}, tower)
     known = of_records(manifest.geometry) if manifest else None
     layers = [
         replace(
@@ -161,6 +163,7 @@ def plan_alone(
         notes=(),
         sources=source_files(manifest),
         side_directory=directory,
+        tower=tower,
         mapped=recorded_map(manifest.naming) if manifest else None,
     )
     check_side_files(manifest, directory)

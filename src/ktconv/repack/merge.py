@@ -62,6 +62,7 @@ class Request:
     overwrite: bool = False
     config: Path | None = None  # directory of config and tokenizer; None: the source's
     map: Path | None = None  # of the source's names; None: the one that the manifest records
+    tower: str | None = None  # of the source; None: the one that the manifest records
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,15 @@ class Preflight(derived.Preflight):
 
 def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
-    check_source_options(request.source, request.config, request.map)
+    check_source_options(request.source, request.config, request.map, request.tower)
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
     naming = read_map(request.map) or (manifest.naming if manifest else None)
-    source = open_checkpoint(request.source, request.config, naming) if request.source else None
+    tower = request.tower or (manifest.tower if manifest else None)
+    source = (
+        open_checkpoint(request.source, request.config, naming, tower) if request.source else None
+    )
     if source is not None:
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

@@ -57,6 +57,7 @@ class Request:
     overwrite: bool = False
     config: Path | None = None  # directory of its config and tokenizer; None: the source's
     map: Path | None = None  # of the source's names; None: the one that the manifest records
+    tower: str | None = None  # of the source; None: the one that the manifest records
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
-    check_source_options(request.source, request.config, request.map)
+    check_source_options(request.source, request.config, request.map, request.tower)
     refuse_nested(request.packed, request.output, "the directory")
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:
@@ -109,6 +110,7 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
         model=str(request.source),
         config=request.config,
         map=request.map or (packed.manifest.naming if packed.manifest else None),
+        tower=request.tower or (packed.manifest.tower if packed.manifest else None),
         output=request.output,
         options=_options(request, packed),
         threads=request.threads,

@@ -14,6 +14,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
 from ktconv.checkpoint.side_files import flaws
+from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.repack.tree import Tree, TreeLayer
@@ -180,7 +181,9 @@ def config_beside(root: Path) -> ModelConfig | None:
     """What a config.json beside the folders says; None if there is none."""
     if not (root / CONFIG_NAME).exists():
         return None
-    return interpret_config(read_config(root).content)
+    manifest = read_manifest(root)
+    tower = manifest.tower if manifest else None
+    return interpret_config(tower_config(read_config(root).content, tower))
 
 
 def _check_config(tree: Tree, config: ModelConfig) -> None:

@@ -55,6 +55,7 @@ def _compare(
         ("source", request.source),
         ("config", request.config),
         ("map", request.map),
+        ("tower", request.tower),
         ("level", request.level),
         ("text", request.text),
         ("max-ppl-increase", request.thresholds.max_ppl_increase),

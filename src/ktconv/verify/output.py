@@ -13,18 +13,29 @@ from ktconv.checkpoint.agreement import Dimensions
 from ktconv.conversion.plan import Plan
 from ktconv.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
-from ktconv.writer.manifest import Manifest, read_manifest
+from ktconv.writer.manifest import Manifest, read_manifest, tower_of_record
 
 NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
 
 
 def recorded_naming(output: Path) -> NamingMap | None:
     """The map of the source's names that a conversion, finished or not, was begun with."""
+    run = _begun(output)
+    return None if run is None else map_of_record(run.get("source"))
+
+
+def recorded_tower(output: Path) -> str | None:
+    """The tower of the source that a conversion, finished or not, was begun with."""
+    run = _begun(output)
+    return None if run is None else tower_of_record(run)
+
+
+def _begun(output: Path) -> Record | None:
     if not output.is_dir():
         return None
     manifest = read_manifest(output)
     run = manifest.record if manifest else Journal(output).peek_run()
-    return map_of_record(run.get("source")) if is_run_record(run) else None
+    return run if is_run_record(run) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
 
 
 def _level(request: VerifyRequest) -> str:
-    check_source_options(request.source, request.config, request.map)
+    check_source_options(request.source, request.config, request.map, request.tower)
     if request.level is None:
         return "layers" if request.source else "structure"
     if request.level not in LEVELS:

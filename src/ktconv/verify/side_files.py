@@ -11,6 +11,7 @@ from ktconv.checkpoint import read_header
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.checkpoint.side_files import RECORDS, Record, flaws, list_side_files, record_of
+from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
 from ktconv.system.regular_files import read_small
@@ -159,7 +160,8 @@ class _SideFiles:
         if not os.path.lexists(self._directory / CONFIG_NAME):
             return
         try:
-            config = interpret_config(read_config(self._directory).content)
+            tower = output.manifest.tower if output.manifest else None
+            config = interpret_config(tower_config(read_config(self._directory).content, tower))
         except CheckpointError as error:
             self._fail("damaged file", str(error).rstrip("."), CONFIG_NAME)
             return

@@ -24,7 +24,7 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
-from ktconv.verify.output import OpenedOutput, recorded_naming
+from ktconv.verify.output import OpenedOutput, recorded_naming, recorded_tower
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
@@ -51,7 +51,8 @@ class OutputVerifier(ABC):
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
         naming = self._naming()
-        self.output = self.open(request.output, request.source, request.config, naming)
+        tower = request.tower or (recorded_tower(request.output) if request.source else None)
+        self.output = self.open(request.output, request.source, request.config, naming, tower)
 
     def _naming(self) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""
@@ -68,7 +69,11 @@ class OutputVerifier(ABC):
     @staticmethod
     @abstractmethod
     def open(
-        output: Path, source: str | None, side_files: Path | None, naming: NamingMap | None
+        output: Path,
+        source: str | None,
+        side_files: Path | None,
+        naming: NamingMap | None,
+        tower: str | None,
     ) -> OpenedOutput:
         """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 

@@ -58,6 +58,11 @@ class Manifest:
         return map_of_record(self.record.get("source"))
 
     @property
+    def tower(self) -> str | None:
+        """The one of the source's towers with experts that was converted; None: it has one."""
+        return tower_of_record(self.record)
+
+    @property
     def model_type(self) -> object:
         return self.record["geometry"].get("model_type")
 
@@ -159,3 +164,10 @@ def _manifest_lines(
             yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"
         yield "\n  }"
     yield "\n }\n}\n"
+
+
+def tower_of_record(run: Record) -> str | None:
+    """The tower that the record of a conversion names."""
+    source = run.get("source")
+    tower = source.get("tower") if isinstance(source, dict) else None
+    return tower if isinstance(tower, str) else None

@@ -53,7 +53,7 @@ def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) 
 
 def config_json(plan: Plan) -> bytes:
     """The source's config.json, with our quantization_config in place of any other."""
-    content = _without_quantization(dict(plan.checkpoint.config))
+    content = _without_quantization(dict(plan.checkpoint.whole_config or plan.checkpoint.config))
     content["quantization_config"] = quantization_config(plan)
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 

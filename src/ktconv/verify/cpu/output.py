@@ -49,8 +49,9 @@ def open_cpu_output(
     source: str | None,
     side_files: Path | None = None,
     naming: NamingMap | None = None,
+    tower: str | None = None,
 ) -> CpuOutput:
-    """`side_files` and `naming`: of `open_checkpoint`.
+    """`side_files`, `naming` and `tower`: of `open_checkpoint`.
 
     Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
     """
@@ -60,7 +61,7 @@ def open_cpu_output(
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
         raise UsageError(f"{output} contains no packed experts", _HINT)
-    checkpoint = open_checkpoint(source, side_files, naming) if source else None
+    checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
     options = (
         (manifest and _options_of(manifest))
         or _options_of_run(output)

@@ -161,8 +161,9 @@ def open_gpu_output(
     source: str | None,
     side_files: Path | None = None,
     naming: NamingMap | None = None,
+    tower: str | None = None,
 ) -> GpuOutput:
-    """`side_files` and `naming`: of `open_checkpoint`.
+    """`side_files`, `naming` and `tower`: of `open_checkpoint`.
 
     Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
     modules.
@@ -170,7 +171,7 @@ def open_gpu_output(
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     quantization, why_not, config = _quantization(output, manifest)
-    checkpoint = open_checkpoint(source, side_files, naming) if source else None
+    checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
     plan = _plan(checkpoint, manifest) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers)

@@ -47,15 +47,15 @@ class SecondReader:
         if proj == "down":
             rows, cols = cols, rows
         given = self._map.of_source(layer.source) if self._map else {}
-        turned = given.get("stored") == "in-out"
+        turned, number = given.get("stored") == "in-out", expert + layer.first_expert
         for spelt in table.FAMILIES.matrices:
             word = spelt.of(proj)
-            for name in (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}"):
+            for name in (f"{layer.source}.{number}.{word}", f"{layer.source}.{word}.{number}"):
                 parts = self._modules().get(name) if word else None
                 if parts:
                     return self._weight(name, parts, _whole(parts, rows, cols, turned))
         for word in table.FAMILIES.fused:  # gate and up of one expert, or of all
-            names = (f"{layer.source}.{expert}.{word}", f"{layer.source}.{word}.{expert}")
+            names = (f"{layer.source}.{number}.{word}", f"{layer.source}.{word}.{number}")
             pair = next(filter(None, map(self._modules().get, names)), None)
             if pair and proj != "down":
                 order = given.get("order") or self._order(word, pair)
