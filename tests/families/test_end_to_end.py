@@ -85,8 +85,7 @@ def test_a_family_from_end_to_end(
     for row in layers.values():
         assert 0 < row["quantization_error"] < {"int4": 0.5, "int8": 0.1}[method]
         assert row["routing"] in ("model", "router"), facts["notes"]
-        # Of the others the router is not known, or has another input than the experts.
-        if row["routing"] == "model" and model.router not in ("own", "GM"):
+        if row["routing"] == "model" and not model.router_apart:
             assert row["router_agreement"] > 0.9, facts["notes"]
 
 

@@ -130,7 +130,7 @@ SAVED: dict[str, Model] = {
                               "layers_block_type": ["linear_attention", "moe"]}),
     "nemotron_h, latent": _by(
         "NemotronHForCausalLM", "nemotron_h", "backbone.layers.{}.mixer.experts", SECOND,
-        "U", activation="relu2",
+        "U", activation="relu2", router_apart=True,
         config={"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
                 "moe_shared_expert_intermediate_size": INNER, "hidden_size": 256,
                 "moe_latent_size": HIDDEN, "layers_block_type": ["full_attention", "moe"]}),
@@ -162,8 +162,8 @@ SAVED: dict[str, Model] = {
                 "language_model.model.layers.{}.mlp.experts", BOTH, "F8", router="T"),
     "gemma4": _by("Gemma4ForConditionalGeneration", "gemma4_text",
                   "model.language_model.layers.{}.experts", BOTH, "F1", router="GM",
-                  activation="gelu_tanh", config={"vision_config": None, "audio_config": None,
-                  "text_config": {"enable_moe_block": True, "vocab_size_per_layer_input": VOCAB,
+                  router_apart=True, activation="gelu_tanh", config={
+                  "vision_config": None, "audio_config": None, "text_config": {"enable_moe_block": True, "vocab_size_per_layer_input": VOCAB,
                                   "hidden_size_per_layer_input": 0,
                                   "global_head_dim": 32}}),
     "mistral4": _by("Mistral4ForCausalLM", "mistral4", layout="F1", router="M4",
@@ -174,8 +174,30 @@ SAVED: dict[str, Model] = {
     "axk2": _by("AXK2ForCausalLM", "axk2"),
     "mellum": _by("MellumForCausalLM", "mellum", QWEN, BOTH, router="S1"),
     "laguna": _by("LagunaForCausalLM", "laguna", router="G0"),
+    # not in every release of transformers that is supported
+    "bailing_hybrid": _by("BailingHybridForCausalLM", "bailing_hybrid", mtp="model.layers.2."),
+    "beam": _by("BeamForCausalLM", "beam", config={"mlp_layer_types": ["dense", "sparse"]}),
+    "dots3_note": _by("Dots3NoteForCausalLM", "dots3_note_text"),
+    "flint": _by("FlintForCausalLM", "flint", router="sigmoid", config={"mlp_only_layers": [0]}),
+    "inkling2": _by("Inkling2ForConditionalGeneration", "inkling2_text",
+                    "model.llm.layers.{}.mlp.experts", BOTH, "F5", activation="softcap",
+                    router="sigmoid + bias", config={"vision_config": {
+                        "text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}),
+    "kolibri1": _by("Kolibri1ForCausalLM", "kolibri1", QWEN, BOTH, router="KO"),
+    "mistral_large4": _by("MistralLarge4ForConditionalGeneration", "mistral_large4_text",
+                          "layers.{}.experts", SECOND, "W", router="M4",
+                          mtp="mtp_dspark.0."),
+    "muse_spark": _by("MuseSparkForConditionalGeneration", "muse_spark_text", LANGUAGE, BOTH,
+                      "F1", router="G0", router_apart=True, post_norm=True, config={
+                          "projector_hidden_size": 32,
+                          "out_hidden_size": 256,
+                          "text_config": {"hidden_size": 256, "moe_hidden_size": HIDDEN},
+                          "audio_config": {
+                              "patch_sizes": [2], "hidden_sizes": [32], "depths": [1],
+                              "out_hidden_size": 256}}),
     "zaya": _by("ZayaForCausalLM", "zaya", QWEN, BOTH, "F1",
-                config={"num_experts_per_tok": 1, "moe_router_topk": 1}, router="own"),
+                config={"num_experts_per_tok": 1, "moe_router_topk": 1}, router="own",
+                router_apart=True),
 }
 # fmt: on
 

@@ -45,6 +45,7 @@ class Model:
     encoding: str = "bf16"  # ktconv's name for it
     biases: bool = False  # of experts
     post_norm: bool = False  # an RMS norm of each expert's output
+    router_apart: bool = False  # it has another input than the experts, or is not computed
     saved_by: str = ""  # class of transformers; without one the checkpoint is made here
     config: Mapping[str, Any] = field(default_factory=dict)
     of: Encode | None = None  # encodes a matrix; bf16
