@@ -163,7 +163,8 @@ SAVED: dict[str, Model] = {
     "gemma4": _by("Gemma4ForConditionalGeneration", "gemma4_text",
                   "model.language_model.layers.{}.experts", BOTH, "F1", router="GM",
                   router_apart=True, activation="gelu_tanh", config={
-                  "vision_config": None, "audio_config": None, "text_config": {"enable_moe_block": True, "vocab_size_per_layer_input": VOCAB,
+                  "vision_config": None, "audio_config": None, "text_config": {
+                      "enable_moe_block": True, "vocab_size_per_layer_input": VOCAB,
                                   "hidden_size_per_layer_input": 0,
                                   "global_head_dim": 32}}),
     "mistral4": _by("Mistral4ForCausalLM", "mistral4", layout="F1", router="M4",
