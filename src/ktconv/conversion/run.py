@@ -211,6 +211,10 @@ class Conversion(ABC):
         origin is refused."""
         return {}
 
+    def about_made_files(self) -> Record:
+        """What `made_files` contain that does not follow from the rest of the manifest."""
+        return {}
+
     def more(self) -> Record:
         """What the report has in addition to that of all conversions; JSON-ready."""
         return {}
@@ -442,7 +446,8 @@ class Conversion(ABC):
         written |= write_made_files(self.made_files(), self.output, staging)
         write_durably(self.output / CARD, self.card().encode(), staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
-        run = run_record(plan) | self.state.claim() | self.origin() | {RECORDS: written}
+        run = run_record(plan) | self.state.claim() | self.origin()
+        run |= self.about_made_files() | {RECORDS: written}
         write_manifest(run, units, self.output, staging)
         if plan.target.has_index:
             write_index(self.state.weight_map(), plan.total_size, self.output, staging)

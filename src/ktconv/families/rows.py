@@ -42,7 +42,12 @@ _OAI = ExpertActivation(alpha=1.702, limit=7.0)
 _MIXTRAL: dict[str, Any] = {"block": "block_sparse_moe", "matrices": NUMBERED_W}
 
 # As GraniteMoE does: two tensors for all experts, in the block itself.
-_LINEAR: dict[str, Any] = {"experts": "", "matrices": INPUT_OUTPUT, "router": "router.layer"}
+_LINEAR: dict[str, Any] = {
+    "experts": "",
+    "matrices": INPUT_OUTPUT,
+    "unfused": NUMBERED_W,
+    "router": "router.layer",
+}
 
 _INKLING: dict[str, Any] = {
     "matrices": Matrices("w1", "w3", "w2", "w13"), "interleaved": True, "correction": "gate.bias",
@@ -267,7 +272,7 @@ ROWS = (
            routing=_router(_CORRECTED, "scale"),
            keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
            released=(Released("afmoe", "Trinity", shared=True),)),
-    Family(("aria",), matrices=Matrices("", "", "fc2", "fc1"), router="router",
+    Family(("aria",), no_gpu=True, matrices=Matrices("", "", "fc2", "fc1"), router="router",
            routing=_router(_LOGITS),
            keys={"experts": ("moe_num_experts",)},
            released=(Released("aria", "Aria", "F8", prefix=_LANGUAGE, shared=True),)),
@@ -284,7 +289,7 @@ ROWS = (
            routing=_router(replace(_SOFTMAX, by_logits=True), "scoring", "renormalise"),
            keys={"scoring": ("expert_selection_fn",)},
            released=(Released("cohere2_moe", "Command-A-plus", shared=True),)),
-    Family(("dbrx",), layers="blocks", block="ffn", router="router.layer",
+    Family(("dbrx",), no_gpu=True, layers="blocks", block="ffn", router="router.layer",
            matrices=Matrices("mlp.w1", "mlp.v1", "mlp.w2", rows_of_all=True),
            norm="norm_attn_norm.norm_2",
            routing=_router(_SOFTMAX, "p-norm"),
@@ -350,7 +355,7 @@ ROWS = (
     Family(("jamba",), block="feed_forward", router="router",
            routing=_router(_PLAIN),
            released=(Released("jamba", "Jamba-1.5, Jamba-2"),)),
-    Family(("jetmoe",), **_LINEAR, other_experts="self_attention",
+    Family(("jetmoe",), no_gpu=True, **_LINEAR, other_experts="self_attention",
            routing=_router(_LOGITS),
            keys={"activation": ("activation_function",)},
            released=(Released("jetmoe", "JetMoE", "F7"),)),

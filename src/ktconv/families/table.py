@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
-from ktconv.families.family import Family, Matrices, Projection
+from ktconv.families.family import USUAL, Family, Matrices, Projection
 from ktconv.families.rows import ROWS
 
 _T = TypeVar("_T")
@@ -140,6 +140,12 @@ class Families:
     @cached_property
     def matrix_words(self) -> tuple[str, ...]:
         return _distinct((*self.projections, *self.fused, *self.fused.values()))
+
+    @cached_property
+    def unfused(self) -> Mapping[str, Matrices]:
+        """output_linear -> w1, w3, w2: what engines call the matrices of stacked experts, by the
+        name of the down projection."""
+        return {row.matrices.down: row.unfused for row in self.rows if row.unfused != USUAL}
 
     @cached_property
     def beside(self) -> tuple[str, ...]:

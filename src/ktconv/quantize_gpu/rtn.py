@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +26,7 @@ from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized import config
 from ktconv.targets.pack_quantized.names import module_name, target_pattern
 from ktconv.targets.pack_quantized.scheme import Scheme
-from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, Plan, weight_dtype
+from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, RENAMED, Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -144,7 +145,26 @@ class Rtn(Conversion):
         return DecodedCopy(reader, tensor, name, self.request.verify, weight)
 
     def made_files(self) -> Mapping[str, bytes]:
-        return {CONFIG: config.config_json(self.plan), RECIPE: config.recipe_yaml(self.plan)}
+        return {
+            CONFIG: config.config_json(self.plan, self._renamed),
+            RECIPE: config.recipe_yaml(self.plan),
+        }
+
+    @cached_property
+    def _renamed(self) -> list[str]:
+        """Linear layers of transformers' model that have other names in the output; none where
+        transformers does not have the model."""
+        from ktconv.model.load import linear_modules
+
+        checkpoint = self.plan.checkpoint
+        try:
+            found = linear_modules(checkpoint.side_directory or checkpoint.path)
+        except CheckpointError:
+            return []
+        return sorted({*found}.difference(config.quantization_config(self.plan)["ignore"]))
+
+    def about_made_files(self) -> Record:
+        return {RENAMED: self._renamed} if self._renamed else {}
 
     def card(self) -> str:
         return config.card(self.plan)

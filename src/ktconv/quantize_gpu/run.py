@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
-from ktconv.checkpoint.config import interpret_config
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
@@ -25,6 +23,7 @@ from ktconv.quantize_gpu.gptq.run import Gptq
 from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rtn
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
+from ktconv.targets.pack_quantized.loading import transformers_reads_packed
 from ktconv.targets.pack_quantized.module_classes import count_classes
 from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget, Plan
 
@@ -126,27 +125,14 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def _loading_notes(checkpoint: Checkpoint) -> list[str]:
-    """A note if transformers cannot load the output: some families with fused experts are read in
-    that form alone, and weights that are not found are initialised at random with a warning."""
-    if all(len(layer.experts[0]["up"].tensor.shape) < 3 for layer in checkpoint.layers):
-        return []
-    types = sorted(interpret_config(checkpoint.config).model_types)
-    if any(map(_reads_experts_one_by_one, types)):
+    """A note if transformers cannot load the output."""
+    if transformers_reads_packed(checkpoint):
         return []
     name = checkpoint.config.get("model_type", "this model")
     return [
         f"transformers reads the experts of {name} only in fused form: it cannot load this "
         "output, which is for engines that read them one by one, as vLLM does"
     ]
-
-
-def _reads_experts_one_by_one(model_type: str) -> bool:
-    from transformers import conversion_mapping as untyped
-
-    mapping: Any = untyped
-    changes = mapping.get_checkpoint_conversion_mapping(model_type) or []
-    patterns = [p for change in changes for p in getattr(change, "source_patterns", ())]
-    return any("experts.*." in pattern for pattern in patterns)
 
 
 def _per_thread(plan: Plan) -> int:

@@ -37,6 +37,11 @@ class Manifest:
         options: Record = self.record["options"]
         return options
 
+    def names(self, key: str) -> list[str]:
+        """A list of names; empty where there is none."""
+        found = self.record.get(key)
+        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
     # ---- from what ----
 
     @property

@@ -19,17 +19,20 @@ from ktconv.targets.pack_quantized.target import FORMAT, Options, Plan
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
 
 
-def quantization_config(plan: Plan) -> dict[str, Any]:
-    """Which modules are packed, and how, for inference engines.
+def quantization_config(plan: Plan, renamed: Iterable[str] = ()) -> dict[str, Any]:
+    """Which modules are packed, and how, for inference engines. `renamed`: see `ignored_modules`.
 
     The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
     experts by that name alone; so every other linear layer must be on the list `ignore`.
     """
     others = (tensor for unit in plan.others for tensor in unit.tensors())
-    return quantization_section(plan.target.scheme, target_pattern(plan.moe_layers), others)
+    target = target_pattern(plan.moe_layers)
+    return quantization_section(plan.target.scheme, target, others, renamed)
 
 
-def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) -> dict[str, Any]:
+def quantization_section(
+    scheme: Scheme, target: str, others: Iterable[Stored], renamed: Iterable[str] = ()
+) -> dict[str, Any]:
     """`quantization_config` for experts that `target` finds, beside the tensors `others`."""
     return {
         "quant_method": "compressed-tensors",
@@ -44,17 +47,17 @@ def quantization_section(scheme: Scheme, target: str, others: Iterable[Stored]) 
                 "format": FORMAT,
             }
         },
-        "ignore": ignored_modules(others),
+        "ignore": ignored_modules(others, renamed),
         "transform_config": {},
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def config_json(plan: Plan) -> bytes:
+def config_json(plan: Plan, renamed: Iterable[str] = ()) -> bytes:
     """The source's config.json, with our quantization_config in place of any other."""
     content = _without_quantization(dict(plan.checkpoint.whole_config or plan.checkpoint.config))
-    content["quantization_config"] = quantization_config(plan)
+    content["quantization_config"] = quantization_config(plan, renamed)
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 

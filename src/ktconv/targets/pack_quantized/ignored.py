@@ -53,15 +53,17 @@ def plain_modules(tensors: Iterable[Stored]) -> set[str]:
     }
 
 
-def ignored_modules(tensors: Iterable[Stored]) -> list[str]:
+def ignored_modules(tensors: Iterable[Stored], renamed: Iterable[str] = ()) -> list[str]:
     """The list `ignore`, sorted, for an output whose unpacked tensors are `tensors`: their modules
-    by every name that an engine has for them, and the head, which may have no weight of its own."""
+    by every name that an engine has for them, and the head, which may have no weight of its own.
+    `renamed`: names in transformers' model, which has many families' modules under other names
+    than their checkpoints."""
     names = plain_modules(tensors)
     if not any(name.rpartition(".")[2] == HEAD for name in names):
         names.add(HEAD)
     names |= set(_joined(names))
     names |= set(_renamed(names))
-    return sorted(names | set(_of_drafts(names)) | set(_shorter(names)))
+    return sorted({*names, *_of_drafts(names), *_shorter(names), *renamed})
 
 
 def _joined(names: Set[str]) -> Iterator[str]:

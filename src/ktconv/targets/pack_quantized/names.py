@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ktconv.checkpoint import MoELayer, Projection
+from ktconv.families import table
 from ktconv.families.family import USUAL
-from ktconv.families.names import is_in_experts
 
+USUAL_CONTAINER = "experts"
 LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 
 
@@ -17,14 +18,18 @@ def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
     expert (Mixtral: w1, w3, w2), else the usual one; for GGUF that of the safetensors model."""
     if layer.hub_names is not None:
         return f"{layer.hub_names.prefix}.{expert}.{layer.hub_names.matrices.of(proj)}"
-    where = layer.source if is_in_experts(f"{layer.source}.") else f"{layer.source}.experts"
-    return f"{where}.{expert}.{_spelling(layer, proj)}"
+    block, _, last = layer.source.rpartition(".")
+    where = block if last in table.FAMILIES.containers else layer.source
+    return f"{where}.{USUAL_CONTAINER}.{expert}.{_spelling(layer, proj)}"
 
 
 def _spelling(layer: MoELayer, proj: Projection) -> str:
     name = layer.experts[0][proj].tensor.name
     match = re.fullmatch(re.escape(layer.source) + r"\.[0-9]+\.(\w+)\.\w+", name)
-    return match[1] if match else USUAL.of(proj)
+    if match:
+        return match[1]
+    down = layer.experts[0]["down"].tensor.name.removesuffix(".weight").rpartition(".")[2]
+    return table.FAMILIES.unfused.get(down, USUAL).of(proj)
 
 
 def target_pattern(layers: Sequence[MoELayer]) -> str:

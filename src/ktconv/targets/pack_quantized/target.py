@@ -13,6 +13,8 @@ from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
+from ktconv.errors import CheckpointError
+from ktconv.families.config import family_of
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.pack_quantized.gguf_names import hub_name, hub_names_of
@@ -23,6 +25,7 @@ from ktconv.writer.shards import Tensor
 
 FORMAT = "pack-quantized"
 CONFIG, RECIPE = "config.json", "recipe.yaml"
+RENAMED = "ignored_by_transformers"  # key in the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class PackQuantizedTarget(Target):
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
         self.options = options
         self.scheme = Scheme(options.scheme, options.group_size)
+        _refuse_family(checkpoint)
         self._hub_names = hub_names_of(checkpoint)
         # Matrices that only the source's engine could read are written decoded, by tensor name.
         self.decoded, self._dropped = decoded_others(checkpoint, self._hub_names)
@@ -137,6 +141,17 @@ class PackQuantizedTarget(Target):
 
     def sidecars(self, directory: Path) -> list[Path]:
         return [path for path in find_side_files(directory) if str(path) not in self.made_files]
+
+
+def _refuse_family(checkpoint: Checkpoint) -> None:
+    """CheckpointError for a family whose experts no engine reads one by one."""
+    family = family_of(checkpoint.config)
+    if family is not None and family.no_gpu:
+        raise CheckpointError(
+            f"{checkpoint.path} is of type {family.types[0]}, whose experts inference engines read "
+            "only unquantized, all of a layer in one tensor",
+            "Serve the original model on the GPU.",
+        )
 
 
 def weight_dtype(matrix: ExpertMatrix) -> str:

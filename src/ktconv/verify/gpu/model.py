@@ -1,13 +1,15 @@
 """Level model for experts on GPUs: the source model and the checkpoint, reading the same text.
 
 A checkpoint with every expert is loaded by transformers, as users would: compressed-tensors unpacks
-it. If it has only some of the experts, we dequantize these and put them into the source model.
+it. If it has only some of the experts, or is of a family whose experts transformers reads in fused
+form alone, we dequantize them and put them into the source model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +40,21 @@ class GpuModelCheck(ModelCheck):
     def _bits(self) -> int:
         return min(group.bits for group in self._output.quantization.groups)
 
+    @cached_property
+    def _swapped(self) -> bool:
+        from ktconv.targets.pack_quantized.loading import transformers_reads_packed
+
+        output = self._output
+        return output.is_partial or not transformers_reads_packed(output.source)
+
     def check_request(self) -> None:
-        if not self._output.is_partial:
-            require(**MODEL_PACKAGES, compressed_tensors="compressed-tensors")
+        require(**MODEL_PACKAGES)
+        if not self._swapped:
+            require(compressed_tensors="compressed-tensors")
         super().check_request()
 
     def _run(self) -> Facts:
-        if self._output.is_partial:
+        if self._swapped:
             return super()._run()
         from ktconv.quantize_gpu.llm_compressor import silenced
 
@@ -57,7 +67,7 @@ class GpuModelCheck(ModelCheck):
     def _pair(self, model: Any) -> Iterator[tuple[Any, Any, Facts]]:
         from ktconv.model import load_model
 
-        if self._output.is_partial:
+        if self._swapped:
             self._notify("replacing its experts with the dequantized ones")
             pair: _Pair = _Swapped(model, self._output)
         else:

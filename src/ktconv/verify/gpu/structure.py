@@ -12,7 +12,7 @@ from ktconv.targets.pack_quantized.config import quantization_section
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
 from ktconv.targets.pack_quantized.scheme import CHANNEL, PARTS, Scheme
-from ktconv.targets.pack_quantized.target import weight_dtype
+from ktconv.targets.pack_quantized.target import RENAMED, weight_dtype
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
@@ -82,12 +82,13 @@ class GpuStructureCheck(StructureCheck):
         assert output.manifest is not None
         options = output.manifest.options
         scheme = Scheme(options["scheme"], options["group_size"])
+        renamed = output.manifest.names(RENAMED)
         if output.plan is not None:
             layers = list(output.source_layers.values())
             others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
-            return quantization_section(scheme, target_pattern(layers), others)
+            return quantization_section(scheme, target_pattern(layers), others, renamed)
         pattern = pattern_of(name for name, one in output.modules.items() if one.where)
-        return quantization_section(scheme, pattern, output.others.values())
+        return quantization_section(scheme, pattern, output.others.values(), renamed)
 
     def _unlike(self, source: Mapping[str, Any]) -> None:
         """Checks that config.json, by which engines build the model, is otherwise the source's."""
