@@ -135,14 +135,12 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
 def output_activation(
     directory: Path, layer: int, settings: Mapping[str, Any] | None = None
 ) -> Activation:
-    """Of a layer of packed experts: by config.json; where there is none by the manifest, else by
-    `settings`, else SiLU."""
-    config = _config(directory)
-    if not config and (manifest := read_manifest(directory)):
-        recorded = of_records(manifest.geometry) or {}
-        if layer in recorded:
-            return kernel_activation(recorded[layer])
-    return activation_of(config or settings or {}, layer)
+    """Of a layer of packed experts: by the manifest, since a map of names may have given it; where
+    that does not say it by config.json, else by `settings`, else SiLU."""
+    stated = expert_activation(_config(directory) or settings or {}, layer)
+    manifest = read_manifest(directory)
+    recorded = of_records(manifest.geometry) if manifest else None
+    return kernel_activation((recorded or {}).get(layer, stated))
 
 
 def _config(directory: Path) -> Mapping[str, Any]:
