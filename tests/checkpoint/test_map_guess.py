@@ -174,7 +174,7 @@ def test_experts_before_layers(tmp_path: Path) -> None:
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:
     names = {key: f"h.{{layer}}.z.{{expert}}.{key}.weight" for key in ("up", "down")}
-    text = assert_guess(tmp_path, layers_of(), names)
+    text = assert_guess(tmp_path, layers_of(), names, hidden_act="relu2")
     assert "gate =" not in text.partition("[others]")[0]
 
 

@@ -437,6 +437,17 @@ def test_a_layer_that_is_found_anyway(tmp_path: Path) -> None:
         assert phrase in str(error.value)
 
 
+def test_experts_of_another_tower(tmp_path: Path) -> None:
+    """Those of the map are the language model's."""
+    vision = {key: f"vision.blocks.{{layer}}.mlp.experts.{{expert}}.{key}_proj" for key in NAMES}
+    layers = layers_of(2)
+    tensors = {**numbered(layers[:1]), **numbered(layers[1:], vision)}
+    checkpoint = opened(tmp_path, tensors, MAP, model_type="nobody_knows")
+    assert_has(checkpoint, layers[:1])
+    assert len(checkpoint.other_tensors) == 3 * EXPERTS
+    assert any("vision.blocks.0.mlp.experts" in note for note in checkpoint.notes)
+
+
 def test_a_map_of_usual_names(tmp_path: Path) -> None:
     """It may describe what would be found without it."""
     usual = {key: f"model.layers.{{layer}}.mlp.experts.{{expert}}.{key}_proj" for key in NAMES}

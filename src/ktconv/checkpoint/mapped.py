@@ -38,15 +38,17 @@ PARTS = frozenset(
         BIAS,
     )
 )
+_IGNORED = frozenset(name for encoding in ENCODINGS for name in encoding.ignored)
 _UNDERSCORED = {  # gate_up_proj_scale_inv, gate_up_proj_blocks
     f"_{part.removeprefix(f'{WEIGHT}_')}": part
     for part in PARTS
-    if part.startswith(f"{WEIGHT}_") or part in ("blocks", "scales", BIAS)
+    if part.startswith(f"{WEIGHT}_") or part in ("blocks", "scales", BIAS) or part in _IGNORED
 }
 _WORDS: Mapping[str, str] = {
     "gate": USUAL.gate, "up": USUAL.up, "down": USUAL.down, "gate_up": USUAL.gate_up or "",
 }  # fmt: skip
 _KEYS = {word: key for key, word in _WORDS.items()}
+_LAYERS = "model.layers."  # how usual names of a map's layers begin
 _HINT = "Correct the map; `ktconv inspect MODEL --explain` prints one to start from."
 _NAMES = 3  # that an error shows
 
@@ -60,6 +62,7 @@ class Mapped:
     numbers: Mapping[str, int]  # the number that names have for that layer
     aliases: Mapping[str, str] = field(default_factory=dict)  # usual names of other tensors
     known: str | None = None  # one of its tensors that is found without the map, too
+    elsewhere: str | None = None  # experts of another tower, which are other tensors
 
     def prefix(self, source: str) -> str | None:
         """How the names of all tensors of a layer begin; None if the map does not describe it."""
@@ -153,9 +156,11 @@ def split_mapped(tensors: Sequence[TensorRef], naming: NamingMap) -> tuple[Split
         seen.add(match.pattern.text)
     _check_all_matched(naming, seen, tensors)
     found = split_tensors(rest)
+    found, elsewhere = _without_other_towers(found, naming)
     _check_not_twice(found, stacks)
     split = Split([*stacks.values(), *found.stacks], found.others, found.unrecognised)
-    return split, Mapped(naming, tables, numbers, _aliases(naming, tables, numbers, split), known)
+    aliases = _aliases(naming, tables, numbers, split)
+    return split, Mapped(naming, tables, numbers, aliases, known, elsewhere)
 
 
 def _only_match(tensor: TensorRef, naming: NamingMap) -> _Match | None:
@@ -217,7 +222,7 @@ def _source(match: _Match, tensor: TensorRef) -> str:
         layer += names.layer_offset
     if layer < 0:
         raise CheckpointError(f"{tensor.name} is layer {layer} by layer_offset of the map", _HINT)
-    return f"{'mtp' if names.in_mtp else 'model'}.layers.{layer}.mlp.experts"
+    return f"{'mtp.layers.' if names.in_mtp else _LAYERS}{layer}.mlp.experts"
 
 
 def _add(stack: Stack, match: _Match, tensor: TensorRef) -> None:
@@ -272,11 +277,23 @@ def template(name: str) -> str:
     return re.sub(r"(?<![A-Za-z])[0-9]+", "{}", name)
 
 
+def _without_other_towers(found: Split, naming: NamingMap) -> tuple[Split, str | None]:
+    """Without decoder layers of another list than that of the map's usual names: the map describes
+    the language model's. Also where the first of them is."""
+    if naming.experts is None:
+        return found, None
+    own = [one for one in found.stacks if one.path.in_mtp or one.path.layer.startswith(_LAYERS)]
+    left = [one for one in found.stacks if one not in own]
+    gone = [tensor for stack in left for tensor in stack.tensors.values()]
+    elsewhere = left[0].source if left else None
+    return Split(own, [*found.others, *gone], found.unrecognised), elsewhere
+
+
 def _check_not_twice(found: Split, mapped: Mapping[str, Stack]) -> None:
     """CheckpointError if a layer that the map describes has other experts too."""
-    layers = {(stack.path.number, stack.path.in_mtp): stack for stack in mapped.values()}
+    layers = {stack.path.layer: stack for stack in mapped.values()}
     for stack in found.stacks:
-        other = layers.get((stack.path.number, stack.path.in_mtp))
+        other = layers.get(stack.path.layer)
         if other is not None:
             mine, theirs = (next(iter(one.tensors.values())).name for one in (other, stack))
             raise CheckpointError(
@@ -337,6 +354,8 @@ def notes_of(mapped: Mapped, config: Mapping[str, object]) -> list[str]:
     notes = [f"names of experts in {layers} layer{'s' if layers > 1 else ''} are by --map"]
     if mapped.known is not None:
         notes.append(f"{mapped.known} has a name that is known without --map; the map decides")
+    if mapped.elsewhere is not None:
+        notes.append(f"experts under {mapped.elsewhere}, which --map leaves out, are other tensors")
     if mapped.naming.like:
         notes.append(f"router and activation are those of {mapped.naming.like}, by --map")
     for key, value in mapped.naming.config.items():

@@ -18,6 +18,7 @@ from ktconv.checkpoint.name_patterns import NamePattern, name_patterns
 from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.checkpoint.types import ExpertMatrix, TensorRef
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 from ktconv.families.activations import expert_activation
 from ktconv.families.config import family_of, sections_of
 from ktconv.families.config_values import check_values
@@ -188,11 +189,13 @@ def _names_beside(source: str) -> Iterator[tuple[str, Sequence[str]]]:
 def _left_over(others: Sequence[NamePattern], beside: Sequence[NamePattern]) -> list[NamePattern]:
     """Other tensors that look like experts."""
     known = {tensor.name for one in beside for tensor in one.tensors}
+    latent = frozenset(table.FAMILIES.latent)  # between the model's width and the experts'
     return [
         one
         for one in others
         if _LIKE_EXPERTS.search(one.text)
         and "shared" not in one.text
+        and latent.isdisjoint(one.text.split("."))
         and not any(tensor.name in known for tensor in one.tensors)
     ]
 

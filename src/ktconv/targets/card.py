@@ -106,6 +106,8 @@ def model_card(plan: Plan) -> str:
     command = command_line(name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
+    if plan.checkpoint.mapped is not None:
+        command += " --map FILE.toml"
     library, whose = runtime(plan)
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(

@@ -99,6 +99,8 @@ def card(plan: Plan) -> str:
     command = command_line(name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
+    if plan.checkpoint.mapped is not None:
+        command += " --map FILE.toml"
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     return f"""---
 base_model: {yaml_name(name)}
