@@ -24,7 +24,7 @@ from helpers.convert import (
 )
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.disk_calls import Commands
-from helpers.families import write_checkpoint
+from helpers.families import bf16, write_checkpoint
 from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, LIST, config, write_nemotron
 from helpers.paths import EXAMPLE
 from safetensors import deserialize
@@ -166,6 +166,21 @@ def test_stacked_experts_are_the_same(converted: Convert, tmp_path: Path) -> Non
     model, _ = write_nemotron(tmp_path / "model", latent=LATENT, stacked=True)
     convert(model, tmp_path / "out", **ALLOWED)
     assert_same(packed_of(tmp_path / "out"), packed_of(converted()))
+
+
+def test_stacks_stored_in_out(tmp_path: Path) -> None:
+    """As NeMo has them; the second reader of verify reads them by its own rule."""
+    model, matrices = write_nemotron(tmp_path / "model", latent=LATENT, stacked=True)
+    content = dict(read_model(model))
+    for layer in range(LAYERS):
+        for proj in ("up", "down"):
+            stack = np.stack([matrices[layer, e, proj].T for e in range(EXPERTS)])
+            content[f"{LIST}.{layer}.{BLOCK}.experts.{proj}_proj"] = bf16(stack)
+    write_checkpoint(model, content, config(LATENT))
+    convert(model, tmp_path / "out", **ALLOWED)
+    assert_same(packed_of(tmp_path / "out"), expected_experts(matrices, "int4", 1))
+    result = check(tmp_path / "out", model, "weights")
+    assert result.passed, result.failures
 
 
 def test_sizes_of_the_plan_are_those_of_the_output(converted: Convert, model: Path) -> None:
