@@ -301,6 +301,9 @@ def test_merge_of_other_tools_folders(converted: Convert, model: Path, tmp_path:
             path.unlink()
     merge(MergeRequest(folders, tmp_path / "out", threads=1))
     assert_same(packed_of(tmp_path / "out"), packed_of(converted()))
+    assert inspect_path(str(tmp_path / "out"))["activation"] == "squared ReLU without a gate"
+    assert open_experts(tmp_path / "out").activation.function == "relu2"
+    assert "sglang-kt" not in (tmp_path / "out/README.md").read_text()
     (folders / "config.json").write_text(json.dumps(config(LATENT)))
     merge(MergeRequest(folders, tmp_path / "beside", threads=1))
     wrong = config(None, model_type="qwen3_moe", hidden_size=LATENT, mlp_hidden_act=None)

@@ -25,11 +25,12 @@ from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
 from ktconv.families.activations import expert_activation
+from ktconv.families.family import ExpertActivation
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
-from ktconv.repack.tree import Tree
+from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system import machine
 from ktconv.targets.card import card, mismatch_paragraph, runtime
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
@@ -148,9 +149,7 @@ def plan_alone(
     layers = [
         replace(
             layer_alone(found, recorded.get(index, {})),
-            activation=known[index]
-            if known and index in known
-            else replace(expert_activation(config, index), biases=found.biased),
+            activation=(known or {}).get(index) or _activation(found, config),
         )
         for index, found in tree.layers.items()
     ]
@@ -171,6 +170,15 @@ def plan_alone(
     target = target_for(checkpoint, layers, options, tree.backward)
     content = packed_content(layers, tree)
     return lay_out(checkpoint, target, content, copies, side_files, [*notes, *target.notes])
+
+
+def _activation(layer: TreeLayer, config: Mapping[str, Any]) -> ExpertActivation:
+    """By the config.json beside packed weights. Without one, experts that have no gate compute the
+    one function that is known without it, and others SiLU."""
+    stated = expert_activation(config, layer.index)
+    if stated.gated and not layer.gated:
+        stated = ExpertActivation("relu2")
+    return replace(stated, biases=layer.biased)
 
 
 def packed_content(layers: Sequence[MoELayer], tree: Tree) -> list[LayerContent]:
