@@ -12,6 +12,7 @@ from helpers.families import (
     Tensor,
     Weights,
     bf16,
+    fp8,
     fused,
     numbered,
     random_weights,
@@ -339,3 +340,26 @@ def test_names_of_mtp_layers(source: str, tmp_path: Path) -> None:
     assert [(layer.index, layer.is_mtp) for layer in checkpoint.layers] == [(2, False), (3, True)]
     assert_has(checkpoint, weights[0])
     assert_has(checkpoint, weights[1], 1)
+
+
+# ---- scales of stacked experts -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (4,), (1,), ()])
+def test_one_scale_for_each_stack(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Mistral-Small-4: a scale for every expert or for all, and scales of activations, which
+    nothing here depends on."""
+    source, codes = "model.layers.2.mlp.experts", np.full((4, 2 * INNER, HIDDEN), 0x38, np.uint8)
+    scale = np.arange(1, 1 + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    tensors: dict[str, Tensor] = {
+        f"{source}.gate_up_proj": fp8(codes),
+        f"{source}.down_proj": fp8(codes[:, :HIDDEN].repeat(3, axis=2)[:, :, :INNER]),
+    }
+    for name in ("gate_up_proj", "down_proj"):
+        tensors[f"{source}.{name}_scale_inv"] = scale
+        tensors[f"{source}.{name}_activation_scale"] = np.ones(shape, np.float32)
+    checkpoint = opened(tmp_path, tensors, model_type="mistral4")
+    assert checkpoint.layers[0].encoding == "fp8-tensor" and not checkpoint.other_tensors
+    factors = np.broadcast_to(scale.reshape(-1), 4)  # 0x38 is 1
+    ones = np.ones((4, INNER, HIDDEN), np.float32) * factors[:, None, None]
+    assert_has(checkpoint, Weights(ones, ones, ones.transpose(0, 2, 1)))

@@ -213,3 +213,11 @@ def test_a_tower_from_end_to_end(kind: str, tmp_path: Path) -> None:
     done("reshard", output, tmp_path / "cut", "--numa=2", "--source", model, "--threads=1")
     kept = {name for name in read_model(output) if "mlp.experts" in name}
     assert len(kept) == 3 * len(ONE.gate)  # the other tower's, as they are
+
+
+def test_no_gpu_output_of_several_towers(tmp_path: Path) -> None:
+    """One pattern names the quantized modules to engines, and would fit the other tower's."""
+    pytest.importorskip("llmcompressor")
+    result = ktconv("quantize-gpu", omni(tmp_path / "model"), tmp_path / "out", "--method=rtn")
+    refused(result, 2, "experts in several towers", "only those of thinker would be quantized")
+    assert not (tmp_path / "out").exists()

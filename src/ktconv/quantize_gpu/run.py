@@ -16,7 +16,7 @@ from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.common import Preflight, Request, buffer_sizes
 from ktconv.quantize_gpu.gptq.run import Gptq
@@ -42,6 +42,13 @@ def prepare(request: Request) -> Preflight:
     checkpoint = open_checkpoint(
         request.model, request.config, read_map(request.map), request.tower
     )
+    if checkpoint.tower is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} has experts in several towers, of which only those of "
+            f"{checkpoint.tower} would be quantized: engines find quantized experts by one "
+            "pattern, which fits those of all towers",
+            "Convert the experts for CPUs, with quantize-cpu, or serve the original model.",
+        )
     if checkpoint.is_gguf and request.options.method != "rtn":
         raise UsageError(
             f"--method {request.options.method} needs a safetensors checkpoint, and "
@@ -53,18 +60,6 @@ def prepare(request: Request) -> Preflight:
             f"--config cannot be combined with --method {request.options.method}, which loads the "
             "model with its own config.json",
             "omit --config",
-        )
-    if checkpoint.layers[0].first_expert:
-        raise UsageError(
-            f"--tower {request.tower}: a GPU's output has the experts of all towers under the "
-            "numbers that the model gives them, which is not supported for the second one",
-            "convert these experts for CPUs, with quantize-cpu",
-        )
-    if request.tower is not None and request.options.method != "rtn":
-        raise UsageError(
-            f"--tower cannot be combined with --method {request.options.method}, which calibrates "
-            "the language model",
-            "use --method rtn",
         )
     if request.map is not None and request.options.method != "rtn":
         raise UsageError(
