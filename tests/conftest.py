@@ -24,6 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # sync, which tests find by hooks: the files may be in memory.
     if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    # The models here are tiny: PyTorch's threads would wait for one another, and take what other
+    # processes of tests need. Set before PyTorch is loaded, here and in programs that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Else those compile all modules of the package again, each time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 

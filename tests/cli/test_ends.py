@@ -122,22 +122,35 @@ def test_with_a_full_disk_under_stdout(
     assert b"Traceback" not in ended.stderr and b"ignored" not in ended.stderr
 
 
-@pytest.mark.parametrize("closed", [[0], [1], [2], [1, 2]], ids=str)
-def test_a_failed_check_and_wrong_usage_keep_their_codes(
-    closed: list[int], output: Path, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
+@pytest.fixture(scope="module")
+def failing(
+    output: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[list[object], int]]:
+    """A failed check and two kinds of wrong usage, and their codes."""
+    broken = tmp_path_factory.mktemp("failing") / "broken"
     shutil.copytree(output, broken)
     os.truncate(next(broken.glob("*.safetensors")), 100)
+    return [(["verify", broken], 1), (["inspect", "nowhere"], 2), (["--no"], 2)]
 
+
+@pytest.mark.parametrize("closed", [[0], [1], [2], [1, 2]], ids=str)
+def test_failures_keep_their_codes_without_streams(
+    closed: list[int], failing: list[tuple[list[object], int]]
+) -> None:
     def close() -> None:
         for descriptor in closed:
             os.close(descriptor)
 
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    dead = dead_pipe()
-    for words, code in ((["verify", broken], 1), (["inspect", "nowhere"], 2), (["--no"], 2)):
+    for words, code in failing if closed == [1, 2] else failing[::2]:
         assert in_process(words, preexec_fn=close, **quiet).returncode == code
+
+
+def test_failures_keep_their_codes_with_readers_that_left(
+    failing: list[tuple[list[object], int]],
+) -> None:
+    dead = dead_pipe()
+    for words, code in failing:
         assert in_process(words, stdout=dead, stderr=dead).returncode == code
     os.close(dead)
 

@@ -150,8 +150,8 @@ def a_result(layers: int = 3, experts: int = 5) -> dict[str, Any]:
     }
 
 
-def a_failed_result() -> dict[str, Any]:
-    result = a_result()
+def a_failed_result(layers: int = 3, experts: int = 5) -> dict[str, Any]:
+    result = a_result(layers, experts)
     failures = [
         {
             "level": "weights",
@@ -333,7 +333,7 @@ def test_text_that_hides_or_turns_around_is_made_visible() -> None:
     ids=lambda value: repr(value)[:12],
 )
 def test_any_value_may_stand_anywhere(value: Any) -> None:
-    result = a_failed_result()
+    result = a_failed_result(layers=1, experts=2)
     result["failures"] = result["failures"][-2:]
     for path in _leaves(result):
         text = render_report(_with(result, path, value))
