@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -204,20 +205,22 @@ def test_a_run_in_two_halves(converted: Convert, model: Path, tmp_path: Path) ->
     assert_same(all_files(tmp_path / "out"), all_files(converted()))
 
 
-def test_killed_in_each_layer(converted: Convert, model: Path, tmp_path: Path) -> None:
+def test_killed_until_done(converted: Convert, model: Path, tmp_path: Path) -> None:
+    """Each run is given a few calls more than the one before, and goes on from what that left."""
     output = tmp_path / "out"
     options = ["--method=int4", "--numa=3", "--threads=1", "--allow-activation-mismatch"]
     command = ["quantize-cpu", str(model), str(output), *options]
-    commands, done = Commands(tmp_path), []
+    commands, done = Commands(tmp_path), set()
     try:
-        for call in (40, 90):
+        for call in count(40, 8):
             ended = commands.run(command, call)
+            if ended.returncode == 0:
+                break
             assert ended.returncode == -signal.SIGKILL, ended.stderr
-            done.append(inspect_path(str(output))["layers_done"])
-        assert commands.run(command).returncode == 0
+            done.add(inspect_path(str(output)).get("layers_done"))
     finally:
         commands.close()
-    assert done == ["none", "0"]
+    assert "none" in done and done & {"0", "1"}, "not killed often enough to show anything"
     assert_same(all_files(output), all_files(converted("int4", 3)))
 
 
