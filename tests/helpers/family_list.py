@@ -121,7 +121,7 @@ SAVED: dict[str, Model] = {
                          config={"num_key_value_heads": 1}, mtp="model.mtp.layers.0."),
     "longcat_flash": _by("LongcatFlashForCausalLM", "longcat_flash", QWEN, BOTH, router="LC",
                          config={"expert_ffn_hidden_size": INNER, "ffn_hidden_size": INNER,
-                                 "zero_expert_num": 2, "num_layers": 2},
+                                 "zero_expert_num": 2, "head_dim": 16, "num_layers": 2},
                          mtp="model.mtp.layers.0."),
     "nemotron_h": _by("NemotronHForCausalLM", "nemotron_h", "backbone.layers.{}.mixer.experts",
                       SECOND, "U", activation="relu2", mtp="mtp.layers.0.",

@@ -19,10 +19,17 @@ from ktconv.verify import VerifyRequest, verify
 
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 SKIPPING = {"zaya", "longcat_flash"}  # experts without weights count as none
-LATER = {"ernie4_5_vl_moe", "longcat_flash", "nemotron_h", "nemotron_h, latent"}
-FAMILIES = [name for name in SAVED if name not in {WITHOUT_LANGUAGE_MODEL, *LATER}]
+FAMILIES = [name for name in SAVED if name != WITHOUT_LANGUAGE_MODEL]
 # One for each way in which experts are called, stored or loaded.
-WHOLE = ("qwen3_vl_moe, resaved", "gpt_oss", "llama4", "dbrx", "aria", "jetmoe", "gemma4")
+WHOLE = (
+    "qwen3_vl_moe, resaved",
+    "gpt_oss",
+    "llama4",
+    "dbrx",
+    "aria",
+    "jetmoe",
+    "nemotron_h, latent",
+)
 
 
 def written(name: str, directory: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,20 @@ def test_experts_that_no_engine_reads_one_by_one(name: str, tmp_path: Path, torc
     with pytest.raises(CheckpointError, match=f"is of type {name}, whose experts inference"):
         quantize(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_llm_compressor_computes_otherwise(tmp_path: Path, torch: Any) -> None:
+    """MiniMax-M3's gate function has settings that it does not know; one with other weights."""
+    source = written("minimax_m3_vl", tmp_path)
+    from ktconv.model.load import load_language_model
+    from ktconv.quantize_gpu.gptq import calibration_model
+
+    with pytest.raises(CheckpointError, match="llm-compressor cannot take the experts of"):
+        calibration_model.load_linear_model(source)
+    write(SAVED["qwen3_moe"], tmp_path / "usual")
+    fused = load_language_model(tmp_path / "usual", torch.bfloat16).model.layers[0].mlp.experts
+    other = copy.deepcopy(fused)
+    calibration_model._check_alike("experts", fused, other)
+    other.down_proj.data[0].neg_()
+    with pytest.raises(ValueError, match="experts would compute something else"):
+        calibration_model._check_alike("experts", fused, other)

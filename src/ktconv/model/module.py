@@ -109,7 +109,8 @@ class PackedExperts(nn.Module):
 
     def compared(self, own: StoredExperts, expert: int, token: Tensor) -> tuple[Tensor, Tensor]:
         """An expert's output for one token [1, H]: the model's own, and the packed one's."""
-        ids, weights = torch.full((1, 1), expert), torch.ones((1, 1), dtype=token.dtype)
+        # Twice, as LongCat's module does not work with one expert per token.
+        ids, weights = torch.full((1, 2), expert), torch.tensor([[1, 0]], dtype=token.dtype)
         theirs = self._output_of(own, token, ids, weights)
         return theirs, self._summed(token, ids, weights).to(token.dtype)
 

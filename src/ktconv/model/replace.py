@@ -12,6 +12,8 @@ from torch import nn
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families import table
+from ktconv.families.config import family_of, text_section
 from ktconv.model.module import PackedExperts, packed_class
 from ktconv.model.sites import Site, find_experts
 from ktconv.model.stored import StoredExperts
@@ -120,9 +122,9 @@ def replace_experts(
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
     sites = find_experts(model)
-    _check_layers(model, sites, directory)
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    _check_layers(settings, sites, directory)
     experts = _open(directory, sites, settings)
     for layer, site in sites.items():
         _check_match(settings, site, experts[layer], directory)
@@ -150,7 +152,14 @@ def _open(
     return experts
 
 
-def _check_layers(model: nn.Module, sites: Mapping[int, Site], directory: Path) -> None:
+def _layers(settings: Mapping[str, Any]) -> int | None:
+    """How many layers a model has, without those for multi-token prediction."""
+    text = text_section(settings)
+    given = (text.get(key) for key in table.FAMILIES.keys("layers", family_of(settings)))
+    return next((value for value in given if isinstance(value, int)), None)
+
+
+def _check_layers(settings: Mapping[str, Any], sites: Mapping[int, Site], directory: Path) -> None:
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(
@@ -162,9 +171,7 @@ def _check_layers(model: nn.Module, sites: Mapping[int, Site], directory: Path) 
             f"{directory} does not contain the experts of layers {lacking} of the model",
             "convert all layers of the checkpoint that the model was loaded from",
         )
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(text, "num_hidden_layers", max(sites) + 1)
+    count = _layers(settings) or max(sites) + 1
     extra = sorted(layer for layer in set(converted) - sites.keys() if layer < count)
     if extra:
         raise CheckpointError(

@@ -20,9 +20,11 @@ from ktconv.families.family import PROJECTIONS, UNGATED, USUAL
 from ktconv.families.names import layer_number
 from ktconv.model.decoded import SourceWeights
 from ktconv.model.load import first_line, load_language_model, out_of_memory, way_out
+from ktconv.model.stored import stored_in
 from ktconv.quantize_gpu.gptq.calibration import WITHOUT_MODEL
 from ktconv.quantize_gpu.llm_compressor import quiet
 
+_LEAST_LIKENESS = 0.99  # cosine; the same weights in bf16
 OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -113,7 +115,25 @@ def _take_experts_apart(model: Any) -> None:
         linear_class = LinearExperts2D.get_linear_experts_cls(type(fused))
         with disable_offloading():
             config = getattr(fused, "config", model.config)
-            model.set_submodule(path, linear_class.from_experts_module(fused, config))
+            linear = linear_class.from_experts_module(fused, config)
+            _check_alike(path, fused, linear)
+            model.set_submodule(path, linear)
+
+
+def _check_alike(path: str, fused: Any, linear: Any) -> None:
+    """ValueError unless both answer a random token alike: llm-compressor knows a family's experts
+    by its config, and not what some compute beside that."""
+    own = stored_in(fused)
+    if own is None or own.call != "routed":
+        return
+    dtype, generator = own.tensors[-1].dtype, torch.Generator().manual_seed(0)
+    token = torch.randn((1, own.hidden), generator=generator).to(dtype)
+    call = token, torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=dtype)
+    with torch.no_grad():
+        theirs, ours = (module(*call).float().flatten() for module in (fused, linear))
+    likeness = torch.nn.functional.cosine_similarity(theirs, ours, dim=0)
+    if theirs.any() and not likeness > _LEAST_LIKENESS:
+        raise ValueError(f"{path} would compute something else")
 
 
 def linear_experts(model: nn.Module) -> dict[int, LinearExperts]:
