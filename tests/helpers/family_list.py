@@ -360,6 +360,11 @@ MADE: dict[str, Model] = {
         more={"model.visual.blocks.0.mlp.linear_fc1.weight": (64, 32)},
         config={"model_type": "qwen3_vl_moe", "text_config": _config(
             "qwen3_vl_moe_text", num_experts=EXPERTS, norm_topk_prob=True)}),
+    "Qwen3-VL FP8": _made(
+        "qwen3_vl_moe_text", LANGUAGE, BOTH, "F2", router="S1r",
+        beside=_beside(correction="", shared=""),
+        config={"model_type": "qwen3_vl_moe", "quantization_config": _FP8, "text_config": _config(
+            "qwen3_vl_moe_text", num_experts=EXPERTS, norm_topk_prob=True)}, **_BLOCKS),
     "Qwen3.5": _made(
         "qwen3_5_moe_text", LANGUAGE, BOTH, "F1", router="S1r", mtp="mtp.layers.0.",
         beside={**_beside(correction="", shared="shared_expert"),

@@ -113,7 +113,7 @@ ROWS = (
                         prefix=_VISION, shared=True),
                Released("qwen3_5_moe", "the same in FP8", "N", "fp8-block", prefix=_VISION,
                         shared=True),
-               Released("qwen3_vl_moe", "Qwen3-VL-MoE", "F2", prefix=_VISION))),
+               Released("qwen3_vl_moe", "Qwen3-VL-MoE", "F2", "bf16 fp8-block", prefix=_VISION))),
     Family(("qwen4_exp",), shared="shared_expert",
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
