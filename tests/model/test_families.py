@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.family_models import write
 
 from ktconv.errors import CheckpointError
 from ktconv.model import load_model, replace_experts
+from ktconv.model.load import check_language_model, load_language_model
 from ktconv.model.sites import find_experts
 from ktconv.stats.record import Recorder
 from ktconv.verify import VerifyRequest, verify
@@ -117,4 +119,49 @@ def test_a_family_without_a_language_model(tmp_path: Path, torch: Any) -> None:
         own = model(input_ids=ids).logits
         with replace_experts(model, output, threads=1):
             ours = model(input_ids=ids).logits
+    assert 1e-4 < float((ours - own).norm() / own.norm()) < 0.05
+
+
+def test_the_part_that_reads_of_a_model_that_speaks(tmp_path: Path, torch: Any) -> None:
+    """Qwen3-Omni: its thinker is loaded and converted, whatever else the checkpoint has."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    text = {
+        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_experts": 4,
+        "moe_intermediate_size": 128, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    audio = {
+        "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+        "output_dim": 128, "num_mel_bins": 8, "downsample_hidden_size": 32,
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 128, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    torch.manual_seed(1)
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text, vision_config=vision, audio_config=audio
+    )
+    thinker = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    for parameter in thinker.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    thinker.to(torch.bfloat16).save_pretrained(tmp_path / "thinker")
+    source = tmp_path / "model"
+    source.mkdir()
+    tensors = load_file(tmp_path / "thinker/model.safetensors")
+    named = {f"thinker.{name.removeprefix('thinker.')}": one for name, one in tensors.items()}
+    save_file(named, source / "model.safetensors", metadata={"format": "pt"})
+    section = json.loads((tmp_path / "thinker/config.json").read_text())
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": section}
+    (source / "config.json").write_text(json.dumps(whole))
+    output = packed(source)
+    check_language_model(source)
+    model, ids = load_language_model(source, torch.float32), torch.arange(5, 14)[None]
+    with torch.no_grad():
+        own = model(input_ids=ids, use_cache=False).logits
+        assert replace_experts(model, output, threads=1).layers == (0, 1)
+        ours = model(input_ids=ids, use_cache=False).logits
     assert 1e-4 < float((ours - own).norm() / own.norm()) < 0.05

@@ -29,7 +29,7 @@ from ktconv.errors import CheckpointError, VerificationError
 from ktconv.families import table
 from ktconv.families.names import layer_number
 from ktconv.model.decoded import encoded_weights
-from ktconv.quantize_gpu.gptq.calibration import Samples
+from ktconv.quantize_gpu.gptq.calibration import WITHOUT_MODEL, Samples
 from ktconv.quantize_gpu.gptq.calibration_model import (
     LinearExperts,
     linear_experts,
@@ -170,7 +170,11 @@ def _errors(
     few = samples.first(SAMPLES, TOKENS)
     site = linear_experts(model).get(layer)
     if site is None:
-        raise CheckpointError(f"transformers builds no experts for layer {layer}")
+        raise CheckpointError(
+            f"the experts of layer {layer} cannot be calibrated: llm-compressor finds none in the "
+            "model of transformers",
+            WITHOUT_MODEL,
+        )
     before = {(e, p): linear.weight.detach().clone() for e, p, linear in site.linears()}
     inputs = _inputs(model, site, few)
     wanted = [_answer(site, call) for call in inputs]
