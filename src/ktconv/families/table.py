@@ -180,6 +180,11 @@ class Families:
         return self.names("experts")
 
     @cached_property
+    def own_containers(self) -> frozenset[str]:
+        """Those that families have, and not tools which save them."""
+        return frozenset(row.experts for row in self.rows if row.types and row.experts)
+
+    @cached_property
     def has_blocks(self) -> bool:
         """Whether experts with a container are always in a block of their layer."""
         return all(row.block or not row.experts for row in self.rows)

@@ -18,9 +18,16 @@ def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
     expert (Mixtral: w1, w3, w2), else the usual one; for GGUF that of the safetensors model."""
     if layer.hub_names is not None:
         return f"{layer.hub_names.prefix}.{expert}.{layer.hub_names.matrices.of(proj)}"
-    block, _, last = layer.source.rpartition(".")
-    where = block if last in table.FAMILIES.containers else layer.source
-    return f"{where}.{USUAL_CONTAINER}.{expert}.{_spelling(layer, proj)}"
+    return f"{_container(layer.source)}.{expert}.{_spelling(layer, proj)}"
+
+
+def _container(source: str) -> str:
+    """The family's own name for it; the usual one where a tool chose another, or there is none."""
+    block, _, last = source.rpartition(".")
+    if last in table.FAMILIES.own_containers:
+        return source
+    where = block if last in table.FAMILIES.containers else source
+    return f"{where}.{USUAL_CONTAINER}"
 
 
 def _spelling(layer: MoELayer, proj: Projection) -> str:
