@@ -26,10 +26,10 @@ from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.checkpoint.config import interpret_config
 from ktconv.checkpoint.map_guess import Guess, guess_map
 from ktconv.checkpoint.name_patterns import name_patterns
-from ktconv.checkpoint.naming_map import parse_map
+from ktconv.checkpoint.naming_map import parse_map, read_map
 from ktconv.checkpoint.safetensors_file import read_header
 from ktconv.checkpoint.types import TensorRef
-from ktconv.errors import UnknownNamesError
+from ktconv.errors import UnknownNamesError, UsageError
 
 HIDDEN, INNER, EXPERTS, LAYERS = 12, 8, 3, 2
 OTHERS = {
@@ -155,16 +155,26 @@ def test_one_layer(tmp_path: Path) -> None:
 
 
 def test_shapes_decide_where_words_say_nothing(tmp_path: Path) -> None:
-    """Down by its shape; gate before up is a guess, and the map says so."""
+    """Down by its shape; gate before up is a guess, and the map is refused until someone decides:
+    nothing would show later that they are exchanged."""
     names = {str(key): f"h.{{layer}}.z.{{expert}}.{word}" for key, word in zip(PROJECTIONS, "abc",
              strict=True)}  # fmt: skip
-    assert "exchange them if" in assert_guess(tmp_path, layers_of(), names)
+    text = assert_guess(tmp_path, layers_of(), names)
+    file = tmp_path / "names.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"undecided: \[experts\]: gate and up .*exchange them if"):
+        read_map(file)
+    start, _, rest = text.partition("undecided = [")
+    file.write_text(start + rest.partition("\n]\n")[2])
+    naming = read_map(file)
+    assert naming is not None and not naming.undecided
 
 
 def test_words_decide_where_shapes_say_nothing(tmp_path: Path) -> None:
     weights = layers_of(hidden=INNER, inner=INNER)
     text = assert_guess(tmp_path, weights, STYLES["w1 w2 w3"], hidden_size=INNER)
-    assert "# Check" in text and '[in, out], add stored = "in-out"' in text
+    [doubt] = parse_map(text, "guess").undecided
+    assert doubt == '[experts]: if the weights are stored [in, out], add stored = "in-out"'
 
 
 def test_experts_before_layers(tmp_path: Path) -> None:

@@ -173,9 +173,11 @@ def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
         projections = found.get(expert, {})
         if len(projections) != len(wanted):
             absent = next(one for one in wanted if one not in projections)
+            more = _missing_experts(found, expected)
+            if not more and not any(absent in own for own in found.values()):
+                more = f": no expert of the layer has a matrix {absent}"
             raise CheckpointError(
-                f"{_name_of(stack, expert, absent)} is missing" + _missing_experts(found, expected),
-                _INCOMPLETE,
+                f"{_name_of(stack, expert, absent)} is missing{more}", _INCOMPLETE
             )
 
 

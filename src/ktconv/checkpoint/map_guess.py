@@ -392,6 +392,14 @@ def _lines(
     yield f"# A map for {_comment(name)}, guessed by ktconv from names and shapes of its tensors."
     yield "# Check it, then use it with --map; docs/maps.md has all keys."
     yield ""
+    tables = {"experts": main} if mtp is None else {"experts": main, "mtp": mtp}
+    doubts = [f"[{key}]: {one}" for key, found in tables.items() for one in found.doubts]
+    if doubts:
+        yield "# Only the model's code shows these. Correct the lines below, and remove this:"
+        yield "undecided = ["
+        yield from (f"    {_quoted(one)}," for one in doubts)
+        yield "]"
+        yield ""
     known = [kind for kind in config.model_types if table.FAMILIES.of(kind) is not None]
     if not known:
         yield "# Router and activation are those of a known family only if you name it:"
@@ -399,11 +407,9 @@ def _lines(
         if nearest is not None:
             yield f"# (The most similar names are those of {nearest}.)"
         yield ""
-    yield from _table_lines("experts", main)
-    if mtp is not None:
+    for key, found in tables.items():
+        yield from _table_lines(key, found)
         yield ""
-        yield from _table_lines("mtp", mtp)
-    yield ""
     yield "# What stands beside the experts; only `verify --level layers` uses it."
     yield "[others]" if others else "# [others]"
     for key, text in others.items():
@@ -437,7 +443,6 @@ def _lines(
 
 def _table_lines(name: str, table: _Table) -> Iterable[str]:
     yield f"[{name}]"
-    yield from (f"# Check: {doubt}." for doubt in table.doubts)
     order = ("gate_up", "gate", "up", "down", "order", "stored")
     by_text = {weight.base.marked(table.places): weight for weight in table.weights}
     for key in order:

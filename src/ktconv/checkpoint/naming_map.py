@@ -49,7 +49,7 @@ OTHER_KEYS = (*ROUTER_KEYS.values(), "norm", *SHARED_KEYS.values())
 _EXPERT_KEYS = (
     *PROJECTION_KEYS, "order", "stored", "encoding", "layers", "layer_offset", "expert_offset",
 )  # fmt: skip
-_TOP_KEYS = ("like", "experts", "others", "mtp", "mtp_others", "config")
+_TOP_KEYS = ("like", "undecided", "experts", "others", "mtp", "mtp_others", "config")
 _OTHERS = {"experts": "others", "mtp": "mtp_others"}
 _MAX_MAP_BYTES = 1 << 20
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
@@ -109,6 +109,7 @@ class NamingMap:
     content: str  # of the file
     like: str | None = None  # the model_type whose router and activation the model has
     config: Mapping[str, Any] = field(default_factory=dict)  # settings besides config.json's
+    undecided: Sequence[str] = ()  # what a guessed map leaves to its user
     experts: ExpertNames | None = None
     mtp: ExpertNames | None = None
 
@@ -152,7 +153,8 @@ def _contains(section: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 
 def read_map(path: Path | NamingMap | None) -> NamingMap | None:
     """The map in the file `path`; what is no path unchanged. UsageError naming the line for what is
-    wrong."""
+    wrong, and for a guessed map whose open questions nobody has answered: a wrong guess of gate and
+    up gives weights that no comparison with the source finds."""
     if path is None or isinstance(path, NamingMap):
         return path
     try:
@@ -160,9 +162,16 @@ def read_map(path: Path | NamingMap | None) -> NamingMap | None:
     except MissingFileError:
         raise UsageError(f"--map {path} does not exist", "name a map; " + _HINT) from None
     try:
-        return parse_map(data.decode(), f"--map {path}")
+        found = parse_map(data.decode(), f"--map {path}")
     except UnicodeDecodeError as error:
         raise UsageError(f"--map {path} is not UTF-8 text: {error.reason}", _HINT) from None
+    if found.undecided:
+        raise UsageError(
+            f"--map {path} has something undecided: {found.undecided[0]}",
+            "correct the lines of the map if the model's code has it otherwise, then remove "
+            "`undecided` from it.",
+        )
+    return found
 
 
 def map_of_record(record: object) -> NamingMap | None:
@@ -199,6 +208,7 @@ class _Parser:
             content=self._content,
             like=self._like(tables),
             config=self._config(tables),
+            undecided=self._undecided(tables),
             experts=experts,
             mtp=mtp,
         )
@@ -230,7 +240,7 @@ class _Parser:
         for key in found:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                guess = f"; did you mean {near[0]}?" if near else ""
+                guess = f"; the nearest is {near[0]}" if near else ""
                 self._fail(
                     name, key, f"is not a key of a map{guess}", f"known are {', '.join(known)}"
                 )
@@ -373,6 +383,12 @@ class _Parser:
             )
         return like
 
+    def _undecided(self, tables: Mapping[str, Any]) -> Sequence[str]:
+        found = tables.get("undecided", [])
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+            self._fail("", "undecided", f"must be a list of texts, not {_short(found)}")
+        return found
+
     def _config(self, tables: Mapping[str, Any]) -> Mapping[str, Any]:
         found = self._table(tables, "config") or {}
         known = [key for setting in table.KEYS for key in table.FAMILIES.keys(setting)]
@@ -381,7 +397,7 @@ class _Parser:
                 self._fail("config", key, "cannot be given here", 'write like = "..." instead')
             if key not in known or key in table.FAMILIES.keys("text section"):
                 near = difflib.get_close_matches(key, known, n=1)
-                guess = f"; did you mean {near[0]}?" if near else ""
+                guess = f"; the nearest is {near[0]}" if near else ""
                 self._fail(
                     "config", key, f"is no setting that ktconv reads from config.json{guess}"
                 )
