@@ -125,6 +125,7 @@ def test_a_value_that_no_model_can_have(
         ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types lists 3 layers but num_hidden"),
         ({"hybrid_override_pattern": "E"}, "hybrid_override_pattern lists 1 layers but num_"),
         ({"layers_block_type": ["moe"] * 3}, "layers_block_type lists 3 layers but num_hidden"),
+        ({"swiglu_limits": [0.0, 0.0, 7.0]}, "swiglu_limits lists 3 layers but num_hidden_layers"),
     ],
 )
 def test_a_value_that_the_tensors_contradict(

@@ -83,6 +83,14 @@ def test_expert_count(tmp_path: Path, tensors: dict[str, Tensor], key: str) -> N
     assert f"{SOURCE}.4.gate_proj.weight is missing" in refusal(tmp_path, tensors, **config)
 
 
+def test_a_router_of_more_experts(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    """Without a count in config.json nothing else shows that the last expert is missing."""
+    router = f"{SOURCE.rpartition('.')[0]}.gate.weight"
+    tensors = {**without(tensors, "experts.3."), router: bf16(np.ones((4, 128), np.float32))}
+    message = refusal(tmp_path, tensors, num_experts=None, num_experts_per_tok=None)
+    assert f"has 3 experts, but their router {router} has the shape [4, 128]" in message
+
+
 @pytest.mark.parametrize("count", [1_000_001, 10**9, 2**70])
 @pytest.mark.parametrize(
     "key",

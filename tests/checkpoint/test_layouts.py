@@ -208,6 +208,17 @@ def test_rows_of_all_experts_need_their_number(tmp_path: Path) -> None:
     assert "mlp.w1 [768, 128] has the rows of all experts, but config.json does not" in message
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_rows_of_all_experts_cut_into_another_number(count: int, tmp_path: Path) -> None:
+    """768 rows are as well 2 experts of 384 or 8 of 96: only the router has their number."""
+    block = "transformer.blocks.2.ffn"
+    tensors = dbrx(f"{block}.experts", random_weights(HIDDEN, INNER))
+    tensors[f"{block}.router.layer.weight"] = bf16(np.ones((4, HIDDEN), np.float32))
+    message = refusal(tmp_path, tensors, num_experts=count, moe_intermediate_size=None)
+    assert f"has {count} experts, but their router {block}.router.layer.weight" in message
+    assert f"[4, 128]; config.json has num_experts {count}" in message
+
+
 def test_tensors_beside_the_experts(tmp_path: Path) -> None:
     """Laguna's and Muse-Spark's names lie under `experts.`, and belong to no expert."""
     source, ones = "model.layers.2.mlp.experts", np.ones(4, np.float32)

@@ -422,11 +422,17 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     raise wrong_value(f"quantization_config.{key}", value, "two positive integers")
 
 
+# Settings that are, or may be, lists with a value for each layer.
+_BY_LAYER = (
+    "kind of each layer", "kind of each block", "MoE frequency", "activation limit",
+    "limit after activation", "limit after activation of shared experts",
+)  # fmt: skip
+
+
 def _dense_layers(
     text: Mapping[str, Any], num_layers: Setting | None, num_mtp: int
 ) -> DenseLayers | None:
-    kinds = ("kind of each layer", "kind of each block", "MoE frequency")
-    for key in (key for what in kinds for key in table.FAMILIES.keys(what)):
+    for key in (key for what in _BY_LAYER for key in table.FAMILIES.keys(what)):
         values = text.get(key)
         if num_layers and isinstance(values, (list, str)):
             _check_length(key, values, num_layers, num_mtp)

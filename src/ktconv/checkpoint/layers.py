@@ -11,7 +11,7 @@ from ktconv.checkpoint.stacks import MAP_HINT, Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families import table
-from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
+from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for, router_tensors
 from ktconv.system.units import format_ranges
 
 _SHOWN = 3  # patterns that an error shows
@@ -37,6 +37,7 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
         _check_equal_counts(layers)
     _check_gates(layers, config)
     _check_biases(layers, config)
+    _check_routers(split, layers, config)
     for layer in layers:
         _check_lists(layer, config)
     for layer in layers:
@@ -230,6 +231,33 @@ def _check_biases(layers: Sequence[MoELayer], config: ModelConfig) -> None:
             f"{bare.tensor.name} has no bias, but all experts of {kind} have",
             "Download the checkpoint again.",
         )
+
+
+def _check_routers(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> None:
+    """CheckpointError if a router is for another number of experts than there are, where tensors
+    do not show how many there should be: config.json does not say it, or their rows are those of
+    all experts, cut by what config.json says."""
+    unsure = {layer.source: layer for layer in layers if _is_count_unsure(layer, config)}
+    routers = {name: one for one in unsure.values() for name in router_tensors(one.source).weight}
+    for tensor in split.others if routers else ():
+        layer = routers.get(tensor.name)
+        if layer is None or len(tensor.shape) != 2 or len(layer.experts) in tensor.shape:
+            continue
+        count = config.num_experts
+        said = f"; config.json has {count.key} {count.value}" if count else ""
+        raise CheckpointError(
+            f"{layer.source} has {len(layer.experts)} experts, but their router "
+            f"{tensor.name} has the shape {list(tensor.shape)}{said}",
+            "Download the checkpoint again if experts are missing; if the router has rows that "
+            "are no experts, say in config.json how many there are, as num_experts.",
+        )
+
+
+def _is_count_unsure(layer: MoELayer, config: ModelConfig) -> bool:
+    if config.num_experts is None and not config.listed_experts:
+        return True
+    last = layer.experts[0]["up"].tensor.name.removeprefix(f"{layer.source}.")
+    return last in table.FAMILIES.rows_of_all
 
 
 def _check_lists(layer: MoELayer, config: ModelConfig) -> None:
