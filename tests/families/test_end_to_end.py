@@ -32,6 +32,9 @@ METHODS = {
     name: "int4" if model.activation == "silu" and number % 2 else "int8"
     for number, (name, model) in enumerate(MODELS.items())
 }
+# Hidden states come from the models themselves, but not of one that is no language model, of one
+# that multiplies inputs, and of one that transformers cannot run in bf16.
+NOT_RUN = ("openai_privacy_filter", "llama4", "deepseek_v4, resaved")
 BOUNDS = {"int4": 0.5, "int8": 0.2}  # of relative errors; FP4 and FP8 have rows of wide range
 
 
@@ -82,8 +85,10 @@ def test_a_family_from_end_to_end(
     for row in layers.values():
         assert 0 < row["quantization_error"] < BOUNDS[method]
         assert row["routing"] in ("model", "router"), facts["notes"]
-        if row["routing"] == "model" and not model.router_apart:
-            assert row["router_agreement"] > 0.9, facts["notes"]
+        if model.saved_by and row["layer"] in model.layers and name not in NOT_RUN:
+            assert row["routing"] == "model", facts["notes"]
+            if not model.router_apart:  # of 16 choices; another rule agrees in half of them
+                assert row["router_agreement"] > 0.8, facts["notes"]
 
     for index in model.sources:
         _check_activation(model, truth, read_json(source / "config.json"), output, index, method)
