@@ -91,14 +91,24 @@ def test_activations(tmp_path: Path) -> None:
     assert expert_activation(opened(tmp_path, "gpt-oss").config).alpha == 1.702
     assert expert_activation(opened(tmp_path, "gemma4").config).function == "gelu_tanh"
     assert expert_activation(opened(tmp_path, "grok").config).function == "gelu"
-    assert opened(tmp_path, swiglu_clamp_exp=[0.0, 7.0]).config["swiglu_limit"] == [0.0, 7.0]
+    with_mtp: dict[str, Any] = {
+        "block_count": 2,
+        "nextn_predict_layers": 1,
+        "swiglu_clamp_exp": [0.0, 7.0],
+    }
+    assert opened(tmp_path, **with_mtp).config["swiglu_limit"] == [0.0, 7.0]
+    with pytest.raises(CheckpointError, match=r"m\.gguf contradicts itself: swiglu_limit lists 3"):
+        opened(tmp_path, **{**with_mtp, "swiglu_clamp_exp": [0.0, 7.0, 7.0]})
     assert "swiglu_limit" not in opened(tmp_path, swiglu_clamp_exp=[0.0]).config
     assert opened(tmp_path, swiglu_clamp_exp=7.0).config["swiglu_limit"] == 7.0
 
 
 def test_a_limit_per_layer(tmp_path: Path) -> None:
     """llama.cpp clamps what Step's activation gives, and what others' gets."""
-    limits: dict[str, Any] = {"swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [16.0, 0.0]}
+    limits: dict[str, Any] = {
+        "swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [16.0, 0.0],
+        "block_count": 2, "nextn_predict_layers": 1,
+    }  # fmt: skip
     model = opened(tmp_path, **limits)
     assert [layer.activation.limit for layer in model.layers] == [math.inf, 7.0][
         : len(model.layers)
