@@ -210,6 +210,17 @@ def test_a_softmax_that_is_inferred(tmp_path: Path) -> None:
     assert "norm_topk_prob True: softmax scores without a correction bias" in note
 
 
+def test_norms_that_are_stored_less_one(tmp_path: Path) -> None:
+    """Their zeros must not make random hidden states zeros, which show nothing."""
+    zeros = {
+        f"model.layers.{layer}.post_attention_layernorm.weight": bf16(np.zeros(HIDDEN, np.float32))
+        for layer in (0, 1)
+    }
+    result = verified(tmp_path, zeros, model_type="qwen3_next")
+    assert result.passed, result.failures
+    assert [row["experts_run"] for row in rows_of(result)] != [0, 0]
+
+
 def test_a_bias_that_the_family_has_not(tmp_path: Path) -> None:
     result = verified(tmp_path, {}, model_type="qwen3_moe")
     assert result.passed, result.failures

@@ -260,6 +260,7 @@ class Family:
     shared_matrices: Matrices = USUAL
     shared_gate: str = "shared_expert_gate"
     norm: str = "post_attention_layernorm"
+    norm_less_one: bool = False  # what is stored of a norm is its weight less 1; not in GGUF files
 
     # what is computed
     activation: ExpertActivation = PLAIN  # where config.json does not say otherwise

@@ -100,21 +100,25 @@ ROWS = (
                Released("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared=True),
                Released("qwen3_moe", "Qwen3-MoE"))),
     # of the talker, too: its section is only read for that tower
-    Family(("qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_talker"), shared="shared_expert",
-           tower="thinker",
+    Family(("qwen3_next",), shared="shared_expert", norm_less_one=True,
+           routing=_router(_SOFTMAX, "renormalise"),
+           released=(Released("qwen3_next", "Qwen3-Next", shared=True),)),
+    Family(("qwen3_omni_moe", "qwen3_omni_moe_talker"), shared="shared_expert", tower="thinker",
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
-               Released("qwen3_next", "Qwen3-Next", shared=True),
-               Released("qwen3_omni_moe", "Qwen3-Omni-MoE (thinker)", prefix="thinker.model."))),
-    Family(("qwen3_5_moe", "qwen3_vl_moe"), shared="shared_expert",
+               Released("qwen3_omni_moe", "Qwen3-Omni-MoE (thinker)", prefix="thinker.model."),)),
+    Family(("qwen3_5_moe",), shared="shared_expert", norm_less_one=True,
            routing=_router(_SOFTMAX),
            released=(
                Released("qwen3_5_moe", "Qwen3.5, Qwen3.6, Qwen3.8-2.4T-A95B", "F1",
                         prefix=_VISION, shared=True),
                Released("qwen3_5_moe", "the same in FP8", "N", "fp8-block", prefix=_VISION,
-                        shared=True),
-               Released("qwen3_vl_moe", "Qwen3-VL-MoE", "F2", "bf16 fp8-block", prefix=_VISION))),
-    Family(("qwen4_exp",), shared="shared_expert",
+                        shared=True))),
+    Family(("qwen3_vl_moe",),
+           routing=_router(_SOFTMAX),
+           released=(
+               Released("qwen3_vl_moe", "Qwen3-VL-MoE", "F2", "bf16 fp8-block", prefix=_VISION),)),
+    Family(("qwen4_exp",), shared="shared_expert", norm_less_one=True,
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
                Released("qwen4_exp", "Qwen3.8-Flash-Next", "F1", prefix=_VISION, shared=True),
@@ -131,6 +135,7 @@ ROWS = (
            routing=_router(_CORRECTED, "correction"),
            released=(Released("minimax_m2", "MiniMax-M2, M2.5, M2.7", "W", "fp8-block"),)),
     Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
+           norm_less_one=True,
            activation=_OAI,
            routing=_router(replace(_CORRECTED, routed_scaling_factor=2.0), "scale"),
            released=(
@@ -247,7 +252,7 @@ ROWS = (
                Released("bailing_hybrid", "Ling-3.0-Flash", "N",
                         "bf16 fp8-block int4-packed mxfp4", shared=True))),
     Family(("step3p5", "step3p7"), block="moe", experts="", correction="router_bias",
-           shared="share_expert",
+           shared="share_expert", norm_less_one=True,
            routing=_router(_CORRECTED, "scale"),
            keys={"top_k": ("moe_top_k",), "scale": ("moe_router_scaling_factor",)},
            released=(

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.activations import shared_activation
+from ktconv.families.config import family_of
 from ktconv.families.names import is_gguf
 from ktconv.families.routers import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -197,7 +198,10 @@ class HiddenStates:
         norm = self._tensors[layer.index].norm
         if norm is None or norm.shape != states.shape[1:]:
             return states
-        return states * self._source.vector(norm)
+        row = family_of(self._config)
+        less_one = row is not None and row.norm_less_one and not is_gguf(layer.source)
+        scale: F32 = self._source.vector(norm) + np.float32(less_one)
+        return states * scale
 
     def _random_routing(self, layer: MoELayer) -> tuple[I64, F32]:
         """Different experts for each token, with weights that add up to 1."""
