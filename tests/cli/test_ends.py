@@ -221,9 +221,8 @@ def test_a_signal_that_is_ignored_stays_ignored(number: int, model: Path, tmp_pa
     def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
-    for words in (["inspect", model], ["quantize-cpu", model, tmp_path / str(number), "--numa=1"]):
-        ended = python(AT_IMPORT, "numpy", int(number), *words, preexec_fn=ignore)
-        assert ended.returncode == 0, ended.stderr
+    ended = python(AT_IMPORT, "numpy", int(number), "inspect", model, preexec_fn=ignore)
+    assert ended.returncode == 0, ended.stderr
     ended = python(AT_WORK, int(number), 0, 1e9, model, tmp_path / "out", preexec_fn=ignore)
     assert ended.returncode == 0, ended.stderr
 

@@ -28,12 +28,12 @@ Servers = Callable[[str], Commands]
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """One interpreter per environment, which the commands are forked from."""
     slow = ("ktconv.quantize_gpu.llm_compressor", "llmcompressor", "ktconv.quantize_gpu.rtn")
-    modules = slow if find_spec("llmcompressor") else ()
     started: dict[str, Commands] = {}
 
     def server(where: str) -> Commands:
         if where not in started:
             directory = tmp_path_factory.mktemp("streams")
+            modules = slow if where != "UTF-8" and find_spec("llmcompressor") else ()
             started[where] = Commands(directory, *modules, **PLACES[where])
         return started[where]
 
@@ -104,6 +104,7 @@ def test_bench_of_a_model(ways: Ways, tmp_path: Path) -> None:
     done(where, "bench", "--model", out, "--iters", "1", "--top-k", "2", "--seconds", "0")
 
 
+@pytest.mark.parametrize("ways", ["bytes, C", "letters, ASCII output"], indirect=True)
 def test_commands_that_use_transformers_end_in_a_sentence(ways: Ways, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
     name, where = ways

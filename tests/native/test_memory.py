@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.amx import kept_directory
 from helpers.paths import ROOT
 from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
 
@@ -134,23 +136,38 @@ VECTORS = re.compile("avx|amx")
 
 
 class Build:
-    """The library's objects, compiled once, and the programs linked with them."""
+    """The library's objects, and the programs linked with them. Objects stay in `kept` as long as
+    neither their source nor a header changes."""
 
-    def __init__(self, compiler: list[str], folder: Path, vectors: str, others: str) -> None:
+    def __init__(
+        self, compiler: list[str], kept: Path, folder: Path, vectors: str, others: str
+    ) -> None:
         """`vectors`: how to optimize what is written in vector instructions; `others`: all else."""
-        self._compiler, self._folder = compiler, folder
+        self._compiler, self._kept, self._folder = compiler, kept, folder
         self._vectors, self._others = vectors, others
+        self._headers = hashlib.sha256()
+        for header in sorted((ROOT / "native").rglob("*.h")):
+            self._headers.update(header.read_bytes())
         sources = sorted((ROOT / "native/src").rglob("*.c"))
         sources.sort(key=lambda source: "avx512" not in source.name)  # the slow ones first
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self._library = list(pool.map(self._compiled, sources))
 
     def _compiled(self, source: Path) -> str:
-        target = self._folder / f"{'_'.join(source.relative_to(ROOT).parts)}.o"
+        name = "_".join(source.relative_to(ROOT).parts)
         vectors = TESTS not in source.parents and VECTORS.search(source.name)
-        optimize = self._vectors if vectors else self._others
-        command = [*self._compiler, *FLAGS, optimize, "-c", str(source), "-o", str(target)]
-        subprocess.run(command, check=True, capture_output=True)
+        command = [*self._compiler, *FLAGS, self._vectors if vectors else self._others, "-c"]
+        key = self._headers.copy()
+        key.update(" ".join(command).encode())
+        key.update(source.read_bytes())
+        target = self._kept / f"{name}-{key.hexdigest()[:20]}.o"
+        if not target.exists():
+            partial = target.with_suffix(f".{os.getpid()}")
+            command += [str(source), "-o", str(partial)]
+            subprocess.run(command, check=True, capture_output=True)
+            partial.rename(target)
+            for old in {*self._kept.glob(f"{name}-*.o")} - {target}:
+                old.unlink(missing_ok=True)
         return str(target)
 
     def program(self, *sources: Path) -> str:
@@ -179,14 +196,15 @@ def works(compiler: list[str], folder: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def sanitized(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder, compiler = tmp_path_factory.mktemp("sanitized"), ["cc", *SANITIZE]
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     if not works(compiler, folder):
         pytest.skip("cc does not support -fsanitize=address,undefined here")
     # Vector instructions take long to compile and run for a moment, plain loops the opposite.
-    return Build(compiler, folder, vectors="-O0", others="-O1")
+    kept = kept_directory(pytestconfig, "ktconv-sanitized")
+    return Build(compiler, kept, folder, vectors="-O0", others="-O1")
 
 
 def test_packing_under_sanitizers(sanitized: Build) -> None:
@@ -201,13 +219,14 @@ def test_layers_under_sanitizers(sanitized: Build) -> None:
     run([sanitized.program(*sources)])
 
 
-def test_check_c_on_aarch64(tmp_path: Path) -> None:
+def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """Another architecture writes the same bytes: check.c knows their hash, and compares what
     NEON writes with scalar."""
     for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program}")
-    build = Build(["aarch64-linux-gnu-gcc", "-static"], tmp_path, vectors="-O2", others="-O2")
+    kept, compiler = kept_directory(pytestconfig, "ktconv-aarch64"), "aarch64-linux-gnu-gcc"
+    build = Build([compiler, "-static"], kept, tmp_path, vectors="-O2", others="-O2")
     checked = run(["qemu-aarch64", build.program(TESTS / "check.c")])
     assert checked.startswith("levels: scalar neon\n")
     run(["qemu-aarch64", build.program(TESTS / "moe_check.c")])
