@@ -220,6 +220,7 @@ def test_verify_with_a_wrong_map_fails(
 def test_level_model_is_refused(
     converted: tuple[Path, Path], models: tuple[Path, Path, Path]
 ) -> None:
+    pytest.importorskip("transformers")
     words = ("verify", converted[0], "--source", models[0], "--level=model")
     refused(ktconv(*words), 2, "--level model", "its own names")
 

@@ -513,31 +513,17 @@ def test_a_tokenizer_of_another_model(small: Path, text: Path, tmp_path: Path) -
     assert re.search(r"makes token 20[0-9]{2}, but the model knows 2048", str(error))
 
 
-def test_a_model_that_is_not_a_language_model_alone(text: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_no_language_model(small: Path, text: Path, tmp_path: Path) -> None:
     """Refused by the name that the user gave, not that of the self-test's folder."""
-    from helpers.families import write_family
-
     model = tmp_path / "model"
-    write_family("qwen3_vl_moe", model)
-    small_words(model)
+    shutil.copytree(small, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
     with pytest.raises(
-        CheckpointError, match=r"cannot load \S+/model as a language model"
+        CheckpointError, match=r"\S+/model is of type vit, for which transformers has no language"
     ) as raised:
         quantize(model, tmp_path / "output", text, group_size=32, self_test=True)
     assert "--method rtn" in str(raised.value.hint)
-
-
-def small_words(model: Path) -> None:
-    """A tokenizer for a model that knows 64 tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"[unk]": 0} | {letter: number for number, letter in enumerate("abcdefghij", 1)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[unk]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[unk]"})
-    )
 
 
 def test_what_the_library_raises_is_one_sentence(
