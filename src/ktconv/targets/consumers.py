@@ -65,8 +65,10 @@ def model_types(checkpoint: Checkpoint) -> list[str]:
 def left_out(
     activation: ExpertActivation, method: str, model_types: Iterable[str] = ()
 ) -> frozenset[str]:
-    """The fields of `activation` that the method of KTransformers does not follow."""
-    one, types = _BY_NAME[method], (kind.removesuffix("_text") for kind in model_types)
+    """The fields of `activation` that the method of KTransformers does not follow. One that is not
+    in the table, as of a new format, counts as one that computes SiLU alone."""
+    one = _BY_NAME.get(method, Method(method))
+    types = (kind.removesuffix("_text") for kind in model_types)
     computed = next((one.families[kind] for kind in types if kind in one.families), one.computes)
     names = (field.name for field in fields(activation))
     changed = (name for name in names if getattr(activation, name) != getattr(PLAIN, name))
