@@ -201,6 +201,9 @@ def test_a_tower_from_end_to_end(kind: str, tmp_path: Path) -> None:
     done("quantize-cpu", model, tmp_path / "same", *chosen, "--threads=1")
     assert read_model(output) == read_model(tmp_path / "same")
     assert json.loads((output / "ktconv.json").read_text())["source"]["tower"] == second
+    assert json.loads(done("inspect", output, "--json"))["tower"] == second
+    assert f"of the tower {second}\n" in (output / "README.md").read_text()
+    assert f" --tower {second}\n" in (tmp_path / "same" / "README.md").read_text()
     report = json.loads(
         done("verify", output, "--source", model, "--level=weights", "--json", "--threads=1")
     )

@@ -100,6 +100,11 @@ def _expert_counts(plan: Plan) -> str:
     return ", ".join(map(str, counts)) + named
 
 
+def _tower(plan: Plan) -> str:
+    tower = plan.checkpoint.tower
+    return "" if tower is None else f" of the tower {tower}"
+
+
 def model_card(plan: Plan) -> str:
     """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
@@ -108,6 +113,8 @@ def model_card(plan: Plan) -> str:
         command += " --config DIR"
     if plan.checkpoint.mapped is not None:
         command += " --map FILE.toml"
+    if plan.checkpoint.tower is not None:
+        command += f" --tower {plan.checkpoint.tower}"
     library, whose = runtime(plan)
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(
@@ -145,7 +152,7 @@ tags:
 {intro}:
 {plan.target.name}, {options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
 
-- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
+- MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}{_tower(plan)}
 - Experts per layer: {_expert_counts(plan)}
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}
