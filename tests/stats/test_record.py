@@ -163,7 +163,7 @@ def test_experts_without_weights_are_none(torch: Any) -> None:
     from ktconv.model.module import Routing
 
     hidden, ids = torch.ones(2, 3), torch.tensor([[0, 4], [7, 3]])
-    assert _chosen(Routing(hidden, ids, ids / 8), 4).tolist() == [[0, -1], [-1, 3]]
+    assert _chosen(Routing(hidden, ids, ids / 8 + 1), 4).tolist() == [[0, -1], [-1, 3]]
     assert ids.tolist() == [[0, 4], [7, 3]]  # the model goes on with them
 
 
