@@ -163,7 +163,8 @@ def fused_name(source: str, tensor: TensorRef) -> str:
     """The name that a stacked weight of the experts `source` has where it is not encoded."""
     match = _pattern().fullmatch(tensor.name.removeprefix(f"{source}."))
     assert match is not None, "fused_experts() found it"
-    return f"{source}.{match[1]}" + (".weight" if match[2] == "." else "")
+    named = match[2] == "." or (match[3] or "").startswith(WEIGHT)  # w13_weight, w13_weight_packed
+    return f"{source}.{match[1]}" + (f"{match[2]}{WEIGHT}" if named else "")
 
 
 def _pattern() -> re.Pattern[str]:

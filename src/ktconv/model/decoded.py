@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from torch import nn
+
+    from ktconv.model.sites import Site
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")  # of buffers and tables; packed numbers are weights
@@ -84,10 +87,18 @@ class SourceWeights:
             for one in self.weights.values()
         )
 
-    def state_dict(self, dtype: torch.dtype, layers: int | None = None) -> StateDict:
+    def state_dict(
+        self, dtype: torch.dtype, layers: int | None = None, model: nn.Module | None = None
+    ) -> StateDict:
         """What transformers loads; decoded weights are of `dtype`. `layers`: only those of so many
-        layers, and of none."""
-        return StateDict(self._checkpoint, self.weights, dtype, layers)
+        layers, and of none. `model`: what they are loaded into, without weights; it has the names
+        of experts that transformers does not know as the checkpoint has them."""
+        weights = dict(self.weights)
+        for layer, experts in _renamed(self._checkpoint.layers, model):
+            for name, _ in _experts(layer):
+                del weights[name]
+            weights |= experts
+        return StateDict(self._checkpoint, weights, dtype, layers)
 
 
 class StateDict(dict[str, Any]):
@@ -241,18 +252,25 @@ def _stacked(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
         transposed = matrix.col_stride != 1 or tensor.name.endswith(BLOCKS)
         sizes = (len(projections) * matrix.rows, matrix.cols)
         shape = (len(layer.experts), *(sizes[::-1] if transposed else sizes))
-        pieces = partial(_pieces, layer, projections, transposed)
+        alternating = len(projections) > 1 and _every_second(matrix)
+        pieces = partial(_pieces, layer, projections, transposed, alternating)
         yield fused_name(layer.source, tensor), Weight(shape, pieces=pieces)
 
 
-def _pieces(layer: MoELayer, projections: Sequence[Projection], transposed: bool) -> list[_Piece]:
+def _pieces(
+    layer: MoELayer,
+    projections: Sequence[Projection],
+    transposed: bool,
+    alternating: bool,
+) -> list[_Piece]:
+    """The matrices of all experts in one tensor, whose outputs alternate or follow each other."""
     found = []
     for number, expert in enumerate(layer.experts):
         for place, projection in enumerate(projections):
             matrix = expert[projection]
             if len(projections) == 1:
                 outputs = slice(None)
-            elif _every_second(matrix):
+            elif alternating:
                 outputs = slice(place, None, 2)
             else:
                 outputs = slice(place * matrix.rows, (place + 1) * matrix.rows)
@@ -264,6 +282,62 @@ def _every_second(matrix: ExpertMatrix) -> bool:
     """Whether its outputs alternate with those of another matrix."""
     adjacent = matrix.cols // matrix.element.unit_cols if matrix.col_stride == 1 else 1
     return matrix.row_stride == 2 * adjacent
+
+
+def _renamed(
+    layers: Sequence[MoELayer], model: nn.Module | None
+) -> Iterator[tuple[MoELayer, dict[str, Weight]]]:
+    """Layers whose experts transformers would not find under their names, and these experts as the
+    parameters of `model`: w13_weight of Hy4, numbered ones of Gemma-4."""
+    if model is None:
+        return
+    from ktconv.model.sites import find_experts
+
+    takes, sites = _names_taken(model), None
+    for layer in layers:
+        if takes(next(name for name, _ in _experts(layer))):
+            continue
+        if sites is None:
+            try:
+                sites = find_experts(model)
+            except CheckpointError:  # what is missing is reported when the weights are loaded
+                return
+        site = sites.get(layer.index)
+        if site is not None and (experts := _as_parameters(layer, site)):
+            yield layer, experts
+
+
+def _as_parameters(layer: MoELayer, site: Site) -> dict[str, Weight]:
+    """The experts of a layer as those of a model; nothing where they do not fit into it."""
+    own, first = site.own, layer.experts[0]
+    ours = len(layer.experts), first["up"].rows, first["up"].cols, layer.gated
+    biased = any(matrix.bias is not None for matrix in first.values())
+    if biased or ours != (own.count, own.intermediate, own.hidden, own.gated):
+        return {}
+    return {
+        f"{site.path}.{name}": Weight(
+            tuple(tensor.shape),
+            pieces=partial(_pieces, layer, projections, own.transposed, own.alternating),
+        )
+        for name, tensor, projections in own.parameters
+    }
+
+
+def _names_taken(model: Any) -> Callable[[str], bool]:
+    """Whether a tensor of this name goes into `model`, after transformers has renamed it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    changes = get_model_conversion_mapping(model)
+    converters = [one for one in changes if isinstance(one, WeightConverter)]
+    renamings: list[Any] = [one for one in changes if not isinstance(one, WeightConverter)]
+    places = model.state_dict()
+
+    def takes(name: str) -> bool:
+        found, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        return found in places or name in places
+
+    return takes
 
 
 def _is_plain(matrix: ExpertMatrix) -> bool:

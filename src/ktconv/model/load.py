@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ktconv.model.decoded import SourceWeights
 
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+# Else transformers ends loading with a hint at its log, before its report can be read.
+_REPORTING: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 _ADAPTER = "adapter_config.json"
 _GENERATION = "generation_config.json"
 # Keys within quantization_config whose value names a class.
@@ -122,8 +124,7 @@ def load_language_model(
         config = _language_config(config)
         if decoded is None:
             loaded: Any = _class_for(config, name).from_pretrained(
-                place, config=config, dtype=dtype, output_loading_info=True,
-                **weights, **_SAFE, **placement,
+                place, config=config, dtype=dtype, **weights, **_REPORTING, **_SAFE, **placement,
             )  # fmt: skip
         else:
             kind = _class_for(config, name)
@@ -285,14 +286,14 @@ def _load_decoded(
     import torch
 
     config = _unquantized(config)
-    weights = decoded.state_dict(_dtype_of(config, dtype), layers)
     with torch.device("meta"):  # of the Auto classes only this works without a directory of weights
         empty = kind.from_config(config, trust_remote_code=False)
+    weights = decoded.state_dict(_dtype_of(config, dtype), layers, empty)
     try:
         loaded: Any = type(empty).from_pretrained(
-            None, config=empty.config, dtype=weights.dtype, output_loading_info=True,
-            state_dict=weights, generation_config=_generation_config(directory),
-            **_SAFE, **placement,
+            None, config=empty.config, dtype=weights.dtype, state_dict=weights,
+            generation_config=_generation_config(directory),
+            **_REPORTING, **_SAFE, **placement,
         )  # fmt: skip
     except Exception as error:
         if weights.error is not None:  # of which transformers may have kept only the words
@@ -435,7 +436,8 @@ def _check_complete(name: Path, report: Mapping[str, Any]) -> None:
     """CheckpointError for missing weights, which transformers makes up with only a warning."""
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
-            key = sorted(map(str, report[kind]))[0]
+            names = (one if isinstance(one, str) else one[0] for one in report[kind])
+            key = min(names)  # beside mismatched ones are both shapes
             raise CheckpointError(
                 f"{name} does not contain {key}, or in another shape ({len(report[kind])} "
                 "tensors in all)",

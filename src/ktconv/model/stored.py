@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -65,6 +65,18 @@ class StoredExperts:
         return bool(getattr(self.module, "has_bias", False))
 
     @property
+    def alternating(self) -> bool:
+        """Whether every second output of the parameter with gate and up is of the gate."""
+        return not getattr(self.module, "is_concatenated", True)
+
+    @property
+    def parameters(self) -> Iterator[tuple[str, Tensor, tuple[Projection, ...]]]:
+        """Name, tensor and matrices of each parameter; none where the experts are in one axis with
+        the rows."""
+        if not self._way.flat:
+            yield from zip(self._way.parameters, self.tensors, self._way.matrices, strict=True)
+
+    @property
     def identities(self) -> int:
         """How many further ids there are whose outputs are their inputs."""
         return int(getattr(self.module, "zero_expert_num", 0) or 0)
@@ -99,7 +111,7 @@ class StoredExperts:
 
     def _parted(self, matrix: Tensor, count: int) -> list[Tensor]:
         """Matrices whose outputs follow each other in one, or alternate."""
-        if not getattr(self.module, "is_concatenated", True):
+        if self.alternating:
             return [matrix[part::count] for part in range(count)]
         return list(matrix.chunk(count))
 
