@@ -19,6 +19,8 @@ import pytest
 from bench.reports import PACK_SCHEMA, SCHEMA, problems
 from helpers import amx
 from helpers.convert import convert
+from helpers.family_list import MADE
+from helpers.family_models import write
 from helpers.paths import EXAMPLE
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -402,6 +404,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("model") / "int4"
     convert(EXAMPLE, output, method="int4")
     return output
+
+
+# Models by what their experts compute.
+ACTIVATIONS = {
+    "Ling-2.0": "SiLU",
+    "Hy4 MXFP8": "SiLU, gate and up clamped to 10",
+    "Step-3.5 BF16": "SiLU, its result and up clamped to 7",
+    "gpt-oss MXFP4": "gate * sigmoid(1.702 * gate) * (up + 1), gate and up clamped to 7",
+    "Nemotron-3, stacked": "squared ReLU without a gate",
+    "Inkling-2 MXFP8": "SiLU, gate within 4 by tanh, up within 25 by tanh",
+    "DiffusionGemma": "GELU (tanh)",
+    "Muse-Spark": "SiLU",  # and a norm after it, which is not measured
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_model_of_each_activation(name: str, tmp_path: Path) -> None:
+    write(MADE[name], tmp_path / "model")
+    output = tmp_path / "out"
+    convert(tmp_path / "model", output, method="int8", allow_activation_mismatch=True)
+    layer = max(MADE[name].layers)
+    words = ("--layer", layer, "--tokens", "1,6", "--iters", "1", "--threads", "1")
+    result = bench("--model", output, *words, "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert problems(report, SCHEMA) == [] and len(report["rows"]) == 2
+    for row in report["rows"]:
+        assert row["layer"] == layer and row["shape"]["activation"] == ACTIVATIONS[name]
+        assert 0 < row["kernel_error"] < 0.005
+    assert f"4 experts, 1 part(s), {ACTIVATIONS[name]}" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ktconv.errors import UsageError
 from ktconv.formats import Format
 from ktconv.moe import Experts, experts_per_token
 from ktconv.moe.experts import check_shape
-from ktconv.moe.load import open_layer
+from ktconv.moe.load import expert_activation_of, open_layer
 from ktconv.system import machine
 from ktconv.system.arrays import I64
 from ktconv.system.pool import Pool
@@ -229,7 +229,10 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
         raise UsageError(
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"
         )
-    notify(f"{name}: {experts.format.key}, {count} experts, {experts.parts} part(s)")
+    notify(
+        f"{name}: {experts.format.key}, {count} experts, {experts.parts} part(s), "
+        f"{expert_activation_of(experts.activation)}"
+    )
     return layer
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
+from ktconv.moe.load import expert_activation_of
 
 _SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
@@ -108,7 +109,8 @@ def _key(of: Row | Case, shape: dict[str, Any]) -> Key:
 
 
 def shape_facts(shape: Shape) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in ("name", *DIMENSIONS)}
+    facts = {name: getattr(shape, name) for name in ("name", *DIMENSIONS)}
+    return facts | {"activation": str(expert_activation_of(shape.activation))}
 
 
 def judge(

@@ -66,6 +66,18 @@ def kernel_activation(found: ExpertActivation) -> Activation:
     return Activation(_FUNCTIONS[found.function], limit=found.limit)
 
 
+def expert_activation_of(kernels: Activation) -> ExpertActivation:
+    """The inverse of `kernel_activation`."""
+    if kernels.function == "softcap":
+        return ExpertActivation(gate_cap=kernels.alpha, up_cap=kernels.beta, limit=kernels.limit)
+    if kernels.function == "swiglu_clamped":
+        return ExpertActivation(limit=kernels.limit, limit_after=True)
+    if kernels.beta:
+        return ExpertActivation(alpha=kernels.alpha, limit=kernels.limit)
+    (function,) = (ours for ours, name in _FUNCTIONS.items() if name == kernels.function)
+    return ExpertActivation(function, limit=kernels.limit)
+
+
 def experts_per_token(directory: Path, layer: int | None = None) -> int:
     """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
     not say."""
