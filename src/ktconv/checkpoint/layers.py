@@ -154,7 +154,8 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
             f"layer {absent[0]} has no experts, {reason}{more}; other layers have them under "
             f"names like {pattern}.*",
             "Download the checkpoint again; if the layer is dense by design, say so with "
-            "mlp_layer_types in config.json.",
+            "mlp_layer_types in config.json; if its experts have other names, give them with --map "
+            "(docs/maps.md).",
         )
 
 
