@@ -121,7 +121,10 @@ STYLES = {
 @pytest.mark.parametrize("names", STYLES.values(), ids=STYLES)
 @pytest.mark.parametrize("turned", [False, True], ids=["out-in", "in-out"])
 def test_the_guess_is_right(tmp_path: Path, names: Mapping[str, str], turned: bool) -> None:
-    assert_guess(tmp_path, layers_of(), names, turned)
+    text = assert_guess(tmp_path, layers_of(), names, turned)
+    undecided = parse_map(text, "guess").undecided
+    assert ('order = "gate first"' in text) == ("gate_up" in names)
+    assert ("gate_up" in names) == any("the order of gate and up" in one for one in undecided)
 
 
 @settings(max_examples=40, deadline=None)

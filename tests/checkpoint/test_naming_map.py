@@ -298,6 +298,10 @@ BAD = {
     "brace": ("[experts]\n" + UP + "down = '{layer}.{expert}.{'", "brace"),
     "side by side": ("[experts]\n" + UP + "down = '{layer}{expert}'", "behind each placeholder"),
     "digit": ("[experts]\n" + UP + "down = '{layer}0.{expert}'", "behind each placeholder"),
+    "gate_up in no order": (
+        "[experts]\ngate_up = 'b.{layer}.{expert}'\n" + DOWN,
+        "line 2: [experts] gate_up needs order",
+    ),
     "both": (GOOD + "gate_up = 'b.{layer}.{expert}'\n", "up and gate_up"),
     "order of nothing": (GOOD + "order = 'gate first'\n", "line 5: [experts] order belongs to"),
     "stored": (GOOD + "stored = 'transposed'\n", '"out-in" or "in-out", not "transposed"'),

@@ -196,7 +196,7 @@ def _table(group: Sequence[_Weight], config: ModelConfig) -> _Table | None:
     if named is None:
         return None
     table.weights = list(named.values())
-    table.lines = {key: one.base.marked(table.places) for key, one in named.items()}
+    table.lines |= {key: one.base.marked(table.places) for key, one in named.items()}
     _set_stored(named, table, config)
     return table
 
@@ -254,12 +254,7 @@ def _two(
         for wide, down in ((first, second), (second, first)):
             (a, b), (c, d) = wide.shape, down.shape
             if (b == c and a == 2 * d) or (a == d and b == 2 * c):
-                table.doubts.append(
-                    'the order of gate and up is not known: "gate first", "up first" or '
-                    '"interleaved"'
-                )
-                table.lines["order"] = "gate first"
-                return {"gate_up": wide, "down": down}
+                return _with_order(wide, down, table)
         if first.shape != second.shape[::-1]:
             return None
     downs = [index for index, found in enumerate(roles) if found[:1] == ["down"]]
@@ -268,7 +263,17 @@ def _two(
     down, other = group[downs[0]], group[1 - downs[0]]
     if first.plain and second.plain:
         return {"up": other, "down": down}
-    return {"gate_up" if "gate_up" in roles[1 - downs[0]] else "up": other, "down": down}
+    if "gate_up" in roles[1 - downs[0]]:
+        return _with_order(other, down, table)
+    return {"up": other, "down": down}
+
+
+def _with_order(gate_up: _Weight, down: _Weight, table: _Table) -> dict[str, _Weight]:
+    table.doubts.append(
+        'the order of gate and up is not known: "gate first", "up first" or "interleaved"'
+    )
+    table.lines["order"] = "gate first"
+    return {"gate_up": gate_up, "down": down}
 
 
 def _set_stored(named: Mapping[str, _Weight], table: _Table, config: ModelConfig) -> None:

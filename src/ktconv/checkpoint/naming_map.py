@@ -331,6 +331,12 @@ class _Parser:
         order: Order | None = self._choice(name, found, "order", get_args(Order))
         if order is not None and "gate_up" not in patterns:
             self._fail(name, "order", "belongs to gate_up, which is not given")
+        if order is None and "gate_up" in patterns:
+            # Shapes do not show it, and no comparison with the source would.
+            choices = ", ".join(f'"{one}"' for one in get_args(Order))
+            self._fail(
+                name, "gate_up", "needs order, which names do not show", f"give one of {choices}"
+            )
         return order
 
     def _choice(self, name: str, found: Mapping[str, Any], key: str, choices: Sequence[str]) -> Any:
