@@ -214,6 +214,9 @@ def test_a_tower_from_end_to_end(kind: str, tmp_path: Path) -> None:
     result = ktconv("verify", output, "--source", model, "--tower", usual, "--level=weights")
     assert result.exit_code != 0
     done("reshard", output, tmp_path / "cut", "--numa=2", "--source", model, "--threads=1")
+    result = ktconv("reshard", tmp_path / "cut", tmp_path / "joined", "--numa=1", "--threads=1")
+    assert "or run ktconv quantize-cpu MODEL OUTPUT --method int4 --numa 1" in result.stderr
+    assert f" --tower {second}" in result.stderr
     kept = {name for name in read_model(output) if "mlp.experts" in name}
     assert len(kept) == 3 * len(ONE.gate)  # the other tower's, as they are
 

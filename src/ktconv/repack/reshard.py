@@ -209,10 +209,17 @@ def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], option
     try:
         joined_scales(scales, [scale == 0 for scale in scales])
     except UnequalScales as error:
+        manifest = packed.manifest
+        command = command_line(
+            "MODEL",
+            options,
+            mapped=manifest is not None and manifest.naming is not None,
+            tower=manifest.tower if manifest else None,
+        )
         raise UnequalScales(
             f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "
             f"in {name_of(tensors[0])} and {name_of(tensors[-1])} {error}",
-            f"convert again: give --source MODEL, or run {command_line('MODEL', options)}",
+            f"convert again: give --source MODEL, or run {command}",
         ) from error
 
 

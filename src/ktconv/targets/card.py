@@ -29,7 +29,9 @@ def _one_line(name: str) -> str:
     return printable(" ".join(path_text(name).split()))
 
 
-def command_line(name: str, options: Options) -> str:
+def command_line(
+    name: str, options: Options, *, mapped: bool = False, tower: str | None = None
+) -> str:
     """The command that reproduces the output."""
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
@@ -37,6 +39,10 @@ def command_line(name: str, options: Options) -> str:
         words.append(f"--max-shard-size {options.max_shard_size}")
     else:
         words.append(f"--layout {options.layout}")
+    if mapped:
+        words.append("--map FILE.toml")
+    if tower is not None:
+        words.append(f"--tower {tower}")
     if options.exclude_experts:
         words.append("--exclude-experts FILE --allow-partial")
     words += [
@@ -108,13 +114,10 @@ def _tower(plan: Plan) -> str:
 def model_card(plan: Plan) -> str:
     """The card of a conversion."""
     name, options = model_name(plan.checkpoint.path), plan.target.options
-    command = command_line(name, options)
+    mapped, tower = plan.checkpoint.mapped is not None, plan.checkpoint.tower
+    command = command_line(name, options, mapped=mapped, tower=tower)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
-    if plan.checkpoint.mapped is not None:
-        command += " --map FILE.toml"
-    if plan.checkpoint.tower is not None:
-        command += f" --tower {plan.checkpoint.tower}"
     library, whose = runtime(plan)
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(
