@@ -57,6 +57,11 @@ STEP = {"num_hidden_layers": 4, "swiglu_limits": [0.0, None, 7.0, 5]}
         ({"hidden_act": "gelu"}, 0, ExpertActivation("gelu")),
         ({"hidden_activation": "gelu_pytorch_tanh"}, 0, ExpertActivation("gelu_tanh")),
         ({"model_type": "gemma4_text"}, 0, ExpertActivation("gelu_tanh")),
+        # whose class does not read hidden_act, which older Gemmas have
+        ({"model_type": "gemma4_text", "hidden_act": "silu",
+          "hidden_activation": "gelu_pytorch_tanh"}, 0, ExpertActivation("gelu_tanh")),
+        ({"model_type": "dbrx", "ffn_config": {"ffn_act_fn": "gelu"}}, 0,
+         ExpertActivation("gelu")),
         ({"model_type": "nemotron_h", "hidden_act": "silu"}, 0, ExpertActivation("relu2")),
         ({"model_type": "nemotron_h", "mlp_hidden_act": "gelu"}, 0, ExpertActivation("gelu")),
         ({"mlp_hidden_act": "relu2"}, 0, ExpertActivation("relu2")),

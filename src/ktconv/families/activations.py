@@ -188,8 +188,10 @@ def _name(text: Mapping[str, Any], setting: str, family: Family | None) -> str:
 
 
 def _at(section: Mapping[str, Any], key: str) -> Any:
-    """The value under a key, which may be a path: ffn_config.ffn_act_fn.name."""
+    """The value under a key, which may be a path: ffn_config.ffn_act_fn.name; a name where the path
+    goes on is one, too."""
     value: Any = section
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if not isinstance(value, str):
+            value = value.get(part) if isinstance(value, Mapping) else None
     return value

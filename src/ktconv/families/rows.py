@@ -325,7 +325,7 @@ ROWS = (
            router_input_scale="router.scale", router_expert_scale="router.per_expert_scale",
            routing=_router(
                replace(_SOFTMAX, input_norm=1e-6, expert_scale=True), "norm epsilon"),
-           keys={"top_k": ("top_k_experts",)},
+           keys={"top_k": ("top_k_experts",), "activation": ("hidden_activation",)},
            released=(
                Released("gemma4", "Gemma-4-26B-A4B", "F1", prefix=_VISION),
                Released("gemma4", "the same in NVFP4", "N", "nvfp4", prefix=_VISION),
