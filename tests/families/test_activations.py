@@ -56,6 +56,10 @@ STEP = {"num_hidden_layers": 4, "swiglu_limits": [0.0, None, 7.0, 5]}
         ({"model_type": "step3p5", **STEP}, 3, ExpertActivation(limit=5.0, limit_after=True)),
         ({"hidden_act": "gelu"}, 0, ExpertActivation("gelu")),
         ({"hidden_activation": "gelu_pytorch_tanh"}, 0, ExpertActivation("gelu_tanh")),
+        # of an unknown family, outside of the section about its language model too
+        ({"hidden_act": "gelu", "text_config": {"model_type": "new_text"}}, 0,
+         ExpertActivation("gelu")),
+        ({"hidden_act": "gelu", "text_config": {"model_type": "qwen3_moe"}}, 0, PLAIN),
         ({"model_type": "gemma4_text"}, 0, ExpertActivation("gelu_tanh")),
         # whose class does not read hidden_act, which older Gemmas have
         ({"model_type": "gemma4_text", "hidden_act": "silu",
@@ -116,6 +120,8 @@ def test_settings_of_shared_experts(config: dict[str, Any], expected: ExpertActi
         ({"swiglu_limits": [math.nan]}, "swiglu_limits is .*, not a number"),
         ({"swiglu_limits": {"0": 7}}, "swiglu_limits is .*, not a number"),
         ({"swiglu_limit": 7.0, "swiglu_limits": [7.0]}, "contradicts itself: swiglu_limit is 7"),
+        ({"model_type": "of_tomorrow", "hidden_act": "silu", "hidden_activation": "gelu"},
+         "contradicts itself: hidden_act is 'silu' but hidden_activation is 'gelu'"),
         ({"activation_situ_beta": "4"}, "activation_situ_beta is '4', not a number"),
         ({"mlp_gate_softcap": 0.0}, "mlp_gate_softcap is 0.0, not a number above 0"),
         ({"mlp_up_softcap": -1}, "mlp_up_softcap is -1, not a number above 0"),

@@ -38,6 +38,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTopKRouter", "Qwen3_5MoeTextConfig", {}),
     "qwen3_vl_moe": ("Qwen3VLMoeTextTopKRouter", "Qwen3VLMoeTextConfig", {}),
     "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextTopKRouter", "Qwen3OmniMoeTextConfig", {}),
+    "qwen3_omni_moe_talker": (
+        "Qwen3OmniMoeTalkerTextTopKRouter",
+        "Qwen3OmniMoeTalkerTextConfig",
+        {},
+    ),
     "qwen4_exp": ("Qwen4ExpTextTopKRouter", "Qwen4ExpTextConfig", {}),
     "qwen4_exp:plain": ("Qwen4ExpTextTopKRouter", "Qwen4ExpTextConfig", {"norm_topk_prob": False}),
     "olmoe": ("OlmoeTopKRouter", "OlmoeConfig", {}),
@@ -172,7 +177,8 @@ def configuration(family: str, name: str) -> Any:
     """Not every release that ktconv works with has every family."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    module = pytest.importorskip(f"transformers.models.{family}.configuration_{family}")
+    package = family.removesuffix("_talker")
+    module = pytest.importorskip(f"transformers.models.{package}.configuration_{package}")
     return getattr(module, name)
 
 
@@ -190,7 +196,8 @@ def transformers_router(case: str, top_k: int) -> tuple[Any, dict[str, Any]]:
     for key in COUNTS if family != "dbrx" else ():
         if hasattr(config, key):
             setattr(config, key, top_k if "top" in key or key in COUNTS[-3:] else EXPERTS)
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    package = family.removesuffix("_talker")
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     arguments = (HIDDEN, EXPERTS, top_k) if family == "jetmoe" else (config,)
     if not hasattr(module, router_name):
         pytest.skip(f"this release of transformers has no {router_name}")

@@ -13,7 +13,6 @@ from ktconv.families.config import (
     family_of,
     of_layer,
     sections_of,
-    text_section,
     value_of,
 )
 from ktconv.families.config_values import contradiction, is_whole, wrong_value
@@ -43,7 +42,7 @@ def expert_activation(config: Mapping[str, Any], layer: int | None = None) -> Ex
     Raises CheckpointError for values of a wrong kind, and for lists that end before the model's
     layers do.
     """
-    text, usual = checked_text_section(config), _usual_activation(config)
+    text, usual = _settings(config), _usual_activation(config)
     limit = _bound(text, "activation limit", layer)
     after = _bound(text, "limit after activation", layer)
     if limit and after:
@@ -59,7 +58,7 @@ def assumed_activation(config: Mapping[str, Any]) -> str:
     """A sentence if nothing says what the activation is, so that SiLU is assumed; else empty."""
     types = [value_of(section, "model type") for section in sections_of(config)]
     known = any(table.FAMILIES.of(kind) for kind in types)
-    if known or _name(text_section(config), "activation", None):
+    if known or _name(_settings(config), "activation", None):
         return ""
     kind = next((kind for kind in types if isinstance(kind, str)), "this model")
     return (
@@ -83,6 +82,12 @@ def shared_activation(config: Mapping[str, Any], layer: int | None = None) -> Ex
 def post_norm_epsilon(config: Mapping[str, Any]) -> float:
     """What is added to the mean square of an expert's output, where that is normalised."""
     return _number(checked_text_section(config), "post norm epsilon") or _POST_NORM_EPSILON
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text section; of a family that nobody knows also what stands outside of it."""
+    text = checked_text_section(config)
+    return text if family_of(config) is not None else {**config, **text}
 
 
 def _usual_activation(config: Mapping[str, Any]) -> ExpertActivation:
@@ -158,7 +163,7 @@ def _key(text: Mapping[str, Any], setting: str) -> str:
 
 def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
     """By their activation; None where config.json names neither a known family nor a function."""
-    named = _name(text_section(config), "activation", None)
+    named = _name(_settings(config), "activation", family_of(config))
     return expert_activation(config).gated if named or family_of(config) else None
 
 
@@ -178,13 +183,19 @@ def _checked(key: str, value: Any) -> float:
 
 def _name(text: Mapping[str, Any], setting: str, family: Family | None) -> str:
     """The first that is not empty; empty where there is none. Keys of the family's own are those
-    of its experts alone: others are another module's."""
+    of its experts alone: others are another module's. CheckpointError where the keys of a family
+    that nobody knows disagree."""
     own = family.keys.get(setting) if family is not None else None
     names = {key: _at(text, key) for key in own or table.FAMILIES.keys(setting)}
     for key, name in names.items():
         if not isinstance(name, (str, type(None))):
             raise wrong_value(key, name, "a name")
-    return next(filter(None, names.values()), "")
+    given = {key: name for key, name in names.items() if name}
+    key, name = next(iter(given.items()), ("", ""))
+    for other, another in given.items() if family is None else ():
+        if NAMES.get(another, another) != NAMES.get(name, name):
+            raise contradiction(key, name, other, another)
+    return name
 
 
 def _at(section: Mapping[str, Any], key: str) -> Any:

@@ -103,7 +103,12 @@ ROWS = (
     Family(("qwen3_next",), shared="shared_expert", norm_less_one=True,
            routing=_router(_SOFTMAX, "renormalise"),
            released=(Released("qwen3_next", "Qwen3-Next", shared=True),)),
-    Family(("qwen3_omni_moe", "qwen3_omni_moe_talker"), shared="shared_expert", tower="thinker",
+    Family(("qwen3_omni_moe_talker",), shared="shared_expert",
+           routing=_router(_PLAIN, "renormalise"),
+           released=(
+               Released("qwen3_omni_moe_talker", "Qwen3-Omni-MoE (talker)",
+                        prefix="talker.model.", shared=True),)),
+    Family(("qwen3_omni_moe",), tower="thinker",
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
                Released("qwen3_omni_moe", "Qwen3-Omni-MoE (thinker)", prefix="thinker.model."),)),

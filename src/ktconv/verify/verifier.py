@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ktconv.checkpoint import NamingMap, TensorRef, read_map
+from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
@@ -51,8 +52,20 @@ class OutputVerifier(ABC):
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
         naming = self._naming()
-        tower = request.tower or (recorded_tower(request.output) if request.source else None)
-        self.output = self.open(request.output, request.source, request.config, naming, tower)
+        self.output = self.open(
+            request.output, request.source, request.config, naming, self._tower()
+        )
+
+    def _tower(self) -> str | None:
+        """The tower of the source that the output records, else that of the option."""
+        recorded = recorded_tower(self.request.output) if self.request.source else None
+        given = self.request.tower
+        if recorded and given and given != recorded:
+            raise UsageError(
+                f"{self.request.output} contains the experts of the tower {recorded}, not {given}",
+                "leave out --tower",
+            )
+        return recorded or given
 
     def _naming(self) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""

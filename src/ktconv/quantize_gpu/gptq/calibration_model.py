@@ -126,11 +126,15 @@ def _check_alike(path: str, fused: Any, linear: Any) -> None:
     own = stored_in(fused)
     if own is None or own.call != "routed":
         return
-    dtype, generator = own.tensors[-1].dtype, torch.Generator().manual_seed(0)
-    token = torch.randn((1, own.hidden), generator=generator).to(dtype)
-    call = token, torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=dtype)
+    token = torch.randn((1, own.hidden), generator=torch.Generator().manual_seed(0))
+    first, all_of_it = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1))
+
+    def answer(module: Any) -> Any:
+        dtype = next(module.parameters()).dtype  # that of a config without one is not the weights'
+        return module(token.to(dtype), first, all_of_it.to(dtype)).float().flatten()
+
     with torch.no_grad():
-        theirs, ours = (module(*call).float().flatten() for module in (fused, linear))
+        theirs, ours = answer(fused), answer(linear)
     likeness = torch.nn.functional.cosine_similarity(theirs, ours, dim=0)
     if theirs.any() and not likeness > _LEAST_LIKENESS:
         raise ValueError(f"{path} would compute something else")
