@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 # Keys that decide what is read, beside those that every test model has.
 KEYS = {
     "num_experts_per_tok": 1, "moe_layers": [0], "moe_layer_freq": 1, "first_k_dense_replace": 0,
-    "rope_theta": 1e4, "swiglu_limit": 7.0, "rms_norm_eps": 1e-6, "norm_topk_prob": True,
+    "rope_theta": 1e4, "swiglu_limit": 0.0, "rms_norm_eps": 1e-6, "norm_topk_prob": True,
     "hidden_act": "silu", "mlp_only_layers": [], "mlp_layer_types": ["sparse"],
     "num_nextn_predict_layers": 0, "architectures": ["X"], "text_config": {"num_experts": 2},
     "quantization_config": {"weight_block_size": [128, 128]},

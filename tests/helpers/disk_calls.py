@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,19 +34,24 @@ Hook = Callable[[str, tuple[Any, ...]], None]
 
 
 @contextmanager
-def hooked(before: Hook) -> Iterator[None]:
-    """Calls `before(name, arguments)` ahead of every call that changes the disk."""
+def hooked(before: Hook, one_at_a_time: bool = False) -> Iterator[None]:
+    """Calls `before(name, arguments)` ahead of every call that changes the disk; `one_at_a_time`:
+    no other thread's call runs meanwhile."""
+    turn: AbstractContextManager[Any] = threading.RLock() if one_at_a_time else nullcontext()
     with ExitStack() as patches:
         for name, owner in CALLS.items():
-            hook = _hook(name, getattr(owner, name), before)
+            hook = _hook(name, getattr(owner, name), before, turn)
             patches.enter_context(patch.object(owner, name, hook))
         yield
 
 
-def _hook(name: str, call: Callable[..., Any], before: Hook) -> Callable[..., Any]:
+def _hook(
+    name: str, call: Callable[..., Any], before: Hook, turn: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     def replacement(*arguments: Any, **named: Any) -> Any:
-        before(name, arguments)
-        return call(*arguments, **named)
+        with turn:
+            before(name, arguments)
+            return call(*arguments, **named)
 
     return replacement
 

@@ -85,7 +85,8 @@ def post_norm_epsilon(config: Mapping[str, Any]) -> float:
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text section; of a family that nobody knows also what stands outside of it."""
+    """The text section; of a family that nobody knows also what stands outside of it, since a
+    limit or a function that is overlooked makes results wrong."""
     text = checked_text_section(config)
     return text if family_of(config) is not None else {**config, **text}
 
