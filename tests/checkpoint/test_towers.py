@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import refused
+from helpers.cli import ktconv, refused
+from helpers.cli import ktconv_done as done
 from helpers.convert import read_model
 from helpers.families import (
     Tensor,
@@ -20,10 +21,8 @@ from helpers.families import (
     read_matrix,
     write_checkpoint,
 )
-from typer.testing import CliRunner, Result
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint
-from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.reading.reader import SourceReader
 from ktconv.verify.second_reader.names import SecondReader
@@ -173,19 +172,6 @@ def test_ernie_with_as_many_layers_as_towers(tmp_path: Path) -> None:
 
 
 # ---- commands ------------------------------------------------------------------------------
-
-
-def ktconv(*words: object) -> Result:
-    result = CliRunner().invoke(app, list(map(str, words)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def done(*words: object) -> str:
-    result = ktconv(*words)
-    assert result.exit_code == 0, result.stderr + result.stdout
-    return str(result.stdout)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import refused
+from helpers.cli import ktconv, refused
+from helpers.cli import ktconv_done as done
 from helpers.convert import read_model
 from helpers.families import Tensor, bf16, random_weights, simple_config, write_checkpoint
-from typer.testing import CliRunner, Result
 
-from ktconv.cli.app import app
 from ktconv.formats import parse_tensor_name
 
 pytestmark = pytest.mark.usefixtures("tiles")  # `verify` runs the kernels of every level
@@ -112,19 +111,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     naming.write_text(map_text())
     odd = write(place / "odd", NAMES, "nobody_knows")
     return odd, naming, write(place / "usual", USUAL, "deepseek_v3")
-
-
-def ktconv(*words: object) -> Result:
-    result = CliRunner().invoke(app, list(map(str, words)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def done(*words: object) -> str:
-    result = ktconv(*words)
-    assert result.exit_code == 0, result.stderr + result.stdout
-    return str(result.stdout)
 
 
 def experts_in(output: Path) -> dict[str, Any]:

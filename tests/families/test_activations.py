@@ -1,4 +1,4 @@
-"""What config.json says of activations; ours against transformers' own modules of experts."""
+"""Activations as config.json names them, and our arithmetic against transformers' experts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.families.family import SCORINGS, Router, RouterSpec
 from ktconv.families.names import router_tensors, shared_expert_tensors
-from ktconv.families.routers import Stored, find_router, route, router_of
+from ktconv.families.routers import Stored, find_router, route, router_of, wanted
 from ktconv.system.arrays import Array
 
 TOKENS, HIDDEN, EXPERTS, VOCABULARY = 40, 32, 16, 64
@@ -271,21 +271,10 @@ def test_routers_are_those_of_transformers(case: str, top_k: int) -> None:
     if factor is not None:
         their_weights = their_weights * config[factor]
 
-    has = {ours: own[name].numpy() for ours, name in THEIRS.items() if wants(spec, ours)}
+    has = {ours: own[name].numpy() for ours, name in THEIRS.items() if wanted(spec)[ours]}
     ids, weights = route(spec, x.numpy(), own["weight"].numpy(), Stored(**has), tokens.numpy())
     assert ids.dtype == np.int64 and weights.dtype == np.float32
     compare(ids, weights, theirs, their_weights)
-
-
-def wants(spec: RouterSpec, what: str) -> bool:
-    return {
-        "bias": spec.bias,
-        "correction": spec.correction,
-        "input_scale": spec.input_norm is not None,
-        "scale": spec.stored_scale,
-        "expert_scale": spec.expert_scale,
-        "table": spec.by_token,
-    }[what]
 
 
 def compare(ids: Array, weights: Array, theirs: Array, their_weights: Array) -> None:

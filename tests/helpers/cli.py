@@ -81,6 +81,21 @@ def done(model: object, output: object, *more: object) -> str:
     return str(result.stdout)
 
 
+def ktconv(*words: object) -> Result:
+    """The command in this process; raises what is no exit."""
+    result = CliRunner().invoke(app, list(map(str, words)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def ktconv_done(*words: object) -> str:
+    """The stdout of a command that succeeds."""
+    result = ktconv(*words)
+    assert result.exit_code == 0, result.stderr + result.stdout
+    return str(result.stdout)
+
+
 def refused(result: Result, code: int, *phrases: str) -> str:
     """The one sentence of a run that must have failed with `code`."""
     return check_refusal(result.exit_code, result.stdout, result.stderr, code, *phrases)

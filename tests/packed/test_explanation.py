@@ -1,4 +1,4 @@
-"""What inspect --explain says of families' checkpoints, and maps guessed for them."""
+"""The output of inspect --explain for checkpoints of known families, and maps guessed for them."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class Checkpoint:
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
     whole_config: Mapping[str, Any] | None = None  # of all towers, where `config` is of one
     tower: str | None = None  # that was chosen where several have experts
-    mapped: Mapped | None = None  # what a map says of names, where one was given
+    mapped: Mapped | None = None  # the names that a map gave to experts; None without a map
 
     @property
     def is_gguf(self) -> bool:

@@ -69,7 +69,8 @@ def quantize_cpu_command(
         bool,
         flag(
             "--allow-activation-mismatch",
-            "Convert experts of which KTransformers would compute something else (gpt-oss).",
+            "Convert experts of which KTransformers would compute something else, such as those of "
+            "DeepSeek-V4 and gpt-oss.",
         ),
     ] = False,
     dry_run: common.DryRunOption = False,
