@@ -204,7 +204,7 @@ def _sizes(
     stack: Stack, expert: Mapping[Projection, Parts], config: ModelConfig
 ) -> tuple[int, int]:
     """Intermediate and hidden size: from the config, else the outputs of up and of down, which
-    no packing along the inputs hides. `turned`: weights are stored [in, out]."""
+    no packing along the inputs hides."""
 
     def outputs(projection: Projection) -> list[int]:
         # A weight that is not 2-D will be refused by name for its shape.
