@@ -1,0 +1,70 @@
+"""What the layers of a streamed model ask of their experts, and who answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ktconv.checkpoint import MoELayer
+from ktconv.model.sites import Site
+from ktconv.system.arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One window's tokens before the experts of a layer, of one side (0: the source, 1: the
+    converted model)."""
+
+    side: int
+    window: int
+    rows: Tensor  # [M, H], in the dtype of the model
+    ids: Tensor  # int64 [M, K], -1: no expert
+    weights: Tensor  # [M, K]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer whose experts are asked.
+
+    `site` is where the model has them: on the meta device, but for biases. `source` is where the
+    checkpoint has them.
+    """
+
+    index: int
+    site: Site
+    source: MoELayer
+
+
+class ExpertRunner(Protocol):
+    """Computes the experts of one layer after the other for all windows."""
+
+    def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
+        """Add to each of `outputs` [M, H], which are zeros of the dtype of `rows`, the sum over
+        the experts of each token, times their weights. Raises KtconvError."""
+
+    def state(self) -> Mapping[str, Array]:
+        """What a later run needs to go on behind the layers that were run."""
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """The contrary of `state`, before the first layer."""
+
+
+class Tap(Protocol):
+    """Sees what the source's experts of each layer get."""
+
+    def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
+        """[M, K] each, before any expert runs; windows ascend."""
+
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
+        """Of an expert's tokens: inputs of gate and up [n, H], of down [n, I]. Not called for
+        experts without tokens."""
+
+    def layer_done(self, layer: int) -> None:
+        """All of a layer's experts have run; what is written now survives a kill."""
+
+    def state(self) -> Mapping[str, Array]: ...
+
+    def restore(self, state: Mapping[str, Array]) -> None: ...
