@@ -103,15 +103,17 @@ def test_level_model_of_a_family(name: str, tmp_path: Path, torch: Any) -> None:
 
 @pytest.mark.usefixtures("tiles")
 def test_a_family_without_a_language_model(tmp_path: Path, torch: Any) -> None:
+    import transformers
+
     source = written(WITHOUT_LANGUAGE_MODEL, tmp_path)
     output = packed(source)
-    says = "openai_privacy_filter, for which transformers has no language model"
+    release = transformers.__version__
+    says = f"openai_privacy_filter, for which transformers {release} has no language model"
     with pytest.raises(CheckpointError, match=says) as refusal:
         verify(VerifyRequest(output, str(source), level="model"))
     assert refusal.value.hint == "run --level layers, which needs no model code"
     with pytest.raises(CheckpointError, match=says):
         Recorder(source)
-    import transformers
 
     model = transformers.AutoModelForTokenClassification.from_pretrained(source).float().eval()
     ids = torch.randint(5, 60, (1, 9))

@@ -127,8 +127,26 @@ def test_checkpoints_that_need_their_code_are_refused(
     with pytest.raises(load.NeedsOwnCode, match="planted needs its own Python code") as caught:
         load.load_tokenizer(planted)
         load.load_language_model(planted, "auto")
-    assert "trust_remote_code" not in str(caught.value)
+    assert "trust_remote_code=True" not in str(caught.value)  # as transformers advises
     assert not has_run(planted)
+
+
+def test_a_family_that_this_release_does_not_have(torch: Any, planted: Path) -> None:
+    import transformers
+
+    change(planted / "config.json", model_type="of_tomorrow")
+    says = f"planted is of type of_tomorrow, which transformers {transformers.__version__} does not"
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load.check_language_model(planted)
+    assert caught.value.hint == "use a release of transformers that supports it"
+
+
+def test_no_tokenizer(torch: Any, planted: Path) -> None:
+    """transformers makes up one without words, in which no text has a token."""
+    for path in planted.glob("token*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="planted has no tokenizer"):
+        load.load_tokenizer(planted)
 
 
 def native_architecture(directory: Path) -> None:

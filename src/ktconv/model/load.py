@@ -48,7 +48,7 @@ class NeedsOwnCode(CheckpointError):
     def __init__(self, name: Path, what: str) -> None:
         super().__init__(
             f"{name} needs its own Python code ({what}), and ktconv does not run code "
-            "from checkpoints",
+            "from checkpoints: it never sets trust_remote_code",
             "use a release of transformers that supports this architecture",
         )
 
@@ -64,6 +64,7 @@ def load_config(directory: Path, name: Path | None = None) -> Any:
     with _loading(directory, str(name), name, CONFIG_NAME):
         from transformers import AutoConfig
 
+        _check_known(directory, name)
         return _cleaned(AutoConfig.from_pretrained(directory, **_SAFE))
 
 
@@ -85,14 +86,22 @@ def linear_modules(directory: Path) -> list[str]:
 
 
 def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
-    """The tokenizer of a local checkpoint; raises as `load_config` does."""
+    """The tokenizer of a local checkpoint; raises as `load_config` does, CheckpointError also where
+    there is none."""
     name = name or directory
     config = load_config(directory, name)
     with _loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
         from transformers import AutoTokenizer
 
         _check_tokenizer_class(directory, config)
-        return AutoTokenizer.from_pretrained(directory, config=config, **_SAFE)
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **_SAFE)
+    # Without any file of one, transformers makes one up that knows no word.
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise CheckpointError(
+            f"{name} has no tokenizer, or one without a vocabulary",
+            "put the files of the model's tokenizer, as tokenizer.json, beside config.json",
+        )
+    return tokenizer
 
 
 def load_language_model(
@@ -200,6 +209,22 @@ def _refuse_what_runs(directory: Path, name: Path) -> None:
             raise NeedsOwnCode(name, f"quantization_config names {value!r} as its {key}")
 
 
+def _check_known(directory: Path, name: Path) -> None:
+    """CheckpointError for a model_type that the installed transformers does not have."""
+    import transformers
+
+    if not (directory / CONFIG_NAME).exists():
+        return
+    content = read_config(directory).content
+    kind, has_own = content.get("model_type"), bool(content.get("auto_map"))
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING and not has_own:
+        raise CheckpointError(
+            f"{name} is of type {printable(kind)}, which transformers "
+            f"{transformers.__version__} does not have",
+            "use a release of transformers that supports it",
+        )
+
+
 def _named_classes(value: Any, inside: bool = False) -> Iterator[tuple[str, str]]:
     """Keys and values that name classes, anywhere in a quantization_config."""
     if isinstance(value, list):
@@ -269,7 +294,8 @@ def _class_for(config: Any, name: Path) -> Any:
     if getattr(config, "auto_map", None):
         raise NeedsOwnCode(name, f"auto_map in {CONFIG_NAME}")
     raise CheckpointError(
-        f"{name} is of type {config.model_type}, for which transformers has no language model"
+        f"{name} is of type {config.model_type}, for which transformers "
+        f"{transformers.__version__} has no language model"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -68,3 +68,19 @@ class Tap(Protocol):
     def state(self) -> Mapping[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array]) -> None: ...
+
+
+class Watcher(Protocol):
+    """Sees what the layers, and at last the head, return for each window."""
+
+    def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
+        """What a layer returns, by side; where sides do not differ yet, twice the same object."""
+
+    def logits(self, window: int, logits: Sequence[Tensor]) -> None:
+        """[1, T, V], by side."""
+
+    def state(self) -> Mapping[str, Array]:
+        """What a later run needs to go on behind the layers that were run."""
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """The contrary of `state`, before the first layer."""
