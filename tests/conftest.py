@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
@@ -30,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """For what commands keep in the user's cache."""
+    path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(path))
+        yield path
 
 
 @pytest.fixture(scope="session")
