@@ -22,15 +22,6 @@ from ktconv.system import machine
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
-    """PyTorch on one thread, where transformers is installed too."""
-    pytest.importorskip("transformers")
-    found = pytest.importorskip("torch")
-    found.set_num_threads(1)
-    return found
-
-
-@pytest.fixture(scope="module")
 def recorder(torch: Any) -> Recorder:
     return Recorder(EXAMPLE)
 

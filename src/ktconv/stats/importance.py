@@ -1,0 +1,234 @@
+"""How large the inputs of each expert's matrices are: the mean square of every channel.
+
+FILE is a safetensors file; for layer L with E experts of hidden size H and intermediate size I
+
+    layers.L.gate_up   float32 [E, H]   of the inputs of gate_proj and up_proj, which are the same
+    layers.L.down      float32 [E, I]   of the inputs of down_proj: activated intermediates
+    layers.L.counts    int64 [E]        tokens that each expert got
+
+Experts without tokens have zeros. docs/calibration.md describes the metadata.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ktconv.checkpoint import Projection
+from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.stats.origin import Origin, Sizes
+from ktconv.stats.stored import StatisticsFile
+from ktconv.system.arrays import F32, I64, Array
+from ktconv.system.files import remove
+from ktconv.writer.shards import Tensor as Planned
+from ktconv.writer.shards import plan_shard
+from ktconv.writer.staging import ShardStaging
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KIND = "ktconv-importance"
+OPTION = "--importance FILE"
+_ROWS = 4096  # tokens whose squares are in memory at a time
+_COUNTS = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.counts")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerImportance:
+    """Mean squares of one layer: gate_up [E, H], down [E, I], and counts [E] of tokens."""
+
+    gate_up: F32
+    down: F32
+    counts: I64
+
+    def of(self, projection: Projection) -> F32:
+        """[E, inputs of this projection]."""
+        return self.down if projection == "down" else self.gate_up
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """All layers of a file, and where they come from."""
+
+    layers: Mapping[int, LayerImportance]
+    origin: Origin
+
+
+def read_importance(path: str | Path) -> Importance:
+    """What `ktconv stats --importance` wrote, in memory.
+
+    Raises UsageError, naming the file, for any other file, a damaged one, values that are negative
+    or not finite, and experts with values but no tokens; ResourceError where the system refuses.
+    """
+    file = StatisticsFile(Path(path), KIND, OPTION)
+    layers = sorted(int(found[1]) for found in map(_COUNTS.fullmatch, file.names) if found)
+    if not layers or len(file.names) != 3 * len(layers):
+        raise file.damaged("its tensors are not three of each layer")
+    return Importance({layer: _read(file, layer) for layer in layers}, file.origin)
+
+
+def _read(file: StatisticsFile, layer: int) -> LayerImportance:
+    names = _names(layer)
+    experts, hidden = file.rows_and_columns(names[0])
+    _, intermediate = file.rows_and_columns(names[1])
+    counts: I64 = file.array(names[2], "I64", experts)
+    if (counts < 0).any():
+        raise file.damaged(f"tensor {names[2]} has negative counts")
+    values: list[F32] = []
+    for name, size in zip(names, (hidden, intermediate), strict=False):
+        value: F32 = file.array(name, "F32", experts, size)
+        if not (np.isfinite(value).all() and (value >= 0).all()):
+            raise file.damaged(f"tensor {name} has values that are negative or not finite")
+        if value[counts == 0].any():
+            raise file.damaged(f"tensor {name} has values of experts without tokens")
+        values.append(value)
+    return LayerImportance(values[0], values[1], counts)
+
+
+def _names(layer: int) -> tuple[str, str, str]:
+    return f"layers.{layer}.gate_up", f"layers.{layer}.down", f"layers.{layer}.counts"
+
+
+def _named(layer: int, one: LayerImportance) -> dict[str, Array]:
+    arrays: tuple[Array, ...] = one.gate_up, one.down, one.counts
+    return dict(zip(_names(layer), arrays, strict=True))
+
+
+def _planned(layer: int, sizes: Sizes) -> list[Planned]:
+    """The tensors of a layer."""
+    gate_up, down, counts = _names(layer)
+    e, h, i = sizes.experts, sizes.hidden, sizes.intermediate
+    return [
+        Planned(gate_up, "F32", (e, h), 4 * e * h),
+        Planned(down, "F32", (e, i), 4 * e * i),
+        Planned(counts, "I64", (e,), 8 * e),
+    ]
+
+
+def nbytes(layers: Mapping[int, Sizes]) -> int:
+    """Of the data of a file with these layers."""
+    return sum(one.nbytes for n, sizes in layers.items() for one in _planned(n, sizes))
+
+
+class ImportanceTap:
+    """Gathers the mean squares of `layers`; memory is that of one layer.
+
+    Each finished layer is a file of `folder`, by which a later run goes on; `write` joins them.
+    """
+
+    wants_inputs = True
+
+    def __init__(self, layers: Mapping[int, Sizes], origin: Origin, folder: Path) -> None:
+        self._layers, self._folder = layers, folder
+        self._metadata = origin.metadata(KIND)
+        self._sums: tuple[Array, Array] | None = None
+        self._counts: I64 = np.zeros(0, np.int64)
+
+    def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
+        pass
+
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
+        """Add an expert's tokens: inputs of gate and up [n, H], of down [n, I]. CheckpointError
+        where they are not finite."""
+        sizes = self._layers.get(layer)
+        if sizes is None:
+            return
+        if self._sums is None:
+            self._begin(sizes)
+        assert self._sums is not None
+        for total, values in zip(self._sums, (rows, inner), strict=True):
+            total[expert] += squares(values)
+            if not np.isfinite(total[expert]).all():
+                raise not_finite(layer, expert)
+        self._counts[expert] += len(rows)
+
+    def _begin(self, sizes: Sizes) -> None:
+        self._sums = (
+            np.zeros((sizes.experts, sizes.hidden)),
+            np.zeros((sizes.experts, sizes.intermediate)),
+        )
+        self._counts = np.zeros(sizes.experts, np.int64)
+
+    def layer_done(self, layer: int) -> None:
+        if (sizes := self._layers.get(layer)) is None:
+            return
+        if self._sums is None:  # no expert of it got a token
+            self._begin(sizes)
+        assert self._sums is not None
+        times = np.maximum(self._counts, 1)[:, None]
+        means = [(total / times).astype(np.float32) for total in self._sums]
+        arrays = _named(layer, LayerImportance(means[0], means[1], self._counts))
+        self._write(self._file(layer), [layer], lambda _: arrays)
+        self._sums = None
+
+    def _file(self, layer: int) -> Path:
+        return self._folder / f"importance-{layer:05}.safetensors"
+
+    def state(self) -> Mapping[str, Array]:
+        """The layers whose files are complete."""
+        done = [layer for layer in self._layers if self._file(layer).exists()]
+        return {"layers": np.array(done, np.int64)}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """ResourceError where a file is missing or damaged."""
+        for layer in state["layers"]:
+            self._finished(int(layer))
+
+    def _finished(self, layer: int) -> Mapping[str, Array]:
+        path = self._file(layer)
+        try:
+            found = _read(StatisticsFile(path, KIND, OPTION), layer)
+        except UsageError as error:
+            raise ResourceError(
+                f"{path}, with which an interrupted run goes on, cannot be used: {error}",
+                f"remove {self._folder}, then run the same command again",
+            ) from error
+        return _named(layer, found)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` by a file of all layers, in one step, and remove those of the layers."""
+        self._write(path, self._layers, self._finished)
+        for layer in self._layers:
+            remove(self._file(layer))
+
+    def _write(
+        self,
+        path: Path,
+        layers: Iterable[int],
+        arrays_of: Callable[[int], Mapping[str, Array]],
+    ) -> None:
+        tensors = [tensor for layer in layers for tensor in _planned(layer, self._layers[layer])]
+        shard = plan_shard(path.name, tensors, self._metadata)
+        staging = ShardStaging([shard], path.absolute().parent, path.absolute().parent)
+        try:
+            for layer in layers:
+                for name, array in arrays_of(layer).items():
+                    staging.write(name, array.data.cast("B"), 0)
+            staging.commit()
+        except BaseException:
+            staging.abandon()
+            raise
+
+
+def squares(values: Tensor) -> Array:
+    """float64 [channels]: the sum of squares over the tokens of [n, channels]."""
+    import torch
+
+    total = torch.zeros(values.shape[1], dtype=torch.float64)
+    for block in torch.split(values.detach(), _ROWS):
+        total += block.float().square().sum(dim=0, dtype=torch.float64).cpu()
+    found: Array = total.numpy()
+    return found
+
+
+def not_finite(layer: int, expert: int) -> CheckpointError:
+    """For an expert's inputs that overflow."""
+    return CheckpointError(
+        f"inputs of expert {expert} of layer {layer} are not finite",
+        "the weights are damaged, or the model overflows in the dtype of its config.json",
+    )

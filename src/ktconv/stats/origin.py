@@ -1,0 +1,58 @@
+"""Which model and text a file of statistics comes from, as metadata of safetensors files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from ktconv import __version__
+from ktconv.checkpoint import Checkpoint, MoELayer
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The routed experts of a layer: how many, and the inputs of gate and up, and of down."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, layer: MoELayer) -> Sizes:
+        return cls(len(layer.experts), layer.hidden_size, layer.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What was run on which text: equal ones give equal statistics."""
+
+    model: str
+    source_sha256: str  # see the function of this name
+    text: str  # its name
+    text_sha256: str  # of what was read of it, as UTF-8 with "\n" as line ends
+    tokens: int
+    run: str  # identifies the state of all files, the tokens, the dtype and the versions
+
+    def metadata(self, kind: str) -> dict[str, str]:
+        """The metadata of a file of this kind."""
+        return {
+            "format": kind,
+            "format_version": str(FORMAT_VERSION),
+            "ktconv": __version__,
+            "model": self.model,
+            "source_sha256": self.source_sha256,
+            "text": self.text,
+            "text_sha256": self.text_sha256,
+            "tokens": str(self.tokens),
+            "run": self.run,
+        }
+
+
+def source_sha256(checkpoint: Checkpoint) -> str:
+    """Identifies a checkpoint by config.json and the headers of its shards; copies have the same.
+    It does not cover the values of weights."""
+    parts = [[source.name, source.nbytes, source.sha256] for source in checkpoint.sources]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
