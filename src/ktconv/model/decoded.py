@@ -1,4 +1,4 @@
-"""The weights of an encoded checkpoint under the names that an unquantized one has.
+"""The weights of a checkpoint under the names that an unquantized safetensors one has.
 
 transformers takes them as a state dict. It asks for a tensor when it puts it into the model, as it
 does with the slices of safetensors files, and only then is the tensor read and decoded. So what is
@@ -8,7 +8,7 @@ in memory is the decoded model, and never the encoded one beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +25,10 @@ from ktconv.errors import CheckpointError
 from ktconv.families.config import sections_of
 from ktconv.families.family import Projection
 from ktconv.families.names import layer_number
-from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
+from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.system.arrays import U8
+from ktconv.targets.pack_quantized.gguf_names import hub_names_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")  # of buffers and tables; packed numbers are weights
+_DTYPES = {  # as PyTorch calls what safetensors files contain
+    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 _FLOAT_BYTES = {"float32": 4, "float64": 8}  # of an element; all others have 2
 
 
@@ -60,18 +68,52 @@ class Weight:
     stored: TensorRef | None = None
     pieces: Callable[[], Sequence[_Piece]] = tuple
 
+    @property
+    def nbytes(self) -> int:
+        """In the source, with scales."""
+        if self.stored is not None:
+            return self.stored.nbytes
+        return sum(source_bytes(piece.matrix) for piece in self.pieces())
+
+    @property
+    def tensors(self) -> list[TensorRef]:
+        """The tensors in the source that it is read from, without scales."""
+        if self.stored is not None:
+            return [self.stored]
+        return [piece.matrix.tensor for piece in self.pieces()]
+
 
 class SourceWeights:
-    """All weights of a safetensors checkpoint by their unquantized names."""
+    """All weights of a checkpoint by their unquantized names.
+
+    Raises as `hub_names_of` for a GGUF model whose names are not known.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.weights: dict[str, Weight] = {}
-        for layer in checkpoint.layers:
-            self.weights |= _experts(layer)
-        others = OtherWeights(checkpoint)
-        for _, parts in others.modules():
-            self.weights |= _other(others, parts)
+        if not checkpoint.is_gguf:  # their experts have no such names
+            for layer in checkpoint.layers:
+                self.weights |= _experts(layer)
+        self.weights |= self.others()
+
+    def others(self) -> dict[str, Weight]:
+        """Those of them that are no expert's."""
+        checkpoint, others = self._checkpoint, OtherWeights(self._checkpoint)
+        found = {
+            name: weight for _, parts in others.modules() for name, weight in _other(others, parts)
+        }
+        return _under_hub_names(checkpoint, found) if checkpoint.is_gguf else found
+
+    def biases(self) -> dict[str, Weight]:
+        """Those of experts' biases."""
+        return {
+            matrix.bias.tensor.name: Weight(matrix.bias.tensor.shape, matrix.bias.tensor)
+            for layer in self._checkpoint.layers
+            for expert in layer.experts
+            for matrix in expert.values()
+            if matrix.bias is not None
+        }
 
     @property
     def encoded(self) -> bool:
@@ -102,9 +144,10 @@ class SourceWeights:
 
 
 class StateDict(dict[str, Any]):
-    """Slices of safetensors files, and objects that are decoded as `weight[...]`.
+    """Objects that are read, or decoded, as `weight[...]`.
 
-    `error` is the first that decoding raised, since transformers keeps only its words.
+    `error` is the first that reading raised, since transformers keeps only its words. `read` gets
+    the number of bytes that were read.
     """
 
     error: Exception | None = None
@@ -115,44 +158,73 @@ class StateDict(dict[str, Any]):
         weights: Mapping[str, Weight],
         dtype: torch.dtype,
         layers: int | None = None,
+        read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        from safetensors import safe_open
-
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.read = dtype, read
         self.reader = SourceReader(checkpoint.files, checkpoint.sources)
-        opened: dict[Path, Any] = {}
         for name, weight in weights.items():
             number = layer_number(name)
-            if layers is not None and number is not None and number >= layers:
-                continue
-            if (stored := weight.stored) is None:
-                self[name] = _Decoded(self, weight)
-                continue
-            if stored.file not in opened:
-                opened[stored.file] = safe_open(stored.file, "pt")
-            self[name] = opened[stored.file].get_slice(stored.name)
+            if layers is None or number is None or number < layers:
+                self[name] = _Lazy(self, weight)
 
-
-class _Decoded:
-    """Decoded when `[...]` asks for all of it, in any thread."""
-
-    def __init__(self, owner: StateDict, weight: Weight) -> None:
-        self._owner, self._weight = owner, weight
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor that stays in its file; None if it is not stored as `dtype`."""
         import torch
 
+        stored = self[name].weight.stored
+        if stored is None or _torch_dtype(stored) != dtype or not stored.nbytes:
+            return None
+        with self.reader.open(stored.file):  # as it was
+            # "c": a tensor that cannot be written to warns
+            data = np.memmap(stored.file, np.uint8, "c", stored.offset, (stored.nbytes,))
+        return torch.from_numpy(data).view(dtype).reshape(self[name].weight.shape)
+
+
+class _Lazy:
+    """Read or decoded when `[...]` asks for all of it, in any thread."""
+
+    def __init__(self, owner: StateDict, weight: Weight) -> None:
+        self._owner, self.weight = owner, weight
+
+    def get_dtype(self) -> str:
+        """As a slice of a safetensors file."""
+        return "BF16" if self.weight.stored is None else self.weight.stored.dtype
+
+    def get_shape(self) -> list[int]:
+        """As a slice of a safetensors file."""
+        return list(self.weight.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
         try:
-            target = torch.empty(self._weight.shape, dtype=self._owner.dtype)
-            for piece in self._weight.pieces():
-                part = target if piece.expert is None else target[piece.expert]
-                part = part.T if piece.transposed else part
-                self._decode(piece.matrix, part[piece.outputs])
+            stored = self.weight.stored
+            return (self._decoded() if stored is None else self._stored(stored))[index]
         except Exception as error:
             self._owner.error = self._owner.error or error
             raise
-        return target[index]
+
+    def _stored(self, tensor: TensorRef) -> torch.Tensor:
+        import torch
+
+        owner, dtype = self._owner, _torch_dtype(tensor)
+        target = torch.empty(self.weight.shape, dtype=dtype)
+        if tensor.nbytes:
+            raw: U8 = target.reshape(-1).view(torch.uint8).numpy()
+            with owner.reader.open(tensor.file) as fd:
+                owner.reader.read(fd, tensor, raw.data, 0)
+            owner.read(tensor.nbytes)
+        return target
+
+    def _decoded(self) -> torch.Tensor:
+        import torch
+
+        target = torch.empty(self.weight.shape, dtype=self._owner.dtype)
+        for piece in self.weight.pieces():
+            part = target if piece.expert is None else target[piece.expert]
+            part = part.T if piece.transposed else part
+            self._decode(piece.matrix, part[piece.outputs])
+            self._owner.read(source_bytes(piece.matrix))
+        return target
 
     def _decode(self, matrix: ExpertMatrix, target: torch.Tensor) -> None:
         import torch
@@ -164,6 +236,27 @@ class _Decoded:
                 row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
                 raise source.not_finite(chunk.start + row, col)
             target[chunk.start : chunk.stop] = torch.from_numpy(values)
+
+
+def _torch_dtype(tensor: TensorRef) -> torch.dtype:
+    """CheckpointError for one that PyTorch does not have."""
+    import torch
+
+    found = getattr(torch, _DTYPES.get(tensor.dtype, ""), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which is not supported")
+    return found
+
+
+def _under_hub_names(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Weights of a GGUF model by the names of the safetensors checkpoint; others are left out."""
+    names = hub_names_of(checkpoint)
+    assert names is not None, "a GGUF model"
+    return {
+        found: replace(weight, shape=names.shape(name, weight.shape))
+        for name, weight in weights.items()
+        if (found := names.find(name)) is not None
+    }
 
 
 def encoded_weights(checkpoint: Checkpoint) -> SourceWeights | None:

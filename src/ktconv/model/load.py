@@ -18,7 +18,7 @@ How a checkpoint could have code run or a pickle read, and what prevents it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from logging import LogRecord, getLogger, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def load_config(directory: Path, name: Path | None = None) -> Any:
     """
     name = name or directory
     _refuse_what_runs(directory, name)
-    with _loading(directory, str(name), name, CONFIG_NAME):
+    with loading(directory, str(name), name, CONFIG_NAME):
         from transformers import AutoConfig
 
         _check_known(directory, name)
@@ -80,7 +80,7 @@ def linear_modules(directory: Path) -> list[str]:
 
     config = _language_config(load_config(directory))
     kind = _class_for(config, directory)
-    with _loading(directory, str(directory), directory, CONFIG_NAME), torch.device("meta"):
+    with loading(directory, str(directory), directory, CONFIG_NAME), torch.device("meta"):
         model = kind.from_config(_unquantized(config), trust_remote_code=False)
     return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
 
@@ -90,7 +90,7 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     there is none."""
     name = name or directory
     config = load_config(directory, name)
-    with _loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
+    with loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
         from transformers import AutoTokenizer
 
         _check_tokenizer_class(directory, config)
@@ -129,7 +129,7 @@ def load_language_model(
         _refuse_what_runs(gguf.parent, gguf)
         vars(config).pop("quantization_config", None)  # of other files than this one
         place, weights = gguf.parent, {"gguf_file": gguf.name}
-    with _loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
+    with loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
         config = _language_config(config)
         if decoded is None:
             loaded: Any = _class_for(config, name).from_pretrained(
@@ -139,8 +139,26 @@ def load_language_model(
             kind = _class_for(config, name)
             loaded = _load_decoded(kind, directory, config, dtype, decoded, layers, placement)
     model, report = loaded
-    _check_complete(name, report)
+    check_complete(name, report)
     return model.eval()
+
+
+def build_empty(
+    directory: Path, name: Path, dtype: Any, mode: AbstractContextManager[Any]
+) -> tuple[Any, Any]:
+    """The language model of a local config.json, made within `mode`, without weights but for those
+    that `mode` leaves, and the dtype that it is in. Raises as `check_language_model`."""
+    import torch
+
+    config = _language_config(load_config(directory, name))
+    kind = _class_for(config, name)
+    found = _dtype_of(config, dtype)
+    config = _unquantized(config)
+    config._experts_implementation = "eager"  # as transformers sums up where it has no kernels
+    with no_progress(), mode:
+        model = kind.from_config(config, trust_remote_code=False, dtype=found)
+    assert isinstance(found, torch.dtype)
+    return model.eval(), found
 
 
 @contextmanager
@@ -372,7 +390,7 @@ def _sections(config: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _loading(directory: Path, what: str, name: Path, file: str) -> Iterator[None]:
+def loading(directory: Path, what: str, name: Path, file: str = CONFIG_NAME) -> Iterator[None]:
     """While `what` is loaded, from `file` among others: no code runs, nothing is downloaded, and
     errors of libraries become KtconvErrors, except those of the system."""
     from huggingface_hub import constants
@@ -458,7 +476,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _check_complete(name: Path, report: Mapping[str, Any]) -> None:
+def check_complete(name: Path, report: Mapping[str, Any]) -> None:
     """CheckpointError for missing weights, which transformers makes up with only a warning."""
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):

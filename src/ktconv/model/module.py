@@ -52,7 +52,7 @@ class PackedExperts(nn.Module):
         the model whose outputs are their inputs. Raises UsageError where an input needs a gradient
         or is not on the CPU.
         """
-        _check_usable(hidden_states, top_k_weights)
+        self._check(hidden_states, top_k_weights)
         rows = hidden_states.reshape(-1, self.experts.hidden)
         if not rows.numel() or not top_k_index.numel():
             return torch.zeros_like(hidden_states)
@@ -61,7 +61,7 @@ class PackedExperts(nn.Module):
         number = self.experts.count
         same = (ids >= number) & (ids < number + self._identities)
         chosen = torch.where((ids < 0) | (ids >= number), -1, ids)
-        there = (chosen >= 0) & self._elsewhere[chosen]
+        there = (chosen >= 0) & self._elsewhere.to(chosen.device)[chosen]
         y = self._summed(rows, torch.where(there, -1, chosen), weights).to(hidden_states.dtype)
         if same.any():
             y += rows * (weights * same).sum(dim=1, keepdim=True).to(rows.dtype)
@@ -71,6 +71,9 @@ class PackedExperts(nn.Module):
                 ids = torch.where(there, ids, -1)[tokens]
                 y[tokens] += self._output_of(own, rows[tokens], ids, weights[tokens])
         return y.reshape(hidden_states.shape)
+
+    def _check(self, *inputs: Tensor) -> None:
+        _check_usable(*inputs)
 
     def _summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[M, H], with the norm of each expert's output where there is one."""

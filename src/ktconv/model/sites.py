@@ -17,7 +17,7 @@ from ktconv.model.module import PackedExperts, Routing, packed_class
 from ktconv.model.stored import StoredExperts, stored_in
 
 # Words in the paths of parts that are not the language model, but may have experts too.
-_OTHER_PARTS = re.compile(r"vision|visual|audio|talker")
+OTHER_PARTS = re.compile(r"vision|visual|audio|talker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
             "experts in each layer",
         )
     sites: dict[int, Site] = {}
-    for path in [path for path in found if not _OTHER_PARTS.search(path)] or found:
+    for path in [path for path in found if not OTHER_PARTS.search(path)] or found:
         site = _site(model, path)
         other = sites.setdefault(site.layer, site)
         if other is not site:
