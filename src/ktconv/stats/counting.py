@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 
 class CountTap:
-    """Counts of each layer, by `experts`, their number in it; with `keep` also the chosen ids."""
+    """Counts of each layer, by `experts`, their number in it; with `keep` also the chosen ids.
+
+    `apart`: layers that get the tokens of each expert one after the other, see `joined`.
+    """
 
     wants_inputs = False
 
-    def __init__(self, experts: Mapping[int, int], *, keep: bool = False) -> None:
-        self._experts, self._keep = experts, keep
+    def __init__(
+        self, experts: Mapping[int, int], *, apart: Collection[int] = (), keep: bool = False
+    ) -> None:
+        self._experts, self._apart, self._keep = experts, apart, keep
         self._counts: dict[int, I64] = {}
         self._tokens: dict[int, int] = {}
         self._ids: dict[int, list[I32]] = {}
@@ -30,6 +35,8 @@ class CountTap:
         """Add a window's choices [M, K]."""
         experts = self._experts[layer]
         found = chosen_ids(ids, weights, experts)
+        if layer in self._apart:
+            found = joined(found, experts)
         counts = self._counts.setdefault(layer, np.zeros(experts, np.int64))
         counts += np.bincount(found[found >= 0], minlength=experts)
         self._tokens[layer] = self._tokens.get(layer, 0) + len(found)
@@ -80,3 +87,11 @@ def chosen_ids(ids: Tensor, weights: Tensor, experts: int) -> I32:
     found[(found < 0) | (found >= experts)] = -1
     found[(weights.reshape(found.shape) == 0).cpu().numpy()] = -1
     return found
+
+
+def joined(ids: I32, experts: int) -> I32:
+    """Chosen experts [M, K] of ids [E * M, 1], in which all tokens come once for every expert, with
+    its id or -1 (Llama 4); K is the most that a token has."""
+    of_token = np.sort(np.where(ids < 0, experts, ids).reshape(experts, -1).T, axis=1)
+    most = int((of_token < experts).sum(axis=1).max())
+    return np.where(of_token < experts, of_token, -1).astype(np.int32)[:, :most]
