@@ -107,6 +107,16 @@ class StoredExperts:
             found |= dict(parts)
         return found
 
+    def biases(self, expert: int) -> dict[Projection, Tensor]:
+        """Views of the parameters: what is added to the outputs of each matrix, if something is."""
+        found: dict[Projection, Tensor] = {}
+        if self.biased:
+            for name, projections in zip(self._way.parameters, self._way.matrices, strict=True):
+                whole = getattr(self.module, bias_name(name)).data[expert]
+                parts = self._parted(whole, len(projections))
+                found |= dict(zip(projections, parts, strict=True))
+        return found
+
     def _of(self, tensor: Tensor, expert: int, projections: tuple[Projection, ...]) -> Tensor:
         """[outputs, inputs] of an expert."""
         if self._way.flat:
@@ -119,6 +129,11 @@ class StoredExperts:
         if self.alternating:
             return [matrix[part::count] for part in range(count)]
         return list(matrix.chunk(count))
+
+
+def bias_name(parameter: str) -> str:
+    """The parameter with the biases [E, outputs] that belong to one with matrices."""
+    return f"{parameter}_bias"
 
 
 def stored_in(module: nn.Module) -> StoredExperts | None:

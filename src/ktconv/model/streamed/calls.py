@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ktconv.checkpoint import MoELayer
 from ktconv.model.sites import Site
+from ktconv.model.stored import StoredExperts
 from ktconv.system.arrays import Array
 
 
@@ -29,13 +30,17 @@ class Call:
 class ExpertLayer:
     """A layer whose experts are asked.
 
-    `site` is where the model has them: on the meta device, but for biases. `source` is where the
-    checkpoint has them.
+    `site` is where the model has them, on the meta device. `source` is where the checkpoint has
+    them.
     """
 
     index: int
     site: Site
     source: MoELayer
+    own: StoredExperts = field(init=False)  # of `site`, whatever is in their place later
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", self.site.own)
 
 
 class ExpertRunner(Protocol):
@@ -54,6 +59,8 @@ class ExpertRunner(Protocol):
 
 class Tap(Protocol):
     """Sees what the source's experts of each layer get."""
+
+    wants_inputs: bool  # whether `inputs` is to be called
 
     def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
         """[M, K] each, before any expert runs; windows ascend."""

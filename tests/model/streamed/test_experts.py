@@ -1,0 +1,101 @@
+"""Experts that are read one after the other give what the model's own experts give, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.family_list import SAVED
+from helpers.family_models import build
+
+from ktconv.checkpoint import open_checkpoint
+
+FAMILIES = list(SAVED)
+SUMS_IN_FLOAT32 = ("openai_privacy_filter",)
+
+
+def on_meta(torch: Any, site: Any) -> Any:
+    """The same site with its matrices on the meta device, as streamed models have them."""
+    from ktconv.model.sites import Site
+
+    parent = torch.nn.Module()
+    module = copy.deepcopy(site.module)
+    for name in site.own.parameter_names:
+        place, _, last = name.rpartition(".")
+        owner = module.get_submodule(place)
+        shape = getattr(owner, last).shape
+        setattr(owner, last, torch.nn.Parameter(torch.empty(shape, device="meta")))
+    setattr(parent, site.name, module)
+    return Site(site.layer, site.path, parent, site.name)
+
+
+def routed(torch: Any, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
+    """Ids, of which no two of a token are the same and the last expert is never chosen, and
+    weights."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand((tokens, experts - 1), generator=generator)
+    ids = scores.topk(top_k, dim=1).indices
+    return ids, torch.rand((tokens, top_k), generator=generator)
+
+
+def own_output(torch: Any, site: Any, rows: Any, ids: Any, weights: Any) -> Any:
+    """What the model's module gives for these choices."""
+    module, call, count = site.module, site.own.call, site.own.count
+    with torch.no_grad():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+        if call == "routed":
+            return module(rows, ids, weights).reshape(rows.shape)
+        if call == "logits":
+            module.route_tokens_to_experts = lambda _: (ids, weights)
+            return module(rows, None)
+        if call == "sorted":  # a row is of one expert; all others get zeros in its place
+            inputs = rows.new_zeros((count, *rows.shape))
+            for place, row in enumerate(rows):
+                inputs[ids[place, 0], place] = row
+            y = module(inputs.reshape(-1, rows.shape[1])).reshape(inputs.shape)
+            return y[ids[:, 0], torch.arange(len(rows))]
+        order = ids.reshape(-1).argsort(stable=True)
+        sizes = torch.bincount(ids.reshape(-1), minlength=count).tolist()
+        token, gates = order // ids.shape[1], weights.reshape(-1)[order]
+        module.router = torch.nn.Identity()
+        module.router.forward = lambda _: (None, token, gates, sizes, None)
+        module.bias.data.zero_()
+        return module(rows[None])[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, torch: Any, tmp_path: Path) -> None:
+    import transformers
+
+    from ktconv.model.sites import find_experts
+    from ktconv.model.streamed.calls import Call, ExpertLayer
+    from ktconv.model.streamed.experts import SourceExperts
+
+    family = SAVED[name]
+    if not hasattr(transformers, family.saved_by):
+        pytest.skip(f"transformers has no {family.saved_by} yet")
+    model = build(family).eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    site = find_experts(model)[family.layers[-1]]
+    (source,) = (layer for layer in checkpoint.layers if layer.index == site.layer)
+    read: list[int] = []
+    runner = SourceExperts(checkpoint, torch.bfloat16, read=read.append)
+    calls, outputs, expected = [], [], []
+    for window, tokens in enumerate((33, 1, 2)):
+        rows = torch.randn((tokens, site.own.hidden)).to(torch.bfloat16)
+        top_k = 1 if site.own.call == "sorted" else 2
+        ids, weights = routed(torch, tokens, site.own.count, top_k, window)
+        weights = torch.ones_like(weights) if top_k == 1 else weights
+        calls.append(Call(0, window, rows, ids, weights.to(torch.bfloat16)))
+        outputs.append(torch.zeros_like(rows))
+        expected.append(own_output(torch, site, rows, ids, weights.to(torch.bfloat16)))
+    runner.run(ExpertLayer(site.layer, on_meta(torch, site), source), calls, outputs)
+    for own, found in zip(expected, outputs, strict=True):
+        if name in SUMS_IN_FLOAT32:  # here each expert's output is rounded
+            assert torch.allclose(own, found, rtol=2**-7, atol=2**-7 * float(own.abs().max()))
+        else:
+            assert torch.equal(own, found)
