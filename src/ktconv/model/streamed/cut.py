@@ -9,6 +9,7 @@ A run is a greenlet, which stops in the middle of a layer where its experts are 
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -244,7 +245,8 @@ class _WriteOnly(dict[Any, Any]):
 
 def _write_only(name: Any, layer: int, value: Any) -> Any:
     """An empty dict is for what layers tell each other; Gemma 4 has one without using it."""
-    return _WriteOnly(name, layer) if type(value) is dict and not value else value
+    empty = isinstance(value, (dict, UserDict)) and not value
+    return _WriteOnly(name, layer) if empty else value
 
 
 def _containers(value: Any) -> list[Any]:

@@ -113,6 +113,7 @@ class PartedModel:
         """A layer with its weights, for a while."""
         layer: nn.Module = self.layers[index]
         self._load(self._names.get(index, ()))
+        self._initialise(layer)
         try:
             yield layer
         finally:
@@ -130,6 +131,25 @@ class PartedModel:
                 self._put(name, self._parameter(tied))
         if path in self._names and any(_is_empty(one) for one in module._parameters.values()):
             self._load(self._names[path], mapped=True)
+
+    def _initialise(self, layer: nn.Module) -> None:
+        """What transformers does after loading to all that was not loaded, and to a part of Zaya's
+        biases that was."""
+        from transformers.initialization import guard_torch_init_functions
+
+        with torch.no_grad(), guard_torch_init_functions():
+            for module in layer.modules():
+                self._owner._init_weights(module)
+
+    @property
+    def _owner(self) -> Any:
+        """The innermost model that has the layers."""
+        from transformers import PreTrainedModel
+
+        parts = self.path.split(".")
+        paths = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+        found = map(self.model.get_submodule, paths)
+        return next(one for one in found if isinstance(one, PreTrainedModel))
 
     def _parameter(self, name: str) -> Any:
         path, _, own = name.rpartition(".")
@@ -189,8 +209,8 @@ class PartedModel:
         info = self._conversions.apply(shapes, "meta")
         for module, own in buffers:
             module._buffers.update(own)
-        for name in self._empty:
-            self._put(name, self._empty[name])
+        # Now in the dtypes that they will have, which the model's code asks for before they are.
+        self._empty = dict(self.model.named_parameters(remove_duplicate=False))
         self._reached = set(self._empty) - info.missing_keys
         lent = {name for name, other in self._tied.items() if other not in info.missing_keys}
         patterns = [*(self.model._keys_to_ignore_on_load_missing or ()), OTHER_PARTS.pattern]
