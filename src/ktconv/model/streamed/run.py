@@ -10,17 +10,17 @@ boundary of layers a point where a killed pass goes on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ktconv.checkpoint import TensorRef
 from ktconv.conversion.pipeline import Observer
 from ktconv.model.load import running
-from ktconv.model.streamed.calls import Call, ExpertRunner
-from ktconv.model.streamed.cut import Asked, CutModel, Run, first_tensor
+from ktconv.model.streamed.calls import Call, ExpertRunner, Watcher
+from ktconv.model.streamed.cut import Asked, CutModel, Run
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.reading.matrices import experts_bytes
@@ -28,22 +28,6 @@ from ktconv.system.arrays import Array
 from ktconv.system.text import Notify, silent
 
 HEAD = "head"  # the unit of progress behind the layers
-
-
-class Watcher(Protocol):
-    """Sees what layers return."""
-
-    def passed(self, layer: int, window: int, hidden: Sequence[Tensor]) -> None:
-        """The hidden states of a window behind a layer, by side; the same tensor for both before
-        the first experts. Windows ascend."""
-
-    def state(self) -> Mapping[str, Array]:
-        """What a later run needs to go on behind the layers that were passed."""
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...
-
-
-LogitsTaker = Callable[[int, Sequence[Tensor]], None]  # window, logits [1, T, V] by side
 
 
 class StreamedPass:
@@ -87,9 +71,10 @@ class StreamedPass:
         self,
         runner: ExpertRunner,
         watchers: Sequence[Watcher] = (),
-        logits: LogitsTaker | None = None,
+        *,
+        head: bool = False,
     ) -> None:
-        """Pass all layers, and the head if `logits` is given, from where an earlier run stopped.
+        """Pass all layers, and the `head`, from where an earlier run stopped.
 
         Raises NotCut for a model that cannot be run like this, and other KtconvErrors. States are
         kept then, and by an interrupt.
@@ -97,7 +82,7 @@ class StreamedPass:
         first = self._resume(runner, watchers)
         count = len(self._parted.layers)
         keys = [f"layer-{index}" for index in range(first, count)]
-        self._observer.begin([*keys, HEAD] if logits else keys)
+        self._observer.begin([*keys, HEAD] if head else keys)
         sizes = unit_sizes(self._parted)
         with CutModel(self._parted) as cut:
             if first:
@@ -109,11 +94,12 @@ class StreamedPass:
                 if index == 0:
                     cut.check(self.windows[0], self.before(0, 0))
                 self._end(f"layer-{index}")
-            if logits is not None:
+            if head:
                 self._begin(HEAD, sizes)
                 for window, ids in enumerate(self.windows):
                     found = [cut.logits(ids, self.before(side, window)) for side in self._apart]
-                    logits(window, found * (self.sides // len(found)))
+                    for watcher in watchers:
+                        watcher.logits(window, found * (self.sides // len(found)))
                 self._end(HEAD)
 
     def _resume(self, runner: ExpertRunner, watchers: Sequence[Watcher]) -> int:
@@ -192,7 +178,7 @@ class _Waiting:
     ) -> None:
         self._owner, self._cut, self._index = owner, cut, index
         self._sides, self._watchers = sides, watchers
-        self._hidden: list[Tensor] = []  # of the window that is finished next
+        self._values: list[Any] = []  # of the window that is finished next
         self._runs: list[Run | None] = []
         self._waiting = 0
         self.calls: list[Call] = []
@@ -241,12 +227,12 @@ class _Waiting:
 
     def _finished(self, side: int, window: int, found: Any) -> None:
         self._owner.states.put(side, window, found)
-        self._hidden.append(first_tensor(found))
-        if len(self._hidden) < self._sides:
+        self._values.append(found)
+        if len(self._values) < self._sides:
             return
-        hidden, self._hidden = self._hidden, []
+        values, self._values = self._values, []
         for watcher in self._watchers:
-            watcher.passed(self._index, window, hidden * (self._owner.sides // len(hidden)))
+            watcher.layer(self._index, window, values * (self._owner.sides // len(values)))
 
 
 def unit_sizes(parted: PartedModel) -> dict[str, int]:
