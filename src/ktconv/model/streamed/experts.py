@@ -10,22 +10,39 @@ import torch
 from torch import Tensor
 
 from ktconv.checkpoint import Checkpoint, MoELayer
+from ktconv.families.family import Projection
+from ktconv.model.streamed.ahead import ADVISED_BYTES, Advice, Ahead, advise_layer
 from ktconv.model.streamed.calls import Call, ExpertLayer, Tap
-from ktconv.model.streamed.filling import ExpertFiller
+from ktconv.model.streamed.filling import ExpertFiller, filling_memory
 from ktconv.model.streamed.inputs import DownInputs
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.reading.matrices import source_bytes
-from ktconv.system.arrays import Array
+from ktconv.reading.reader import SourceReader
+from ktconv.system.arrays import F32, Array
 
 # Rows of an expert at once: as many as make a matrix product fast. More only take memory.
 _ROWS_AT_ONCE = 1024
 
 
+# What side 1 has in place of the matrices of (layer, expert): float32 [out, in]; None: the same.
+Converted = Callable[[int, int], Mapping[Projection, F32] | None]
+
+
+def expert_memory(layer: MoELayer, dtype: torch.dtype) -> int:
+    """Bytes of one decoded expert, and of the buffers that it is decoded with."""
+    return filling_memory(layer.experts[0].values(), dtype)
+
+
 class SourceExperts:
     """An ExpertRunner for the experts of a checkpoint, in `dtype`: bfloat16, float16 or float32.
 
-    Each expert that a call chose is read and decoded once per layer. `read` is told bytes of the
-    source when they have been read. `taps` see the calls of side 0.
+    Each expert that a call chose is read and decoded once per layer, by `threads` threads ahead of
+    the one that runs, as far as `memory` bytes of decoded experts allow; two at least. `read` is
+    told bytes of the source when they have been read. `taps` see the calls of side 0.
+
+    `converted(layer, expert)` are the matrices [out, in] that side 1 has in place of an expert's;
+    None for those that it shares with the source, as it does with all without `converted`. Threads
+    call it.
     """
 
     def __init__(
@@ -37,58 +54,116 @@ class SourceExperts:
         memory: int | None = None,
         taps: Sequence[Tap] = (),
         read: Callable[[int], None] = lambda _: None,
-        device: str = "cpu",
+        converted: Converted | None = None,
     ) -> None:
-        self._filler = ExpertFiller(checkpoint, dtype)
-        self._dtype, self._taps, self._read, self._device = dtype, taps, read, device
+        self._reader = SourceReader(checkpoint.files, checkpoint.sources)
+        self._dtype, self._threads, self._memory = dtype, threads, memory
+        self._taps, self._read, self._converted = taps, read, converted
+        self._next: MoELayer | None = None
 
     def ahead(self, layer: MoELayer) -> None:
-        """Ask the system to read the first experts of a layer that is computed next."""
+        """Ask the system to read the first experts of the layer that is run after the next one,
+        as soon as all of that one are read."""
+        self._next = layer
 
-    def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
-        """As ExpertRunner says; with the sums of the model's own module, bit by bit."""
+    def run(
+        self,
+        layer: ExpertLayer,
+        calls: Sequence[Call],
+        outputs: Sequence[Tensor],
+        seen: Callable[[int, OneExpert], None] = lambda *_: None,
+    ) -> None:
+        """As ExpertRunner says; with the sums of the model's own module, bit by bit. `seen` gets
+        each of the source's experts, with its number, before it runs."""
         for call in calls:
             if call.side == 0:
                 for tap in self._taps:
                     tap.chosen(layer.index, call.window, call.ids, call.weights)
         work = _Work(layer, calls, outputs)
-        one = OneExpert(layer.own, self._dtype)
-        for expert in work.chosen:
-            matrices = layer.source.experts[expert]
-            self._filler.fill(matrices, one)
-            self._read(sum(map(source_bytes, matrices.values())))
-            self._run_expert(work, one, expert)
+        chosen, following, self._next = work.chosen, self._next, None
+        advice = Advice(layer.source.experts[expert].values() for expert in chosen)
+        slots = [self._slot(layer) for _ in range(self._depth(layer.source))]
+
+        def fill(slot: _Slot, number: int) -> None:
+            advice.upto(number, ADVISED_BYTES)
+            with torch.inference_mode():  # as the pass has it, but per thread
+                self._fill(slot, work, chosen[number])
+
+        def rest() -> None:
+            if following is not None:
+                advise_layer(following)
+
+        with Ahead(slots, fill).filled(len(chosen), self._threads, rest) as filled:
+            for slot in filled:
+                self._read(slot.nbytes)
+                if slot.nbytes:
+                    seen(slot.expert, slot.source)
+                self._run_expert(work, slot)
         work.finish()
         for tap in self._taps:
             tap.layer_done(layer.index)
 
-    def _run_expert(self, work: _Work, one: OneExpert, expert: int) -> None:
+    # ---- decoding, by threads ----
+
+    def _slot(self, layer: ExpertLayer) -> _Slot:
+        one = OneExpert(layer.own, self._dtype)
+        other = None if self._converted is None else OneExpert(layer.own, self._dtype)
+        return _Slot(ExpertFiller(self._reader, self._dtype), one, other)
+
+    def _depth(self, layer: MoELayer) -> int:
+        """How many experts are in memory."""
+        if self._memory is None:
+            return self._threads + 1
+        each = expert_memory(layer, self._dtype) * (1 if self._converted is None else 2)
+        return max(1, min(self._threads + 1, self._memory // each))
+
+    def _fill(self, slot: _Slot, work: _Work, expert: int) -> None:
+        matrices = work.layer.source.experts[expert]
+        slot.expert, slot.nbytes, slot.apart = expert, 0, False
+        if slot.converted is not None and self._converted is not None and work.has(expert, 1):
+            found = self._converted(work.layer.index, expert)
+            if found is not None:
+                slot.apart = True
+                slot.filler.put(matrices, found, slot.converted)
+        if work.has(expert, 0) or not slot.apart:
+            slot.filler.fill(matrices, slot.source)
+            slot.nbytes = sum(map(source_bytes, matrices.values()))
+
+    # ---- running ----
+
+    def _run_expert(self, work: _Work, slot: _Slot) -> None:
         taps = [tap for tap in self._taps if tap.wants_inputs]
-        seen = _Seen(one) if taps else None
+        shares = work.shares(slot.expert)
+        split = sum(work.calls[share.call].side == 0 for share in shares)
+        if slot.apart and slot.converted is not None:
+            self._run_rows(work, slot.converted, shares[split:])
+            shares = shares[:split]
+        if not taps or not split:
+            self._run_rows(work, slot.source, shares)
+            return
+        seen = _Seen(slot.source)
+        self._run_rows(work, seen, shares[:split])
+        self._run_rows(work, slot.source, shares[split:])
+        for tap in taps:
+            tap.inputs(work.layer.index, slot.expert, torch.cat(seen.rows), torch.cat(seen.inner))
+
+    def _run_rows(
+        self, work: _Work, run: Callable[[Tensor, Tensor], Tensor], shares: Sequence[_Share]
+    ) -> None:
         # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
-        # not (a library takes other ways for a few rows), so windows stay apart there.
-        shares = work.shares(expert)
+        # not (libraries take other ways for a few rows), so windows stay apart there.
         apart = self._dtype == torch.float32
         for group in [[share] for share in shares] if apart else [shares]:
-            for block in _blocks(group):
-                rows = torch.cat([work.calls[part.call].rows[part.token] for part in block])
-                weights = torch.cat(
-                    [work.calls[part.call].weights[part.token, part.slot] for part in block]
-                )
-                if seen is None:
-                    y = one(rows, weights)
-                else:
-                    tapped = sum(
-                        len(part.token) for part in block if work.calls[part.call].side == 0
-                    )
-                    y = seen.run(rows, weights, tapped)
+            for block in [group] if apart else _blocks(group):
+                calls = [work.calls[part.call] for part in block]
+                parts = list(zip(calls, block, strict=True))
+                rows = torch.cat([call.rows[part.token] for call, part in parts])
+                weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
+                y = run(rows, weights)
                 for part, own in zip(
-                    block, torch.split(y, [len(p.token) for p in block]), strict=True
+                    block, torch.split(y, [len(part.token) for part in block]), strict=True
                 ):
                     work.sums[part.call].add(part.token, part.slot, own)
-        if seen is not None and seen.rows:
-            for tap in taps:
-                tap.inputs(work.layer.index, expert, torch.cat(seen.rows), torch.cat(seen.inner))
 
     def state(self) -> dict[str, Array]:
         """Those of the taps."""
@@ -108,6 +183,18 @@ class SourceExperts:
                     if name.startswith(start)
                 }
             )
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for one expert, and which it is. `apart`: side 1 has `converted`."""
+
+    filler: ExpertFiller
+    source: OneExpert
+    converted: OneExpert | None
+    expert: int = -1
+    nbytes: int = 0  # that were read of the source
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +223,11 @@ class _Work:
         """Experts that at least one token chose, ascending."""
         total = sum(counts for _, counts in self._sorted)
         return torch.nonzero(torch.as_tensor(total)).flatten().tolist()
+
+    def has(self, expert: int, side: int) -> bool:
+        """Whether a token of this side chose it."""
+        counts = zip(self.calls, self._sorted, strict=True)
+        return any(bool(found[expert]) for call, (_, found) in counts if call.side == side)
 
     def shares(self, expert: int) -> list[_Share]:
         """Of the source's side first."""
@@ -186,14 +278,12 @@ class _Seen:
         self.rows: list[Tensor] = []
         self.inner: list[Tensor] = []
 
-    def run(self, rows: Tensor, weights: Tensor, tapped: int) -> Tensor:
-        """The output; the inputs of so many rows are kept."""
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
         with DownInputs(self._one.down, self._one.intermediate) as mode:
             y = self._one(rows, weights)
         assert mode.found is not None, "an expert without a down projection"
-        if tapped:
-            self.rows.append(rows[:tapped])
-            self.inner.append(mode.found[:tapped])
+        self.rows.append(rows)
+        self.inner.append(mode.found)
         return y
 
 

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, TensorRef
+from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.families.family import Projection
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.decoded import decoded_rows, source_buffer
 from ktconv.reading.matrices import MatrixReader, chunks
 from ktconv.reading.reader import Runs, SourceReader
-from ktconv.system.arrays import U8, Array
+from ktconv.system.arrays import F32, U8, Array
 
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _NUMBERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.float32}
 Matrices = Mapping[Projection, ExpertMatrix]
 
 
+def filling_memory(matrices: Iterable[ExpertMatrix], dtype: torch.dtype) -> int:
+    """Bytes of an expert as `dtype`, of its encoded form where that is read whole, and of the
+    buffers."""
+    total, largest = 0, 0
+    for matrix in matrices:
+        total += matrix.rows * matrix.cols * dtype.itemsize
+        total += 0 if _is_dense(matrix) else matrix.nbytes(matrix.rows)
+        largest = max(largest, source_buffer(matrix).nbytes)
+    return total + largest
+
+
 class ExpertFiller:
     """Fills tensors of one expert in turn; of one thread. `dtype` is theirs: bfloat16, float16 or
     float32."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self._reader = SourceReader(checkpoint.files, checkpoint.sources)
-        self._dtype = dtype
+    def __init__(self, reader: SourceReader, dtype: torch.dtype) -> None:
+        self._reader, self._dtype = reader, dtype
         self._sizes = BufferSizes()
         self._buffers: Buffers | None = None
 
@@ -44,15 +54,18 @@ class ExpertFiller:
                 self._read(MatrixReader(reader, matrix), values)
             else:
                 self._decode(reader, matrix, values)
-            if projection in one.biases:
-                self._fill_bias(MatrixReader(reader, matrix), one.biases[projection])
+        self._fill_biases(matrices, one)
 
-    def _fill_bias(self, source: MatrixReader, target: Tensor) -> None:
-        bias = source.load_bias()
-        if bias is None:
-            target.zero_()
-        else:
-            target.copy_(torch.from_numpy(bias))
+    def put(self, matrices: Matrices, values: Mapping[Projection, F32], one: OneExpert) -> None:
+        """Take other values of an expert's matrices; biases are those of the checkpoint."""
+        for projection, matrix in values.items():
+            one.matrices[projection].copy_(torch.from_numpy(matrix))
+        self._fill_biases(matrices, one)
+
+    def _fill_biases(self, matrices: Matrices, one: OneExpert) -> None:
+        for projection, target in one.biases.items():
+            bias = MatrixReader(self._reader, matrices[projection]).load_bias()
+            target.copy_(torch.zeros(()) if bias is None else torch.from_numpy(bias))
 
     def _is_same(self, matrix: ExpertMatrix) -> bool:
         """Whether its bytes are what a contiguous tensor has."""
@@ -135,8 +148,13 @@ class _LoadedReader(SourceReader):
     """Reads from memory what is there."""
 
     def __init__(self, source: SourceReader, spans: list[_Span]) -> None:
-        self._state = source._state
-        self._spans = spans
+        super().__init__((), ())
+        self._source, self._spans = source, spans
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[int]:
+        with self._source.open(path) as fd:
+            yield fd
 
     def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
         found = self._part(tensor, offset, len(target))
