@@ -19,6 +19,7 @@ from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef, ope
 from ktconv.checkpoint.config import read_config
 from ktconv.checkpoint.encodings.base import BLOCKS, WEIGHT, Parts
 from ktconv.checkpoint.fused import fused_name
+from ktconv.checkpoint.gguf.as_hub import hub_names_of
 from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.checkpoint.others import OtherWeights, primary
 from ktconv.errors import CheckpointError
@@ -28,7 +29,6 @@ from ktconv.families.names import layer_number
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8
-from ktconv.targets.pack_quantized.gguf_names import hub_names_of
 
 if TYPE_CHECKING:
     from pathlib import Path

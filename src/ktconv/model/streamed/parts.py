@@ -23,7 +23,7 @@ from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
 
-_RUN_LAYERS = "use in-memory loading, which needs memory for the whole model"
+_WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
 
 class _OnMeta(TorchFunctionMode):
@@ -315,7 +315,7 @@ class NotCut(CheckpointError):
     """A model whose forward pass cannot be cut at its layers."""
 
     def __init__(self, name: Any, why: str) -> None:
-        super().__init__(f"{name} cannot be run layer by layer: {why}", _RUN_LAYERS)
+        super().__init__(f"{name} cannot be run layer by layer: {why}", _WAY_OUT)
 
 
 def _empty(parameter: Tensor) -> nn.Parameter:

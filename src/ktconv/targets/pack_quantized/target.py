@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint.gguf.as_hub import hub_name, hub_names_of
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
@@ -17,7 +18,6 @@ from ktconv.errors import CheckpointError
 from ktconv.families.config import family_of
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.biases import refuse_biases
-from ktconv.targets.pack_quantized.gguf_names import hub_name, hub_names_of
 from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.other_tensors import decoded_others
 from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme

@@ -1,4 +1,4 @@
-"""Names of a GGUF model's tensors in an output, those of the family's safetensors checkpoints."""
+"""A GGUF model as the safetensors checkpoint of its family: names of its tensors there."""
 
 from __future__ import annotations
 
