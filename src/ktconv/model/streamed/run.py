@@ -86,13 +86,12 @@ class StreamedPass:
         sizes = unit_sizes(self._parted)
         with CutModel(self._parted) as cut:
             if first:
-                cut.check(self.windows[0], self.before(0, 0))
+                cut.check(first - 1, self.windows[0], self.before(0, 0))
             for index in range(first, count):
                 self._begin(f"layer-{index}", sizes)
                 self._pass_layer(cut, index, runner, watchers)
                 self.states.commit(index + 1, arrays=_joined(runner, watchers))
-                if index == 0:
-                    cut.check(self.windows[0], self.before(0, 0))
+                cut.check(index, self.windows[0], self.before(0, 0))
                 self._end(f"layer-{index}")
             if head:
                 self._begin(HEAD, sizes)
