@@ -62,7 +62,7 @@ class PackedExperts(nn.Module):
         same = (ids >= number) & (ids < number + self._identities)
         chosen = torch.where((ids < 0) | (ids >= number), -1, ids)
         there = (chosen >= 0) & self._elsewhere.to(chosen.device)[chosen]
-        y = self._summed(rows, torch.where(there, -1, chosen), weights).to(hidden_states.dtype)
+        y = self.summed(rows, torch.where(there, -1, chosen), weights).to(hidden_states.dtype)
         if same.any():
             y += rows * (weights * same).sum(dim=1, keepdim=True).to(rows.dtype)
         for own in self._own:
@@ -75,8 +75,9 @@ class PackedExperts(nn.Module):
     def _check(self, *inputs: Tensor) -> None:
         _check_usable(*inputs)
 
-    def _summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[M, H], with the norm of each expert's output where there is one."""
+    def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[M, H] in bf16 of rows [M, H], ids and weights [M, K], of packed experts alone; with the
+        norm of each expert's output where there is one. Ids of -1 are skipped."""
         if self.post_expert_norm is None:
             return self._run(rows, ids, weights)
         pieces = (torch.split(part, _NORMED_AT_ONCE) for part in (rows, ids, weights))
@@ -115,7 +116,7 @@ class PackedExperts(nn.Module):
         # Twice, as LongCat's module does not work with one expert per token.
         ids, weights = torch.full((1, 2), expert), torch.tensor([[1, 0]], dtype=token.dtype)
         theirs = self._output_of(own, token, ids, weights)
-        return theirs, self._summed(token, ids, weights).to(token.dtype)
+        return theirs, self.summed(token, ids, weights).to(token.dtype)
 
     @staticmethod
     def routing(module: Any, arguments: Sequence[Any]) -> Routing:

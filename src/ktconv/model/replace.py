@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,18 @@ import torch
 from torch import nn
 
 from ktconv import native
-from ktconv.errors import CheckpointError, UsageError
-from ktconv.families import table
-from ktconv.families.config import family_of, text_section
+from ktconv.errors import UsageError
+from ktconv.model.matching import (
+    check_layers,
+    check_likeness,
+    check_match,
+    open_layers,
+    trial_token,
+)
 from ktconv.model.module import PackedExperts, packed_class
 from ktconv.model.sites import Site, find_experts
-from ktconv.model.stored import StoredExperts
-from ktconv.moe import Experts, open_experts
-from ktconv.moe.load import activation_of, moe_layers, output_activation, packed_experts
-from ktconv.packed.weights import open_packed
+from ktconv.moe import Experts
 from ktconv.system.pool import Pool
-
-_LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
-
-
-class UnlikeExperts(CheckpointError):
-    """Packed experts whose outputs differ from those of the model's own."""
 
 
 class ReplacedExperts:
@@ -124,10 +120,11 @@ def replace_experts(
     sites = find_experts(model)
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    _check_layers(settings, sites, directory)
-    experts = _open(directory, sites, settings)
+    check_layers(settings, sites, directory)
+    experts = open_layers(directory, sites, settings)
     for layer, site in sites.items():
-        _check_match(settings, site, experts[layer], directory)
+        _check_place(site)
+        check_match(settings, layer, site.own, experts[layer], directory)
     with ExitStack() as used:
         if isa is not None:
             _use_isa(isa, used)
@@ -136,86 +133,6 @@ def replace_experts(
         for layer, site in sites.items():
             _check_likeness(site, packed[layer], directory)
         return ReplacedExperts(sites, packed, keep, used.pop_all())
-
-
-def _open(
-    directory: Path, layers: Iterable[int], settings: Mapping[str, Any]
-) -> dict[int, Experts]:
-    """Each layer's experts; headers are read for all of them at once, not once per layer.
-    Where `directory` does not say what experts compute, `settings` of the model do."""
-    first, *others = sorted(layers)
-    experts = {first: open_experts(directory, first, settings)}
-    packed = open_packed(directory)
-    for layer in others:
-        activation = output_activation(directory, layer, settings)
-        experts[layer] = packed_experts(packed, layer, activation)
-    return experts
-
-
-def _layers(settings: Mapping[str, Any]) -> int | None:
-    """How many layers a model has, without those for multi-token prediction."""
-    text = text_section(settings)
-    given = (text.get(key) for key in table.FAMILIES.keys("layers", family_of(settings)))
-    return next((value for value in given if isinstance(value, int)), None)
-
-
-def _check_layers(settings: Mapping[str, Any], sites: Mapping[int, Site], directory: Path) -> None:
-    converted = moe_layers(directory)
-    if not converted:
-        raise CheckpointError(
-            f"{directory} contains no packed experts", "give an OUTPUT of ktconv quantize-cpu"
-        )
-    lacking = sorted(sites.keys() - set(converted))
-    if lacking:
-        raise CheckpointError(
-            f"{directory} does not contain the experts of layers {lacking} of the model",
-            "convert all layers of the checkpoint that the model was loaded from",
-        )
-    count = _layers(settings) or max(sites) + 1
-    extra = sorted(layer for layer in set(converted) - sites.keys() if layer < count)
-    if extra:
-        raise CheckpointError(
-            f"{directory} has experts of layers {extra}, which are not MoE layers of the model",
-            "give the model that was converted",
-        )
-
-
-def _check_match(
-    settings: Mapping[str, Any], site: Site, experts: Experts, directory: Path
-) -> None:
-    """The model's own experts are on the CPU and have the same matrices and activation."""
-    if isinstance(site.module, PackedExperts):
-        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
-    own = site.own
-    if own.tensors[-1].device.type != "cpu":
-        raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
-    for what, has, packed in _features(own, experts):
-        if has != packed:
-            those = f"those of the model {'have' if has else 'do not have'} {what}"
-            raise CheckpointError(
-                f"layer {site.layer} does not match: {those}, those in {directory} "
-                f"{'have' if packed else 'do not'}",
-                "give the model that was converted",
-            )
-    theirs = own.count, own.hidden, own.intermediate
-    ours = experts.count, experts.hidden, experts.intermediate
-    for what, size, found in zip(("experts", "hidden", "intermediate"), theirs, ours, strict=True):
-        if size != found:
-            raise CheckpointError(
-                f"layer {site.layer} does not match: {what} is {size} in the model and {found} "
-                f"in {directory}",
-                "give the model that was converted",
-            )
-    if settings and activation_of(settings, site.layer) != experts.activation:
-        raise CheckpointError(
-            f"the model and {directory} do not have the same activation in layer {site.layer}",
-            "compare hidden_act, and settings of limits, in both config.json",
-        )
-
-
-def _features(own: StoredExperts, experts: Experts) -> Iterator[tuple[str, bool, bool]]:
-    yield "biases", own.biased, experts.biased
-    yield "a gate projection", own.gated, experts.activation.gated
 
 
 def _use_isa(name: str, used: ExitStack) -> None:
@@ -238,23 +155,22 @@ def _elsewhere(experts: Experts) -> list[int]:
     return [index for index, origin in enumerate(experts.origins) if origin < 0]
 
 
-def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
-    """CheckpointError unless an expert's output for a random token is close to the model's own.
+def _check_place(site: Site) -> None:
+    """The model's own experts are there, on the CPU."""
+    if isinstance(site.module, PackedExperts):
+        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
+    if site.own.tensors[-1].device.type != "cpu":
+        raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
 
-    Packed weights of another checkpoint can have the very same sizes.
-    """
+
+def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
+    """UnlikeExperts where the first packed expert answers unlike the model's own."""
     own = site.own
     dtype = own.tensors[-1].dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return  # experts that transformers has quantized itself: only it knows how to run them
-    generator = torch.Generator().manual_seed(0)
-    token = torch.randn((1, own.hidden), generator=generator).to(dtype)
     first = int((packed.experts.origins >= 0).argmax())
+    token = trial_token(own.hidden, dtype)
     with torch.no_grad():
-        theirs, ours = (one.float().flatten() for one in packed.compared(own, first, token))
-    likeness = torch.nn.functional.cosine_similarity(theirs, ours, dim=0)
-    if theirs.any() and not likeness > _LEAST_LIKENESS:
-        raise UnlikeExperts(
-            f"the experts of layer {site.layer} in {directory} are not those of the model",
-            "give the model that was converted",
-        )
+        theirs, ours = packed.compared(own, first, token)
+    check_likeness(theirs, ours, site.layer, directory)

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.family_list import SAVED
 from helpers.family_models import build
+from helpers.streamed import on_meta, routed
 
 from ktconv.checkpoint import open_checkpoint
 
 FAMILIES = list(SAVED)
 SUMS_IN_FLOAT32 = ("openai_privacy_filter",)
-
-
-def on_meta(torch: Any, site: Any) -> Any:
-    """The same site with its matrices on the meta device, as streamed models have them."""
-    from ktconv.model.sites import Site
-
-    parent = torch.nn.Module()
-    module = copy.deepcopy(site.module)
-    for name in site.own.parameter_names:
-        place, _, last = name.rpartition(".")
-        owner = module.get_submodule(place)
-        shape = getattr(owner, last).shape
-        setattr(owner, last, torch.nn.Parameter(torch.empty(shape, device="meta")))
-    setattr(parent, site.name, module)
-    return Site(site.layer, site.path, parent, site.name)
-
-
-def routed(torch: Any, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
-    """Ids, of which no two of a token are the same and the last expert is never chosen, and
-    weights."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand((tokens, experts - 1), generator=generator)
-    ids = scores.topk(top_k, dim=1).indices
-    return ids, torch.rand((tokens, top_k), generator=generator)
 
 
 def own_output(torch: Any, site: Any, rows: Any, ids: Any, weights: Any) -> Any:
@@ -88,12 +64,12 @@ def test_families(name: str, torch: Any, tmp_path: Path) -> None:
     for window, tokens in enumerate((33, 1, 2)):
         rows = torch.randn((tokens, site.own.hidden)).to(torch.bfloat16)
         top_k = 1 if site.own.call == "sorted" else 2
-        ids, weights = routed(torch, tokens, site.own.count, top_k, window)
+        ids, weights = routed(tokens, site.own.count, top_k, window)
         weights = torch.ones_like(weights) if top_k == 1 else weights
         calls.append(Call(0, window, rows, ids, weights.to(torch.bfloat16)))
         outputs.append(torch.zeros_like(rows))
         expected.append(own_output(torch, site, rows, ids, weights.to(torch.bfloat16)))
-    runner.run(ExpertLayer(site.layer, on_meta(torch, site), source), calls, outputs)
+    runner.run(ExpertLayer(site.layer, on_meta(site), source), calls, outputs)
     for own, found in zip(expected, outputs, strict=True):
         if name in SUMS_IN_FLOAT32:  # here each expert's output is rounded
             assert torch.allclose(own, found, rtol=2**-7, atol=2**-7 * float(own.abs().max()))

@@ -227,7 +227,7 @@ def _parked(layer: ExpertLayer) -> Iterator[None]:
         def _check(self, *_: Tensor) -> None:
             """Wherever the model is."""
 
-        def _summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             found: Tensor = getcurrent().parent.switch(Asked(rows, ids, weights))
             return found
 

@@ -26,7 +26,7 @@ class CpuModelCheck(ModelCheck):
         return FORMATS[self._output.options.method].traits.bits
 
     def run(self) -> Facts | None:
-        from ktconv.model.replace import UnlikeExperts
+        from ktconv.model.matching import UnlikeExperts
 
         try:
             return super().run()
