@@ -97,6 +97,8 @@ class CutModel:
             for path, module in self._outside():
                 hook = module.register_forward_pre_hook(self._outside_called(path))
                 stack.callback(hook.remove)
+                if module is self.model.get_input_embeddings():
+                    self._parted.load_module(path)  # Llama 4 asks for its device before calling it
             self._entered = stack.pop_all()
         return self
 
