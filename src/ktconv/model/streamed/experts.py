@@ -21,7 +21,7 @@ from ktconv.reading.reader import SourceReader
 from ktconv.system.arrays import F32, Array
 
 # Rows of an expert at once: as many as make a matrix product fast. More only take memory.
-_ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = 1024
 
 
 # What side 1 has in place of the matrices of (layer, expert): float32 [out, in]; None: the same.
@@ -257,7 +257,7 @@ def _by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
     """The same tokens, so many at a time."""
     block: list[_Share] = []
-    free = _ROWS_AT_ONCE
+    free = ROWS_AT_ONCE
     for share in shares:
         token, slot = share.token, share.slot
         while len(token):
@@ -265,7 +265,7 @@ def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
             token, slot, free = token[free:], slot[free:], free - len(block[-1].token)
             if not free:
                 yield block
-                block, free = [], _ROWS_AT_ONCE
+                block, free = [], ROWS_AT_ONCE
     if block:
         yield block
 

@@ -26,7 +26,7 @@ from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
 
 # Of one call of the kernels: more tokens need more memory, and are not faster.
-_TOKENS_AT_ONCE = 8192
+TOKENS_AT_ONCE = 8192
 
 
 class BothExperts:
@@ -132,7 +132,7 @@ def _blocks(
 ) -> Iterator[list[_Part]]:
     """All tokens of side 1 that chose one of `here`, so many at a time."""
     block: list[_Part] = []
-    free = _TOKENS_AT_ONCE
+    free = TOKENS_AT_ONCE
     for call, output in zip(calls, outputs, strict=True):
         if call.side != 1:
             continue
@@ -142,7 +142,7 @@ def _blocks(
             token, free = token[free:], free - len(block[-1].token)
             if not free:
                 yield block
-                block, free = [], _TOKENS_AT_ONCE
+                block, free = [], TOKENS_AT_ONCE
     if block:
         yield block
 
