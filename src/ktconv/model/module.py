@@ -63,8 +63,10 @@ class PackedExperts(nn.Module):
         chosen = torch.where((ids < 0) | (ids >= number), -1, ids)
         there = (chosen >= 0) & self._elsewhere.to(chosen.device)[chosen]
         y = self.summed(rows, torch.where(there, -1, chosen), weights).to(hidden_states.dtype)
-        if same.any():
-            y += rows * (weights * same).sum(dim=1, keepdim=True).to(rows.dtype)
+        for expert in torch.unique(ids[same]).tolist():  # added up as the model's own module does
+            token, slot = torch.where(ids == expert)
+            weighted = rows[token] * weights[token, slot, None]
+            y.index_add_(0, token, weighted.to(y.dtype))
         for own in self._own:
             tokens = there.any(dim=1)
             if tokens.any():

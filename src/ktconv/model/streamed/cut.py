@@ -9,8 +9,7 @@ A run is a greenlet, which stops in the middle of a layer where its experts are 
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,6 +23,14 @@ from ktconv.model.load import running
 from ktconv.model.module import PackedExperts, packed_class
 from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.model.streamed.parts import NotCut, PartedModel
+from ktconv.model.streamed.probe import (
+    Watch,
+    Written,
+    fingerprint,
+    is_empty_dict,
+    kind_of,
+    randomized,
+)
 
 
 class Asked(NamedTuple):
@@ -45,8 +52,20 @@ class _Reached(BaseException):
 class Run:
     """A window on its way through one layer, or through what follows the last one."""
 
-    def __init__(self, cut: CutModel, index: int, ids: Tensor, before: Any) -> None:
-        self._cut, self._index, self._ids, self._before = cut, index, ids, before
+    def __init__(
+        self,
+        cut: CutModel,
+        index: int,
+        ids: Tensor,
+        answer: Callable[[int], Any],
+        received: list[Any] | None = None,
+    ) -> None:
+        """`answer` is what a layer before `index` returns. With `received` the run stops behind the
+        layers, and all that they, and what follows, were called with is there."""
+        self.index, self.answer, self.received = index, answer, received
+        self.called = 0  # layers
+        self.watch: Watch | None = None
+        self._cut, self._ids = cut, ids
         self._greenlet = greenlet(self._forward)
 
     def start(self) -> Any:
@@ -57,22 +76,28 @@ class Run:
         """What the layer returns."""
         found = self._switch(outputs)
         if isinstance(found, Asked):
-            raise NotCut(self._cut.name, f"layer {self._index} asks its experts twice")
+            raise NotCut(self._cut.name, f"layer {self.index} asks its experts twice")
         return found
 
     def drop(self) -> None:
         """Free what a waiting run has in memory."""
+        if self.watch is not None:
+            self._cut.watched.discard(self.index)
         self._greenlet.throw()
 
     def _switch(self, *values: Any) -> Any:
-        self._cut._current = self._index, self._before
+        self._cut.current = self
         return self._greenlet.switch(*values)
 
     def _forward(self) -> Any:
+        count = self._cut.count
         try:
-            return self._cut.model(input_ids=self._ids, use_cache=False)
+            found = self._cut.model(input_ids=self._ids, use_cache=False)
         except _Reached as reached:
             return reached.value
+        if self.called < count or self.index < count:
+            raise NotCut(self._cut.name, f"it does not call layer {self.called}")
+        return found
 
 
 class CutModel:
@@ -81,10 +106,13 @@ class CutModel:
 
     def __init__(self, parted: PartedModel) -> None:
         self._parted, self.model, self.name = parted, parted.model, parted.name
-        self._current: tuple[int, Any] = 0, None
-        self._stubs: Callable[[int, Any], Any] | None = None  # of a check
+        self.count = len(parted.layers)
+        self.current: Run
+        self.watched: set[int] = set()  # layers
         self._kinds: dict[int, Any] = {}  # of what layers returned for the first window
         self._outputs: dict[Any, Any] = {}  # one of each kind
+        self._assumed: list[Any] = []  # kinds of all layers in the last check
+        self._head_checked = False
         self._entered = ExitStack()
 
     def __enter__(self) -> CutModel:
@@ -93,7 +121,7 @@ class CutModel:
             for index, layer in enumerate(self._parted.layers):
                 stack.enter_context(_forward_of(layer, self._layer_called(index, layer)))
             for experts in self._parted.experts.values():
-                stack.enter_context(_parked(experts))
+                stack.enter_context(_parked(experts, self._experts_called))
             for path, module in self._outside():
                 hook = module.register_forward_pre_hook(self._outside_called(path))
                 stack.callback(hook.remove)
@@ -108,12 +136,16 @@ class CutModel:
     def run(self, index: int, ids: Tensor, before: Any) -> Run:
         """A window `ids` [1, T] before layer `index`, or the number of layers for the logits.
         `before`: what the layer before it returned for this window; nothing for the first one."""
-        return Run(self, index, ids, before)
+        return Run(self, index, ids, lambda _: before)
 
     def logits(self, ids: Tensor, last: Any) -> Tensor:
-        """[1, T, V] from what the last layer returned."""
+        """[1, T, V] from what the last layer returned. Raises NotCut where they depend on more."""
         with running(self.name):
-            found: Tensor = self.run(len(self._parted.layers), ids, last).start().logits
+            other = None if self._head_checked else self._logits_apart(ids, last)
+            found: Tensor = self.run(self.count, ids, last).start().logits
+        if not self._head_checked and other != fingerprint(found):
+            raise NotCut(self.name, "its logits depend on more than the last layer")
+        self._head_checked = True
         return found
 
     # ---- what is called in a run ----
@@ -122,21 +154,41 @@ class CutModel:
         own = layer.forward
 
         def called(*args: Any, **named: Any) -> Any:
-            if self._stubs is not None:
-                return self._stubs(index, (args, named))
-            wanted, before = self._current
-            if index < wanted:
-                return before
-            if index > wanted:
-                raise NotCut(self.name, f"it calls layer {index} before layer {wanted}")
-            named = {name: _write_only(self.name, index, one) for name, one in named.items()}
-            kept = _containers((args, named))
+            run = self.current
+            if index != run.called:
+                raise NotCut(
+                    self.name, f"its layers do not follow each other: {index}, not {run.called}"
+                )
+            run.called += 1
+            if run.received is not None:
+                run.received.append(fingerprint((args, named)))
+            if index < run.index:
+                return run.answer(index)
+            named = {
+                name: _Unread(self.name, index) if is_empty_dict(one) else one
+                for name, one in named.items()
+            }
+            if index not in self.watched:
+                self.watched.add(index)
+                apart = {one for one in self._parted.layers if one is not layer}
+                run.watch = Watch({"arguments": (args, named), "": self.model}, apart)
             answer = own(*args, **named)
-            if kept != _containers((args, named)):
-                raise NotCut(self.name, f"layer {index} shares data with others beside its output")
+            self._check_unchanged(run)
             raise _Reached(answer)
 
         return called
+
+    def _experts_called(self, asked: Asked) -> Tensor:
+        run = self.current
+        self._check_unchanged(run)
+        found: Tensor = getcurrent().parent.switch(asked)
+        if run.watch is not None:  # other windows ran meanwhile
+            run.watch.begin()
+        return found
+
+    def _check_unchanged(self, run: Run) -> None:
+        if run.watch is not None and (path := run.watch.changed()) is not None:
+            raise NotCut(self.name, f"layer {run.index} changes {path}, which others may read")
 
     def _outside(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules with weights of their own that are not in the layers."""
@@ -147,8 +199,12 @@ class CutModel:
 
     def _outside_called(self, path: str) -> Callable[..., None]:
         def called(_module: nn.Module, args: Any) -> None:
-            if self._stubs is not None:
-                self._stubs(-1, args)
+            run = self.current
+            if run.received is not None and run.called == self.count:
+                run.received.append(fingerprint(args))
+                raise _Reached(None)
+            if any(isinstance(one, Tensor) and one.is_meta for one in args):
+                raise NotCut(self.name, f"it uses weights before it calls {path}")
             self._parted.load_module(path)
 
         return called
@@ -158,54 +214,60 @@ class CutModel:
     def check(self, index: int, ids: Tensor, output: Any) -> None:
         """Raises NotCut where a layer depends on more than the output of the layer before it.
 
-        `output` is what layer `index` returned for the window `ids`. If layers before it returned
-        the same kinds of objects, nothing is left to check. Else there are three runs in which
-        layers return random numbers: those of the even layers change in one, those of the odd
-        layers in another. A layer whose predecessor did not change must get the same.
+        `output` is what layer `index` returned for the window `ids`. If that is what the last check
+        took it for, there is nothing to do. Else the model runs with layers that return random
+        numbers, several times: in each run those of some layers change. A layer must get the same
+        in all runs in which those of the layer before it do not change; for any other layer there
+        is one in which those do.
         """
-        kind = self._kinds[index] = _kind(output)
-        if kind in self._outputs:
+        kind = self._kinds[index] = kind_of(output)
+        self._outputs.setdefault(kind, output)
+        if self._assumed[index : index + 1] == [kind]:
             return
-        self._outputs[kind] = output
-        first, evens, odds = (self._received(ids, changed) for changed in (None, 0, 1))
-        for number in range(1, len(first)):
-            other = odds if (number - 1) % 2 == 0 else evens
-            if not _equal(first[number], other[number]):
-                what = f"layer {number}" if number < len(self._parted.layers) else "its head"
-                raise NotCut(self.name, f"{what} depends on more than the layer before it")
+        self._assumed = [self._kind_like(number) for number in range(self.count)]
+        first = self._received(ids, frozenset())
+        for bit in range((self.count - 1).bit_length()):
+            for value in (0, 1):
+                changed = {one for one in range(self.count) if one >> bit & 1 == value}
+                found = self._received(ids, changed)
+                for number in range(1, len(first)):
+                    if number - 1 not in changed and found[number] != first[number]:
+                        what = f"layer {number}" if number < self.count else "its head"
+                        raise NotCut(self.name, f"{what} depends on more than the layer before it")
 
-    def _output_like(self, index: int) -> Any:
-        """What a layer returned, or for one that did not run yet, what one before it did."""
-        nearest = max((one for one in self._kinds if one <= index), default=min(self._kinds))
-        return self._outputs[self._kinds[nearest]]
+    def _kind_like(self, index: int) -> Any:
+        """Of what a layer returned, or for one that did not run yet, one like it before it."""
+        if index in self._kinds:
+            return self._kinds[index]
+        alike = [one for one in self._kinds if self._classes(one) == self._classes(index)]
+        known = alike or list(self._kinds)
+        return self._kinds[max((one for one in known if one < index), default=min(known))]
 
-    def _received(self, ids: Tensor, changed: int | None) -> list[Any]:
+    def _classes(self, index: int) -> list[type]:
+        return [type(one) for one in self._parted.layers[index].modules()]
+
+    def _received(self, ids: Tensor, changed: Set[int]) -> list[Any]:
         """What each layer, and the first module behind them, is called with."""
+
+        def answer(index: int) -> Any:
+            return randomized(self._outputs[self._assumed[index]], 2 * index + (index in changed))
+
         received: list[Any] = []
-        count = len(self._parted.layers)
-
-        def stub(index: int, arguments: Any) -> Any:
-            if index < 0:
-                if len(received) == count:
-                    raise _Reached(arguments)
-                return None
-            if index != len(received):
-                raise NotCut(
-                    self.name, f"its layers do not follow each other: {index}, not {len(received)}"
-                )
-            received.append(arguments)
-            seed = 2 * index + (index % 2 == changed)
-            return _random(self._output_like(index), torch.Generator().manual_seed(seed))
-
-        self._stubs = stub
-        try:
-            with running(self.name):
-                self.model(input_ids=ids, use_cache=False)
-        except _Reached as reached:
-            received.append(reached.value)
-        finally:
-            self._stubs = None
+        with running(self.name):
+            Run(self, self.count, ids, answer, received).start()
         return received
+
+    def _logits_apart(self, ids: Tensor, last: Any) -> Any:
+        """Fingerprint of the logits where only the last layer returns what it has."""
+
+        def answer(index: int) -> Any:
+            return last if index == self.count - 1 else randomized(self._like(index, last), index)
+
+        return fingerprint(Run(self, self.count, ids, answer).start().logits)
+
+    def _like(self, index: int, output: Any) -> Any:
+        kind = self._assumed[index] if self._assumed else None
+        return self._outputs.get(kind, output)
 
 
 @contextmanager
@@ -218,20 +280,19 @@ def _forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 
 
 @contextmanager
-def _parked(layer: ExpertLayer) -> Iterator[None]:
-    """A module in place of a layer's experts that stops the run."""
+def _parked(layer: ExpertLayer, ask: Callable[[Asked], Tensor]) -> Iterator[None]:
+    """A module in place of a layer's experts that asks for their outputs."""
     site = layer.site
     own, before = site.own, site.module
 
     class Parked(packed_class(own)):  # type: ignore[misc]
-        """Asks whoever runs the window."""
+        """Has no experts."""
 
         def _check(self, *_: Tensor) -> None:
             """Wherever the model is."""
 
         def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            found: Tensor = getcurrent().parent.switch(Asked(rows, ids, weights))
-            return found
+            return ask(Asked(rows, ids, weights))
 
     origins = torch.zeros(own.count, dtype=torch.int64).numpy()
     asked: Any = SimpleNamespace(count=own.count, hidden=own.hidden, origins=origins)
@@ -243,68 +304,15 @@ def _parked(layer: ExpertLayer) -> Iterator[None]:
         setattr(site.parent, site.name, before)
 
 
-class _WriteOnly(dict[Any, Any]):
-    """What layers may leave data in for others, as long as none reads them."""
+class _Unread(Written):
+    """What a layer may write, and not read."""
 
     def __init__(self, name: Any, layer: int) -> None:
         super().__init__()
         self._name, self._layer = name, layer
 
-    def _read(self, *_: Any) -> Any:
+    def read(self, *_: Any) -> Any:
         raise NotCut(self._name, f"layer {self._layer} reads what other layers left")
-
-    __getitem__ = __contains__ = __iter__ = __len__ = get = keys = values = items = pop = _read
-    setdefault = copy = _read
-
-
-def _write_only(name: Any, layer: int, value: Any) -> Any:
-    """An empty dict is for what layers tell each other; Gemma 4 has one without using it."""
-    empty = isinstance(value, (dict, UserDict)) and not value
-    return _WriteOnly(name, layer) if empty else value
-
-
-def _containers(value: Any) -> list[Any]:
-    """Which objects each container in the arguments of a layer has."""
-    if isinstance(value, _WriteOnly):
-        return []
-    if isinstance(value, Mapping):
-        return [(key, id(one), _containers(one)) for key, one in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(id(one), _containers(one)) for one in value]
-    return []
-
-
-def _random(value: Any, generator: torch.Generator) -> Any:
-    """Numbers in place of those of a layer's output."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        numbers = torch.randn(value.shape, generator=generator)
-        return numbers.to(value.device, value.dtype)
-    if isinstance(value, Tensor):  # of indices, which stay valid
-        return value.roll(generator.initial_seed(), dims=-1) if value.ndim else value
-    if isinstance(value, tuple):
-        return tuple(_random(one, generator) for one in value)
-    if isinstance(value, list):
-        return [_random(one, generator) for one in value]
-    return value
-
-
-def _kind(value: Any) -> Any:
-    """Types, and the dtypes of tensors."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.ndim
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_kind, value))
-    return type(value)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return True
 
 
 def first_tensor(value: Any) -> Tensor:

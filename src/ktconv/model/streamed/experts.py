@@ -303,16 +303,19 @@ class _Summed(Protocol):
 
 
 class _Added:
-    """Expert by expert."""
+    """Expert by expert, in the dtype of their outputs."""
 
     def __init__(self, output: Tensor, ids: Tensor) -> None:
-        self._output = output
+        self._output = self._sum = output
 
     def add(self, token: Tensor, slot: Tensor, y: Tensor) -> None:
-        self._output.index_add_(0, token, y.to(self._output.dtype))
+        if self._sum.dtype != y.dtype:
+            self._sum = torch.zeros_like(self._output, dtype=y.dtype)
+        self._sum.index_add_(0, token, y)
 
     def finish(self) -> None:
-        pass
+        if self._sum is not self._output:
+            self._output += self._sum.to(self._output.dtype)
 
 
 class _Slots:
