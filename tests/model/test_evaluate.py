@@ -23,7 +23,7 @@ from ktconv.model import load_model, replace_experts
 from ktconv.model.evaluate import (
     capture_layer_inputs,
     greedy_side_by_side,
-    perplexity_and_divergence,
+    predictions_of_both,
     windows,
 )
 from ktconv.model.text import read_text
@@ -128,7 +128,7 @@ def test_the_measures_are_what_they_say(loaded: Any, int4: Path, torch: Any) -> 
     model, tokenizer = loaded
     texts = windows(tokenizer, EVAL.read_text(), 65, 2)  # two cuts of positions each
     with replace_experts(model, int4, threads=1, keep=True) as replaced:
-        found = perplexity_and_divergence(model, replaced, texts)
+        found = predictions_of_both(model, replaced, texts).result()
         with torch.no_grad():
             q = [model(ids).logits[0, :-1].double() for ids in texts]
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_a_conversion_keeps_what_its_source_says(
     model, tokenizer = loaded
     texts = windows(tokenizer, EVAL.read_text(), 128, 8)
     with replace_experts(model, request.getfixturevalue(method), threads=1, keep=True) as replaced:
-        found = perplexity_and_divergence(model, replaced, texts)
+        found = predictions_of_both(model, replaced, texts).result()
     assert 0 < found.kl_mean < kl and found.kl_mean < found.kl_p99
     assert agreement < found.top1_agreement <= 1
     assert found.perplexity_converted == pytest.approx(found.perplexity_source, rel=0.03)
@@ -163,15 +163,15 @@ def test_nothing_to_compare(loaded: Any, int8: Path) -> None:
     model, tokenizer = loaded
     replaced = replace_experts(model, int8, threads=1)
     with pytest.raises(UsageError, match="no text to compare on"):
-        perplexity_and_divergence(model, replaced, [])
+        predictions_of_both(model, replaced, []).result()
     with pytest.raises(UsageError, match="were not kept"):
-        perplexity_and_divergence(model, replaced, windows(tokenizer, "some text", 8))
+        predictions_of_both(model, replaced, windows(tokenizer, "some text", 8)).result()
     with pytest.raises(UsageError, match="a positive number of new tokens"):
         greedy_side_by_side(model, replaced, tokenizer, "", 4)
 
 
 def test_ruled_out_tokens_add_nothing(torch: Any) -> None:
-    from ktconv.model.evaluate import _compare
+    from ktconv.model.streamed.compare import _compare
 
     logits = torch.tensor([[0.0, 1.0, -math.inf]])
     ids = torch.tensor([[0, 1]])

@@ -10,7 +10,7 @@ from helpers.convert import convert
 from helpers.paths import EXAMPLE
 
 from ktconv.model import replace_experts
-from ktconv.model.evaluate import perplexity_and_divergence, windows
+from ktconv.model.evaluate import predictions_of_both, windows
 from ktconv.model.sites import find_experts
 from ktconv.moe import Experts
 from ktconv.moe.load import open_experts
@@ -73,7 +73,7 @@ def test_fewer_quantized_experts_are_closer(
     found = []
     for output in (part, int4):
         with replace_experts(model, output, keep=True) as replaced:
-            found.append(perplexity_and_divergence(model, replaced, texts).kl_mean)
+            found.append(predictions_of_both(model, replaced, texts).result().kl_mean)
     assert 0 < found[0] < found[1]
 
 

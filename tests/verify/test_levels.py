@@ -40,6 +40,7 @@ from ktconv.verify import model as model_level
 from ktconv.verify.cpu.model import CpuModelCheck
 from ktconv.verify.cpu.output import open_cpu_output
 from ktconv.verify.findings import Findings
+from ktconv.verify.run import unwatched
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
 needs_torch = pytest.mark.skipif(
@@ -160,6 +161,12 @@ def test_no_router(tmp_path: Path, no_transformers: None) -> None:
 # ---- model -----------------------------------------------------------------------------
 
 
+def checked(check: CpuModelCheck) -> dict[str, Any] | None:
+    """What level model alone finds."""
+    check.prepare()
+    return check.run(unwatched, print)
+
+
 @needs_torch
 @pytest.mark.parametrize("method", ["int4", "int8"])
 def test_model(method: str, example: Callable[[str], Path], tmp_path: Path) -> None:
@@ -174,6 +181,10 @@ def test_model(method: str, example: Callable[[str], Path], tmp_path: Path) -> N
     assert 0 < about["kl_mean"] < about["kl_p99"]
     assert 0.85 < about["top1_agreement"] <= 1
     assert about["generation"]["source"] and about["generation"]["converted"]
+    assert [row["layer"] for row in about["layers"]] == [0, 1]
+    for row in about["layers"]:
+        assert 0 < row["relative_error"] < 0.2 and 0 < row["token_error"] < 0.2
+        assert 0.98 < row["cosine"] < 1
     json.dumps(result.facts)
 
 
@@ -202,7 +213,7 @@ def test_level_model_runs_our_kernels(
     monkeypatch.setattr(Experts, "forward", wrong)
     request, findings = Request(example("int8"), str(EXAMPLE), "model", windows=1), Findings()
     output = open_cpu_output(request.output, request.source)
-    about = CpuModelCheck(output, request, findings, print).run()
+    about = checked(CpuModelCheck(output, request, findings))
     assert about is not None and about["kl_mean"] > 0.01
     assert "divergence" in {failure.check for failure in findings.listed}
 
@@ -219,7 +230,7 @@ def test_experts_of_another_model(example: Callable[[str], Path], tmp_path: Path
             swap(output, f"{name}.0.numa.{part}", f"{name}.1.numa.{part}")
     request, findings = Request(output, str(EXAMPLE), "model", windows=1), Findings()
     opened = open_cpu_output(output, request.source)
-    assert CpuModelCheck(opened, request, findings, print).run() is None
+    assert checked(CpuModelCheck(opened, request, findings)) is None
     (failure,) = findings.listed
     assert failure.check == "experts" and f"layer {layer}" in failure.message
 
@@ -228,16 +239,24 @@ def test_experts_of_another_model(example: Callable[[str], Path], tmp_path: Path
 def test_model_code_that_fails(
     example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level layers does without it, level model says why it cannot be run."""
+    """Level layers and the writing of text do without it, level model says why it cannot be run."""
+    import transformers
+
     import ktconv.model
 
     def broken(*_: object, **_options: object) -> None:
         raise RuntimeError("no such attention\nand many lines more")
 
-    monkeypatch.setattr(ktconv.model, "load_model", broken, raising=False)
-    result = verify(Request(example("int8"), str(EXAMPLE), "layers"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ktconv.model, "load_model", broken, raising=False)
+        result = verify(Request(example("int8"), str(EXAMPLE), "model", windows=1))
     assert result.passed and result.facts["layers"]["states"] == "random"
-    assert any(note.endswith("because no such attention") for note in result.facts["notes"])
+    first, second = (note for note in result.facts["notes"] if "no such attention" in note)
+    assert first.endswith("because no such attention")
+    assert second.startswith("level model: no text was generated, because")
+    assert result.facts["model"]["generation"] is None and result.facts["model"]["kl_mean"] > 0
+    kind = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer
+    monkeypatch.setattr(kind, "forward", broken)
     request = Request(example("int8"), str(EXAMPLE), "model", sample=1e-9)
     with pytest.raises(CheckpointError, match=r"cannot be run by transformers: no such attention$"):
         verify(request)

@@ -41,10 +41,8 @@ from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.layers import LayerReference, Outputs
 from ktconv.verify.memory import (
     DEFAULT_MEMORY,
-    LIBRARIES_MEMORY,
     LayerNeed,
     Need,
-    memory_facts,
     plan_memory,
 )
 
@@ -160,21 +158,15 @@ def test_memory_of_comparing_two_conversions(large: tuple[Path, Path], tmp_path:
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
-def test_level_model_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ktconv.model
-
-    def loaded(*_: object, **_options: object) -> None:
-        raise AssertionError("the model is loaded")
-
-    monkeypatch.setattr(ktconv.model, "load_model", loaded, raising=False)
+def test_level_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     convert(EXAMPLE, tmp_path / "out", method="int8")
-    limit = machine.resident_memory() + LIBRARIES_MEMORY
-    request = Request(tmp_path / "out", str(EXAMPLE), "model", threads=1, max_memory=limit)
-    with pytest.raises(MemoryLimitError, match="--level model needs"):
-        prepare(request)
-    assert prepare(replace(request, level="layers")).budget.why_not_captured is not None
+    request = Request(tmp_path / "out", str(EXAMPLE), "model", threads=1, windows=2)
+    peak = prepare(request).budget.peak
+    limit = machine.resident_memory() + MIB
+    with pytest.raises(MemoryLimitError, match="layer by layer needs") as caught:
+        prepare(replace(request, max_memory=limit))
+    assert "--max-memory" in str(caught.value.hint)
+    assert machine.resident_memory() < peak
 
 
 # ---- portions ----------------------------------------------------------------------------
@@ -236,21 +228,6 @@ def test_the_source_model_is_loaded_only_where_it_fits() -> None:
     budget = plan_memory(need, 4 << 30, 1, None)
     assert budget.why_not_captured is None and 3 << 30 < budget.peak <= 4 << 30
     assert plan_memory(need, 4 << 30, 1, "no torch").why_not_captured == "no torch"
-
-
-@pytest.mark.usefixtures("machine_of_64")
-def test_level_model_is_refused_before_anything_is_loaded() -> None:
-    need = Need(12 * MIB, LayerNeed(MIB, MIB, MIB, 8), capture=6 << 30, model=5 << 30)
-    with pytest.raises(MemoryLimitError, match="--level model needs") as caught:
-        plan_memory(need, 4 << 30, 1, None)
-    needed = re.search(r"--max-memory ([0-9]+)MiB", str(caught.value.hint))
-    assert needed is not None
-    budget = plan_memory(need, int(needed[1]) * MIB, 1, None)
-    assert 5 << 30 < budget.peak <= int(needed[1]) * MIB
-    assert budget.why_not_captured is not None  # that takes more than level model itself
-    assert plan_memory(need, None, 1, None).peak > 5 << 30
-    assert memory_facts(budget)["peak_memory_bytes"] == budget.peak
-    assert LIBRARIES_MEMORY < 5 << 30
 
 
 # ---- a few rows and experts at a time ----------------------------------------------------

@@ -428,6 +428,30 @@ def test_model_side_by_side() -> None:
         assert words in section
 
 
+def test_drift_by_layer() -> None:
+    """A chart and a table; nothing where models were not passed layer by layer."""
+    result = a_result()
+    assert "Drift by layer" not in render_report(result)
+    result["model"]["layers"] = [
+        {"layer": n, "relative_error": error, "token_error": 2 * error, "cosine": 1 - error / 9}
+        for n, error in enumerate([0.0, 0.0123, 0.0456, 7.0])
+    ]
+    result["model"]["layers"][3]["relative_error"] = "nan"
+    page = Page(render_report(result))
+    (section,) = page.all("section", id="model")
+    assert "Drift by layer" in section and "0.01230" in section and "0.09120" in section
+    titles = page.all("title")
+    assert "layer 2, all tokens: 0.0456" in titles and "layer 3, all tokens: NaN" in titles
+    assert "layer 3, mean of tokens: 14" in titles and "layer 0, all tokens: 0" in titles
+
+
+def test_no_text_was_generated() -> None:
+    result = a_result()
+    result["model"]["generation"] = None
+    page = Page(render_report(result))
+    assert "Generated text" not in page.all("section", id="model")[0]
+
+
 def test_thresholds_stand_beside_their_measures() -> None:
     result = a_result()
     result["model"]["thresholds"] = {"max_ppl_increase": 0.0777, "max_kl": 0.0888}

@@ -52,6 +52,10 @@ def verify(
         Path | None, option("Text to read instead of the built-in sample.", "FILE")
     ] = None,
     windows: Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)] = 40,
+    work_dir: Annotated[
+        Path | None,
+        option("Folder for hidden states at level model; default: in the cache.", "DIR"),
+    ] = None,
     max_ppl_increase: Annotated[
         float | None, option("Maximum increase of perplexity; 0.02 is 2 %.", "F", min=0.0)
     ] = None,
@@ -102,6 +106,7 @@ def verify(
             tokens=tokens,
             text=text,
             windows=windows,
+            work_dir=work_dir,
             thresholds=Thresholds(max_ppl_increase, max_kl),
             beside=beside,
             tp=parse_ranges(tp, "--tp") if tp else None,

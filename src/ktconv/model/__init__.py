@@ -2,7 +2,7 @@
 
     model, tokenizer = load_model(source)
     with replace_experts(model, output, keep=True) as replaced:
-        report = perplexity_and_divergence(model, replaced, windows(tokenizer, text, 512, 40))
+        report = predictions_of_both(model, replaced, windows(tokenizer, text, 512, 40)).result()
 
 `evaluate` loads and compares models, `replace` puts packed experts into them, `load` keeps the
 code of checkpoints out. PyTorch and transformers are imported when a name is first used.
@@ -18,9 +18,14 @@ from ktconv.errors import UsageError
 if TYPE_CHECKING:
     from ktconv.model.evaluate import load_model
     from ktconv.model.replace import replace_experts
+    from ktconv.model.streamed.stream import stream
 
-__all__ = ["load_model", "replace_experts"]
-_MODULES = {"load_model": "evaluate", "replace_experts": "replace"}
+__all__ = ["load_model", "replace_experts", "stream"]
+_MODULES = {
+    "load_model": "evaluate",
+    "replace_experts": "replace",
+    "stream": "streamed.stream",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,34 +20,15 @@ from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.module import Routing
 from ktconv.model.replace import ReplacedExperts
 from ktconv.model.sites import experts_watched, find_experts
+from ktconv.model.streamed.compare import Predictions
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
 from ktconv.system.units import format_size
 
 # Beside the weights: while a layer's experts are stacked, they are there twice.
 _LOADING = 1.1
-# Positions whose distributions are float64 at a time: with a vocabulary of 200,000, 50 MB each.
-_ROWS = 32
 
 LayerInput = tuple[F32, I64, F32]
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """A source model against its conversion on the same text.
-
-    Perplexities are exp of the mean loss. `kl` is of the distributions of the next token, from
-    the source's to the converted one's, in nats: mean, and the value that 99% of the positions
-    stay within. `top1_agreement` is the share of positions at which both would say the same
-    token, `tokens` the number of positions.
-    """
-
-    perplexity_source: float
-    perplexity_converted: float
-    kl_mean: float
-    kl_p99: float
-    top1_agreement: float
-    tokens: int
 
 
 # ---- loading ---------------------------------------------------------------------------
@@ -111,11 +90,7 @@ def check_gguf(file: Path, config_directory: Path | None) -> Path:
     Raises UsageError where that or a package is missing, CheckpointError for a file that
     transformers does not read.
     """
-    if config_directory is None:
-        raise UsageError(
-            f"{file} has no config.json and tokenizer that transformers can load",
-            "give a directory with those of the model: --config DIR",
-        )
+    directory = directory_of(file, config_directory)
     if find_spec("gguf") is None:
         raise UsageError(
             "transformers reads GGUF files with the package gguf, which is not installed",
@@ -126,7 +101,20 @@ def check_gguf(file: Path, config_directory: Path | None) -> Path:
             f"{file} is part of a split, which transformers cannot load",
             "join the parts with llama-gguf-split --merge, or use the safetensors checkpoint",
         )
-    return config_directory
+    return directory
+
+
+def directory_of(source: Path, config_directory: Path | None) -> Path:
+    """The directory of a model's config.json and tokenizer: beside its weights, or, for a GGUF
+    file, `config_directory`. Raises UsageError where there is none."""
+    if config_directory is not None:
+        return config_directory
+    if source.is_file():
+        raise UsageError(
+            f"{source} has no config.json and tokenizer that transformers can load",
+            "give a directory with those of the model: --config DIR",
+        )
+    return source
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -207,53 +195,27 @@ def windows(tokenizer: Any, text: str, length: int, limit: int | None = None) ->
 # ---- comparing -------------------------------------------------------------------------
 
 
-def perplexity_and_divergence(
+def predictions_of_both(
     model: Any, replaced: ReplacedExperts, texts: Sequence[Tensor]
-) -> Divergence:
+) -> Predictions:
     """Source and converted model on the same windows [1, T], each window once with both.
 
     `model` is on packed experts, and `replaced` kept its own. What is in memory at a time is the
-    logits of two windows, whatever the number of windows. Raises UsageError without windows or
-    without kept experts.
+    logits of two windows, whatever the number of windows. Raises UsageError without kept experts.
     """
-    if not texts:
-        raise UsageError("no text to compare on", "give at least one window")
-    found = []
-    for ids in texts:
+    predictions = Predictions(texts)
+    for number, ids in enumerate(texts):
         with replaced.originals():
             source = _logits(model, ids)
-        found.append(_compare(source, _logits(model, ids), ids))
-    losses, other_losses, kl, agree = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return Divergence(
-        math.exp(losses.mean()),
-        math.exp(other_losses.mean()),
-        float(kl.mean()),
-        float(np.quantile(kl.numpy(), 0.99)),
-        float(agree.mean()),
-        len(kl),
-    )
+        predictions.add(number, [source, _logits(model, ids)])
+    return predictions
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    """[T - 1, V]: of each token of a window but the first, from those before it."""
+    """[1, T, V]."""
     with torch.inference_mode():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits[0, :-1]
-
-
-def _compare(source: Tensor, converted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Per position, float64: loss of both, KL(source || converted), and 1 where both agree."""
-    rows = []
-    for start in range(0, len(source), _ROWS):
-        cut = slice(start, start + _ROWS)
-        targets = ids[0, 1:][cut, None]
-        p, q = (torch.log_softmax(part[cut].double(), dim=1) for part in (source, converted))
-        # What the source rules out adds nothing, though 0 * inf would be NaN.
-        kl = torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(dim=1)
-        agree = (p.argmax(dim=1) == q.argmax(dim=1)).double()
-        losses = (-part.gather(1, targets)[:, 0] for part in (p, q))
-        rows.append((*losses, kl, agree))
-    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+    return logits
 
 
 def greedy_side_by_side(

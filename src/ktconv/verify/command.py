@@ -35,6 +35,8 @@ def run(
     else:
         ready = prepare(request)
         _announce(ready.budget, notify)
+        for line in ready.model.lines if ready.model else ():
+            notify(line)
         result = verify(request, progression, ready, notify)
         outcome = in_json(result.facts), list(lines_of(result)), result.passed
     if report is not None:
@@ -58,6 +60,7 @@ def _compare(
         ("tower", request.tower),
         ("level", request.level),
         ("text", request.text),
+        ("work-dir", request.work_dir),
         ("max-ppl-increase", request.thresholds.max_ppl_increase),
         ("max-kl", request.thresholds.max_kl),
         ("with", request.beside),

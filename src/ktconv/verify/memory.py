@@ -14,7 +14,6 @@ from ktconv import native
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
-from ktconv.errors import MemoryLimitError
 from ktconv.families.config import text_section
 from ktconv.formats import Format
 from ktconv.model.decoded import loaded_bytes
@@ -54,13 +53,12 @@ class LayerNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes per thread that reads weights, of level layers, of loading the source model for hidden
-    states, and of level model; None or 0 for what is not done."""
+    """Bytes per thread that reads weights, of level layers, and of loading the source model for
+    hidden states; None or 0 for what is not done."""
 
     thread: int
     layers: LayerNeed | None = None
     capture: int = 0
-    model: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +91,10 @@ def plan_memory(
     the smallest portions need. Raises MemoryLimitError where these need more than `asked`."""
     layers, resident = need.layers or LayerNeed(0, 0), machine.resident_memory()
     base = resident + MEMORY_MARGIN
-    smallest = max(layers.least, need.model) + (threads or 1) * need.thread
+    smallest = layers.least + (threads or 1) * need.thread
     limit = asked or max(resident + DEFAULT_MEMORY, base + smallest)
     threads = fit_threads(limit, threads, base + layers.least, need.thread, "verification")
     reading = base + threads * need.thread
-    if need.model and asked and reading + need.model > asked:
-        raise MemoryLimitError(
-            f"--max-memory {format_size(asked)} is too small: --level model needs "
-            f"{format_size(reading + need.model)}",
-            f"use --max-memory {-(-(reading + need.model) // (1 << 20))}MiB or --level layers",
-        )
     if need.layers is None:
         return Budget(threads, reading)
     loading = reading + max(need.capture, LIBRARIES_MEMORY + layers.least)
@@ -114,7 +106,7 @@ def plan_memory(
     libraries, capture = (0, 0) if why_not_captured else (LIBRARIES_MEMORY, need.capture)
     room = limit - base - libraries
     computing, layer_threads, packed = _portions(layers, room, threads, need.thread)
-    peak = max(base + libraries + computing, reading + max(capture, need.model))
+    peak = max(base + libraries + computing, reading + capture)
     return Budget(threads, peak, layer_threads, packed, why_not_captured)
 
 

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ktconv.errors import ResourceError, UsageError
-from ktconv.model.decoded import loaded_bytes
-from ktconv.model.load import check_language_model, context_length, running, way_out
+from ktconv import native
+from ktconv.errors import KtconvError, MemoryShortError, UsageError
+from ktconv.model.load import (
+    check_language_model,
+    context_length,
+    load_tokenizer,
+    running,
+    way_out,
+)
 from ktconv.model.text import read_text
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
-from ktconv.verify.findings import Facts, Findings
+from ktconv.verify.findings import Facts, Findings, Progression
+from ktconv.verify.memory import level_model_bytes
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import Thresholds, VerifyRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ktconv.model.streamed.calls import ExpertLayer, ExpertRunner
+    from ktconv.model.streamed.compare import LayerDrift, Predictions
+    from ktconv.model.streamed.experts import Converted, SourceExperts
+    from ktconv.model.streamed.stream import PlannedPass
 
 LEVEL = "model"
 WINDOW = 512  # tokens
@@ -26,7 +43,6 @@ MODEL_PACKAGES = {"transformers": "'ktconv[model]'", "torch": "'ktconv[model]'"}
 WITHOUT_MODEL = "run --level layers, which needs no model code"
 MORE_MEMORY = "run --level layers, or use a machine with more memory"
 PROMPT_CHARACTERS, NEW_TOKENS = 200, 32
-_LOADING = 1.1  # memory while a model is loaded, relative to its weights
 # Relative increase of perplexity and mean KL divergence in nats, by bits per weight. Small trained
 # models have 0.01 and 0.01 (4 bits), 0.001 and 0.001 (8); larger ones less.
 DEFAULTS = {4: Thresholds(0.05, 0.05), 8: Thresholds(0.01, 0.01)}
@@ -47,19 +63,26 @@ def require(**packages: str) -> None:
 
 
 class ModelCheck(ABC):
-    """Compares perplexity, divergence and generated text."""
+    """Compares perplexity, divergence, hidden states and generated text.
+
+    A pass reads source and converted model together, layer by layer, so that models of any size
+    can be compared. Where a model's code does not allow that, both are loaded. Text is generated
+    only where they can be.
+    """
 
     models_loaded: ClassVar[int]  # at the same time
 
-    def __init__(
-        self, output: OpenedOutput, request: VerifyRequest, findings: Findings, notify: Notify
-    ) -> None:
-        self._output, self._request = output, request
-        self._findings, self._notify = findings, notify
+    def __init__(self, output: OpenedOutput, request: VerifyRequest, findings: Findings) -> None:
+        self._output, self._request, self._findings = output, request, findings
+        self._pass: PlannedPass | None = None
+        self._why_not_passed = ""
 
-    def check_request(self) -> None:
-        """Raises, before anything is read, UsageError for missing packages, ResourceError for too
-        little memory, CheckpointError for a model that transformers does not support."""
+    # ---- before anything is read ----
+
+    def prepare(self) -> None:
+        """Raises UsageError for missing packages and too short a text, ResourceError for too little
+        memory, CheckpointError for a model that transformers does not support or that has no
+        tokenizer."""
         require(**MODEL_PACKAGES)
         source = self._output.source
         if source.mapped is not None:
@@ -68,79 +91,229 @@ class ModelCheck(ABC):
                 "its own names, not by those of a map",
                 WITHOUT_MODEL,
             )
-        directory = source.path
-        if source.is_gguf:
-            from ktconv.model.evaluate import check_gguf
-
-            directory = check_gguf(source.path, source.side_directory)
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
-            self._check_memory()
-            check_language_model(directory)
+            self._prepare()
 
-    def _check_memory(self) -> None:
-        size = loaded_bytes(self._output.source)
-        needed, free = int(self.models_loaded * _LOADING * size), machine.available_memory()
-        if needed > free:
-            models = "both models" if self.models_loaded > 1 else "the source model"
-            raise ResourceError(
-                f"--level model needs about {format_size(needed)} of memory for {models}, but only "
-                f"{format_size(free)} are free",
-                MORE_MEMORY,
+    def _prepare(self) -> None:
+        from ktconv.model.evaluate import directory_of
+        from ktconv.model.streamed.parts import NotCut
+        from ktconv.model.streamed.stream import PlannedPass, content_of
+
+        source, request = self._output.source, self._request
+        directory = directory_of(source.path, source.side_directory)
+        check_language_model(directory)
+        self._tokenizer = load_tokenizer(directory, source.path)
+        self._text, self._text_name = read_text(request.text)
+        try:
+            self._pass = PlannedPass(
+                "verify",
+                source,
+                self._cut,
+                sides=2,
+                converted=self._converted,
+                threads=request.threads,
+                max_memory=request.max_memory,
+                work_dir=request.work_dir,
+                more={"output": content_of(self._output.directory), "isa": native.isa()},
             )
+        except NotCut as error:
+            self._not_passed(error)
+
+    def _cut(self, model: Any) -> list[Tensor]:
+        """The windows of the text for a model."""
+        from ktconv.model.evaluate import windows
+
+        length = context_length(model, WINDOW)
+        return windows(self._tokenizer, self._text, length, self._request.windows)
+
+    def _not_passed(self, error: KtconvError) -> None:
+        """Raises MemoryShortError where the model cannot be loaded either."""
+        self._pass, self._why_not_passed = None, str(error)
+        if self._why_not_loaded:
+            raise MemoryShortError(f"{error}, and {self._why_not_loaded}")
+
+    @cached_property
+    def _why_not_loaded(self) -> str | None:
+        """Why the models are not loaded into memory; None where they can be."""
+        source, limit = self._output.source, self._request.max_memory
+        try:
+            self._check_loadable()
+        except KtconvError as error:
+            return str(error)
+        needed = level_model_bytes(source, self.models_loaded)
+        models = "both models" if self.models_loaded > 1 else "the source model"
+        words = f"loading {models} needs about {format_size(needed)} of memory, but only"
+        if needed > (free := machine.available_memory()):
+            return f"{words} {format_size(free)} are free"
+        if limit is not None and needed + machine.resident_memory() > limit:
+            return f"{words} {format_size(limit)} may be used (--max-memory)"
+        return None
+
+    def _check_loadable(self) -> None:
+        """Raises KtconvError where transformers cannot load the models, whatever their size."""
+        from ktconv.model.evaluate import check_gguf
+
+        source = self._output.source
+        if source.is_gguf:
+            check_gguf(source.path, source.side_directory)
+
+    @property
+    def memory(self) -> int:
+        """Of the whole process, at most, in bytes."""
+        passed = self._pass.plan.peak_memory if self._pass else 0
+        if self._why_not_loaded:
+            return passed
+        loaded = level_model_bytes(self._output.source, self.models_loaded)
+        return max(passed, machine.resident_memory() + loaded)
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """What is going to be done, for people."""
+        return [f"level model: {line}" for line in self._pass.plan.lines()] if self._pass else []
+
+    # ---- running ----
 
     @property
     @abstractmethod
     def _named(self) -> Path:
         """The directory to name in errors of the model's own code."""
 
-    def run(self) -> Facts | None:
+    def run(self, progression: Progression, notify: Notify) -> Facts | None:
         """Facts for the report; None if these are experts of another model.
 
-        Raises ResourceError where the model does not fit, CheckpointError where its own code
-        fails.
+        Raises ResourceError where neither a pass nor loading is possible, CheckpointError where the
+        model's own code fails.
         """
-        with way_out(WITHOUT_MODEL, MORE_MEMORY), running(self._named):
-            return self._run()
-
-    def _run(self) -> Facts:
-        from ktconv.model import load_model
-        from ktconv.model.evaluate import greedy_side_by_side, perplexity_and_divergence, windows
-
-        text, name = read_text(self._request.text)
-        self._notify("loading the source model")
-        origin = self._output.source
-        model, tokenizer = load_model(origin.path, config_directory=origin.side_directory)
-        runs = windows(tokenizer, text, context_length(model, WINDOW), self._request.windows)
-        prompt = text[:PROMPT_CHARACTERS]
-        with self._pair(model) as (both, experts, about):
-            self._notify(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
-            found = perplexity_and_divergence(both, experts, runs)
-            self._notify(f"writing {NEW_TOKENS} tokens with both")
-            source, converted = greedy_side_by_side(both, experts, tokenizer, prompt, NEW_TOKENS)
-        if missing := about["experts_of_source"]:
+        with way_out(WITHOUT_MODEL, MORE_MEMORY), self._pass or nullcontext():
+            predictions, layers = self._passed(progression, notify)
+            facts = self._facts(predictions, layers, notify)
+            if self._pass:
+                self._pass.complete()
+        if missing := facts["experts_of_source"]:
             self._findings.note(
                 f"level model: {missing} experts that are not in this output ran on the source's "
                 "weights"
             )
-        limits = self._thresholds()
-        facts = asdict(found) | {
-            "text": name,
-            "windows": len(runs),
-            **about,
-            "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
-            "thresholds": asdict(limits),
-            "generation": {"prompt": prompt, "source": source, "converted": converted},
-        }
         self._check(facts, "perplexity", "perplexity_increase", "max_ppl_increase")
         self._check(facts, "divergence", "kl_mean", "max_kl")
         return facts
 
+    def _passed(
+        self, progression: Progression, notify: Notify
+    ) -> tuple[Predictions | None, Sequence[LayerDrift]]:
+        """What a pass finds; nothing where it is not possible."""
+        from ktconv.model.streamed.compare import Comparison
+        from ktconv.model.streamed.parts import NotCut
+
+        if self._pass is None:
+            return None, ()
+        notify(f"passing {len(self._pass.windows)} windows through both, layer by layer")
+        found = Comparison(self._pass.windows)
+        try:
+            layers = self._pass.parted.experts
+            self._pass.run(
+                lambda own: self._runner(own, layers),
+                watchers=[found],
+                progression=progression,
+                notify=notify,
+            )
+        except NotCut as error:  # what only its layers tell
+            self._not_passed(error)
+            return None, ()
+        return found.predictions, found.drift.result()
+
+    def _facts(
+        self, predictions: Predictions | None, layers: Sequence[LayerDrift], notify: Notify
+    ) -> Facts:
+        limits, generation, why_not = self._thresholds(), None, self._why_not_loaded
+        if why_not is None:
+            notify("loading the source model")
+            try:
+                with running(self._named), self._loaded(notify) as (both, experts):
+                    if predictions is None:
+                        predictions = self._in_memory(both, experts, notify)
+                    else:
+                        self._check_loaded(both, experts, predictions, limits)
+                    generation = self._generated(both, experts, notify)
+            except KtconvError as error:
+                if predictions is None:
+                    raise
+                why_not = str(error)  # the figures are there all the same
+        if why_not is not None:
+            self._findings.note(f"level model: no text was generated, because {why_not}")
+        assert predictions is not None  # else the models were loaded
+        found = predictions.result()
+        return asdict(found) | {
+            "text": self._text_name,
+            "windows": len(predictions.texts),
+            **self._about,
+            "perplexity_increase": found.perplexity_converted / found.perplexity_source - 1,
+            "layers": [asdict(layer) for layer in layers],
+            "thresholds": asdict(limits),
+            "generation": generation,
+        }
+
+    @property
+    def _about(self) -> Facts:
+        """Facts about the experts: how many are missing in the output and run as the source's in
+        both."""
+        layers = [one for one in self._output.source_layers.values() if not one.is_mtp]
+        missing = (len(one.experts) - len(self._output.experts_in(one.index)) for one in layers)
+        return {"experts_of_source": sum(missing)}
+
+    def _runner(
+        self, own: SourceExperts, layers: Mapping[int, ExpertLayer]
+    ) -> AbstractContextManager[ExpertRunner]:
+        """The experts of both sides; `own` are the source's, `layers` those of the model."""
+        return nullcontext(own)
+
+    @property
+    def _converted(self) -> Converted | None:
+        """What `own` of `_runner` has for side 1; None: the source's own."""
+        return None
+
+    # ---- loaded models ----
+
+    @contextmanager
+    def _loaded(self, notify: Notify) -> Iterator[tuple[Any, Any]]:
+        """As `_pair`."""
+        from ktconv.model import load_model
+
+        source = self._output.source
+        model, _ = load_model(source.path, config_directory=source.side_directory)
+        model.config._experts_implementation = "eager"  # the arithmetic of a pass
+        with self._pair(model, notify) as pair:
+            yield pair
+
     @abstractmethod
-    def _pair(self, model: Any) -> AbstractContextManager[tuple[Any, Any, Facts]]:
-        """A context with a model that has the converted experts; an object whose `originals()`, as
-        of what `ktconv.model.replace_experts` returns, is a context in which it has the source's;
-        and facts, with `experts_of_source`: how many are missing in the output and run as the
-        source's in both."""
+    def _pair(self, model: Any, notify: Notify) -> AbstractContextManager[tuple[Any, Any]]:
+        """A context with a model that has the converted experts, and an object whose `originals()`,
+        as of what `ktconv.model.replace_experts` returns, is a context in which it has the
+        source's."""
+
+    def _in_memory(self, both: Any, experts: Any, notify: Notify) -> Predictions:
+        from ktconv.model.evaluate import predictions_of_both
+
+        why = self._why_not_passed
+        self._findings.note(f"level model: both models were loaded, because {why}")
+        runs = self._cut(both)
+        notify(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
+        return predictions_of_both(both, experts, runs)
+
+    def _check_loaded(  # noqa: B027 - by default they have the weights of the pass
+        self, both: Any, experts: Any, predictions: Predictions, limits: Thresholds
+    ) -> None:
+        """Whether loaded models say the same as in a pass."""
+
+    def _generated(self, both: Any, experts: Any, notify: Notify) -> Facts:
+        from ktconv.model.evaluate import greedy_side_by_side
+
+        prompt = self._text[:PROMPT_CHARACTERS]
+        notify(f"writing {NEW_TOKENS} tokens with both")
+        texts = greedy_side_by_side(both, experts, self._tokenizer, prompt, NEW_TOKENS)
+        return {"prompt": prompt, "source": texts[0], "converted": texts[1]}
+
+    # ---- verdict ----
 
     @property
     @abstractmethod

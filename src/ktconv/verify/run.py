@@ -114,8 +114,8 @@ def _computed(
         try:
             if name == "layers":
                 levels[name] = verifier.layers_check(notify).run(progression)
-            else:
-                levels[name] = verifier.model_check(notify).run()
+            elif verifier.model is not None:
+                levels[name] = verifier.model.run(progression, notify)
         except KtconvError as error:
             if not findings.count():
                 raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ktconv.system.units import format_size
 from ktconv.verify.run import Result
 
 SHOWN = 10  # failures; --json and --report have more
+LAYERS_SHOWN = 12
 
 
 def lines_of(result: Result) -> Iterator[str]:
@@ -95,8 +96,32 @@ def _model(about: Mapping[str, Any]) -> Iterator[str]:
         f"percentile {about['kl_p99']:.4f}, same next token at "
         f"{100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of {about['text']}"
     )
-    yield f"source output:    {about['generation']['source']!r}"
-    yield f"converted output: {about['generation']['converted']!r}"
+    yield from _drift(about["layers"])
+    if written := about["generation"]:
+        yield f"source output:    {written['source']!r}"
+        yield f"converted output: {written['converted']!r}"
+
+
+def _drift(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How far hidden states are apart: all layers if they are few, else every nth, the last, the
+    worst, and the one that adds most to what was there before."""
+    if not rows:
+        return
+    errors = [_badness(row["token_error"]) for row in rows]
+    marks: dict[int, list[str]] = {}
+    marks.setdefault(max(range(len(rows)), key=errors.__getitem__), []).append("worst")
+    later = [index for index in range(1, len(rows)) if errors[index - 1] > 0]
+    if later:
+        most = max(later, key=lambda index: errors[index] - errors[index - 1])
+        marks.setdefault(most, []).append("adds most")
+    every = 1 if len(rows) <= LAYERS_SHOWN else -(-len(rows) // (LAYERS_SHOWN - 2))
+    yield "hidden states, converted against source: relative error, mean of tokens, cosine"
+    for index in sorted({*range(0, len(rows), every), *marks, len(rows) - 1}):
+        row = rows[index]
+        yield (
+            f"layer {row['layer']:>3}  {row['relative_error']:.4f}  {row['token_error']:.4f}  "
+            f"{row['cosine']:.6f}  {', '.join(marks.get(index, ()))}"
+        ).rstrip()
 
 
 def _mapping(about: Mapping[str, Any]) -> Iterator[str]:

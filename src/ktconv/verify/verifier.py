@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from ktconv.checkpoint import NamingMap, TensorRef, read_map
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
-from ktconv.system.text import Notify, silent
+from ktconv.system.text import Notify
 from ktconv.verify import hidden_states
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.layers import LayersCheck
@@ -21,7 +22,6 @@ from ktconv.verify.memory import (
     Need,
     capture_bytes,
     layers_need,
-    level_model_bytes,
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
@@ -51,6 +51,7 @@ class OutputVerifier(ABC):
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
+        self.model: ModelCheck | None = None  # at level model
         naming = self._naming()
         self.output = self.open(
             request.output, request.source, request.config, naming, self._tower()
@@ -98,7 +99,8 @@ class OutputVerifier(ABC):
         if self.level in LEVELS_WITH_MODEL_CODE:
             hidden_states.check_source(self.output)
         if self.level == "model":
-            self.model_check(silent).check_request()
+            self.model = self.model_class(self.output, self.request, self.findings)
+            self.model.prepare()
         self.more = self.check_more()
         self.structure = self.structure_class(self.output, self.findings).run()
         self.budget = self._budget()
@@ -118,15 +120,15 @@ class OutputVerifier(ABC):
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             layers = self.output.source_layers.values()
-            models = self.model_class.models_loaded if self.level == "model" else 0
             need = Need(
                 need.thread,
                 layers_need(layers, self.output.packed.layers.values(), self.request, top_k),
                 capture_bytes(source),
-                level_model_bytes(source, models) if models else 0,
             )
             why_not = hidden_states.why_not_captured(self.output)
-        return plan_memory(need, self.request.max_memory, self.request.threads, why_not)
+        budget = plan_memory(need, self.request.max_memory, self.request.threads, why_not)
+        peak = self.model.memory if self.model else 0
+        return replace(budget, peak=max(budget.peak, peak))
 
     @abstractmethod
     def thread_bytes(self) -> int:
@@ -173,6 +175,3 @@ class OutputVerifier(ABC):
 
     def layers_check(self, notify: Notify) -> LayersCheck:
         return self.layers_class(self.output, self.request, self.budget, self.findings, notify)
-
-    def model_check(self, notify: Notify) -> ModelCheck:
-        return self.model_class(self.output, self.request, self.findings, notify)

@@ -14,6 +14,7 @@ from helpers.paths import EXAMPLE, MODELS
 from typer.testing import CliRunner
 
 from ktconv.cli.app import app
+from ktconv.errors import CheckpointError
 from ktconv.verify import Request, Result, Thresholds, verify
 from ktconv.verify.gpu.output import GpuOutput
 
@@ -80,16 +81,61 @@ def test_some_experts_run_in_the_source_model(example: Callable[..., Path]) -> N
     assert any("ran on the source's weights" in note for note in part.facts["notes"])
 
 
-def test_both_ways_to_load_give_the_same_model(
+def test_three_ways_to_run_the_same_model(
     example: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our unpacking put into the source model against compressed-tensors' own."""
-    theirs = run(example(), "model").facts["model"]
+    """Layer by layer, our unpacking put into the source model, and compressed-tensors' own."""
+    from ktconv.model.streamed.cut import CutModel
+    from ktconv.model.streamed.parts import NotCut
+
+    found = [run(example(), "model").facts["model"]]
+
+    def refuse(self: Any, *_: object) -> None:
+        raise NotCut(self.name, "it is whole")
+
+    monkeypatch.setattr(CutModel, "check", refuse)
+    found.append(run(example(), "model").facts["model"])
     monkeypatch.setattr(GpuOutput, "is_partial", True)
-    ours = run(example(), "model").facts["model"]
-    assert (ours["loaded_by"], theirs["loaded_by"]) == ("ktconv", "transformers")
-    for name in ("perplexity_converted", "kl_mean", "top1_agreement"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+    found.append(run(example(), "model").facts["model"])
+    assert [one["loaded_by"] for one in found] == ["transformers", "transformers", "ktconv"]
+    assert [bool(one["layers"]) for one in found] == [True, False, False]
+    for name in ("perplexity_source", "perplexity_converted", "kl_mean", "top1_agreement"):
+        assert found[0][name] == found[2][name]
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-6), name
+
+
+def test_what_transformers_loads_is_compared(
+    example: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where compressed-tensors makes something else of the tensors than we do, that is a failure,
+    though our figures are good; and so is a checkpoint that it does not load."""
+    import ktconv.model
+
+    load = ktconv.model.load_model
+
+    def other(place: Path, *args: Any, **options: Any) -> Any:
+        model, tokenizer = load(place, *args, **options)
+        if place != EXAMPLE:
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.data.neg_()
+        return model, tokenizer
+
+    monkeypatch.setattr(ktconv.model, "load_model", other, raising=False)
+    result = run(example(), "model")
+    (failure,) = result.failures
+    assert (failure.level, failure.check) == ("model", "loading")
+    assert "as transformers loads" in failure.message
+
+    def none(place: Path, *args: Any, **options: Any) -> Any:
+        if place != EXAMPLE:
+            raise CheckpointError(f"transformers cannot load {place}")
+        return load(place, *args, **options)
+
+    monkeypatch.setattr(ktconv.model, "load_model", none, raising=False)
+    result = run(example(), "model")
+    (failure,) = result.failures
+    assert failure.check == "loading" and "cannot load" in failure.message
+    assert result.facts["model"]["kl_mean"] > 0 and result.facts["model"]["generation"] is None
 
 
 def test_wrong_experts_are_heard(example: Callable[..., Path], tmp_path: Path) -> None:

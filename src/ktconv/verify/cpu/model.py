@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.formats import FORMATS
+from ktconv.system.text import Notify
 from ktconv.verify.cpu.output import CpuOutput
-from ktconv.verify.findings import Facts
+from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.model import LEVEL, ModelCheck
+
+if TYPE_CHECKING:
+    from ktconv.model.streamed.calls import ExpertLayer, ExpertRunner
+    from ktconv.model.streamed.experts import SourceExperts
 
 
 class CpuModelCheck(ModelCheck):
@@ -25,19 +30,27 @@ class CpuModelCheck(ModelCheck):
     def _bits(self) -> int:
         return FORMATS[self._output.options.method].traits.bits
 
-    def run(self) -> Facts | None:
+    def run(self, progression: Progression, notify: Notify) -> Facts | None:
         from ktconv.model.matching import UnlikeExperts
 
         try:
-            return super().run()
+            return super().run(progression, notify)
         except UnlikeExperts as error:
             self._findings.fail(LEVEL, "experts", f"{error}.")
             return None
 
+    def _runner(
+        self, own: SourceExperts, layers: Mapping[int, ExpertLayer]
+    ) -> AbstractContextManager[ExpertRunner]:
+        from ktconv.model.streamed.packed import BothExperts
+
+        output, settings = self._output.directory, self._output.source.config
+        return BothExperts(own, output, layers, settings, self._request.threads)
+
     @contextmanager
-    def _pair(self, model: Any) -> Iterator[tuple[Any, Any, Facts]]:
+    def _pair(self, model: Any, notify: Notify) -> Iterator[tuple[Any, Any]]:
         from ktconv.model import replace_experts
 
         directory, threads = self._output.directory, self._request.threads
         with replace_experts(model, directory, threads=threads, keep=True) as replaced:
-            yield model, replaced, {"experts_of_source": sum(map(len, replaced.own.values()))}
+            yield model, replaced

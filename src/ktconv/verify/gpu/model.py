@@ -1,25 +1,36 @@
-"""Level model for experts on GPUs: the source model and the checkpoint, reading the same text.
+"""Level model for experts on GPUs: the source's, and what ours dequantize to, on the same text.
 
-A checkpoint with every expert is loaded by transformers, as users would: compressed-tensors unpacks
-it. If it has only some of the experts, or is of a family whose experts transformers reads in fused
-form alone, we dequantize them and put them into the source model.
+To write text, a checkpoint with every expert is loaded by transformers, as users would:
+compressed-tensors unpacks it, and must come to the same as we. If it has only some of the experts,
+or is of a family whose experts transformers reads in fused form alone, we put them into the source
+model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktconv.errors import CheckpointError
+from ktconv.families.family import Projection
+from ktconv.system.arrays import F32
+from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts
 from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
-from ktconv.verify.model import MODEL_PACKAGES, ModelCheck, require
+from ktconv.verify.model import LEVEL, ModelCheck, require
+from ktconv.verify.request import Thresholds
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ktconv.model.streamed.compare import Predictions
+    from ktconv.model.streamed.experts import Converted
+
+_LEAST_KL = 0.005  # what other orders of sums can make
 
 _MODULES_WITH_BARS = (
     "compressed_tensors.compressors.model_compressors.model_compressor",
@@ -47,43 +58,86 @@ class GpuModelCheck(ModelCheck):
         output = self._output
         return output.is_partial or not transformers_reads_packed(output.source)
 
-    def check_request(self) -> None:
-        require(**MODEL_PACKAGES)
+    @property
+    def _about(self) -> Facts:
+        by_transformers = self._why_not_loaded is None and not self._swapped
+        return super()._about | {"loaded_by": "transformers" if by_transformers else "ktconv"}
+
+    def _check_loadable(self) -> None:
+        super()._check_loadable()
         if not self._swapped:
             require(compressed_tensors="compressed-tensors")
-        super().check_request()
 
-    def _run(self) -> Facts:
-        if self._swapped:
-            return super()._run()
-        from ktconv.quantize_gpu.llm_compressor import silenced
+    @property
+    def _converted(self) -> Converted:
+        return self._values
 
-        # compressed-tensors draws bars when a model is first called, too, and warns of names that
-        # only engines know.
-        with silenced(_MODULES_WITH_BARS, ["compressed_tensors.utils.match"]):
-            return super()._run()
+    def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
+        """An expert's matrices as they are in the output; None where it is not there."""
+        output = self._output
+        if expert not in output.layers.get(layer, ()):
+            return None
+        sources = output.source_layers[layer].experts[expert]
+        return {
+            proj: dequantized(output, output.experts[layer, expert, proj], matrix).values()
+            for proj, matrix in sources.items()
+        }
 
     @contextmanager
-    def _pair(self, model: Any) -> Iterator[tuple[Any, Any, Facts]]:
+    def _loaded(self, notify: Notify) -> Iterator[tuple[Any, Any]]:
+        from ktconv.quantize_gpu.llm_compressor import silenced
+
+        with ExitStack() as stack:
+            if not self._swapped:
+                # compressed-tensors draws bars when a model is first called, too, and warns of
+                # names that only engines know.
+                names = ["compressed_tensors.utils.match"]
+                stack.enter_context(silenced(_MODULES_WITH_BARS, names))
+            yield stack.enter_context(super()._loaded(notify))
+
+    @contextmanager
+    def _pair(self, model: Any, notify: Notify) -> Iterator[tuple[Any, Any]]:
         from ktconv.model import load_model
 
         if self._swapped:
-            self._notify("replacing its experts with the dequantized ones")
+            notify("replacing its experts with the dequantized ones")
             pair: _Pair = _Swapped(model, self._output)
         else:
-            self._notify("loading the converted model")
-            pair = _Pair(model, load_model(self._output.directory, decode=False)[0])
-        facts = {"experts_of_source": pair.experts_of_source, "loaded_by": pair.loaded_by}
-        yield pair, pair, facts
+            notify("loading the converted model")
+            try:
+                converted, _ = load_model(self._output.directory, decode=False)
+            except CheckpointError as error:
+                self._findings.fail(LEVEL, "loading", f"{error}.")
+                raise
+            converted.config._experts_implementation = "eager"
+            pair = _Pair(model, converted)
+        yield pair, pair
+
+    def _check_loaded(
+        self, both: Any, experts: Any, predictions: Predictions, limits: Thresholds
+    ) -> None:
+        """Whether compressed-tensors unpacks what we dequantize, on the first window."""
+        from ktconv.model.evaluate import predictions_of_both
+
+        if self._swapped:
+            return
+        loaded = predictions_of_both(both, experts, predictions.texts[:1]).result().kl_mean
+        passed = predictions.result(1).kl_mean
+        if not abs(loaded - passed) <= max(limits.max_kl or 0.0, _LEAST_KL):
+            self._findings.fail(
+                LEVEL,
+                "loading",
+                f"as transformers loads {self._output.directory}, the mean KL divergence of the "
+                f"first window is {loaded:.4g}, but {passed:.4g} by what its tensors contain.",
+                value=loaded,
+            )
 
 
 class _Pair:
     """Two models behind the interface of one, for `ktconv.model.evaluate`."""
 
-    experts_of_source, loaded_by = 0, "transformers"
-
     def __init__(self, source: Any, converted: Any) -> None:
-        self._source, self._current = source, converted
+        self._source, self._current, self.config = source, converted, source.config
 
     @contextmanager
     def originals(self) -> Iterator[None]:
@@ -103,8 +157,6 @@ class _Pair:
 
 class _Swapped(_Pair):
     """One model with dequantized experts in place of some of its own."""
-
-    loaded_by = "ktconv"
 
     def __init__(self, model: Any, output: GpuOutput) -> None:
         super().__init__(model, model)
@@ -134,7 +186,6 @@ class _Swapped(_Pair):
         with torch.no_grad():
             for index, site in find_experts(model).items():
                 layer = sources[index]
-                self.experts_of_source += len(layer.experts) - len(here.get(index, ()))
                 for expert in here.get(index, ()):
                     for proj, view in site.own.matrices(expert).items():
                         matrix = layer.experts[expert][proj]

@@ -217,6 +217,15 @@ def _places(layers: Sequence[Facts]) -> list[float]:
 # --- model ------------------------------------------------------------------------------
 
 
+def drift_chart(model: Facts) -> dict[str, Any]:
+    layers = records(model["layers"])
+    series = [
+        Series(name, [number(layer[key]) for layer in layers])
+        for name, key in (("all tokens", "relative_error"), ("mean of tokens", "token_error"))
+    ]
+    return _chart(layers, series)
+
+
 def perplexity_change(model: Facts) -> str | None:
     source, converted = (number(model[f"perplexity_{side}"]) for side in ("source", "converted"))
     if not (source and converted and drawable(source) and drawable(converted)):
