@@ -34,3 +34,24 @@ def routed(tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
     scores = torch.rand((tokens, experts - 1), generator=generator)
     ids = scores.topk(top_k, dim=1).indices
     return ids, torch.rand((tokens, top_k), generator=generator)
+
+
+def experts_module(count: int, hidden: int, inner: int) -> Any:
+    """The experts of a Qwen3-MoE layer, computed one after the other."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=count)
+    config._experts_implementation = "eager"
+    return Qwen3MoeExperts(config).requires_grad_(False)
+
+
+def site_of(module: Any, layer: int = 0) -> Any:
+    """Where a module alone is in a model."""
+    import torch
+
+    from ktconv.model.sites import Site
+
+    parent = torch.nn.Module()
+    parent.experts = module
+    return Site(layer, f"model.layers.{layer}.mlp.experts", parent, "experts")

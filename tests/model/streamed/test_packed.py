@@ -71,7 +71,7 @@ def test_both_sides(
     from ktconv.model.streamed import packed
     from ktconv.model.streamed.calls import Call
 
-    monkeypatch.setattr(packed, "_TOKENS_AT_ONCE", block)
+    monkeypatch.setattr(packed, "TOKENS_AT_ONCE", block)
     read: list[int] = []
     with both(example, output, read=read.append) as runner, torch.inference_mode():
         for index, layer in example.layers.items():

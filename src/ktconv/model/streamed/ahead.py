@@ -86,9 +86,9 @@ class Advice:
                 self._given.append(before + sum(map(source_bytes, found)))
 
 
-def advise_layer(layer: MoELayer, nbytes: int = NEXT_LAYER_BYTES) -> None:
+def advise_layer(layer: MoELayer) -> None:
     """Ask the system to read the first experts of a layer."""
-    Advice(expert.values() for expert in layer.experts).upto(0, nbytes)
+    Advice(expert.values() for expert in layer.experts).upto(0, NEXT_LAYER_BYTES)
 
 
 def _advise(span: Span) -> None:

@@ -14,7 +14,6 @@ from ktconv.families.family import Projection
 from ktconv.model.streamed.ahead import ADVISED_BYTES, Advice, Ahead, advise_layer
 from ktconv.model.streamed.calls import Call, ExpertLayer, Tap
 from ktconv.model.streamed.filling import ExpertFiller, filling_memory
-from ktconv.model.streamed.inputs import DownInputs
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.reading.matrices import source_bytes
 from ktconv.reading.reader import SourceReader
@@ -79,7 +78,7 @@ class SourceExperts:
             if call.side == 0:
                 for tap in self._taps:
                     tap.chosen(layer.index, call.window, call.ids, call.weights)
-        work = _Work(layer, calls, outputs)
+        work = _Work(layer, calls, outputs, self._dtype)
         chosen, following, self._next = work.chosen, self._next, None
         advice = Advice(layer.source.experts[expert].values() for expert in chosen)
         slots = [self._slot(layer) for _ in range(self._depth(layer.source))]
@@ -135,21 +134,27 @@ class SourceExperts:
         taps = [tap for tap in self._taps if tap.wants_inputs]
         shares = work.shares(slot.expert)
         split = sum(work.calls[share.call].side == 0 for share in shares)
+        other = slot.source
         if slot.apart and slot.converted is not None:
-            self._run_rows(work, slot.converted, shares[split:])
-            shares = shares[:split]
-        if not taps or not split:
-            self._run_rows(work, slot.source, shares)
-            return
-        seen = _Seen(slot.source)
-        self._run_rows(work, seen, shares[:split])
-        self._run_rows(work, slot.source, shares[split:])
-        for tap in taps:
-            tap.inputs(work.layer.index, slot.expert, torch.cat(seen.rows), torch.cat(seen.inner))
+            other = slot.converted
+        if not taps and other is slot.source:
+            split = len(shares)
+        kept: list[tuple[Tensor, Tensor]] | None = [] if taps else None
+        self._run_rows(work, slot.source, shares[:split], kept)
+        self._run_rows(work, other, shares[split:])
+        if kept:
+            rows, inner = map(torch.cat, zip(*kept, strict=True))
+            for tap in taps:
+                tap.inputs(work.layer.index, slot.expert, rows, inner)
 
     def _run_rows(
-        self, work: _Work, run: Callable[[Tensor, Tensor], Tensor], shares: Sequence[_Share]
+        self,
+        work: _Work,
+        one: OneExpert,
+        shares: Sequence[_Share],
+        kept: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
+        """`kept`: takes the inputs of gate and up, and of down."""
         # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
         # not (libraries take other ways for a few rows), so windows stay apart there.
         apart = self._dtype == torch.float32
@@ -159,7 +164,15 @@ class SourceExperts:
                 parts = list(zip(calls, block, strict=True))
                 rows = torch.cat([call.rows[part.token] for call, part in parts])
                 weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
-                y = run(rows, weights)
+                if kept is None and not work.wide:
+                    y = one(rows, weights)
+                else:
+                    seen = one.seen(rows, weights)
+                    assert seen.added is not None
+                    y = seen.added
+                    if kept is not None:
+                        assert seen.inner is not None
+                        kept.append((rows, seen.inner))
                 for part, own in zip(
                     block, torch.split(y, [len(part.token) for part in block]), strict=True
                 ):
@@ -210,35 +223,44 @@ class _Work:
     """What the experts of a layer have to do."""
 
     def __init__(
-        self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]
+        self,
+        layer: ExpertLayer,
+        calls: Sequence[Call],
+        outputs: Sequence[Tensor],
+        dtype: torch.dtype,
     ) -> None:
         self.layer, self.calls = layer, sorted(calls, key=lambda call: call.side)
         order = sorted(range(len(calls)), key=lambda place: calls[place].side)
-        kind: type[_Summed] = _Slots if layer.own.call == "logits" else _Added
+        of_weights = calls[0].weights.dtype if calls else dtype
+        # Whether sums are rounded at the end.
+        self.wide = OneExpert(layer.own, dtype).sum_dtype(of_weights) != dtype
+        kind: Callable[[Tensor, Tensor], _Summed] = _Added
+        if layer.own.call == "logits":
+            kind = _Slots
         self.sums = [kind(outputs[place], calls[place].ids) for place in order]
         self._sorted = [_by_expert(call.ids, layer.own.count) for call in self.calls]
 
     @property
     def chosen(self) -> list[int]:
         """Experts that at least one token chose, ascending."""
-        total = sum(counts for _, counts in self._sorted)
-        return torch.nonzero(torch.as_tensor(total)).flatten().tolist()
+        count = self.layer.own.count
+        return [e for e in range(count) if any(self.has(e, side) for side in (0, 1))]
 
     def has(self, expert: int, side: int) -> bool:
         """Whether a token of this side chose it."""
-        counts = zip(self.calls, self._sorted, strict=True)
-        return any(bool(found[expert]) for call, (_, found) in counts if call.side == side)
+        known = zip(self.calls, self._sorted, strict=True)
+        return any(
+            starts[expert] < starts[expert + 1] for call, (_, starts) in known if call.side == side
+        )
 
     def shares(self, expert: int) -> list[_Share]:
         """Of the source's side first."""
         found = []
-        for number, (order, counts) in enumerate(self._sorted):
-            if not counts[expert]:
-                continue
-            first = int(counts[:expert].sum())
-            place = order[first : first + int(counts[expert])]
-            tokens = len(self.calls[number].ids)
-            found.append(_Share(number, place % tokens, place // tokens))
+        for number, (order, starts) in enumerate(self._sorted):
+            place = order[starts[expert] : starts[expert + 1]]
+            if len(place):
+                tokens = len(self.calls[number].ids)
+                found.append(_Share(number, place % tokens, place // tokens))
         return found
 
     def finish(self) -> None:
@@ -246,12 +268,12 @@ class _Work:
             one.finish()
 
 
-def _by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _by_expert(ids: Tensor, count: int) -> tuple[Tensor, list[int]]:
     """Places in the transposed ids [K, M], as the model's own modules order an expert's tokens,
-    by expert; and how many each has."""
+    by expert; and where those of each begin, and all end."""
     flat = ids.T.reshape(-1)
-    counts = torch.bincount(flat + 1, minlength=count + 1)
-    return flat.argsort(stable=True)[int(counts[0]) :], counts[1:]
+    starts = torch.bincount(flat + 1, minlength=count + 1).cumsum(0).tolist()
+    return flat.argsort(stable=True), starts
 
 
 def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
@@ -270,30 +292,11 @@ def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
         yield block
 
 
-class _Seen:
-    """An expert whose inputs are kept as it runs."""
-
-    def __init__(self, one: OneExpert) -> None:
-        self._one = one
-        self.rows: list[Tensor] = []
-        self.inner: list[Tensor] = []
-
-    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        with DownInputs(self._one.down, self._one.intermediate) as mode:
-            y = self._one(rows, weights)
-        assert mode.found is not None, "an expert without a down projection"
-        self.rows.append(rows)
-        self.inner.append(mode.found)
-        return y
-
-
 # ---- sums over experts -----------------------------------------------------------------
 
 
 class _Summed(Protocol):
     """The sum over the experts of each token."""
-
-    def __init__(self, output: Tensor, ids: Tensor) -> None: ...
 
     def add(self, token: Tensor, slot: Tensor, y: Tensor) -> None:
         """An expert's output for some tokens, times their weights."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.model.stored import StoredExperts, bias_name, stored_in
+from ktconv.model.streamed.inputs import Seen
 
 # What modules call their numbers of experts, of those per token, and of experts that change
 # nothing (LongCat: one beside the real one, see `_routed`).
@@ -54,30 +53,30 @@ class OneExpert:
         assert found is not None, "the same parameters are in another number"
         self.matrices: Mapping[Projection, Tensor] = found.matrices(0)
         self.biases: Mapping[Projection, Tensor] = found.biases(0)
-        self.down, self.intermediate = found.tensors[-1], found.intermediate
-        self._hidden = found.hidden
+        self.down = found.tensors[-1]
+        self.hidden, self.intermediate = found.hidden, found.intermediate
 
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """[n, H]: the expert's output for rows [n, H], times weights [n]; in the dtype of rows, or
-        in that of the weights where the module adds up in it."""
+        """[n, H]: the expert's output for rows [n, H], times weights [n]."""
         with torch.no_grad():
-            if weights.dtype == rows.dtype or not self._adds_in_weights_dtype:
-                return self._weighted(rows, weights)
-            y = self._weighted(rows, torch.ones_like(weights, dtype=rows.dtype))
-            return y.to(weights.dtype) * weights[:, None]
-
-    def _weighted(self, rows: Tensor, weights: Tensor) -> Tensor:
-        y: Tensor = getattr(self, f"_{self._call}")(rows, weights[:, None])
+            y: Tensor = getattr(self, f"_{self._call}")(rows, weights[:, None])
         return y.reshape(rows.shape)
 
-    @cached_property
-    def _adds_in_weights_dtype(self) -> bool:
-        """As Nemotron-H does."""
-        row = torch.zeros((1, self._hidden), dtype=self.down.dtype)
-        with _Sums() as sums:  # type: ignore[no-untyped-call]
-            self._weighted(row, torch.zeros(1, dtype=torch.float64))
-        found: torch.dtype | None = sums.dtype
-        return found == torch.float64
+    def seen(self, rows: Tensor, weights: Tensor) -> Seen:
+        """The same, and what happened in it."""
+        seen = Seen(self.down, self.intermediate)
+        with seen:
+            y = self(rows, weights)
+        if seen.added is None:  # by modules that do not add up experts themselves
+            seen.added = y
+        return seen
+
+    def sum_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """What the module adds up in, with weights of this dtype."""
+        rows = torch.zeros((1, self.hidden), dtype=self.down.dtype)
+        added = self.seen(rows, torch.zeros(1, dtype=weights)).added
+        assert added is not None
+        return added.dtype
 
     def _routed(self, rows: Tensor, weights: Tensor) -> Tensor:
         ids = torch.zeros(weights.shape, dtype=torch.int64, device=rows.device)
@@ -105,19 +104,6 @@ class OneExpert:
         kind: Any = type(self._module)
         found: Tensor = kind.forward(self._module, *arguments)
         return found
-
-
-class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As a context, finds the dtype of what outputs of experts are added to."""
-
-    dtype: torch.dtype | None = None
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function.overloadpacket in (torch.ops.aten.index_add_, torch.ops.aten.index_add):
-            self.dtype = args[0].dtype
-        return function(*args, **(kwargs or {}))
 
 
 class _Routed(nn.Module):
