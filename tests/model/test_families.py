@@ -82,9 +82,10 @@ def test_stats_of_a_family(name: str, tmp_path: Path, torch: Any) -> None:
     ):
         pytest.skip("transformers before 5.23 cannot run DeepSeek-V4 in bf16")
     model = SAVED[name]
-    with Recorder(written(name, tmp_path)) as recorder:
-        assert recorder.experts == dict.fromkeys(model.layers, model.experts)
-        found, _ = recorder.read(["some words"] * 9, 40)
+    recorder = Recorder(written(name, tmp_path))
+    assert recorder.experts == dict.fromkeys(model.layers, model.experts)
+    with recorder.prepare(["some words"] * 9, 40, work=tmp_path) as recording:
+        found, _ = recording.run()
     for layer in found.layers:
         assert layer.tokens == 40
         chosen = layer.routed / layer.tokens

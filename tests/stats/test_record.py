@@ -1,8 +1,12 @@
-"""Counting with a model: its own routers, on a text."""
+"""Recording with a model: its own routers and experts, on a text."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,15 @@ from helpers.paths import EVAL, EXAMPLE
 from helpers.paths import MODELS as TRAINED
 from typer.testing import CliRunner
 
+from ktconv.checkpoint import PROJECTIONS
 from ktconv.cli.app import app
-from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.conversion.pipeline import Observer
+from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
 from ktconv.model.text import text_pieces
 from ktconv.placement.expert_sets import read_expert_set
+from ktconv.stats import Recorder, Statistics, Wanted, open_hessians, read_importance
 from ktconv.stats.command import StatsRequest, run
-from ktconv.stats.record import Recorder, _batches, _chosen, token_windows
+from ktconv.stats.record import token_windows
 from ktconv.system import machine
 
 
@@ -26,15 +33,32 @@ def recorder(torch: Any) -> Recorder:
     return Recorder(EXAMPLE)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where passes of these tests are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ktconv" / "passes"
+
+
 def silent(text: str) -> None:
     pass
 
 
-def test_counts_are_the_routers_choice(recorder: Recorder, torch: Any) -> None:
+def counted(
+    recorder: Recorder, pieces: Any, limit: int, **options: Any
+) -> tuple[Statistics, dict[int, Any]]:
+    with recorder.prepare(pieces, limit, Wanted(ids=True), **options) as recording:
+        found = recording.run()
+        recording.complete()
+        return found
+
+
+def test_counts_are_the_routers_choice(recorder: Recorder, torch: Any, cache: Path) -> None:
     """Held against the best of the router's own logits, which transformers hands out."""
     from ktconv.model import load_model
 
-    statistics, ids = recorder.read(text_pieces(EVAL), 64, keep=True)
+    statistics, ids = counted(recorder, text_pieces(EVAL), 64)
+    assert list(cache.iterdir()) == []
     model, tokenizer = load_model(EXAMPLE)
     tokens = torch.tensor(tokenizer(EVAL.read_text())["input_ids"][:64])[None]
     with torch.inference_mode():
@@ -50,10 +74,10 @@ def test_counts_are_the_routers_choice(recorder: Recorder, torch: Any) -> None:
 def test_every_token_is_read_once(recorder: Recorder) -> None:
     """Up to the limit; the last window is shorter."""
     for limit in (1, 600, 10**9):
-        statistics, _ = recorder.read([EVAL.read_text()[:6000]], limit)
+        statistics, ids = counted(recorder, [EVAL.read_text()[:6000]], limit)
         tokens = statistics.about["tokens"]
         assert tokens == limit if limit < 10**9 else tokens > 600
-        assert all(layer.tokens == tokens for layer in statistics.layers)
+        assert all(layer.tokens == tokens == len(ids[layer.layer]) for layer in statistics.layers)
 
 
 class Letters:
@@ -92,70 +116,330 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_less_memory_gives_the_same_counts(
-    recorder: Recorder, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Weights that lie in a folder, windows in batches; the folder is gone afterwards, and no
-    library said a word."""
-    pytest.importorskip("accelerate")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Recorder(EXAMPLE, max_memory=600_000) as offloaded:
-        assert list(tmp_path.glob("ktconv-*/*"))
-        for limit in (100, 2000):
-            expected, ids = recorder.read(text_pieces(EVAL), limit, keep=True)
-            found, same = offloaded.read(text_pieces(EVAL), limit, keep=True)
-            assert found.about["tokens"] == limit
-            for layer, other in zip(found.layers, expected.layers, strict=True):
-                assert layer.counts.tolist() == other.counts.tolist()
-                assert np.array_equal(same[layer.layer], ids[layer.layer])
-    assert list(tmp_path.iterdir()) == []
+def test_less_memory_gives_the_same(
+    recorder: Recorder, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Windows that do not fit are run again, and what experts get is in a file; the folder is gone
+    afterwards, and no library said a word."""
+    expected, ids = counted(recorder, text_pieces(EVAL), 2000)
+    prepared = recorder.prepare(text_pieces(EVAL), 2000)
+    with pytest.raises(ResourceError, match=r"--max-memory 1\.0 MB is too small") as refusal:
+        recorder.prepare(text_pieces(EVAL), 2000, max_memory=10**6)
+    least = int(str(refusal.value.hint).split()[2].strip("MiB,")) << 20
+    with recorder.prepare(
+        text_pieces(EVAL), 2000, Wanted(ids=True), max_memory=least, work=tmp_path / "work"
+    ) as small:
+        assert small.plan.parked < prepared.plan.parked
+        found, same = small.run()
+        small.complete()
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.counts.tolist() == other.counts.tolist()
+        assert np.array_equal(same[layer.layer], ids[layer.layer])
+    assert list((tmp_path / "work").iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_disk_too_small_for_offloaded_weights(
+# ---- inputs of experts -----------------------------------------------------------------
+
+
+def seen_inputs(torch: Any, source: Path, text: str, limit: int) -> dict[int, dict[int, Any]]:
+    """Layer -> expert -> float64 inputs of gate and up, and of down; by a plain forward pass of
+    transformers with hooks."""
+    from ktconv.model import load_model
+    from ktconv.model.sites import experts_watched, find_experts
+
+    model, tokenizer = load_model(source)
+    model.config._experts_implementation = "eager"
+    linear = torch.nn.functional.linear
+    sites = find_experts(model)
+    found: dict[int, dict[int, Any]] = {layer: {} for layer in sites}
+
+    def called(layer: int, routing: Any) -> None:
+        own = sites[layer].own
+        rows = routing.hidden.reshape(-1, own.hidden)
+        for expert in routing.ids.unique().tolist():
+            gate, up, _ = own.matrices(expert).values()
+            x = rows[(routing.ids == expert).any(dim=1)]
+            inner = torch.nn.functional.silu(linear(x, gate)) * linear(x, up)
+            found[layer].setdefault(expert, []).append((x.double(), inner.double()))
+
+    with experts_watched(sites, called), torch.inference_mode():
+        for window in token_windows(tokenizer, [text], 512, limit):
+            model(input_ids=torch.tensor([window]), use_cache=False)
+    return {
+        layer: {
+            expert: tuple(torch.cat(part).numpy() for part in zip(*parts, strict=True))
+            for expert, parts in experts.items()
+        }
+        for layer, experts in found.items()
+    }
+
+
+MODELS = [EXAMPLE, TRAINED / "tiny-qwen3moe", TRAINED / "tiny-deepseekv3"]
+
+
+@pytest.mark.parametrize("source", MODELS, ids=lambda path: path.name)
+def test_inputs_are_those_of_a_plain_forward_pass(source: Path, torch: Any, tmp_path: Path) -> None:
+    if not source.is_dir():
+        pytest.skip(f"{source.name} is not here")
+    path, directory = tmp_path / "importance.safetensors", tmp_path / "hessians"
+    request = StatsRequest(str(source), EVAL, max_tokens=530, importance=path, hessian=directory)
+    facts, _ = run(request, silent)
+    expected = seen_inputs(torch, source, EVAL.read_text(), 530)
+    importance, hessians = read_importance(path), open_hessians(directory)
+    assert importance.origin == hessians.origin
+    assert (importance.origin.text, importance.origin.tokens) == ("eval.txt", 530)
+    assert list(importance.layers) == list(hessians.layers) == sorted(expected)
+    for about in facts["layers"]:
+        number = about["layer"]
+        layer, experts = importance.layers[number], expected[number]
+        counts = [len(experts[e][0]) if e in experts else 0 for e in range(about["experts"])]
+        assert layer.counts.tolist() == hessians.counts(number).tolist() == counts
+        assert counts == about["counts"]
+        for expert, (rows, inner) in experts.items():
+            for projection in PROJECTIONS:
+                x = inner if projection == "down" else rows
+                np.testing.assert_allclose(
+                    layer.of(projection)[expert], np.square(x).mean(axis=0), rtol=1e-6
+                )
+                product = x.T @ x
+                matrix = hessians.matrix(number, expert, projection)
+                assert np.abs(matrix - product).max() <= 1e-5 * product.diagonal().max()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import nullcontext
+from pathlib import Path
+from ktconv.conversion.pipeline import Observer
+from ktconv.stats.command import StatsRequest, run
+
+class Killer(Observer):
+    def unit_started(self, key):
+        self.key = key
+    def advanced(self, nbytes):
+        if self.key == sys.argv[4]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+source, text, out = map(Path, sys.argv[1:4])
+run(
+    StatsRequest(
+        str(source), text, 1100, trace=out / "trace.safetensors", hessian=out / "hessians",
+        importance=out / "importance.safetensors", work_dir=out.parent / "work",
+    ),
+    lambda line: None, lambda sizes: nullcontext(Killer()),
+)
+"""
+
+
+def test_killed_and_continued(torch: Any, tmp_path: Path) -> None:
+    """In the second layer: the first is not run again, and all files are the same byte by byte."""
+
+    class Seen(Observer):
+        def begin(self, keys: list[str]) -> None:
+            begun.append(keys)
+
+    def request(name: str) -> StatsRequest:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return StatsRequest(
+            str(EXAMPLE), EVAL, 1100, trace=tmp_path / name / "trace.safetensors",
+            importance=tmp_path / name / "importance.safetensors",
+            hessian=tmp_path / name / "hessians", work_dir=tmp_path / "work",
+        )  # fmt: skip
+
+    begun: list[list[str]] = []
+    expected, _ = run(request("whole"), silent)
+    killed = request("killed")
+    words = [sys.executable, "-c", KILLED, EXAMPLE, EVAL, tmp_path / "killed", "layer-1"]
+    assert subprocess.run(list(map(str, words)), check=False).returncode == -9
+    assert "hessians/layer-00000.safetensors" in files_of(tmp_path / "killed")
+    assert not any(
+        (tmp_path / "killed" / name).exists()
+        for name in ("trace.safetensors", "importance.safetensors")
+    )
+    said: list[str] = []
+    found, _ = run(killed, said.append, lambda sizes: nullcontext(Seen()))
+    assert begun == [["layer-1"]] and any("continuing behind layer 0" in line for line in said)
+    assert found["layers"] == expected["layers"]
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_what_was_recorded_survives_what_cannot_be_written(
     torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("accelerate")
-    monkeypatch.setattr(machine, "disk_free", lambda path: 1000)
-    with pytest.raises(ResourceError, match=r"has 1\.0 kB free, but up to .* are kept there"):
-        Recorder(EXAMPLE, max_memory=600_000)
+    """A trace that does not fit on the disk: the model is not read again for it."""
+    from ktconv.stats import command
+
+    request = StatsRequest(
+        str(EXAMPLE), EVAL, 100, trace=tmp_path / "trace.safetensors",
+        importance=tmp_path / "importance.safetensors", work_dir=tmp_path / "work",
+    )  # fmt: skip
+
+    def full(*_: Any) -> None:
+        raise ResourceError("the disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(ResourceError):
+        patch.setattr(command, "write_trace", full)
+        run(request, silent)
+    said: list[str] = []
+    run(request, said.append)
+    assert any("continuing behind layer 1" in line for line in said)
+    assert (tmp_path / "trace.safetensors").exists()
+    assert read_importance(tmp_path / "importance.safetensors").origin.tokens == 100
 
 
-def test_batches() -> None:
-    windows = [[1, 2], [3, 4], [5, 6], [7]]
-    assert list(_batches(windows, 2)) == [[[1, 2], [3, 4]], [[5, 6]], [[7]]]
-    assert list(_batches(windows, 8)) == [[[1, 2], [3, 4], [5, 6]], [[7]]]
-    assert list(_batches(windows, 1)) == [[window] for window in windows]
-    assert list(_batches([], 2)) == []
+def test_layers_restrict_the_files(torch: Any, tmp_path: Path) -> None:
+    """And how far the model is read. Hessians of other layers are added to the same directory."""
+    begun: list[list[str]] = []
+
+    class Seen(Observer):
+        def begin(self, keys: list[str]) -> None:
+            begun.append(keys)
+
+    for layers in ([1], [0]):
+        request = StatsRequest(
+            str(EXAMPLE), EVAL, 60, layers=layers, hessian=tmp_path / "hessians",
+            importance=tmp_path / "importance.safetensors",
+        )  # fmt: skip
+        facts, _ = run(request, silent, lambda sizes: nullcontext(Seen()))
+        assert [layer["layer"] for layer in facts["layers"]] == layers
+        assert list(read_importance(tmp_path / "importance.safetensors").layers) == layers
+    assert begun == [["layer-0", "layer-1"], ["layer-0"]]
+    assert open_hessians(tmp_path / "hessians").layers == (0, 1)
 
 
-def test_hooks_are_gone_afterwards(recorder: Recorder) -> None:
-    first, _ = recorder.read([EVAL.read_text()], 32)
-    second, _ = recorder.read([EVAL.read_text()], 32)
-    for one, other in zip(first.layers, second.layers, strict=True):
+def test_a_directory_of_another_text(torch: Any, tmp_path: Path) -> None:
+    """Is refused before anything runs."""
+    run(StatsRequest(str(EXAMPLE), EVAL, 60, hessian=tmp_path / "hessians"), silent)
+    before = files_of(tmp_path)
+    with pytest.raises(OutputError, match=r"layer-00000\.safetensors is of another model, text"):
+        run(StatsRequest(str(EXAMPLE), EVAL, 61, hessian=tmp_path / "hessians"), silent)
+    assert files_of(tmp_path) == before
+
+
+def test_a_dry_run_writes_nothing(torch: Any, tmp_path: Path) -> None:
+    words = ["stats", EXAMPLE, "--text", EVAL, "--dry-run"]
+    words += ["--importance", tmp_path / "i.safetensors", "--hessian", tmp_path / "h"]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.stderr
+    assert "peak memory about" in done.stdout and "will be written to" in done.stdout
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    facts = json.loads(done.stdout)
+    assert facts["hessian_bytes"] == 2 * 8 * 4 * (128 * 129 // 2 + 256 * 257 // 2)
+    assert facts["importance_bytes"] == 2 * 8 * (4 * (128 + 256) + 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hessian": "h"}, "--hessian .*h needs 2.6 MB, but only 1.0 MB are free"),
+        ({}, "of hidden states are kept in .*, but only"),
+    ],
+)
+def test_a_disk_too_small(
+    options: dict[str, Any], said: str, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "disk_free", lambda path: 10**6 if options else 1000)
+    options = {name: tmp_path / value for name, value in options.items()}
+    with pytest.raises(ResourceError, match=said):
+        run(StatsRequest(str(EXAMPLE), EVAL, 60, **options), silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_cannot_be_used(torch: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("hessian", "work_dir"):
+        for place in ("file", "file/below"):
+            options: dict[str, Any] = {name: tmp_path / place}
+            with pytest.raises(UsageError, match=r"cannot be used: .*/file is not a directory"):
+                run(StatsRequest(str(EXAMPLE), EVAL, 60, **options), silent)
+
+
+def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
+    """With the same values as the safetensors model: the same counts."""
+    pytest.importorskip("gguf")
+    from helpers.gguf_files import metadata, write_gguf
+    from safetensors.torch import load_file
+
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    }  # fmt: skip
+    tensors: dict[str, Any] = {}
+    stacks: dict[str, dict[int, Any]] = {}
+    for path in sorted(EXAMPLE.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            module, values = name.removesuffix(".weight"), tensor.float().numpy()
+            layer = module.split(".")[2] if module.startswith("model.layers.") else None
+            inner = module.removeprefix(f"model.layers.{layer}.")
+            if ".experts." in inner:
+                _, _, expert, projection = inner.split(".")
+                stack = f"blk.{layer}.ffn_{projection.removesuffix('_proj')}_exps.weight"
+                stacks.setdefault(stack, {})[int(expert)] = values
+            elif layer is None:
+                tensors[f"{names[module]}.weight"] = values
+            else:
+                tensors[f"blk.{layer}.{names[inner]}.weight"] = values
+    for stack, experts in stacks.items():
+        tensors[stack] = np.stack([experts[number] for number in sorted(experts)])
+    settings = json.loads((EXAMPLE / "config.json").read_text())
+    pairs = metadata(
+        settings["num_hidden_layers"], expert_count=settings["num_local_experts"],
+        embedding_length=settings["hidden_size"],
+        expert_feed_forward_length=settings["moe_intermediate_size"],
+    )  # fmt: skip
+    path = write_gguf(tmp_path / "m.gguf", tensors, pairs)
+    with pytest.raises(UsageError, match=r"has no config\.json and tokenizer"):
+        Recorder(path)
+    expected, _ = counted(recorder, text_pieces(EVAL), 300)
+    found, _ = counted(Recorder(path, EXAMPLE), text_pieces(EVAL), 300)
+    for one, other in zip(found.layers, expected.layers, strict=True):
         assert one.counts.tolist() == other.counts.tolist()
 
 
-def test_llama4_gives_every_expert_all_tokens(torch: Any) -> None:
-    """Experts that are not chosen get zeros."""
-    from ktconv.model.module import SortedExperts
+def test_models_that_cannot_be_run(torch: Any, tmp_path: Path) -> None:
+    """One sentence each, before anything is written."""
+    broken = tmp_path / "model"
 
-    module = torch.nn.Module()
-    module.down_proj = torch.zeros(3, 2, 8)
-    hidden = torch.zeros((3, 4, 8))  # experts, tokens, hidden size
-    hidden[2, 0] = hidden[0, 1] = hidden[2, 3] = 1
-    routing = SortedExperts.routing(module, (hidden.reshape(12, 8),))
-    assert _chosen(routing, 3).tolist() == [[2], [0], [-1], [2]]
+    def refused(said: str, hint: str = "") -> None:
+        with pytest.raises(KtconvError, match=said) as caught:
+            run(StatsRequest(str(broken), EVAL, 60), silent)
+        assert hint in str(caught.value.hint)
+        assert not (tmp_path / "cache").exists()
 
+    shutil.copytree(EXAMPLE, broken)
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    refused("tokenizer")
+    for path in EXAMPLE.glob("tokenizer*"):
+        shutil.copy(path, broken)
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    unknown = {**config, "model_type": "qwen9_moe", "architectures": ["Qwen9MoeForCausalLM"]}
+    (broken / "config.json").write_text(json.dumps(unknown))
+    import transformers
 
-def test_experts_without_weights_are_none(torch: Any) -> None:
-    """As LongCat's that return their input, which are numbered behind the others."""
-    from ktconv.model.module import Routing
-
-    hidden, ids = torch.ones(2, 3), torch.tensor([[0, 4], [7, 3]])
-    assert _chosen(Routing(hidden, ids, ids / 8 + 1), 4).tolist() == [[0, -1], [-1, 3]]
-    assert ids.tolist() == [[0, 4], [7, 3]]  # the model goes on with them
+    refused(
+        rf"qwen9_moe.*transformers {transformers.__version__}|{transformers.__version__}.*qwen9"
+    )
+    own = {
+        **unknown,
+        "auto_map": {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "m.O"},
+    }
+    (broken / "config.json").write_text(json.dumps(own))
+    refused("does not run code")
 
 
 def test_stats_record_command(torch: Any, tmp_path: Path) -> None:
@@ -214,7 +498,7 @@ def test_a_dense_model_has_no_experts(torch: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(EXAMPLE).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="no experts were found"):
+    with pytest.raises(CheckpointError, match="no MoE layer was found"):
         Recorder(tmp_path)
 
 
@@ -223,8 +507,8 @@ def test_trained_models(name: str, torch: Any) -> None:
     """Real routers: uneven, but no expert is dead on a text like the training's."""
     if not (TRAINED / name).is_dir():
         pytest.skip(f"{name} is not here")
-    options = StatsRequest(str(TRAINED / name), TRAINED / name / "eval.txt", max_tokens=2048, hot=4)
+    options = StatsRequest(str(TRAINED / name), TRAINED / name / "eval.txt", max_tokens=1024, hot=4)
     facts, _ = run(options, silent)
-    assert all(layer["routed"] == 4 * 2048 for layer in facts["layers"])
+    assert all(layer["routed"] == 4 * 1024 for layer in facts["layers"])
     assert 0.3 < facts["hot_share"] < 0.9
     assert all(0.5 < layer["balance"] < 1 for layer in facts["layers"])

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.exits import Hints, errors_shown, interruptible
+from ktconv.cli.options import progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, option
-from ktconv.errors import MemoryShortError
+from ktconv.cli.parsing import argument, flag, option
+from ktconv.errors import DiskFullError
 from ktconv.system.units import parse_ranges, parse_size
 
-_MEMORY = "set --max-memory SIZE: weights beyond it are offloaded to TMPDIR"
-_HINTS: Hints = {MemoryShortError: _MEMORY, MemoryError: _MEMORY}
+_AGAIN = "Finished layers are kept: run the same command again to continue."
+_HINTS: Hints = {
+    DiskFullError: "free some space or use another disk, then run the same command again: finished "
+    "layers are kept",
+}
 
 
 def stats(
@@ -34,8 +38,12 @@ def stats(
         int | None, option("Maximum number of tokens to read; default: 20480.", "N", min=1)
     ] = None,
     max_memory: Annotated[
-        str, option("Memory limit for weights; the rest is offloaded to TMPDIR.", "SIZE")
+        str, option("Memory limit of the process; default: what is free.", "SIZE")
     ] = "",
+    work_dir: Annotated[
+        Path | None,
+        option("Keep hidden states, and what an interrupted run continues from, here.", "DIR"),
+    ] = None,
     layers: Annotated[str, option("Only these layers, e.g. 0-3,7.", "LIST")] = "",
     hot: Annotated[
         int | None, option("Select the N most used experts of each layer.", "N", min=1)
@@ -66,11 +74,23 @@ def stats(
     placement: Annotated[
         Path | None, option("Write counts for sglang-kt's frequency placement.", "FILE.pt")
     ] = None,
+    importance: Annotated[
+        Path | None,
+        option("Write the mean square of each input channel of each expert.", "FILE.safetensors"),
+    ] = None,
+    hessian: Annotated[
+        Path | None,
+        option("Write the second moments of each expert's inputs: large files.", "DIR"),
+    ] = None,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Print what the pass takes, and run nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Count how often a model's own router chooses each expert on a text.
 
-    Needs transformers, and memory for the model.
+    Needs transformers. The model is read once, layer by layer, and need not fit into memory.
+    Run the same command again to continue an interrupted run.
 
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
@@ -90,7 +110,11 @@ def stats(
             write=write,
             trace=trace,
             placement=placement,
+            importance=importance,
+            hessian=hessian,
+            work_dir=work_dir,
+            dry_run=dry_run,
         )
-        with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines = run(request, notify)
+        with interruptible(lambda: _AGAIN):
+            facts, lines = run(request, notify, progress_over)
         print_result(as_json, facts, lambda: lines)

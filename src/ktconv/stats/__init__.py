@@ -1,12 +1,29 @@
-"""How often each expert is chosen: by a model's own router on a text, counted per layer.
+"""What a model's own router and experts do with a text: how often each expert is chosen, and what
+its matrices are multiplied with.
 
-statistics, _ = Recorder(Path("model")).read(text_pieces(None), 20480)
+recorder = Recorder(Path("model"))
+with recorder.prepare(text_pieces(None), 20480) as recording:
+    statistics, _ = recording.run()
+    recording.complete()
 statistics.layers[0].hottest(32)            # the ids of the 32 most used experts
 write_expert_set(statistics.hot(32), Path("hot.json"))
 """
 
 from ktconv.model.text import text_pieces
 from ktconv.stats.counts import LayerCounts, Statistics
-from ktconv.stats.record import Recorder
+from ktconv.stats.hessian import Hessians, open_hessians
+from ktconv.stats.importance import Importance, read_importance
+from ktconv.stats.record import Recorder, Recording, Wanted
 
-__all__ = ["LayerCounts", "Recorder", "Statistics", "text_pieces"]
+__all__ = [
+    "Hessians",
+    "Importance",
+    "LayerCounts",
+    "Recorder",
+    "Recording",
+    "Statistics",
+    "Wanted",
+    "open_hessians",
+    "read_importance",
+    "text_pieces",
+]

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
 from ktconv.placement.expert_sets import write_expert_set
-from ktconv.stats.counts import LayerCounts, Statistics, from_facts
+from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics, from_facts
 from ktconv.stats.files import PLACEMENT, read_trace, write_placement, write_trace
-from ktconv.stats.record import Recorder
+from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
 from ktconv.system.files import check_writable, translated
-from ktconv.system.text import Notify
+from ktconv.system.text import Notify, silent
+
+Progress = Callable[[dict[str, int]], AbstractContextManager[Observer]]
 
 DEFAULT_TOKENS = 20480  # 40 windows
+# Options that need the model itself.
+_OF_RECORDING = (
+    "text", "max_tokens", "max_memory", "trace", "importance", "hessian", "work_dir", "dry_run",
+)  # fmt: skip
 SHOWN_NEVER = 5  # experts that are named in a row of the table
 
 
@@ -32,7 +41,7 @@ class StatsRequest:
     model: str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
     text: Path | None = None  # None: the text that ships with ktconv
     max_tokens: int | None = None
-    max_memory: int | None = None  # bytes of weights that are in memory; None: all
+    max_memory: int | None = None  # bytes that the process may have; None: what is free
     layers: Sequence[int] | None = None
     hot: int | None = None
     hot_share: float | None = None
@@ -40,6 +49,10 @@ class StatsRequest:
     write: Path | None = None
     trace: Path | None = None
     placement: Path | None = None
+    importance: Path | None = None
+    hessian: Path | None = None
+    work_dir: Path | None = None  # for the state of the pass; None: in the user's cache
+    dry_run: bool = False
     config: Path | None = None  # directory of config.json and tokenizer, for a GGUF model
 
     @property
@@ -48,15 +61,46 @@ class StatsRequest:
         return self.hot, self.hot_share, self.hot_total
 
 
-def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str]]:
-    """The JSON document and the lines for people. Raises KtconvError."""
+def run(
+    request: StatsRequest,
+    notify: Notify = silent,
+    progress: Progress = lambda sizes: nullcontext(Observer()),
+) -> tuple[dict[str, Any], list[str]]:
+    """The JSON document and the lines for people. Raises KtconvError.
+
+    `progress` makes an observer of bytes of source by unit; what is recorded goes on where an
+    earlier run with the same request stopped.
+    """
     started = time.monotonic()
     _check(request)
-    earlier = _earlier(request)
-    statistics, ids = (earlier, {}) if earlier else _record(request, notify)
-    if request.layers is not None:
-        statistics = statistics.only(request.layers)
-    facts = statistics.facts(*request.choice)
+    with ExitStack() as opened:
+        recording = None
+        statistics, ids = _earlier(request), dict[int, I32]()
+        if statistics is None:
+            recording = opened.enter_context(_prepared(request))
+            if request.dry_run:
+                return {"schema": SCHEMA, **recording.facts}, recording.lines
+            for line in recording.lines:
+                notify(line)
+            with progress(recording.sizes) as observer:
+                statistics, ids = recording.run(observer, notify)
+        if request.layers is not None:
+            statistics = statistics.only(request.layers)
+        facts = statistics.facts(*request.choice)
+        _write(request, statistics, ids, notify)
+        if recording is not None:
+            recording.complete()
+    facts["seconds"] = round(time.monotonic() - started, 3)
+    return facts, list(_lines(statistics, facts, request))
+
+
+def _write(
+    request: StatsRequest, statistics: Statistics, ids: Mapping[int, I32], notify: Notify
+) -> None:
+    """The files that were asked for; those of inputs of experts are there."""
+    for path in (request.importance, request.hessian):
+        if path is not None:
+            notify(f"wrote {path}")
     if request.trace is not None:
         experts = {layer.layer: layer.experts for layer in statistics.layers}
         write_trace(request.trace, {n: ids[n] for n in experts}, experts)
@@ -68,8 +112,6 @@ def run(request: StatsRequest, notify: Notify) -> tuple[dict[str, Any], list[str
     if request.placement is not None:
         write_placement(statistics, request.placement)
         notify(f"wrote {request.placement}")
-    facts["seconds"] = round(time.monotonic() - started, 3)
-    return facts, list(_lines(statistics, facts, request))
 
 
 def _check(request: StatsRequest) -> None:
@@ -91,15 +133,31 @@ def _check(request: StatsRequest) -> None:
     for option, path, ending in (
         ("--trace", request.trace, ".safetensors"),
         ("--placement", request.placement, PLACEMENT),
+        ("--importance", request.importance, ".safetensors"),
     ):
         if path is not None and path.suffix != ending:
             raise UsageError(f"{option} {path} does not end in {ending}", f"name a {ending} file")
     if request.placement is not None and request.layers is not None:
         raise UsageError("--placement needs all layers", "omit --layers")
-    for name in ("write", "trace", "placement"):
+    for name in ("write", "trace", "placement", "importance"):
         path = getattr(request, name)
         if path is not None:
             check_writable(path, f"--{name}")
+    for option, path in (("--hessian", request.hessian), ("--work-dir", request.work_dir)):
+        if path is not None:
+            _check_directory(path, option)
+
+
+def _check_directory(path: Path, option: str) -> None:
+    """UsageError unless files can be made in `path`, which need not exist yet."""
+    existing = path.absolute()
+    while not existing.exists() and not existing.is_symlink():
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        why = "cannot be written" if existing.is_dir() else "is not a directory"
+        raise UsageError(
+            f"{option} {path} cannot be used: {existing} {why}", "choose another directory"
+        )
 
 
 # ---- recording -------------------------------------------------------------------------
@@ -110,8 +168,8 @@ def _earlier(request: StatsRequest) -> Statistics | None:
     path = Path(request.model)
     if path.suffix not in (".json", ".safetensors") or not path.is_file():
         return None
-    for name in ("text", "max_tokens", "max_memory", "trace"):
-        if getattr(request, name) is not None:
+    for name in _OF_RECORDING:
+        if getattr(request, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} does not apply to counts read from {path}",
                 "omit it, or give the model itself",
@@ -123,28 +181,29 @@ def _earlier(request: StatsRequest) -> Statistics | None:
     return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
 
 
-def _record(request: StatsRequest, notify: Notify) -> tuple[Statistics, dict[int, I32]]:
-    """Counts, and the recorded ids if a trace was requested."""
+def _prepared(request: StatsRequest) -> Recording:
+    """The pass over the text, planned."""
     place = locate_model(request.model)
     check_headers(place, request.config)
     if request.config is not None and not place.is_file():
         raise UsageError("--config is for GGUF models only", "omit it")
     pieces, name = open_text(request.text)
-    notify("loading the model")
-    limit = request.max_tokens or DEFAULT_TOKENS
-    hints = way_out(
-        "use a release of transformers that supports this architecture",
-        "set --max-memory to offload part of the weights to disk",
-    )
-    with (
-        hints,
-        running(place),
-        Recorder(place, request.max_memory, request.config) as recorder,
-    ):
+    with way_out("use a release of transformers that supports this architecture"), running(place):
+        recorder = Recorder(place, request.config)
         _check_choice(recorder.experts, request)
-        notify(f"reading at most {limit} tokens of {name}")
-        found, ids = recorder.read(pieces, limit, notify, keep=request.trace is not None)
-    return Statistics(found.layers, {**found.about, "text": name}), ids
+        return recorder.prepare(
+            pieces,
+            request.max_tokens or DEFAULT_TOKENS,
+            Wanted(
+                ids=request.trace is not None,
+                importance=request.importance,
+                hessian=request.hessian,
+                layers=request.layers,
+            ),
+            text=name,
+            max_memory=request.max_memory,
+            work=request.work_dir,
+        )
 
 
 def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CountTap:
-    """Counts of each layer, by `experts`, their number in it; with `keep` also the chosen ids.
+    """Counts of the layers of `experts`, which has their numbers; with `keep` also the chosen ids.
 
     `apart`: layers that get the tokens of each expert one after the other, see `joined`.
     """
@@ -32,7 +32,9 @@ class CountTap:
         self._ids: dict[int, list[I32]] = {}
 
     def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
-        """Add a window's choices [M, K]."""
+        """Add a window's choices [M, K], if the layer is one of those that are counted."""
+        if layer not in self._experts:
+            return
         experts = self._experts[layer]
         found = chosen_ids(ids, weights, experts)
         if layer in self._apart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,7 @@ class Statistics:
     def only(self, wanted: Sequence[int]) -> Statistics:
         """Some layers. UsageError for one that is not there."""
         there = {layer.layer: layer for layer in self.layers}
-        for number in wanted:
-            if number not in there:
-                raise UsageError(
-                    f"--layers names layer {number}, which has no routed experts",
-                    f"layers with routed experts: {', '.join(map(str, there))}",
-                )
+        check_layers(wanted, there)
         return Statistics([there[number] for number in wanted], self.about)
 
     def facts(
@@ -166,6 +161,17 @@ class Statistics:
             "hot_share": taken / routed,
             "layers": [layer.facts(chosen[layer.layer]) for layer in self.layers],
         }
+
+
+def check_layers(wanted: Iterable[int], there: Iterable[int]) -> None:
+    """UsageError for a wanted layer that is not there."""
+    known = list(there)
+    for number in wanted:
+        if number not in known:
+            raise UsageError(
+                f"--layers names layer {number}, which has no routed experts",
+                f"layers with routed experts: {', '.join(map(str, known))}",
+            )
 
 
 def from_facts(content: Mapping[str, Any], path: Path) -> Statistics:

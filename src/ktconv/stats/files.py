@@ -24,6 +24,7 @@ from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
 from ktconv.system.arrays import I32, I64
 from ktconv.system.files import write_durably
 from ktconv.system.units import parse_ranges
+from ktconv.writer.shards import Tensor, plan_shard
 
 PLACEMENT = ".pt"  # the ending by which sglang-kt knows it
 
@@ -31,16 +32,17 @@ PLACEMENT = ".pt"  # the ending by which sglang-kt knows it
 def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) -> None:
     """Raises UsageError for layers that differ in experts or experts per token: their ids do not
     fit into one array."""
-    from safetensors.numpy import save
-
     if len({found.shape for found in ids.values()}) > 1 or len({experts[n] for n in ids}) > 1:
         raise UsageError(
             "the layers differ in their number of experts or of experts per token",
             "select layers with equal numbers with --layers",
         )
     metadata = {"layers": ",".join(map(str, ids)), "experts": str(experts[next(iter(ids))])}
-    data = save({"ids": np.stack(list(ids.values()))}, metadata)
-    write_durably(path, data, path.absolute().parent)
+    array = np.stack(list(ids.values()))
+    tensor = Tensor("ids", "I32", array.shape, array.nbytes)
+    # safetensors would write the metadata in another order each time.
+    header = plan_shard(path.name, [tensor], metadata).header
+    write_durably(path, [header, array.tobytes()], path.absolute().parent)
 
 
 def read_trace(path: Path) -> Statistics:

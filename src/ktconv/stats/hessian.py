@@ -172,6 +172,12 @@ def nbytes(sizes: Sizes) -> int:
     return 4 * sizes.experts * (_packed_size(sizes.hidden) + _packed_size(sizes.intermediate))
 
 
+def memory(layers: Mapping[int, Sizes]) -> int:
+    """Bytes that a `HessianTap` takes."""
+    widest = max(max(one.hidden, one.intermediate) for one in layers.values())
+    return 3 * 4 * widest * (_BAND + _TOKENS)
+
+
 class HessianTap:
     """Writes the second moments of `layers` to a directory, each layer's file when it is done.
 
@@ -268,7 +274,7 @@ def _kept(directory: Path, layers: Mapping[int, Sizes], origin: Origin) -> set[i
     if not directory.exists():
         return set()
     found = _files(directory)
-    for layer, path in found.items():
+    for layer, path in sorted(found.items()):
         try:
             file = _opened(path, layer)
             same = file.origin == origin and _sizes(file) == layers.get(layer, _sizes(file))

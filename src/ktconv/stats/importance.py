@@ -24,7 +24,6 @@ from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.stored import StatisticsFile
 from ktconv.system.arrays import F32, I64, Array
-from ktconv.system.files import remove
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 from ktconv.writer.staging import ShardStaging
@@ -115,6 +114,15 @@ def nbytes(layers: Mapping[int, Sizes]) -> int:
     return sum(one.nbytes for n, sizes in layers.items() for one in _planned(n, sizes))
 
 
+def memory(layers: Mapping[int, Sizes]) -> int:
+    """Bytes that an `ImportanceTap` takes."""
+    return max(
+        2 * 8 * one.experts * (one.hidden + one.intermediate)
+        + 3 * 4 * _ROWS * max(one.hidden, one.intermediate)
+        for one in layers.values()
+    )
+
+
 class ImportanceTap:
     """Gathers the mean squares of `layers`; memory is that of one layer.
 
@@ -191,10 +199,8 @@ class ImportanceTap:
         return _named(layer, found)
 
     def write(self, path: Path) -> None:
-        """Replace `path` by a file of all layers, in one step, and remove those of the layers."""
+        """Replace `path` by a file of all layers, in one step."""
         self._write(path, self._layers, self._finished)
-        for layer in self._layers:
-            remove(self._file(layer))
 
     def _write(
         self,

@@ -1,138 +1,333 @@
-"""Reads a text with a model of transformers and counts which experts its routers choose."""
+"""Reads a text with a model, layer by layer, and records what its experts get."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktconv.errors import CheckpointError, UsageError
-from ktconv.model.load import context_length
-from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
+from ktconv.checkpoint import open_checkpoint
+from ktconv.conversion.pipeline import Observer
+from ktconv.errors import DiskSpaceError, UsageError
+from ktconv.model.load import context_length, load_tokenizer
+from ktconv.stats import hessian, importance
+from ktconv.stats.counting import CountTap
+from ktconv.stats.counts import NUM_LAYERS, Statistics, check_layers
+from ktconv.stats.hessian import HessianTap
+from ktconv.stats.importance import ImportanceTap
+from ktconv.stats.origin import Origin, Sizes, source_sha256
+from ktconv.system import machine
 from ktconv.system.arrays import I32, I64
 from ktconv.system.text import Notify, path_text, silent
-from ktconv.system.units import format_duration
+from ktconv.system.units import format_size
 
 if TYPE_CHECKING:
-    from ktconv.model.module import Routing
+    from ktconv.model.streamed.calls import Tap
+    from ktconv.model.streamed.parts import PartedModel
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
-_WINDOWS = 8  # that are read at once where reading the weights costs more than they do
-_NOTIFY_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Layer:
-    """What is counted in a layer while the model reads."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to record beside counts: all chosen ids, and files. Of `layers` (None: of all); the
+    model is read up to the last of them."""
 
-    counts: I64
-    tokens: int = 0
-    ids: list[I32] = field(default_factory=list)
+    ids: bool = False
+    importance: Path | None = None
+    hessian: Path | None = None
+    layers: Sequence[int] | None = None
 
 
 class Recorder:
-    """A loaded model with counters on the experts of its layers. `config`: see `load_model`.
+    """A model whose weights are read layer by layer while a text goes through it.
 
-    Memory is that of the loaded model; a window at a time goes through it, without its head. With
-    `max_memory` the weights beyond so many bytes stay in a temporary folder, one layer at a time
-    is read from there, and a few windows at once go through it. Raises ResourceError before
-    loading where the model does not fit, CheckpointError where transformers cannot load it or
-    finds no experts in it, UsageError without transformers.
+    `model` is a directory, or one GGUF file, whose config.json and tokenizer are those of `config`.
+    Only headers are read at first. Raises CheckpointError where transformers does not have the
+    family or finds no experts in it, UsageError without a tokenizer.
     """
 
-    def __init__(
-        self, model: Path, max_memory: int | None = None, config: Path | None = None
-    ) -> None:
-        from ktconv.model import load_model
-        from ktconv.model.sites import find_experts
+    def __init__(self, model: Path, config: Path | None = None) -> None:
+        from ktconv.model.streamed.parts import PartedModel
 
-        self._folder = TemporaryDirectory(prefix="ktconv-") if max_memory is not None else None
-        self._windows = 1 if self._folder is None else _WINDOWS
-        self._model, self._tokenizer = load_model(
-            model,
-            config_directory=config,
-            max_memory=max_memory,
-            offload=Path(self._folder.name) if self._folder else None,
-        )
-        self._sites = find_experts(self._model)
+        if model.is_file() and config is None:
+            raise UsageError(
+                f"{model} has no config.json and tokenizer that transformers can load",
+                "give a directory with those of the model: --config DIR",
+            )
+        checkpoint = open_checkpoint(model, config)
+        self._tokenizer = load_tokenizer(checkpoint.side_directory or model, model)
+        self._parted = PartedModel(checkpoint)
+        settings = self._parted.model.config
         self.about = {
             "model": path_text(model),
-            "model_type": getattr(self._model.config, "model_type", None),
-            NUM_LAYERS: getattr(self._model.config.get_text_config(), NUM_LAYERS, None),
+            "model_type": getattr(settings, "model_type", None),
+            NUM_LAYERS: getattr(settings.get_text_config(), NUM_LAYERS, None),
         }
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
 
     @property
     def experts(self) -> dict[int, int]:
         """Number of experts by layer."""
-        return {layer: site.count for layer, site in sorted(self._sites.items())}
+        return {index: layer.own.count for index, layer in self._parted.experts.items()}
 
-    def read(
-        self, pieces: Iterable[str], max_tokens: int, notify: Notify = silent, *, keep: bool = False
+    def prepare(
+        self,
+        pieces: Iterable[str],
+        max_tokens: int,
+        wanted: Wanted | None = None,
+        *,
+        text: str = "",
+        max_memory: int | None = None,
+        work: Path | None = None,
+    ) -> Recording:
+        """A recording of the first `max_tokens` tokens of a text that comes in pieces, planned.
+
+        `text`: its name. `max_memory`: bytes that the process may have; None: what is free. `work`:
+        where the state of the pass is kept; None: in the user's cache. Raises UsageError for a text
+        without tokens and layers without experts, OutputError for a directory of other Hessians,
+        ResourceError where memory or a disk is too small.
+        """
+        digest = hashlib.sha256()
+        length = context_length(self._parted.model, WINDOW)
+        windows = [
+            np.array(window, np.int64)
+            for window in token_windows(self._tokenizer, _seen(pieces, digest), length, max_tokens)
+        ]
+        if not windows:
+            raise UsageError("the text contains no tokens", "use a longer text")
+        about = {**self.about, "text": text, "tokens": sum(map(len, windows))}
+        return Recording(
+            self._parted, windows, about, digest.hexdigest(), wanted or Wanted(), max_memory, work
+        )
+
+
+class Recording:
+    """A planned pass over a text. As a context it has the folder of the pass, which is kept at the
+    end unless `complete` was called, so that the same recording goes on there."""
+
+    def __init__(
+        self,
+        parted: PartedModel,
+        windows: Sequence[I64],
+        about: Mapping[str, Any],
+        text_sha256: str,
+        wanted: Wanted,
+        max_memory: int | None,
+        work: Path | None,
+    ) -> None:
+        from ktconv.model.streamed.plan import measure_speed, plan_pass
+        from ktconv.model.streamed.work import pass_folder, pass_identity
+
+        self._parted, self._windows, self._about = parted, windows, about
+        self._wanted, self._work = wanted, work
+        run = pass_identity(
+            "stats", parted.checkpoint, (one.tobytes() for one in windows), dtype=str(parted.dtype)
+        )
+        self._origin = Origin(
+            model=about["model"],
+            source_sha256=source_sha256(parted.checkpoint),
+            text=about["text"],
+            text_sha256=text_sha256,
+            tokens=about["tokens"],
+            run=hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest(),
+        )
+        self._layers = _chosen_layers(parted, wanted.layers)
+        self._identity = {
+            **run,
+            "ids": wanted.ids,
+            "importance": wanted.importance is not None,
+            "hessian": None if wanted.hessian is None else path_text(wanted.hessian.absolute()),
+            "layers": list(self._layers),
+        }
+        self._hessian = (
+            None
+            if wanted.hessian is None
+            else HessianTap(self._layers, self._origin, wanted.hessian)
+        )
+        self._opened = ExitStack()
+        lengths = [len(window) for window in windows]
+        self._folder = pass_folder(self._identity, work)
+        self.plan = plan_pass(
+            parted,
+            lengths,
+            threads=machine.usable_cpus(),
+            head=False,
+            layers=self._passed,
+            taps=self._memory_of_taps,
+            max_memory=max_memory,
+            folder=self._folder,
+            speed=measure_speed(parted, sum(lengths), max(lengths)),
+        )
+        self._check_disks()
+
+    # ---- what it takes ----
+
+    @property
+    def _memory_of_taps(self) -> int:
+        """Bytes: all tokens of an expert, at most those of the text, and what taps make of them."""
+        if self._wanted.importance is None and self._wanted.hessian is None:
+            return 0
+        widths = [one.hidden + one.intermediate for one in self._layers.values()]
+        tokens: int = 2 * self._about["tokens"] * max(widths) * self._parted.dtype.itemsize
+        return tokens + max(importance.memory(self._layers), hessian.memory(self._layers))
+
+    @property
+    def _passed(self) -> int | None:
+        """How many layers are passed; None: all."""
+        return None if self._wanted.layers is None else max(self._layers) + 1
+
+    @property
+    def _importance_bytes(self) -> int:
+        return 0 if self._wanted.importance is None else importance.nbytes(self._layers)
+
+    @property
+    def _hessian_bytes(self) -> int:
+        """What is still to be written."""
+        return self._hessian.missing_bytes if self._hessian else 0
+
+    @property
+    def lines(self) -> list[str]:
+        """The plan, for people."""
+        found = self.plan.lines()
+        if self._wanted.importance is not None:
+            found.append(
+                f"{self._wanted.importance} will have {format_size(self._importance_bytes)}"
+            )
+        if self._hessian:
+            kept = f"; {len(self._hessian.kept)} layers are there" if self._hessian.kept else ""
+            found.append(
+                f"up to {format_size(self._hessian_bytes)} will be written to "
+                f"{self._wanted.hessian}{kept}"
+            )
+        return found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The plan, for JSON."""
+        found = self.plan.facts()
+        if self._wanted.importance is not None:
+            found["importance_bytes"] = self._importance_bytes
+        if self._hessian:
+            found["hessian_bytes"] = self._hessian_bytes
+        return found
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of source by unit of progress."""
+        from ktconv.model.streamed.run import unit_sizes
+
+        return dict(islice(unit_sizes(self._parted).items(), self._passed))
+
+    def _check_disks(self) -> None:
+        """DiskSpaceError where what is written does not fit, each disk taken together."""
+        needs = [(self._folder, self.plan.disk + self._importance_bytes, "the work folder")]
+        if self._wanted.importance is not None:
+            needs.append((self._wanted.importance, self._importance_bytes, "--importance"))
+        if self._wanted.hessian is not None:
+            needs.append((self._wanted.hessian, self._hessian_bytes, "--hessian"))
+        for path, nbytes, what in needs:
+            there = [n for other, n, _ in needs if _device(other) == _device(path)]
+            free = machine.disk_free(path)
+            if sum(there) > free and nbytes == max(there):
+                raise DiskSpaceError(
+                    f"{what} {path} needs {format_size(nbytes)}, but only {format_size(free)} are "
+                    "free on that disk",
+                    "use a larger disk, or record fewer layers at a time with --layers",
+                )
+
+    # ---- the pass ----
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def run(
+        self, observer: Observer | None = None, notify: Notify = silent
     ) -> tuple[Statistics, dict[int, I32]]:
-        """Counts over the first `max_tokens` tokens of a text that comes in pieces.
+        """Counts, and the chosen ids [tokens, top-k] of each layer in the order of the text if they
+        are wanted; wanted files are written.
 
-        With `keep` also the chosen ids [tokens, top-k] of each layer, in the order of the text.
-        Raises UsageError for a text without tokens.
+        Raises NotCut for a model that cannot be run layer by layer, InUseError where another
+        process makes the same recording, and other KtconvErrors.
         """
         import torch
 
-        from ktconv.model.sites import experts_watched
+        from ktconv.model.streamed.experts import SourceExperts
+        from ktconv.model.streamed.run import StreamedPass
+        from ktconv.model.streamed.states import Scratch, States
+        from ktconv.model.streamed.work import WorkFolder
 
-        found = {layer: _Layer(np.zeros(n, np.int64)) for layer, n in self.experts.items()}
-        length = context_length(self._model, WINDOW)
-        progress, tokens = _Progress(max_tokens, notify), 0
+        opened, parted = self._opened, self._parted
+        self._work_folder = opened.enter_context(WorkFolder(self._identity, self._work, notify))
+        folder = self._work_folder.path
+        states = opened.enter_context(States(folder, 1, len(self._windows)))
+        scratch = opened.enter_context(Scratch(folder, self.plan.scratch_memory))
+        counts = CountTap(
+            {layer: sizes.experts for layer, sizes in self._layers.items()},
+            apart=[n for n, layer in parted.experts.items() if layer.own.call == "sorted"],
+            keep=self._wanted.ids,
+        )
+        taps: list[Tap] = [counts]
+        if self._wanted.importance is not None:
+            means = ImportanceTap(self._layers, self._origin, folder)
+            taps.append(means)
+        if self._hessian is not None:
+            opened.callback(self._hessian.close)
+            taps.append(self._hessian)
+        windows = [torch.from_numpy(window)[None] for window in self._windows]
+        passing = StreamedPass(
+            parted, windows, states, scratch,
+            parked=self.plan.parked, observer=observer, notify=notify,
+        )  # fmt: skip
+        experts = SourceExperts(
+            parted.checkpoint, parted.dtype,
+            threads=machine.usable_cpus(), memory=self.plan.experts_memory,
+            taps=taps, read=passing.read,
+        )  # fmt: skip
+        passing.run(experts, layers=self._passed)
+        if self._wanted.importance is not None:
+            means.write(self._wanted.importance)
+        return Statistics(counts.layers, self._about), counts.ids
 
-        def count(layer: int, routing: Routing) -> None:
-            about, experts = found[layer], len(found[layer].counts)
-            ids = _chosen(routing, experts)
-            about.counts += np.bincount(ids[ids >= 0], minlength=experts)
-            about.tokens += len(ids)
-            if keep:
-                about.ids.append(ids)
-
-        with experts_watched(self._sites, count), torch.inference_mode():
-            windows = token_windows(self._tokenizer, pieces, length, max_tokens)
-            for batch in _batches(windows, self._windows):
-                # The logits are not needed, and can be larger than all else that is computed.
-                self._model.base_model(input_ids=torch.tensor(batch), use_cache=False)
-                tokens += sum(map(len, batch))
-                progress.update(tokens)
-        if not tokens:
-            raise UsageError("the text contains no tokens", "use a longer text")
-        for layer, counted in found.items():
-            if not counted.counts.any():
-                raise CheckpointError(f"the model did not call layer {layer}'s experts")
-        layers = [LayerCounts(n, counted.tokens, counted.counts) for n, counted in found.items()]
-        ids = {n: np.concatenate(counted.ids) for n, counted in found.items()} if keep else {}
-        return Statistics(layers, self.about | {"tokens": tokens}), ids
+    def complete(self) -> None:
+        """Everything is written: the folder of the pass is not needed any more."""
+        self._work_folder.complete()
 
 
-def _chosen(routing: Routing, experts: int) -> I32:
-    """Chosen experts [M, K] of a call; -1 where a token chose fewer, or one without matrices, as
-    LongCat's that return their input and Zaya's that does nothing (some expert with weight 0)."""
-    hidden, ids, weights = routing
-    if hidden is not None:
-        ids = ids.reshape(hidden.numel() // hidden.shape[-1], -1)
-    found: I32 = ids.cpu().numpy().astype(np.int32)  # a copy
-    found[(found < 0) | (found >= experts)] = -1
-    if weights is not None:
-        found[(weights.reshape(found.shape) == 0).cpu().numpy()] = -1
-    return found
+def _chosen_layers(parted: PartedModel, wanted: Sequence[int] | None) -> dict[int, Sizes]:
+    """The layers that files are written of. UsageError for one without experts."""
+    sizes = {index: Sizes.of(layer.source) for index, layer in parted.experts.items()}
+    if wanted is None:
+        return sizes
+    check_layers(wanted, sizes)
+    return {index: sizes[index] for index in wanted}
+
+
+def _device(path: Path) -> int:
+    """The file system that `path` is or would be on."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing.stat().st_dev
 
 
 # ---- text ------------------------------------------------------------------------------
+
+
+def _seen(pieces: Iterable[str], digest: Any) -> Iterator[str]:
+    """The same pieces, after adding them to a digest."""
+    for piece in pieces:
+        digest.update(piece.encode())
+        yield piece
 
 
 def token_windows(
@@ -151,31 +346,3 @@ def token_windows(
             break
     if kept:
         yield kept
-
-
-def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """Up to `most` consecutive windows of one length."""
-    batch: list[list[int]] = []
-    for window in windows:
-        if len(batch) == most or (batch and len(batch[0]) != len(window)):
-            yield batch
-            batch = []
-        batch.append(window)
-    if batch:
-        yield batch
-
-
-class _Progress:
-    """A line every few seconds."""
-
-    def __init__(self, total: int, notify: Notify) -> None:
-        self._total, self._notify = total, notify
-        self._started = self._notified = time.monotonic()
-
-    def update(self, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self._notified < _NOTIFY_SECONDS:
-            return
-        self._notified = now
-        left = (now - self._started) / tokens * (self._total - tokens)
-        self._notify(f"{tokens} of at most {self._total} tokens, ETA {format_duration(left)}")

@@ -128,6 +128,7 @@ def plan_pass(
     threads: int = 1,
     converted: bool = False,
     head: bool = True,
+    layers: int | None = None,
     taps: int = 0,
     max_memory: int | None = None,
     folder: Path | None = None,
@@ -135,10 +136,11 @@ def plan_pass(
 ) -> PassPlan:
     """The plan for windows of so many tokens each, with so many threads that decode experts.
 
-    `converted`: side 1 has matrices of its own in place of the source's, rather than packed ones.
-    `taps`: bytes that those take. `max_memory`: of the process in total; None: what is free.
-    `folder`: where states are kept. Raises MemoryLimitError or MemoryShortError where even the
-    least is too much, DiskSpaceError where the disk of `folder` is too small.
+    `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
+    of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
+    process in total; None: what is free. `folder`: where states are kept. Raises MemoryLimitError
+    or MemoryShortError where even the least is too much, DiskSpaceError where the disk of `folder`
+    is too small.
     """
     sizes, tokens = _Sizes(parted), sum(windows)
     runner = _Runner(parted, tokens, threads, converted, packed=sides > 1 and not converted)
@@ -153,12 +155,15 @@ def plan_pass(
         _check_disk(folder, states + file)
     runs = sides * len(windows)
     again = 1 + (runs - parked) / runs
-    layers = [layer.source for layer in parted.experts.values()]
-    flops = again * _dense_flops(sizes, windows, sides)
+    passed = len(parted.layers) if layers is None else layers
+    experts_of = [layer.source for index, layer in parted.experts.items() if index < passed]
+    flops = again * _dense_flops(sizes, windows, sides, passed)
     if head:
         flops += 2.0 * sizes.head_elements * tokens * sides
     return PassPlan(
-        read=sum(parted.layer_bytes) + parted.outside_bytes + sum(map(experts_bytes, layers)),
+        read=parted.outside_bytes
+        + sum(parted.layer_bytes[:passed])
+        + sum(map(experts_bytes, experts_of)),
         peak_memory=need.peak(parked, scratch),
         experts_memory=experts,
         windows=len(windows),
@@ -169,8 +174,8 @@ def plan_pass(
         states=states,
         folder=folder,
         dense_flops=flops,
-        expert_flops=sum(_expert_flops(parted, layer) for layer in layers) * tokens * sides,
-        decoded=sum(experts_bytes(layer) for layer in layers if _is_encoded(layer)),
+        expert_flops=sum(_expert_flops(parted, layer) for layer in experts_of) * tokens * sides,
+        decoded=sum(experts_bytes(layer) for layer in experts_of if _is_encoded(layer)),
         speed=speed,
     )
 
@@ -365,10 +370,10 @@ def _check_disk(folder: Path, needed: int) -> None:
 # ---- FLOPs and time --------------------------------------------------------------------
 
 
-def _dense_flops(sizes: _Sizes, windows: Sequence[int], sides: int) -> float:
+def _dense_flops(sizes: _Sizes, windows: Sequence[int], sides: int, passed: int) -> float:
     """Of attention and of what is no expert in all layers, for both sides where they differ."""
     found = 0.0
-    for index, layer in enumerate(sizes.layers):
+    for index, layer in enumerate(sizes.layers[:passed]):
         weights = sum(one.numel() for one in layer if one.ndim > 1)
         scores = 2.0 * sizes.attention * sum(length**2 for length in windows)  # a half is masked
         once = 2.0 * weights * sum(windows) + scores

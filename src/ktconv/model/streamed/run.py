@@ -73,14 +73,15 @@ class StreamedPass:
         watchers: Sequence[Watcher] = (),
         *,
         head: bool = False,
+        layers: int | None = None,
     ) -> None:
-        """Pass all layers, and the `head`, from where an earlier run stopped.
+        """Pass all layers, or so many, and the `head`, from where an earlier run stopped.
 
         Raises NotCut for a model that cannot be run like this, and other KtconvErrors. States are
         kept then, and by an interrupt.
         """
         first = self._resume(runner, watchers)
-        count = len(self._parted.layers)
+        count = len(self._parted.layers) if layers is None else layers
         keys = [f"layer-{index}" for index in range(first, count)]
         self._observer.begin([*keys, HEAD] if head else keys)
         sizes = unit_sizes(self._parted)

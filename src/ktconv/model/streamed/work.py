@@ -65,6 +65,13 @@ def default_root() -> Path:
     return Path(cache) / "ktconv" / "passes"
 
 
+def pass_folder(identity: Mapping[str, Any], root: Path | None = None) -> Path:
+    """Where a pass keeps its state, below `root` or the default."""
+    canonical = json.dumps(identity, sort_keys=True)
+    key = hashlib.sha256(canonical.encode()).hexdigest()[:_KEY_LENGTH]
+    return (default_root() if root is None else root) / key
+
+
 class WorkFolder:
     """The folder of one pass, locked until `close`.
 
@@ -76,9 +83,8 @@ class WorkFolder:
     def __init__(
         self, identity: Mapping[str, Any], root: Path | None = None, notify: Notify = silent
     ) -> None:
-        place = default_root() if root is None else root
-        canonical = json.dumps(identity, sort_keys=True)
-        self.path = place / hashlib.sha256(canonical.encode()).hexdigest()[:_KEY_LENGTH]
+        self.path = pass_folder(identity, root)
+        place = self.path.parent
         self._journal = Journal(self.path)
         self._open = False
         with _way_out(None if root else "use --work-dir DIR"):
