@@ -50,6 +50,9 @@ class ExpertRunner(Protocol):
         """Add to each of `outputs` [M, H], which are zeros of the dtype of `rows`, the sum over
         the experts of each token, times their weights. Raises KtconvError."""
 
+    def ahead(self, layer: MoELayer) -> None:
+        """Before `run`: the experts of this layer are asked for behind those of that call."""
+
     def state(self) -> Mapping[str, Array]:
         """What a later run needs to go on behind the layers that were run."""
 

@@ -42,6 +42,8 @@ class SourceExperts:
     `converted(layer, expert)` are the matrices [out, in] that side 1 has in place of an expert's;
     None for those that it shares with the source, as it does with all without `converted`. Threads
     call it.
+
+    Experts run on `device`; calls and outputs are on the CPU.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class SourceExperts:
         taps: Sequence[Tap] = (),
         read: Callable[[int], None] = lambda _: None,
         converted: Converted | None = None,
+        device: str = "cpu",
     ) -> None:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._dtype, self._threads, self._memory = dtype, threads, memory
         self._taps, self._read, self._converted = taps, read, converted
+        self._device = device
         self._next: MoELayer | None = None
 
     def ahead(self, layer: MoELayer) -> None:
@@ -105,8 +109,9 @@ class SourceExperts:
     # ---- decoding, by threads ----
 
     def _slot(self, layer: ExpertLayer) -> _Slot:
-        one = OneExpert(layer.own, self._dtype)
-        other = None if self._converted is None else OneExpert(layer.own, self._dtype)
+        with torch.device(self._device):
+            one = OneExpert(layer.own, self._dtype)
+            other = None if self._converted is None else OneExpert(layer.own, self._dtype)
         return _Slot(ExpertFiller(self._reader, self._dtype), one, other)
 
     def _depth(self, layer: MoELayer) -> int:
@@ -164,6 +169,7 @@ class SourceExperts:
                 parts = list(zip(calls, block, strict=True))
                 rows = torch.cat([call.rows[part.token] for call, part in parts])
                 weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
+                rows, weights = rows.to(self._device), weights.to(self._device)
                 if kept is None and not work.wide:
                     y = one(rows, weights)
                 else:
@@ -173,9 +179,8 @@ class SourceExperts:
                     if kept is not None:
                         assert seen.inner is not None
                         kept.append((rows, seen.inner))
-                for part, own in zip(
-                    block, torch.split(y, [len(part.token) for part in block]), strict=True
-                ):
+                sizes = [len(part.token) for part in block]
+                for part, own in zip(block, torch.split(y.to("cpu"), sizes), strict=True):
                     work.sums[part.call].add(part.token, part.slot, own)
 
     def state(self) -> dict[str, Array]:

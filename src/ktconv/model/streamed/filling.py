@@ -49,11 +49,15 @@ class ExpertFiller:
         SourceReader."""
         reader = self._loaded(matrices.values())
         for projection, matrix in matrices.items():
-            values = one.matrices[projection].view(_NUMBERS[self._dtype]).numpy()
+            view = one.matrices[projection]
+            target = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
+            values = target.view(_NUMBERS[self._dtype]).numpy()
             if reader is self._reader and self._is_same(matrix) and values.flags.c_contiguous:
                 self._read(MatrixReader(reader, matrix), values)
             else:
                 self._decode(reader, matrix, values)
+            if target is not view:
+                view.copy_(target)
         self._fill_biases(matrices, one)
 
     def put(self, matrices: Matrices, values: Mapping[Projection, F32], one: OneExpert) -> None:

@@ -32,8 +32,8 @@ class OneExpert:
     """`own` are all experts of a layer, on the meta device.
 
     `matrices` [out, in] and `biases` [out] are views of the parameters of the one expert that is in
-    memory; these are on the CPU, and not yet filled. CheckpointError where it is not known how the
-    module is called.
+    memory; these are on the device that is PyTorch's default, and not yet filled. CheckpointError
+    where it is not known how the module is called.
     """
 
     def __init__(self, own: StoredExperts, dtype: torch.dtype) -> None:
@@ -73,8 +73,9 @@ class OneExpert:
 
     def sum_dtype(self, weights: torch.dtype) -> torch.dtype:
         """What the module adds up in, with weights of this dtype."""
-        rows = torch.zeros((1, self.hidden), dtype=self.down.dtype)
-        added = self.seen(rows, torch.zeros(1, dtype=weights)).added
+        device = self.down.device
+        rows = torch.zeros((1, self.hidden), dtype=self.down.dtype, device=device)
+        added = self.seen(rows, torch.zeros(1, dtype=weights, device=device)).added
         assert added is not None
         return added.dtype
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
 from ktconv.model.matching import (
     check_layers,
@@ -81,6 +82,10 @@ class BothExperts:
             for part, own in zip(block, torch.split(y, sizes), strict=True):
                 part.output.index_add_(0, part.token, own.to(part.output.dtype))
         experts.release()
+
+    def ahead(self, layer: MoELayer) -> None:
+        """The source's are read ahead; those of the output are mapped."""
+        self._source.ahead(layer)
 
     def state(self) -> Mapping[str, Array]:
         """That of `source`."""

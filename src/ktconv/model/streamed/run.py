@@ -141,7 +141,7 @@ class StreamedPass:
                 for window in range(len(self.windows)):
                     for side in sides:
                         waiting.start(side, window)
-                self._read_ahead(index + 1)
+                self._read_ahead(index + 1, runner)
                 if experts is not None:
                     runner.run(experts, waiting.calls, waiting.outputs)
                 waiting.finish()
@@ -149,10 +149,12 @@ class StreamedPass:
                 waiting.close()
         self.scratch.clear()
 
-    def _read_ahead(self, index: int) -> None:
+    def _read_ahead(self, index: int, runner: ExpertRunner) -> None:
         """Ask the system to read the next layer while this one is computed."""
         for tensor in self._parted.tensors(index):
             _advise(tensor)
+        if (experts := self._parted.experts.get(index)) is not None:
+            runner.ahead(experts.source)
 
     # ---- progress ----
 
