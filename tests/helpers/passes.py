@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,31 @@ class Passed:
 
     @contextlib.contextmanager
     def opened(
-        self, ids: Sequence[Any], sides: int = 1, parked: int | None = None
+        self,
+        ids: Sequence[Any],
+        sides: int = 1,
+        parked: int | None = None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Any]:
         from ktconv.model.streamed.run import StreamedPass
         from ktconv.model.streamed.states import Scratch, States
 
         self.folder.mkdir(exist_ok=True)
         with States(self.folder, sides, len(ids)) as states, Scratch(self.folder, 0) as scratch:
-            yield StreamedPass(self.parted, ids, states, scratch, sides=sides, parked=parked)
+            yield StreamedPass(
+                self.parted, ids, states, scratch, sides=sides, parked=parked, notify=notify
+            )
 
     def run(
-        self, ids: Sequence[Any], sides: int = 1, parked: int | None = None, runner: Any = None
+        self,
+        ids: Sequence[Any],
+        sides: int = 1,
+        parked: int | None = None,
+        runner: Any = None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> Kept:
         kept = Kept()
-        with self.opened(ids, sides, parked) as streamed:
+        with self.opened(ids, sides, parked, notify) as streamed:
             streamed.run(runner or self.experts, [kept], head=True)
         return kept
 
