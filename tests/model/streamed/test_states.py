@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.disk_calls import hooked
+from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
 
 import torch
 
+from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError, DiskFullError, KtconvError, ResourceError
 from ktconv.model.streamed.states import STATE_FILE, Resumed, Scratch, States
 
@@ -438,3 +440,19 @@ def test_scratch_where_files_cannot_be_allocated_at_once(
     monkeypatch.setattr(os, "pwrite", no_space)
     with pytest.raises(DiskFullError):
         scratch.empty((1000,), torch.float32)
+
+
+def test_pages_of_scratch_do_not_gather_in_a_pass(tmp_path: Path) -> None:
+    """Whenever an expert has been read, those of earlier ones may go."""
+    pytest.importorskip("transformers")
+    from ktconv.model.streamed.parts import PartedModel
+    from ktconv.model.streamed.run import StreamedPass
+    from ktconv.system.machine import resident_memory
+
+    with States(tmp_path, 1, 0) as states, Scratch(tmp_path, 0) as scratch:
+        one = StreamedPass(PartedModel(open_checkpoint(EXAMPLE)), [], states, scratch)
+        part = scratch.empty((8 << 20,), torch.int64).fill_(7)
+        before = resident_memory()
+        one.read(0)
+        assert before - resident_memory() > 48 << 20
+        assert int(part.sum()) == 7 << 23

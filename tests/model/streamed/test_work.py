@@ -19,7 +19,13 @@ pytest.importorskip("torch")
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import DiskFullError, InUseError, KtconvError, OutputError, UsageError
 from ktconv.model.streamed.states import STATE_FILE
-from ktconv.model.streamed.work import STALE_SECONDS, WorkFolder, default_root, pass_identity
+from ktconv.model.streamed.work import (
+    STALE_SECONDS,
+    WorkFolder,
+    default_root,
+    pass_folder,
+    pass_identity,
+)
 
 ONE, OTHER = {"kind": "one"}, {"kind": "other"}
 
@@ -35,7 +41,9 @@ def test_a_pass_finds_its_folder_again(tmp_path: Path) -> None:
     folder = committed(ONE, tmp_path)
     assert committed(OTHER, tmp_path) != folder
     with WorkFolder({"kind": "one"}, tmp_path) as work:
-        assert work.path == folder and (work.path / STATE_FILE).exists()
+        assert (
+            work.path == folder == pass_folder(ONE, tmp_path) and (work.path / STATE_FILE).exists()
+        )
         assert work.free > 0
         work.complete()
         assert not folder.exists()

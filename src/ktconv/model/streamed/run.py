@@ -66,6 +66,7 @@ class StreamedPass:
         reported = min(nbytes, self._unread)
         self._unread -= reported
         self._observer.advanced(reported)
+        self.scratch.trim()  # else pages of its file gather until the last expert has run
 
     def run(
         self,

@@ -18,7 +18,7 @@ from ktconv.model.streamed.parts import NotCut, PartedModel
 from ktconv.model.streamed.plan import measure_speed, plan_pass
 from ktconv.model.streamed.run import StreamedPass, unit_sizes
 from ktconv.model.streamed.states import Scratch, States
-from ktconv.model.streamed.work import WorkFolder, default_root, pass_identity
+from ktconv.model.streamed.work import WorkFolder, pass_folder, pass_identity
 from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
 
@@ -71,7 +71,7 @@ class PlannedPass:
             head=head,
             taps=taps_memory,
             max_memory=max_memory,
-            folder=work_dir or default_root(),
+            folder=pass_folder(self._identity, work_dir),
             speed=measure_speed(self.parted, sides * sum(tokens), max(tokens)),
         )
         self._folder: WorkFolder | None = None
