@@ -8,6 +8,7 @@ gigabytes are written at the speed of the disk. Only numpy is needed.
 
     make_checkpoint.py OUTPUT --preset qwen3-30b --layers 2
     make_checkpoint.py OUTPUT --preset deepseek-v3 --layers 1 --experts 32 --dtype fp8
+    make_checkpoint.py OUTPUT --preset qwen3-30b --layers 4 --attention
     make_checkpoint.py OUTPUT --many-tensors
 """
 
@@ -52,6 +53,7 @@ PRESETS = {
     "mixtral-8x22b": Preset("mixtral", "MixtralForCausalLM", 8, 6144, 16384, 2),
     "kimi-k2": Preset("kimi_k2", "DeepseekV3ForCausalLM", 384, 7168, 2048, 8),
 }
+HEADS, KEY_HEADS, HEAD_WIDTH = 32, 4, 128
 CORRECTED = ("deepseek_v3", "kimi_k2")  # families whose routers have a correction bias
 # 3 * 384 * 87 = 100 224 expert matrices
 MANY = Preset("qwen3_moe", "Qwen3MoeForCausalLM", 384, 128, 128, 8, layers=87)
@@ -172,7 +174,17 @@ def fused_tensors(preset: Preset, prefix: str, dtype: str, orientation: str) -> 
     yield Tensor(f"{prefix}.experts.down_proj", dtype, down)
 
 
-def plan(preset: Preset, dtype: str, fused: str | None) -> Iterator[Tensor]:
+def attention_tensors(preset: Preset, base: str, dtype: str) -> Iterator[Tensor]:
+    """With these and what every checkpoint gets, transformers runs a model of Qwen3 MoE."""
+    queries, keys = HEADS * HEAD_WIDTH, KEY_HEADS * HEAD_WIDTH
+    yield Tensor(f"{base}.self_attn.k_norm.weight", dtype, (HEAD_WIDTH,))
+    yield Tensor(f"{base}.self_attn.q_proj.weight", dtype, (queries, preset.hidden))
+    yield Tensor(f"{base}.self_attn.k_proj.weight", dtype, (keys, preset.hidden))
+    yield Tensor(f"{base}.self_attn.v_proj.weight", dtype, (keys, preset.hidden))
+    yield Tensor(f"{base}.self_attn.o_proj.weight", dtype, (preset.hidden, queries))
+
+
+def plan(preset: Preset, dtype: str, fused: str | None, attention: bool) -> Iterator[Tensor]:
     """Every tensor of the checkpoint, in the order in which it is written."""
     other = ENCODINGS[dtype].other
     root = "model.language_model" if fused else "model"
@@ -181,7 +193,9 @@ def plan(preset: Preset, dtype: str, fused: str | None) -> Iterator[Tensor]:
     for layer in range(preset.layers):
         base = f"{root}.layers.{layer}"
         yield Tensor(f"{base}.input_layernorm.weight", other, (preset.hidden,))
-        yield Tensor(f"{base}.self_attn.q_norm.weight", other, (128,))
+        yield Tensor(f"{base}.self_attn.q_norm.weight", other, (HEAD_WIDTH,))
+        if attention:
+            yield from attention_tensors(preset, base, other)
         yield Tensor(f"{base}.post_attention_layernorm.weight", other, (preset.hidden,))
         yield Tensor(f"{base}.{block}.gate.weight", other, (preset.experts, preset.hidden))
         if preset.family in CORRECTED:
@@ -244,9 +258,9 @@ def text_config(preset: Preset, dtype: str) -> dict[str, object]:
         "model_type": preset.family,
         "hidden_size": preset.hidden,
         "num_hidden_layers": preset.layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_HEADS,
+        "head_dim": HEAD_WIDTH,
         "num_experts_per_tok": preset.top_k,
         "vocab_size": preset.vocabulary,
         "hidden_act": "silu",
@@ -301,11 +315,17 @@ def write_side_files(output: Path, preset: Preset, dtype: str, fused: str | None
 
 
 def write_checkpoint(
-    output: Path, preset: Preset, dtype: str, fused: str | None, shard_size: int, seed: int
+    output: Path,
+    preset: Preset,
+    dtype: str,
+    fused: str | None,
+    shard_size: int,
+    seed: int,
+    attention: bool = False,
 ) -> int:
     """Write the whole checkpoint; returns the bytes of its tensors."""
     output.mkdir(parents=True)
-    shards = split(plan(preset, dtype, fused), shard_size)
+    shards = split(plan(preset, dtype, fused, attention), shard_size)
     pool = Pool(seed)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
@@ -346,6 +366,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         choices=["out-in", "in-out"],
         help="3-D experts: gate_up_proj [E,2I,H] (out-in) or [E,H,2I] (in-out)",
     )
+    parser.add_argument(
+        "--attention",
+        action="store_true",
+        help="with the weights of attention, so that transformers runs the model (qwen3-30b)",
+    )
     parser.add_argument("--shard-size", type=parse_size, help="default 4GB; 32MB for many tensors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -370,11 +395,19 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output.exists() and any(options.output.iterdir()):
         sys.exit(f"{options.output} is not empty")
     preset = choose_preset(options)
+    if options.attention and (preset.family != "qwen3_moe" or options.fused):
+        sys.exit("--attention is for qwen3-30b, not fused")
     shard_size = options.shard_size or parse_size("32MB" if options.many_tensors else "4GB")
     if options.output.exists():
         options.output.rmdir()
     total = write_checkpoint(
-        options.output, preset, options.dtype, options.fused, shard_size, options.seed
+        options.output,
+        preset,
+        options.dtype,
+        options.fused,
+        shard_size,
+        options.seed,
+        options.attention,
     )
     print(f"{options.output}: {total} bytes, {preset.layers} layers, {preset.experts} experts")
     return 0
