@@ -167,7 +167,7 @@ class SourceExperts:
             for block in [group] if apart else _blocks(group):
                 calls = [work.calls[part.call] for part in block]
                 parts = list(zip(calls, block, strict=True))
-                rows = torch.cat([call.rows[part.token] for call, part in parts])
+                rows = _gathered(parts)
                 weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
                 rows, weights = rows.to(self._device), weights.to(self._device)
                 if kept is None and not work.wide:
@@ -279,6 +279,18 @@ def _by_expert(ids: Tensor, count: int) -> tuple[Tensor, list[int]]:
     flat = ids.T.reshape(-1)
     starts = torch.bincount(flat + 1, minlength=count + 1).cumsum(0).tolist()
     return flat.argsort(stable=True), starts
+
+
+def _gathered(parts: Sequence[tuple[Call, _Share]]) -> Tensor:
+    """The rows of all tokens, one below the other."""
+    first = parts[0][0].rows
+    found = first.new_empty((sum(len(part.token) for _, part in parts), first.shape[1]))
+    start = 0
+    for call, part in parts:
+        stop = start + len(part.token)
+        torch.index_select(call.rows, 0, part.token, out=found[start:stop])
+        start = stop
+    return found
 
 
 def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:

@@ -21,6 +21,12 @@ from ktconv.system.arrays import F32, U8, Array
 
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _NUMBERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.float32}
+# The bits of a number as integers, and the least of those of a positive one that is not finite.
+_NOT_FINITE = {
+    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
+    torch.float16: (np.int16, np.uint16, 0x7C00),
+    torch.float32: (np.int32, np.uint32, 0x7F800000),
+}
 Matrices = Mapping[Projection, ExpertMatrix]
 
 
@@ -88,13 +94,12 @@ class ExpertFiller:
                 self._check(source, rows, chunk.start)
 
     def _check(self, source: MatrixReader, rows: Array, first: int) -> None:
-        """CheckpointError for a NaN or an infinity in bits of a 16-bit dtype, or in float32."""
-        if rows.dtype == np.float32:
-            bad = ~np.isfinite(rows)
-        else:
-            exponent = 0x7F80 if self._dtype == torch.bfloat16 else 0x7C00
-            bad = (rows & np.int16(exponent)) == exponent
-        if bad.any():
+        """CheckpointError for a NaN or an infinity in float32, or in bits of a 16-bit dtype."""
+        signed, unsigned, least = _NOT_FINITE[self._dtype]
+        bits, sign = rows.view(signed), 1 << 8 * rows.itemsize - 1
+        # Two maxima take a third of the time of looking at each exponent.
+        if bits.max() >= least or bits.view(unsigned).max() >= sign + least:
+            bad = (bits & signed(sign - 1)) >= least
             row, col = (int(i) for i in np.argwhere(bad)[0])
             raise source.not_finite(first + row, col)
 
