@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ktconv.verify import VerifyRequest, verify
 # Transformers has other modules than the checkpoint's names say, or reads experts in fused form.
 RENAMED = ("minimax_m3_vl", "phimoe", "kimi_k25, resaved", "hy_v3", "axk2", "llama4")
 FUSED = ("gemma4", "granitemoe", "step3p7", "hy_v4")
+CALIBRATED = ("minimax_m3_vl", "llama4", "granitemoe", "gemma4", "longcat_flash", "step3p7")
 REFUSED = ("aria", "dbrx", "jetmoe")
 
 
@@ -72,18 +72,60 @@ def test_experts_that_no_engine_reads_one_by_one(name: str, tmp_path: Path, torc
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_that_llm_compressor_computes_otherwise(tmp_path: Path, torch: Any) -> None:
-    """MiniMax-M3's gate function has settings that it does not know; one with other weights."""
-    source = written("minimax_m3_vl", tmp_path)
-    from ktconv.model.load import load_language_model
-    from ktconv.quantize_gpu.gptq import calibration_model
+@pytest.mark.parametrize("name", [*CALIBRATED, "nemotron_h, latent"])
+def test_gptq_of_what_the_models_own_experts_compute(name: str, tmp_path: Path, torch: Any) -> None:
+    """Also of activations, layouts and calls that llm-compressor does not know: weights that are
+    rounded for the outputs of another function would be worse than rounded to nearest."""
+    from compressed_tensors.quantization import QuantizationArgs
 
-    with pytest.raises(CheckpointError, match="llm-compressor cannot take the experts of"):
-        calibration_model.load_linear_model(source)
-    write(SAVED["qwen3_moe"], tmp_path / "usual")
-    fused = load_language_model(tmp_path / "usual", torch.bfloat16).model.layers[0].mlp.experts
-    other = copy.deepcopy(fused)
-    calibration_model._check_alike("experts", fused, other)
-    other.down_proj.data[0].neg_()
-    with pytest.raises(ValueError, match="experts would compute something else"):
-        calibration_model._check_alike("experts", fused, other)
+    from ktconv.checkpoint import open_checkpoint
+    from ktconv.model.streamed.parts import PartedModel
+    from ktconv.model.streamed.run import StreamedPass
+    from ktconv.model.streamed.states import Scratch, States
+    from ktconv.quantize_gpu.gptq.rounding import Rounding
+    from ktconv.quantize_gpu.gptq.runner import GptqRunner
+
+    checkpoint = open_checkpoint(written(name, tmp_path))
+    parted = PartedModel(checkpoint, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randint(1, 32, (1, 96), generator=generator) for _ in range(2)]
+    weights = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    chosen = {index: range(len(one.source.experts)) for index, one in parted.experts.items()}
+    events, tested = Collected(), list[Any]()
+    runner = GptqRunner(
+        checkpoint, chosen, Rounding(weights, 0.1), events, torch.bfloat16, tested=tested.append
+    )
+    with States(tmp_path, 1, len(windows)) as states, Scratch(tmp_path, 1 << 30) as scratch:
+        StreamedPass(parted, windows, states, scratch).run(runner)
+    assert events.found == {
+        (index, expert, projection)
+        for index, one in parted.experts.items()
+        for expert in chosen[index]
+        for projection in one.source.projections
+    }
+    # Some tokens of LongCat have no expert; Llama 4 has a row per token and expert.
+    tokens = {coverage.tokens for coverage in events.coverages}
+    assert tokens == {2 * 96} or name in ("llama4", "longcat_flash"), tokens
+    assert 0 < tested[0].gptq_error < tested[0].rtn_error < 0.5, tested
+
+
+class Collected:
+    """Events of a run: what was quantized."""
+
+    def __init__(self) -> None:
+        self.found, self.coverages = set[tuple[int, int, str]](), list[Any]()
+
+    def finished_layer(self, layer: int) -> None:
+        return None
+
+    def layer_started(self, layer: int) -> None:
+        pass
+
+    def progressed(self, layer: int, share: float) -> None:
+        pass
+
+    def layer_done(self, layer: int, matrices: Any, coverage: Any) -> None:
+        for matrix in matrices:
+            self.found.add((layer, matrix.expert, matrix.projection))
+            assert matrix.tensors["weight_shape"].tolist() == list(matrix.source.shape)
+        self.coverages.append(coverage())

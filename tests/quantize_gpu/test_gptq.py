@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers.convert import read_shards
 from helpers.encoded import in_int8
+from helpers.oneshot import oneshot_experts
 from helpers.paths import MODELS
 
 from ktconv.conversion.pipeline import Observer
@@ -25,7 +26,6 @@ from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageErro
 from ktconv.quantize_gpu.common import Request
 from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
 from ktconv.quantize_gpu.gptq.coverage import Counter
-from ktconv.quantize_gpu.gptq.memory import estimate, place
 from ktconv.quantize_gpu.run import prepare, quantize_gpu
 from ktconv.targets.pack_quantized.target import Calibration, Options
 
@@ -146,10 +146,10 @@ def test_every_expert_is_nearer_to_its_source_than_another(trained: tuple[Path, 
     assert len(errors) >= 3 * 3 * 16 and min(errors) > 0.05 and max(errors) < 0.25
 
 
-def test_experts_without_weights_are_not_counted() -> None:
-    """Those of LongCat that return their input are numbered behind the others."""
+def test_only_tokens_with_an_expert_are_counted() -> None:
+    """Of LongCat's some have none, and Llama 4 has a row per token and expert."""
     counter = Counter(4)
-    counter.add(np.array([[0, 4], [7, 3], [3, 1]]))
+    counter.add(np.array([[0, -1], [-1, 3], [-1, -1], [3, 1]]))
     found = counter.result(())
     assert (found.tokens, found.top_k, list(found.routed)) == (3, 2, [1, 1, 0, 2])
 
@@ -193,17 +193,27 @@ from pathlib import Path
 from ktconv.quantize_gpu.run import quantize_gpu, Observer
 
 class Killer(Observer):
-    def unit_finished(self, key):
-        if key == "layer-00001":
+    def unit_started(self, key):
+        if key == "layer-00002":
             os.kill(os.getpid(), signal.SIGKILL)
 
 quantize_gpu(test_gptq.request(*map(Path, sys.argv[1:]), samples=4), Killer())
 """
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(text: Path, tmp_path: Path) -> None:
-    model = cut(tmp_path / "model", layers=3)
-    quantize(model, tmp_path / "clean", text, samples=4)
+@pytest.fixture(scope="module")
+def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(three layers of tiny-qwen3moe, their GPTQ in a run without interruption)"""
+    directory = tmp_path_factory.mktemp("three")
+    model = cut(directory / "model", layers=3)
+    quantize(model, directory / "clean", text, samples=4)
+    return model, directory / "clean"
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(
+    three: tuple[Path, Path], text: Path, tmp_path: Path, passed: list[int]
+) -> None:
+    model, clean = three
     tests = Path(__file__).resolve().parent
     script = KILLED.format(paths=[str(tests), str(tests.parent)])
     output = tmp_path / "output"
@@ -213,14 +223,94 @@ def test_a_killed_run_goes_on_and_ends_the_same(text: Path, tmp_path: Path) -> N
     kept = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     report = quantize(model, output, text, samples=4)
     assert report.complete and "layer-00001" in report.kept and "layer-00002" in report.converted
+    assert passed == [2]  # no earlier layer ran again
     after = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     assert len(kept) >= 2 and after | kept == after
-    files = sorted(path.name for path in output.iterdir() if path.is_file())
-    assert files == sorted(path.name for path in (tmp_path / "clean").iterdir())
-    for name in files:
-        assert (output / name).read_bytes() == (tmp_path / "clean" / name).read_bytes(), name
+    same_files(output, clean)
     again = quantize(model, output, text, samples=4)
-    assert again.complete and not again.converted
+    assert again.complete and not again.converted and passed == [2]
+
+
+def same_files(output: Path, expected: Path) -> None:
+    files = sorted(path.name for path in output.iterdir())
+    assert files == sorted(path.name for path in expected.iterdir())
+    for name in files:
+        assert (output / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Layers whose experts run."""
+    from ktconv.quantize_gpu.gptq.runner import GptqRunner
+
+    found: list[int] = []
+    run = GptqRunner.run
+
+    def recorded(self: Any, layer: Any, *others: Any) -> None:
+        found.append(layer.index)
+        run(self, layer, *others)
+
+    monkeypatch.setattr(GptqRunner, "run", recorded)
+    return found
+
+
+class Ending(Observer):
+    """Interrupts at an event of a unit."""
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+
+    def unit_started(self, key: str) -> None:
+        self._reached(f"started {key}")
+
+    def unit_finished(self, key: str) -> None:
+        self._reached(f"finished {key}")
+
+    def _reached(self, event: str) -> None:
+        if event == self._event:
+            raise KeyboardInterrupt
+
+
+def changed_byte(folder: Path) -> None:
+    for path in folder.glob("states-*.bin"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("event", "damage", "ran"),
+    [
+        ("finished layer-00001", lambda _: None, [1, 2]),  # before the state is written
+        ("started layer-00002", lambda _: None, [2]),
+        ("started layer-00002", lambda output: shutil.rmtree(output / ".ktconv/pass"), [0, 1, 2]),
+        ("started layer-00002", lambda output: changed_byte(output / ".ktconv/pass"), [0, 1, 2]),
+        ("started layer-00002", lambda output: first_shard(output).unlink(), [0, 1, 2]),
+    ],
+)
+def test_what_an_interrupted_run_left_is_used_or_made_again(
+    three: tuple[Path, Path], text: Path, tmp_path: Path, passed: list[int], event: str,
+    damage: Callable[[Path], None], ran: list[int],
+) -> None:  # fmt: skip
+    """Down to the last bit, whatever is lost."""
+    model, clean = three
+    output = tmp_path / "output"
+    asked = request(model, output, text, samples=4)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_gpu(asked, Ending(event))
+    damage(output)
+    passed.clear()
+    assert quantize_gpu(asked).complete
+    assert passed == ran
+    same_files(output, clean)
+
+
+def first_shard(output: Path) -> Path:
+    """That of the first layer's experts."""
+    for path in sorted(output.glob("*.safetensors")):
+        if b"model.layers.0.mlp.experts.0." in path.read_bytes()[:100_000]:
+            return path
+    raise AssertionError("no shard has the first layer")
 
 
 # ---- one layer of a trained model ------------------------------------------------------
@@ -271,47 +361,25 @@ def quantized(small: Path, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return tensors(output)
 
 
-def test_what_is_added_to_the_library_does_not_change_its_result(
-    torch: Any, small: Path, text: Path, quantized: Mapping[str, Any]
-) -> None:
-    """Shared sums, batches and all: llm-compressor's own GPTQ gives the same levels."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from torch.utils.data import DataLoader
+def test_the_library_by_itself_comes_to_the_same(torch: Any, text: Path, tmp_path: Path) -> None:
+    """Two layers by llm-compressor's oneshot, in memory: the second sees what the first one, which
+    is rounded, answers."""
+    from compressed_tensors.quantization import QuantizationArgs
 
-    from ktconv.quantize_gpu.gptq.calibration_model import linear_experts, load_linear_model
-    from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix, dequantized
-    from ktconv.quantize_gpu.llm_compressor import causal_attention, quiet
+    from ktconv.quantize_gpu.gptq.rounding import Rounding
 
-    model = load_linear_model(small)
+    model = cut(tmp_path / "model", layers=2)
+    quantize(model, tmp_path / "output", text, samples=4)
+    found = tensors(tmp_path / "output")
     weights = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
-    scheme = QuantizationScheme(targets=["re:.*experts.*_proj$"], weights=weights)
     samples = read_samples(
-        Calibration(str(text), samples=4, max_seq_len=128), load_tokenizer(small)
+        Calibration(str(text), samples=4, max_seq_len=128), load_tokenizer(model)
     )
-    rows: Any = [{"input_ids": torch.tensor([list(ids)])} for ids in samples.ids]
-    with quiet(), causal_attention():
-        oneshot(
-            model=model,
-            processor=object(),
-            recipe=GPTQModifier(config_groups={"g": scheme}, dampening_frac=0.1),
-            dataset=DataLoader(rows, batch_size=None),
-            pipeline="sequential",
-        )
-    same = total = 0
-    for expert, projection, linear in linear_experts(model)[0].linears():
-        prefix = f"model.layers.0.mlp.experts.{expert}.{projection}_proj"
-        packed = QuantizedMatrix(
-            expert,
-            projection,
-            {part: as_tensor(torch, quantized[f"{prefix}.{part}"]) for part in PARTS},
-        )
-        ours = dequantized(packed.tensors, weights)
-        same += int((ours == linear.weight).sum())
-        total += ours.numel()
-    # One matrix at a time is factorized in another order than sixteen at once.
-    assert same > 0.99 * total, same / total
+    expected = oneshot_experts(model, samples.ids, weights, 0.1)
+    assert len(expected) == 2 * 16 * 3
+    for name, weight in expected.items():
+        packed = {part: as_tensor(torch, found[f"{name}.{part}"]) for part in PARTS}
+        assert torch.equal(Rounding(weights, 0.1).values(packed), weight), name
 
 
 def as_tensor(torch: Any, raw: Any) -> Any:
@@ -324,31 +392,6 @@ def test_fused_experts_come_out_quantized_and_the_same(
 ) -> None:
     model = cut(tmp_path / "fused", fused=True)
     quantize(model, tmp_path / "output", text, samples=4)
-    assert tensors(tmp_path / "output") == quantized
-
-
-def test_weights_on_disk_give_the_same(
-    small: Path, text: Path, tmp_path: Path, quantized: Mapping[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    from ktconv.quantize_gpu.gptq import run as calibrated
-    from ktconv.quantize_gpu.gptq.memory import Placement
-
-    monkeypatch.setattr(
-        calibrated, "place", lambda *args: Placement(place(*args).need, 4_000_000, 1)
-    )
-    loaded: list[int] = []
-    scratch = tmp_path / "output/.ktconv/offload"
-    from ktconv.quantize_gpu.gptq import calibration_model
-
-    taken_apart = calibration_model._take_experts_apart
-    monkeypatch.setattr(
-        calibration_model,
-        "_take_experts_apart",
-        lambda model: (loaded.append(len(list(scratch.iterdir()))), taken_apart(model)),
-    )
-    quantize(small, tmp_path / "output", text, samples=4)
-    assert loaded and loaded[0] > 0
     assert tensors(tmp_path / "output") == quantized
 
 
@@ -400,7 +443,7 @@ def test_eight_bits_with_a_scale_per_row(small: Path, text: Path, tmp_path: Path
     assert found["model.layers.0.mlp.experts.3.up_proj.weight_scale"].shape == (256, 1)
 
 
-def test_the_self_test_runs_before_the_first_layer(
+def test_the_self_test_runs_with_the_first_layer(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     quantized: Mapping[str, Any],
 ) -> None:  # fmt: skip
@@ -533,14 +576,14 @@ def test_a_model_that_is_no_language_model(small: Path, text: Path, tmp_path: Pa
 def test_what_the_library_raises_is_one_sentence(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.quantize_gpu.gptq import quantize as gptq
+    from ktconv.quantize_gpu.gptq import rounding
 
     def broken(**_: Any) -> None:
-        raise ValueError("cannot trace this\nat line 7")
+        raise ValueError("cannot round this\nat line 7")
 
-    monkeypatch.setattr(gptq, "oneshot", broken)
-    with pytest.raises(CheckpointError, match=r"cannot calibrate this model: cannot trace this$"):
-        quantize(small, tmp_path / "output", text, samples=4)
+    monkeypatch.setattr(rounding, "quantize_weight", broken)
+    error = fails(small, tmp_path / "output", text)
+    assert str(error) == "llm-compressor cannot calibrate this model: cannot round this"
 
 
 def test_a_model_with_a_missing_tensor(small: Path, text: Path, tmp_path: Path) -> None:
@@ -564,31 +607,3 @@ def test_too_little_memory_is_told_before_loading(
     monkeypatch.setattr(machine, "available_memory", lambda: 1_000_000_000)
     error = fails(small, tmp_path / "output", text)
     assert isinstance(error, ResourceError) and "1.0 GB may be used" in str(error)
-
-
-def test_where_weights_are_placed() -> None:
-    """By the numbers: memory, GPU and disk each refuse, and in between weights lie on disk."""
-    from ktconv.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(MODELS / "tiny-deepseekv3")
-    chosen = {layer.index: range(16) for layer in checkpoint.layers}
-    need = estimate(checkpoint, chosen, samples=512, max_seq_len=2048)
-    assert need.layer == 16 * 3 * 256 * 256 * 2
-    assert need.weights > 3 * need.layer
-    assert need.sums == 4 * (256**2 + 16 * 256**2)
-    assert need.states == 2 * 512 * 2048 * 256 * 2
-    everything, least = need.cpu(gpu=False), need.cpu_beside_weights(gpu=False)
-    huge = 1 << 50
-    assert place(need, everything, None, None, None, 0).cpu_weights is None
-    with pytest.raises(ResourceError, match="calibration needs"):
-        place(need, everything - 1, None, None, None, huge)
-    offloaded = place(need, huge, least, None, None, huge)
-    assert offloaded.cpu_weights == need.layer
-    assert offloaded.disk == need.weights - need.layer
-    with pytest.raises(ResourceError, match="calibration needs"):
-        place(need, huge, least - 1, None, None, huge)
-    with pytest.raises(ResourceError, match="must lie on disk"):
-        place(need, huge, least, None, None, offloaded.disk - 1)
-    assert place(need, need.cpu(gpu=True), None, need.gpu, None, 0).cpu_weights is None
-    with pytest.raises(ResourceError, match="on the GPU"):
-        place(need, huge, None, huge, need.gpu - 1, huge)

@@ -10,6 +10,7 @@ import pytest
 from helpers.convert import read_json
 from helpers.families import FAMILIES, build_model, write_family
 from helpers.gpu import quantize
+from helpers.oneshot import take_experts_apart
 
 from ktconv.targets.pack_quantized.ignored import ignored_modules
 from ktconv.writer.shards import Tensor
@@ -85,7 +86,6 @@ def test_every_linear_layer_by_the_rule_of_compressed_tensors(
 ) -> None:
     """The library's own matcher and its own assignment of schemes, over all modules of the model:
     experts have the scheme and are not ignored, all other linear layers are."""
-    from ktconv.quantize_gpu.gptq.calibration_model import _take_experts_apart
     from ktconv.quantize_gpu.llm_compressor import quiet
 
     config = told(name)
@@ -94,7 +94,7 @@ def test_every_linear_layer_by_the_rule_of_compressed_tensors(
         from compressed_tensors.utils.match import is_match
 
         model = build_model(name)
-        _take_experts_apart(model)
+        take_experts_apart(model)
         (group,) = config["config_groups"].values()
         experts = 0
         for path, module in model.named_modules():

@@ -64,7 +64,7 @@ def quantize_gpu_command(
     max_cpu_memory: Annotated[
         str,
         option(
-            "gptq: CPU memory limit of calibration; weights beyond it are offloaded to disk.",
+            "gptq: CPU memory limit of calibration; what samples need beyond it goes to disk.",
             "SIZE",
         ),
     ] = "",

@@ -72,11 +72,12 @@ class Counter:
         self.routed = np.zeros(self.experts, np.int64)
 
     def add(self, chosen: I64) -> None:
-        """`chosen` [M, K]: the experts of M tokens, some of them perhaps without weights, which
-        are numbered behind the others."""
-        self.tokens += len(chosen)
+        """`chosen` [M, K]: the experts of M tokens, -1 for none. Rows without any do not count:
+        Llama 4 has a row per token and expert."""
+        there = chosen >= 0
+        self.tokens += int(there.any(axis=1).sum())
         self.top_k = chosen.shape[1]
-        self.routed += np.bincount(chosen[chosen < self.experts], minlength=self.experts)
+        self.routed += np.bincount(chosen[there], minlength=self.experts)
 
     def result(self, fell_back: Iterable[str]) -> LayerCoverage:
         return LayerCoverage(self.tokens, self.top_k, self.routed.tolist(), sorted(fell_back))

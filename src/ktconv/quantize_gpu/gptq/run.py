@@ -1,24 +1,24 @@
-"""`--method gptq`: the whole model is calibrated, and each layer is final as soon as it is done.
+"""`--method gptq`: samples pass through the model layer by layer, each of which is final at once.
 
-A killed run keeps its finished layers. The next one puts their weights back into the model as the
-first run computed with them, lets the samples run through, and goes on behind them; the result is
-the same as without the interruption.
+A killed run keeps its finished layers, and what the samples are behind them; the next one goes on
+there. Where only the layers are left, samples run through them again, with their weights as the
+first run computed with them. The result is the same as without the interruption.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktconv.checkpoint import Checkpoint, Projection
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.model.decoded import encoded_weights
+from ktconv.model.load import way_out
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (
     WITHOUT_MODEL,
@@ -28,11 +28,10 @@ from ktconv.quantize_gpu.gptq.calibration import (
     read_samples,
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
-from ktconv.quantize_gpu.gptq.memory import Need, Placement, estimate, place
+from ktconv.quantize_gpu.gptq.selftest import SelfTest
 from ktconv.quantize_gpu.matrices import write_matrix
-from ktconv.quantize_gpu.rtn import Rtn, as_array, decoded
-from ktconv.reading.buffers import Buffers
-from ktconv.system import machine
+from ktconv.quantize_gpu.rtn import Rtn, as_array
+from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import class_of
 from ktconv.targets.pack_quantized.names import module_name
@@ -42,18 +41,14 @@ from ktconv.writer.journal import Record
 from ktconv.writer.manifest import read_manifest
 
 if TYPE_CHECKING:
-    from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
-    from ktconv.quantize_gpu.gptq.selftest import SelfTest
+    import torch
+    from torch import Tensor
 
+    from ktconv.model.streamed.parts import PartedModel
+    from ktconv.quantize_gpu.gptq.runner import FinishedLayer, QuantizedMatrix
+
+PASS = "pass"  # folder beside the journal: what the samples are between two layers
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
-
-
-def need(plan: Plan) -> Need:
-    """The memory that calibration takes."""
-    chosen = {unit.layer.index: unit.experts for unit in plan.layers if _is_calibrated(unit)}
-    used = plan.target.options.calibration
-    assert used is not None
-    return estimate(plan.checkpoint, chosen, used.samples, used.max_seq_len)
 
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
@@ -72,9 +67,8 @@ def _is_calibrated(unit: LayerUnit) -> bool:
 
 
 class Gptq(Rtn):
-    """One calibrated run. Layers that transformers does not build go the way of `Rtn`."""
-
-    _placement: Placement
+    """One calibrated run, which is told what happens (`runner.Events`). Layers that transformers
+    does not build go the way of `Rtn`."""
 
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
@@ -96,7 +90,7 @@ class Gptq(Rtn):
                 "omit it; an interrupted run continues where it stopped",
             )
         check_settings(options.calibration)
-        return need(plan).cpu(gpu=False)
+        return 0
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
         super().__init__(preflight, observer, notify)
@@ -111,24 +105,6 @@ class Gptq(Rtn):
         self._coverage: dict[int, LayerCoverage] = {}
         self._calibrated = {u.layer.index: u for u in self.plan.layers if _is_calibrated(u)}
         self._progress = dict.fromkeys(self._calibrated, 0.0)  # fractions that are done
-
-    def _place(self) -> Placement:
-        """Where the weights are kept; ResourceError, before loading, if they fit nowhere."""
-        request, free_gpu = self.request, None
-        if self.device != "cpu":
-            import torch
-
-            free_gpu, total = torch.accelerator.get_memory_info(torch.device(self.device).index)
-            if request.max_gpu_memory is not None and self.device.startswith("cuda"):
-                torch.cuda.set_per_process_memory_fraction(min(1, request.max_gpu_memory / total))
-        return place(
-            need(self.plan),
-            machine.available_memory(),
-            request.max_cpu_memory,
-            free_gpu,
-            request.max_gpu_memory,
-            machine.disk_free(request.output),
-        )
 
     def origin(self) -> Record:
         """The samples: a resumed run with others would mix two calibrations."""
@@ -146,19 +122,18 @@ class Gptq(Rtn):
     # ---- converting ----
 
     def convert(self, pending: Sequence[Unit]) -> None:
+        """Calibrated layers first: what is wrong with them shows in the first one."""
         mine = [unit for unit in self._calibrated.values() if unit in pending]
+        self.observer.begin([unit.key for unit in pending])
         if mine:
-            self._placement = self._place()
             count, wanted = len(self.samples.ids), self.settings.samples
             fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
             self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
-        if mine and not self.done & {unit.key for unit in self._calibrated.values()}:
-            self._self_test(mine[0])
-        self.observer.begin([unit.key for unit in pending])
+            use_threads(self.preflight.threads)
+            with way_out(WITHOUT_MODEL):
+                self._calibrate(mine)
         if others := [unit for unit in pending if unit not in mine]:
             self.run_pipeline(others)
-        if mine:
-            self._calibrate(mine)
 
     def _check_vocabulary(self) -> None:
         """CheckpointError for a tokenizer with tokens that the model does not know."""
@@ -172,68 +147,65 @@ class Gptq(Rtn):
                 "copy tokenizer.json and tokenizer_config.json of this model beside its weights",
             )
 
-    def _self_test(self, unit: LayerUnit) -> None:
-        """The self-test, before the first layer: a mistake must show now, not after hours."""
-        from ktconv.quantize_gpu.gptq.selftest import self_test
-
-        if self.request.self_test:
-            self.observer.unit_started("self-test")
-            use_threads(self.preflight.threads)
-            self.tested = self_test(
-                self.plan.checkpoint, unit.layer.index, unit.experts, self.samples,
-                self._weights(), self.dampening, self._scratch("self-test"), self.device,
-            )  # fmt: skip
-            self.notify(self.tested.words())
-
     def _calibrate(self, pending: Sequence[LayerUnit]) -> None:
-        from ktconv.quantize_gpu.gptq.calibration_model import (
-            linear_experts,
-            load_linear_model,
-            model_dtype,
-        )
-        from ktconv.quantize_gpu.gptq.quantize import put_back, quantize_layers
+        """Run the samples through the model. What they are between layers is kept beside the
+        journal, so that a run that is killed goes on at its layer."""
+        import torch
 
-        checkpoint, offload = self.plan.checkpoint, self._scratch("offload")
-        use_threads(self.preflight.threads)
-        self.observer.unit_started("loading")
-        self.notify("loading the model")
-        try:
-            cpu_weights = self._placement.cpu_weights
-            model = load_linear_model(
-                checkpoint.path, model_dtype(checkpoint), cpu_weights, offload,
-                decoded=encoded_weights(checkpoint),
-            )  # fmt: skip
-            present = linear_experts(model)
-            for unit in self._calibrated.values():
-                layer = unit.layer.index
-                if layer not in present or present[layer].count != len(unit.layer.experts):
-                    raise CheckpointError(
-                        f"transformers builds other experts for layer {layer} than the checkpoint "
-                        "contains",
-                        WITHOUT_MODEL,
-                    )
-                if unit.key in self.done:
-                    put_back(present[layer], self._finished_matrices(unit), self._weights())
-            chosen = {unit.layer.index: unit.experts for unit in pending}
-            quantize_layers(
-                model, self.samples, chosen, self._weights(), self.dampening, self, self.device
-            )
-        finally:
-            shutil.rmtree(offload, ignore_errors=True)
+        from ktconv.model.streamed.parts import PartedModel
+        from ktconv.quantize_gpu.gptq.runner import NotFinished
+
+        checkpoint, dtype = self.plan.checkpoint, model_dtype(self.plan.checkpoint)
+        parted = PartedModel(checkpoint, dtype, device=self.device)
+        for unit in pending:
+            if unit.layer.index not in parted.experts:
+                raise CheckpointError(
+                    f"transformers builds no experts for layer {unit.layer.index}, so they cannot "
+                    "be calibrated"
+                )
+        windows = [torch.tensor([list(ids)]) for ids in self.samples.ids]
+        folder = self.journal.directory / PASS
+        while True:
+            make_directory(folder)
+            try:
+                self._pass(parted, windows, folder)
+                break
+            except NotFinished:  # a file of a finished layer was lost since
+                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _pass(self, parted: PartedModel, windows: Sequence[Tensor], folder: Path) -> None:
+        from ktconv.model.streamed.run import StreamedPass
+        from ktconv.model.streamed.states import Scratch, States
+        from ktconv.quantize_gpu.gptq.rounding import Rounding
+        from ktconv.quantize_gpu.gptq.runner import GptqRunner
+
+        chosen = {index: unit.experts for index, unit in self._calibrated.items()}
+        fresh = self.request.self_test and not self.done & {
+            unit.key for unit in self._calibrated.values()
+        }
+        runner = GptqRunner(
+            parted.checkpoint, chosen, Rounding(self._weights(), self.dampening), self,
+            parted.dtype, self.device, self._tested if fresh else None,
+        )  # fmt: skip
+        with States(folder, 1, len(windows)) as states, Scratch(folder, 1 << 62) as scratch:
+            StreamedPass(parted, windows, states, scratch, notify=self.notify).run(runner)
+
+    def _tested(self, found: SelfTest) -> None:
+        self.tested = found
+        found.check()
+        self.notify(found.words())
 
     def _weights(self) -> Any:
         from compressed_tensors.quantization import QuantizationArgs
 
         return QuantizationArgs(**self.plan.target.scheme.weight_arguments())
 
-    def _scratch(self, name: str) -> Path:
-        """A folder that no loader looks at, empty."""
-        folder = self.journal.directory / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
+    # ---- `runner.Events` ----
 
-    # ---- `quantize.Events` ----
+    def finished_layer(self, layer: int) -> FinishedLayer | None:
+        unit = self._calibrated[layer]
+        return _Finished(self.output, unit) if unit.key in self.done else None
 
     def layer_started(self, layer: int) -> None:
         self.observer.unit_started(self._calibrated[layer].key)
@@ -244,11 +216,12 @@ class Gptq(Rtn):
         self.observer.advanced(round(size * self._progress[layer]) - round(size * before))
 
     def layer_done(
-        self, layer: int, matrices: Iterator[QuantizedMatrix], coverage: LayerCoverage
+        self,
+        layer: int,
+        matrices: Iterator[QuantizedMatrix],
+        coverage: Callable[[], LayerCoverage],
     ) -> None:
         unit = self._calibrated[layer]
-        self._coverage[layer] = coverage
-        reader, buffers = self.reader(), Buffers(self.buffers())
         staging = self.stage(unit)
         tensors: dict[str, Any] = {}
         try:
@@ -258,13 +231,13 @@ class Gptq(Rtn):
                 tensors |= write_matrix(
                     staging, self.plan.target.scheme, "gptq",
                     module_name(unit.layer, matrix.expert, matrix.projection),
-                    decoded(reader, source, buffers, lambda _: None), arrays, weight_dtype(source),
-                    self.request.verify,
+                    as_array(matrix.source), arrays, weight_dtype(source), self.request.verify,
                 )  # fmt: skip
             files = staging.commit()
         except BaseException:
             staging.abandon()
             raise
+        self._coverage[layer] = coverage()
         self.finished(unit, files, tensors)
         self.observer.unit_finished(unit.key)
 
@@ -272,24 +245,41 @@ class Gptq(Rtn):
         seen = self._coverage.get(unit.layer.index) if isinstance(unit, LayerUnit) else None
         return {"coverage": seen.record()} if seen else {}
 
-    def _finished_matrices(self, unit: LayerUnit) -> Iterator[QuantizedMatrix]:
-        """What an earlier run wrote of a layer."""
+
+class _Finished:
+    """The experts of a layer as an earlier run wrote them."""
+
+    def __init__(self, output: Path, unit: LayerUnit) -> None:
         from safetensors import safe_open
 
-        from ktconv.quantize_gpu.gptq.quantize import QuantizedMatrix
+        self._unit = unit
+        opened: dict[str, Any] = {n: safe_open(output / n, "pt") for n in unit.shard_names}
+        self._shards = {name: opened[shard.name] for shard in unit.shards for name in shard.offsets}
 
-        with ExitStack() as stack:
-            opened = {
-                name: stack.enter_context(safe_open(self.output / name, "pt"))
-                for name in unit.shard_names
+    def __call__(self, expert: int) -> Mapping[Projection, Mapping[str, Tensor]]:
+        """The packed form of its matrices."""
+        layer = self._unit.layer
+        return {
+            projection: {
+                part: self._shards[name].get_tensor(name)
+                for part in PARTS
+                for name in [f"{module_name(layer, expert, projection)}.{part}"]
             }
-            shard_of = {name: opened[shard.name] for shard in unit.shards for name in shard.offsets}
-            for expert in unit.experts:
-                for projection in unit.layer.projections:
-                    module = module_name(unit.layer, expert, projection)
-                    names = {part: f"{module}.{part}" for part in PARTS}
-                    tensors = {part: shard_of[n].get_tensor(n) for part, n in names.items()}
-                    yield QuantizedMatrix(expert, projection, tensors)
+            for projection in layer.projections
+        }
+
+
+def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype to compute a model in: that of its experts' scales in the output.
+
+    CheckpointError where experts do not agree.
+    """
+    import torch
+
+    dtypes = {matrix.tensor.dtype for layer in checkpoint.layers for matrix in layer.kinds}
+    if "F16" in dtypes and len(dtypes) > 1:
+        raise CheckpointError("experts of different dtypes cannot be calibrated together")
+    return torch.float16 if dtypes == {"F16"} else torch.bfloat16
 
 
 def use_threads(count: int) -> None:
