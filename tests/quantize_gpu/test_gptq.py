@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -197,37 +198,41 @@ class Killer(Observer):
         if key == "layer-00002":
             os.kill(os.getpid(), signal.SIGKILL)
 
-quantize_gpu(test_gptq.request(*map(Path, sys.argv[1:]), samples=4), Killer())
+*places, chosen = map(Path, sys.argv[1:])
+quantize_gpu(test_gptq.request(*places, samples=4, experts=chosen), Killer())
 """
 
 
 @pytest.fixture(scope="module")
-def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(three layers of tiny-qwen3moe, their GPTQ in a run without interruption)"""
+def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(three layers of tiny-qwen3moe, GPTQ of three experts of each in a run without interruption,
+    the file that names them)"""
     directory = tmp_path_factory.mktemp("three")
-    model = cut(directory / "model", layers=3)
-    quantize(model, directory / "clean", text, samples=4)
-    return model, directory / "clean"
+    model, chosen = cut(directory / "model", layers=3), directory / "hot.json"
+    experts = {str(layer): [2, 7, 11] for layer in range(3)}
+    chosen.write_text(json.dumps({"schema": 1, "experts": experts}))
+    quantize(model, directory / "clean", text, samples=4, experts=chosen)
+    return model, directory / "clean", chosen
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(
-    three: tuple[Path, Path], text: Path, tmp_path: Path, passed: list[int]
+    three: tuple[Path, Path, Path], text: Path, tmp_path: Path, passed: list[int]
 ) -> None:
-    model, clean = three
+    model, clean, chosen = three
     tests = Path(__file__).resolve().parent
     script = KILLED.format(paths=[str(tests), str(tests.parent)])
     output = tmp_path / "output"
-    words = [sys.executable, "-c", script, str(model), str(output), str(text)]
+    words = [sys.executable, "-c", script, str(model), str(output), str(text), str(chosen)]
     process = subprocess.run(words, capture_output=True, text=True, check=False)
     assert process.returncode == -signal.SIGKILL, process.stderr
     kept = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
-    report = quantize(model, output, text, samples=4)
+    report = quantize(model, output, text, samples=4, experts=chosen)
     assert report.complete and "layer-00001" in report.kept and "layer-00002" in report.converted
     assert passed == [2]  # no earlier layer ran again
     after = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     assert len(kept) >= 2 and after | kept == after
     same_files(output, clean)
-    again = quantize(model, output, text, samples=4)
+    again = quantize(model, output, text, samples=4, experts=chosen)
     assert again.complete and not again.converted and passed == [2]
 
 
@@ -289,13 +294,13 @@ def changed_byte(folder: Path) -> None:
     ],
 )
 def test_what_an_interrupted_run_left_is_used_or_made_again(
-    three: tuple[Path, Path], text: Path, tmp_path: Path, passed: list[int], event: str,
+    three: tuple[Path, Path, Path], text: Path, tmp_path: Path, passed: list[int], event: str,
     damage: Callable[[Path], None], ran: list[int],
 ) -> None:  # fmt: skip
     """Down to the last bit, whatever is lost."""
-    model, clean = three
+    model, clean, chosen = three
     output = tmp_path / "output"
-    asked = request(model, output, text, samples=4)
+    asked = request(model, output, text, samples=4, experts=chosen)
     with pytest.raises(KeyboardInterrupt):
         quantize_gpu(asked, Ending(event))
     damage(output)
@@ -308,7 +313,7 @@ def test_what_an_interrupted_run_left_is_used_or_made_again(
 def first_shard(output: Path) -> Path:
     """That of the first layer's experts."""
     for path in sorted(output.glob("*.safetensors")):
-        if b"model.layers.0.mlp.experts.0." in path.read_bytes()[:100_000]:
+        if b"model.layers.0.mlp.experts.2." in path.read_bytes()[:100_000]:
             return path
     raise AssertionError("no shard has the first layer")
 
@@ -604,6 +609,36 @@ def test_too_little_memory_is_told_before_loading(
 ) -> None:
     from ktconv.system import machine
 
-    monkeypatch.setattr(machine, "available_memory", lambda: 1_000_000_000)
+    error = fails(small, tmp_path / "output", text, max_cpu_memory=1 << 20)
+    assert re.search(r"--max-cpu-memory 1\.0 MB is too small: .* needs", str(error))
+    assert str(error.hint).startswith("use --max-cpu-memory ")
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 20)
     error = fails(small, tmp_path / "output", text)
-    assert isinstance(error, ResourceError) and "1.0 GB may be used" in str(error)
+    assert isinstance(error, ResourceError) and "can be used" in str(error)
+    assert "--max-seq-len" in str(error.hint)
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    three: tuple[Path, Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the folder where samples are between layers."""
+    from ktconv.model.streamed import states
+    from ktconv.system.files import write_all
+
+    model, clean, chosen = three
+    output, written = tmp_path / "output", list[int]()
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        written.append(len(data))
+        if len(written) > 6:  # in the second layer
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_all(fd, data, offset)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(states, "write_all", full)
+        with pytest.raises(ResourceError) as raised:
+            quantize(model, output, text, samples=4, experts=chosen)
+    assert "--work-dir" not in str(raised.value.hint) and "--samples" in str(raised.value.hint)
+    report = quantize(model, output, text, samples=4, experts=chosen)
+    assert report.complete and "layer-00000" in report.kept
+    same_files(output, clean)

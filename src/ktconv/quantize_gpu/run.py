@@ -33,7 +33,7 @@ METHODS: Mapping[str, type[Rtn]] = {"rtn": Rtn, "gptq": Gptq}
 
 
 def prepare(request: Request) -> Preflight:
-    """Open the checkpoint and plan. Reads headers only, writes nothing, needs no torch."""
+    """Open the checkpoint and plan. Reads headers only, writes nothing; gptq alone needs torch."""
     if request.options.method not in METHODS:
         raise UsageError(
             f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"

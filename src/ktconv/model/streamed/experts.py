@@ -82,7 +82,7 @@ class SourceExperts:
             if call.side == 0:
                 for tap in self._taps:
                     tap.chosen(layer.index, call.window, call.ids, call.weights)
-        work = _Work(layer, calls, outputs, self._dtype)
+        work = LayerWork(layer, calls, outputs, self._dtype, self._device)
         chosen, following, self._next = work.chosen, self._next, None
         advice = Advice(layer.source.experts[expert].values() for expert in chosen)
         slots = [self._slot(layer) for _ in range(self._depth(layer.source))]
@@ -121,7 +121,7 @@ class SourceExperts:
         each = expert_memory(layer, self._dtype) * (1 if self._converted is None else 2)
         return max(1, min(self._threads + 1, self._memory // each))
 
-    def _fill(self, slot: _Slot, work: _Work, expert: int) -> None:
+    def _fill(self, slot: _Slot, work: LayerWork, expert: int) -> None:
         matrices = work.layer.source.experts[expert]
         slot.expert, slot.nbytes, slot.apart = expert, 0, False
         if slot.converted is not None and self._converted is not None and work.has(expert, 1):
@@ -135,7 +135,7 @@ class SourceExperts:
 
     # ---- running ----
 
-    def _run_expert(self, work: _Work, slot: _Slot) -> None:
+    def _run_expert(self, work: LayerWork, slot: _Slot) -> None:
         taps = [tap for tap in self._taps if tap.wants_inputs]
         shares = work.shares(slot.expert)
         split = sum(work.calls[share.call].side == 0 for share in shares)
@@ -145,43 +145,12 @@ class SourceExperts:
         if not taps and other is slot.source:
             split = len(shares)
         kept: list[tuple[Tensor, Tensor]] | None = [] if taps else None
-        self._run_rows(work, slot.source, shares[:split], kept)
-        self._run_rows(work, other, shares[split:])
+        work.run(slot.source, shares[:split], kept)
+        work.run(other, shares[split:])
         if kept:
             rows, inner = map(torch.cat, zip(*kept, strict=True))
             for tap in taps:
                 tap.inputs(work.layer.index, slot.expert, rows, inner)
-
-    def _run_rows(
-        self,
-        work: _Work,
-        one: OneExpert,
-        shares: Sequence[_Share],
-        kept: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        """`kept`: takes the inputs of gate and up, and of down."""
-        # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
-        # not (libraries take other ways for a few rows), so windows stay apart there.
-        apart = self._dtype == torch.float32
-        for group in [[share] for share in shares] if apart else [shares]:
-            for block in [group] if apart else _blocks(group):
-                calls = [work.calls[part.call] for part in block]
-                parts = list(zip(calls, block, strict=True))
-                rows = _gathered(parts)
-                weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
-                rows, weights = rows.to(self._device), weights.to(self._device)
-                if kept is None and not work.wide:
-                    y = one(rows, weights)
-                else:
-                    seen = one.seen(rows, weights)
-                    assert seen.added is not None
-                    y = seen.added
-                    if kept is not None:
-                        assert seen.inner is not None
-                        kept.append((rows, seen.inner))
-                sizes = [len(part.token) for part in block]
-                for part, own in zip(block, torch.split(y.to("cpu"), sizes), strict=True):
-                    work.sums[part.call].add(part.token, part.slot, own)
 
     def state(self) -> dict[str, Array]:
         """Those of the taps."""
@@ -216,7 +185,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class Share:
     """Tokens of a call that chose an expert, and which of their choices it was."""
 
     call: int
@@ -224,8 +193,9 @@ class _Share:
     slot: Tensor
 
 
-class _Work:
-    """What the experts of a layer have to do."""
+class LayerWork:
+    """What the experts of a layer have to do for calls, and the sums of what they answer, as the
+    model's own module adds them up: experts ascend. They run on `device`."""
 
     def __init__(
         self,
@@ -233,12 +203,15 @@ class _Work:
         calls: Sequence[Call],
         outputs: Sequence[Tensor],
         dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
+        self._dtype, self._device = dtype, device
         self.layer, self.calls = layer, sorted(calls, key=lambda call: call.side)
         order = sorted(range(len(calls)), key=lambda place: calls[place].side)
         of_weights = calls[0].weights.dtype if calls else dtype
         # Whether sums are rounded at the end.
-        self.wide = OneExpert(layer.own, dtype).sum_dtype(of_weights) != dtype
+        with torch.device(device):
+            self.wide = OneExpert(layer.own, dtype).sum_dtype(of_weights) != dtype
         kind: Callable[[Tensor, Tensor], _Summed] = _Added
         if layer.own.call == "logits":
             kind = _Slots
@@ -258,17 +231,49 @@ class _Work:
             starts[expert] < starts[expert + 1] for call, (_, starts) in known if call.side == side
         )
 
-    def shares(self, expert: int) -> list[_Share]:
+    def shares(self, expert: int) -> list[Share]:
         """Of the source's side first."""
         found = []
         for number, (order, starts) in enumerate(self._sorted):
             place = order[starts[expert] : starts[expert + 1]]
             if len(place):
                 tokens = len(self.calls[number].ids)
-                found.append(_Share(number, place % tokens, place // tokens))
+                found.append(Share(number, place % tokens, place // tokens))
         return found
 
+    def run(
+        self,
+        one: OneExpert,
+        shares: Sequence[Share],
+        kept: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """Add an expert's outputs for these tokens. `kept`: takes the inputs of gate and up, and of
+        down."""
+        # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
+        # not (libraries take other ways for a few rows), so windows stay apart there.
+        apart = self._dtype == torch.float32
+        for group in [[share] for share in shares] if apart else [shares]:
+            for block in [group] if apart else _blocks(group):
+                calls = [self.calls[part.call] for part in block]
+                parts = list(zip(calls, block, strict=True))
+                rows = _gathered(parts)
+                weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
+                rows, weights = rows.to(self._device), weights.to(self._device)
+                if kept is None and not self.wide:
+                    y = one(rows, weights)
+                else:
+                    seen = one.seen(rows, weights)
+                    assert seen.added is not None
+                    y = seen.added
+                    if kept is not None:
+                        assert seen.inner is not None
+                        kept.append((rows, seen.inner))
+                sizes = [len(part.token) for part in block]
+                for part, own in zip(block, torch.split(y.to("cpu"), sizes), strict=True):
+                    self.sums[part.call].add(part.token, part.slot, own)
+
     def finish(self) -> None:
+        """The sums are in the outputs."""
         for one in self.sums:
             one.finish()
 
@@ -281,7 +286,7 @@ def _by_expert(ids: Tensor, count: int) -> tuple[Tensor, list[int]]:
     return flat.argsort(stable=True), starts
 
 
-def _gathered(parts: Sequence[tuple[Call, _Share]]) -> Tensor:
+def _gathered(parts: Sequence[tuple[Call, Share]]) -> Tensor:
     """The rows of all tokens, one below the other."""
     first = parts[0][0].rows
     found = first.new_empty((sum(len(part.token) for _, part in parts), first.shape[1]))
@@ -293,14 +298,14 @@ def _gathered(parts: Sequence[tuple[Call, _Share]]) -> Tensor:
     return found
 
 
-def _blocks(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
+def _blocks(shares: Sequence[Share]) -> Iterator[list[Share]]:
     """The same tokens, so many at a time."""
-    block: list[_Share] = []
+    block: list[Share] = []
     free = ROWS_AT_ONCE
     for share in shares:
         token, slot = share.token, share.slot
         while len(token):
-            block.append(_Share(share.call, token[:free], slot[:free]))
+            block.append(Share(share.call, token[:free], slot[:free]))
             token, slot, free = token[free:], slot[free:], free - len(block[-1].token)
             if not free:
                 yield block

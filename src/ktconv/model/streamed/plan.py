@@ -131,6 +131,7 @@ def plan_pass(
     layers: int | None = None,
     taps: int = 0,
     max_memory: int | None = None,
+    option: str = "--max-memory",
     folder: Path | None = None,
     speed: Speed | None = None,
 ) -> PassPlan:
@@ -138,14 +139,14 @@ def plan_pass(
 
     `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
     of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
-    process in total; None: what is free. `folder`: where states are kept. Raises MemoryLimitError
-    or MemoryShortError where even the least is too much, DiskSpaceError where the disk of `folder`
-    is too small.
+    process in total, as `option` says; None: what is free. `folder`: where states are kept. Raises
+    MemoryLimitError or MemoryShortError where even the least is too much, DiskSpaceError where the
+    disk of `folder` is too small.
     """
     sizes, tokens = _Sizes(parted), sum(windows)
     runner = _Runner(parted, tokens, threads, converted, packed=sides > 1 and not converted)
     need = _Need(sizes, windows, sides, head, runner.least + taps)
-    limit = _limit(need.least, max_memory)
+    limit = _limit(need.least, max_memory, option)
     experts = runner.share(limit - need.layers)
     need.runner += experts - runner.experts_least
     parked, scratch = need.share(limit)
@@ -336,13 +337,13 @@ class _Need:
         return max(self.layers + parked * (self._each + self._rows) + scratch, self._head)
 
 
-def _limit(least: int, max_memory: int | None) -> int:
+def _limit(least: int, max_memory: int | None, option: str) -> int:
     if max_memory is not None:
         if least > max_memory:
             raise MemoryLimitError(
-                f"--max-memory {format_size(max_memory)} is too small: running this model layer by "
+                f"{option} {format_size(max_memory)} is too small: running this model layer by "
                 f"layer needs {format_size(least)}",
-                f"use --max-memory {-(-least // (1 << 20))}MiB, or shorter windows of text",
+                f"use {option} {-(-least // (1 << 20))}MiB, or shorter windows of text",
             )
         return max_memory
     resident = machine.resident_memory()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ktconv.checkpoint import Checkpoint, Projection
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import (
+    CheckpointError,
+    DiskFullError,
+    DiskSpaceError,
+    MemoryShortError,
+    UsageError,
+)
 from ktconv.model.load import way_out
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (
@@ -28,7 +35,6 @@ from ktconv.quantize_gpu.gptq.calibration import (
     read_samples,
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
-from ktconv.quantize_gpu.gptq.selftest import SelfTest
 from ktconv.quantize_gpu.matrices import write_matrix
 from ktconv.quantize_gpu.rtn import Rtn, as_array
 from ktconv.system.files import make_directory
@@ -45,7 +51,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ktconv.model.streamed.parts import PartedModel
+    from ktconv.model.streamed.plan import PassPlan
     from ktconv.quantize_gpu.gptq.runner import FinishedLayer, QuantizedMatrix
+    from ktconv.quantize_gpu.gptq.selftest import SelfTest
 
 PASS = "pass"  # folder beside the journal: what the samples are between two layers
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
@@ -90,7 +98,9 @@ class Gptq(Rtn):
                 "omit it; an interrupted run continues where it stopped",
             )
         check_settings(options.calibration)
-        return 0
+        used = options.calibration
+        parted = _parted(plan.checkpoint)
+        return _plan(parted, [used.max_seq_len] * used.samples, request).peak_memory
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
         super().__init__(preflight, observer, notify)
@@ -130,7 +140,7 @@ class Gptq(Rtn):
             fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
             self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
             use_threads(self.preflight.threads)
-            with way_out(WITHOUT_MODEL):
+            with _ways_out():
                 self._calibrate(mine)
         if others := [unit for unit in pending if unit not in mine]:
             self.run_pipeline(others)
@@ -152,11 +162,9 @@ class Gptq(Rtn):
         journal, so that a run that is killed goes on at its layer."""
         import torch
 
-        from ktconv.model.streamed.parts import PartedModel
         from ktconv.quantize_gpu.gptq.runner import NotFinished
 
-        checkpoint, dtype = self.plan.checkpoint, model_dtype(self.plan.checkpoint)
-        parted = PartedModel(checkpoint, dtype, device=self.device)
+        parted = _parted(self.plan.checkpoint, self.device)
         for unit in pending:
             if unit.layer.index not in parted.experts:
                 raise CheckpointError(
@@ -181,15 +189,37 @@ class Gptq(Rtn):
         from ktconv.quantize_gpu.gptq.runner import GptqRunner
 
         chosen = {index: unit.experts for index, unit in self._calibrated.items()}
-        fresh = self.request.self_test and not self.done & {
-            unit.key for unit in self._calibrated.values()
-        }
+        keys = {unit.key for unit in self._calibrated.values()}
+        tested = self._tested if self.request.self_test and not self.done & keys else None
         runner = GptqRunner(
             parted.checkpoint, chosen, Rounding(self._weights(), self.dampening), self,
-            parted.dtype, self.device, self._tested if fresh else None,
+            parted.dtype, self.device, tested,
         )  # fmt: skip
-        with States(folder, 1, len(windows)) as states, Scratch(folder, 1 << 62) as scratch:
-            StreamedPass(parted, windows, states, scratch, notify=self.notify).run(runner)
+        plan = _plan(parted, [ids.shape[1] for ids in windows], self.request, folder)
+        parked = plan.parked
+        if self.device != "cpu":
+            parked = min(parked, self._parked_on_gpu(parted, max(ids.shape[1] for ids in windows)))
+        with (
+            States(folder, 1, len(windows)) as states,
+            Scratch(folder, plan.scratch_memory) as file,
+        ):
+            streamed = StreamedPass(
+                parted, windows, states, file, parked=parked, notify=self.notify
+            )
+            streamed.run(runner, layers=max(chosen) + 1)
+
+    def _parked_on_gpu(self, parted: PartedModel, longest: int) -> int:
+        """Samples that may wait for experts in half of the GPU's free memory."""
+        import torch
+
+        index = torch.device(self.device).index or 0
+        free, total = torch.accelerator.get_memory_info(index)
+        if (most := self.request.max_gpu_memory) is not None:
+            free = min(free, most)
+            if self.device.startswith("cuda"):
+                torch.cuda.set_per_process_memory_fraction(min(1, most / total), index)
+        hidden = max(layer.source.hidden_size for layer in parted.experts.values())
+        return int(free // 2 // (longest * 8 * 2 * hidden + 2 * longest**2))
 
     def _tested(self, found: SelfTest) -> None:
         self.tested = found
@@ -267,6 +297,48 @@ class _Finished:
             }
             for projection in layer.projections
         }
+
+
+def _parted(checkpoint: Checkpoint, device: str = "cpu") -> PartedModel:
+    from ktconv.model.streamed.parts import PartedModel
+
+    with _ways_out():
+        return PartedModel(checkpoint, model_dtype(checkpoint), device=device)
+
+
+def _plan(
+    parted: PartedModel, windows: Sequence[int], request: Request, folder: Path | None = None
+) -> PassPlan:
+    """ResourceError if memory, or the disk of `folder`, is too small for samples of so many
+    tokens each."""
+    from ktconv.model.streamed.plan import plan_pass
+    from ktconv.quantize_gpu.gptq.runner import runner_memory
+
+    layers = [layer.source for layer in parted.experts.values()]
+    with _ways_out():
+        return plan_pass(
+            parted, windows, head=False, taps=runner_memory(layers, max(windows)),
+            max_memory=request.max_cpu_memory, option="--max-cpu-memory", folder=folder,
+        )  # fmt: skip
+
+
+@contextmanager
+def _ways_out() -> Iterator[None]:
+    """Hints that name options of this command."""
+    from ktconv.model.streamed.parts import NotCut
+
+    with way_out(WITHOUT_MODEL):
+        try:
+            yield
+        except (DiskSpaceError, DiskFullError) as error:
+            error.hint = "free some space, or use fewer --samples; what is finished is kept"
+            raise
+        except MemoryShortError as error:
+            error.hint = "use a smaller --max-seq-len or --method rtn"
+            raise
+        except NotCut as error:
+            error.hint = WITHOUT_MODEL
+            raise
 
 
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -7,7 +7,7 @@ finished layer is handed over at once, so that an interrupted run loses only the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,12 +20,12 @@ from ktconv.quantize_gpu.llm_compressor import quiet  # before what it silences
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint, Projection
+from ktconv.checkpoint import Checkpoint, MoELayer, Projection
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model.load import first_line, out_of_memory
 from ktconv.model.streamed.calls import Call, ExpertLayer
+from ktconv.model.streamed.experts import LayerWork
 from ktconv.model.streamed.filling import ExpertFiller
-from ktconv.model.streamed.inputs import DownInputs
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.quantize_gpu.gptq.coverage import Counter, LayerCoverage
 from ktconv.quantize_gpu.gptq.rounding import Hessian, Rounded, Rounding
@@ -33,6 +33,7 @@ from ktconv.quantize_gpu.gptq.selftest import LayerTest, SelfTest
 from ktconv.reading.reader import SourceReader
 from ktconv.system.arrays import Array
 
+BF16, F32 = 2, 4
 ROUNDING_BYTES = 1 << 30  # on the CPU, for the experts that are rounded at once
 # From 16 Hessians on, llm-compressor sums up the mean of their diagonals in another order. With
 # fewer, the result is that of one at a time, whatever memory allows.
@@ -84,18 +85,26 @@ def experts_at_once(
     return max(1, min(MOST_AT_ONCE, (budget - fixed) // each))
 
 
-def rounding_bytes(hidden: int, intermediate: int, gated: bool, experts: int) -> int:
-    """Memory to calibrate and round so many experts at once, with their decoded matrices."""
-    fixed, each = _rounding_bytes(hidden, intermediate, gated)
-    return fixed + min(experts, experts_at_once(hidden, intermediate, gated)) * each
+def runner_memory(layers: Iterable[MoELayer], longest: int) -> int:
+    """Bytes that calibrating the experts of these layers takes, with samples of up to so many
+    tokens."""
+    most = 0
+    for layer in layers:
+        hidden, inner, gated = layer.hidden_size, layer.intermediate_size, layer.gated
+        fixed, each = _rounding_bytes(hidden, inner, gated)
+        experts = min(len(layer.experts), experts_at_once(hidden, inner, gated))
+        # A sample's inputs in float32, twice, and what an expert makes of them.
+        tokens = longest * (2 * F32 * max(hidden, inner) + BF16 * (2 * hidden + 5 * inner))
+        most = max(most, fixed + experts * each + tokens)
+    return most
 
 
 def _rounding_bytes(hidden: int, intermediate: int, gated: bool) -> tuple[int, int]:
-    """Of a layer, and of each expert: Hessians as sums, means, ordered and inverted; matrices in
-    float32 with their rounded form and the errors of a block."""
+    """Of a layer, and of each expert that is rounded with others: matrices, and in float32 the
+    Hessians as sums, means and ordered, and weights with what a block changes in them."""
     size, first = hidden * intermediate, 2 if gated else 1
-    rounding = 4 * max(5 * first * size, 4 * intermediate**2 + 5 * size)
-    return 4 * 5 * hidden**2, rounding + 4 * intermediate**2 + 2 * (first + 1) * size
+    rounding = F32 * max(5 * first * size, 4 * intermediate**2 + 5 * size)
+    return F32 * 5 * hidden**2, rounding + F32 * intermediate**2 + BF16 * (first + 1) * size
 
 
 class GptqRunner:
@@ -123,6 +132,9 @@ class GptqRunner:
         self._chosen = {layer: frozenset(ids) for layer, ids in chosen.items() if ids}
         self._rounding, self._events, self._tested = rounding, events, tested
         self._passed: list[int] = []
+
+    def ahead(self, layer: MoELayer) -> None:
+        """Rounding a layer takes longer than reading the next."""
 
     def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
         """Raises as ExpertRunner says; VerificationError where the self-test fails."""
@@ -164,8 +176,8 @@ class _Layer:
         calls: Sequence[Call],
         outputs: Sequence[Tensor],
     ) -> None:
-        self._owner, self._layer, self._outputs = owner, layer, outputs
-        self._calls = list(calls)
+        self._owner, self._layer, self._calls = owner, layer, calls
+        self._work = LayerWork(layer, calls, outputs, owner._dtype, owner._device)
         own = layer.own
         self._counter, self._fell_back = Counter(own.count), list[str]()
         for call in calls:
@@ -187,7 +199,8 @@ class _Layer:
                     one.matrices[projection].copy_(self._owner._rounding.values(tensors))
             else:
                 self._fill(expert, one)
-            self._add(expert, one, self._calls, self._outputs)
+            self._work.run(one, self._work.shares(expert))
+        self._work.finish()
 
     def quantized(self, chosen: frozenset[int]) -> Iterator[QuantizedMatrix]:
         """Round the experts `chosen`; every token gets the sum of its experts meanwhile."""
@@ -196,7 +209,7 @@ class _Layer:
         for call in self._calls:
             inputs.add(call.rows.to(owner._device))
         tested, owner._tested = owner._tested, None
-        test = LayerTest(self._calls) if tested else None
+        test = LayerTest(self._layer, self._calls, owner._dtype, owner._device) if tested else None
         needed = sorted(chosen.union(self._routed()))
         for first in range(0, len(needed), len(self._experts)):
             batch = dict(zip(needed[first:], self._experts, strict=False))
@@ -213,9 +226,10 @@ class _Layer:
                     self._try_nearest(test, expert, one, rounded[expert])
                 self._replace(one, rounded.get(expert, {}))
                 if test is not None and expert in rounded:
-                    self._add(expert, one, test.calls, test.gptq)
-                self._add(expert, one, self._calls, self._outputs)
+                    test.gptq.add(expert, one)
+                self._work.run(one, self._work.shares(expert))
             owner._events.progressed(self._layer.index, len(batch) / len(needed))
+        self._work.finish()
         if test is not None and tested:
             tested(test.result(self._layer.index, len(chosen)))
 
@@ -261,29 +275,16 @@ class _Layer:
         self, test: LayerTest, expert: int, one: OneExpert, rounded: Mapping[Projection, Rounded]
     ) -> None:
         """The answers of the source, and of the matrices rounded to nearest, which stay there."""
-        self._add(expert, one, test.calls, test.source)
+        test.source.add(expert, one)
         for projection, matrix in rounded.items():
             view = one.matrices[projection]
             view.copy_(self._owner._rounding.nearest(view, matrix.tensors))
-        self._add(expert, one, test.calls, test.nearest)
-
-    def _add(
-        self, expert: int, one: OneExpert, calls: Sequence[Call], outputs: Sequence[Tensor]
-    ) -> None:
-        """Add an expert's output for its tokens, in the order of the model's own module."""
-        device = self._owner._device
-        for call, output in zip(calls, outputs, strict=True):
-            slot, token = torch.where(call.ids.T.eq(expert))
-            if len(token):
-                y = one(call.rows[token].to(device), call.weights[token, slot].to(device))
-                output.index_add_(0, token, y.to(output.device, output.dtype))
+        test.nearest.add(expert, one)
 
 
 def _down_inputs(one: OneExpert, rows: Tensor) -> Tensor:
     """[M, I]: what the down projection of an expert gets for rows [M, H]."""
-    with DownInputs(one.down, one.intermediate) as seen:
-        one(rows, rows.new_ones(len(rows)))
-    found: Tensor | None = seen.found
+    found: Tensor | None = one.seen(rows, rows.new_ones(len(rows))).inner
     assert found is not None, "every expert has a down projection"
     return found
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from ktconv.errors import VerificationError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ktconv.model.streamed.calls import Call
+from ktconv.model.streamed.calls import Call, ExpertLayer
+from ktconv.model.streamed.experts import LayerWork
+from ktconv.model.streamed.one_expert import OneExpert
 
 SAMPLES, TOKENS = 2, 512
 # GPTQ calibrates every expert on every token, but only routed tokens are compared: with very few of
@@ -50,18 +50,41 @@ class SelfTest:
             )
 
 
+class Answers:
+    """The sums of what a layer's experts answer calls."""
+
+    def __init__(
+        self, layer: ExpertLayer, calls: Sequence[Call], dtype: torch.dtype, device: str
+    ) -> None:
+        self._outputs = [torch.zeros_like(call.rows) for call in calls]
+        self._work = LayerWork(layer, calls, self._outputs, dtype, device)
+
+    def add(self, expert: int, one: OneExpert) -> None:
+        """The next expert, with the matrices that it has now."""
+        self._work.run(one, self._work.shares(expert))
+
+    def finished(self) -> list[Tensor]:
+        """In float32."""
+        self._work.finish()
+        return [output.float() for output in self._outputs]
+
+
 class LayerTest:
-    """What the experts of a layer are asked in the test, and the sums of what they answer."""
+    """What the experts of a layer answer the first tokens of a few samples: as the source has
+    them, with GPTQ, and rounded to nearest."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = [_first_tokens(call) for call in calls[:SAMPLES]]
-        self.source, self.gptq, self.nearest = (self._zeros() for _ in range(3))
-
-    def _zeros(self) -> list[Tensor]:
-        return [call.rows.new_zeros(call.rows.shape) for call in self.calls]
+    def __init__(
+        self, layer: ExpertLayer, calls: Sequence[Call], dtype: torch.dtype, device: str
+    ) -> None:
+        few = [_first_tokens(call) for call in calls[:SAMPLES]]
+        self.source, self.gptq, self.nearest = (
+            Answers(layer, few, dtype, device) for _ in range(3)
+        )
 
     def result(self, layer: int, experts: int) -> SelfTest:
-        gptq, nearest = (_relative(self.source, found) for found in (self.gptq, self.nearest))
+        """Once all experts have answered."""
+        source = self.source.finished()
+        gptq, nearest = (_relative(source, one.finished()) for one in (self.gptq, self.nearest))
         return SelfTest(layer, experts, gptq, nearest)
 
 
@@ -72,7 +95,6 @@ def _first_tokens(call: Call) -> Call:
 
 
 def _relative(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    pairs = [(a.float(), b.float()) for a, b in zip(wanted, found, strict=True)]
-    error = sum(float((a - b).square().sum()) for a, b in pairs)
-    size = sum(float(a.square().sum()) for a, _ in pairs)
+    error = sum(float((a - b).square().sum()) for a, b in zip(wanted, found, strict=True))
+    size = sum(float(a.square().sum()) for a in wanted)
     return (error / size) ** 0.5 if size else float("nan")
