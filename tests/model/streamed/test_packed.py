@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from helpers.paths import EXAMPLE
 from helpers.streamed import on_meta, routed
 
 from ktconv.checkpoint import open_checkpoint
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import replace_experts
 from ktconv.placement.expert_sets import expert_set
 
@@ -92,3 +94,39 @@ def test_both_sides(
     chosen = 7  # of 8: `routed` leaves out the last one
     assert len(read) == 2 * chosen  # both sides together
     assert runner.experts_of_source == (3 if "part" in str(output) else 0)
+
+
+# ---- refusals --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("only_source", [False, True])
+def test_experts_of_another_model(
+    example: Example, int4: Path, only_source: bool, torch: Any
+) -> None:
+    """Sizes are the same: what they answer is not. Found in whichever layer that is."""
+    from ktconv.model.matching import UnlikeExperts
+    from ktconv.model.streamed.calls import Call
+
+    first, last = example.layers[0], example.layers[1]
+    exchanged = replace(last, source=first.source)
+    rows = torch.randn((4, 128)).to(torch.bfloat16)
+    ids, weights = routed(4, 8, 2, 0)
+    calls = [Call(side, 0, rows, ids, weights) for side in (0, 1)]
+    outputs = [torch.zeros_like(rows) for _ in calls]
+    with both(example, int4) as runner, torch.inference_mode():
+        runner.run(first, calls, outputs)
+        with pytest.raises(UnlikeExperts, match=r"layer 1 .* are not those of the model"):
+            runner.run(exchanged, calls[:1] if only_source else calls, outputs)
+
+
+def test_outputs_that_do_not_match(example: Example, int4: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere is not a directory"):
+        both(example, tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="contains no packed experts"):
+        both(example, tmp_path)
+    one = example._replace(layers={0: example.layers[0]})
+    with pytest.raises(CheckpointError, match=r"has experts of layers \[1\]"):
+        both(one, int4)
+    third = example._replace(layers={**example.layers, 2: example.layers[1]})
+    with pytest.raises(CheckpointError, match=r"does not contain the experts of layers \[2\]"):
+        both(third, int4)
