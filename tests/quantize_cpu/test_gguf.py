@@ -19,6 +19,7 @@ from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import PROJECTIONS, open_checkpoint
+from ktconv.errors import ResourceError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 
@@ -302,6 +303,31 @@ def test_the_model_itself(example: Path, tmp_path: Path) -> None:
     result = run("verify", output, "--source", example, "--level", "model")
     assert_safe(result, 2)
     assert "give a directory with those of the model: --config DIR" in result.stderr
+
+
+@needs_torch
+@pytest.mark.usefixtures("tiles")
+def test_a_model_of_unknown_names_is_loaded(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By transformers, where it fits into memory; the pass comes to the same but for rounding."""
+    from ktconv.verify import VerifyRequest, verify
+    from ktconv.verify import model as model_level
+
+    convert(example, tmp_path / "out", method="int8", config=EXAMPLE)
+    request = VerifyRequest(
+        tmp_path / "out", str(example), "model", windows=1, threads=1, config=EXAMPLE
+    )
+    passed = verify(request).facts["model"]
+    monkeypatch.setattr(model_level, "HUB_NAMES", {})
+    facts = verify(request).facts
+    assert any("architecture qwen3moe are not known" in note for note in facts["notes"])
+    assert passed["layers"] and not facts["model"]["layers"]
+    for name in ("perplexity_source", "perplexity_converted"):
+        assert facts["model"][name] == pytest.approx(passed[name], rel=1e-2)
+    monkeypatch.setattr(model_level, "level_model_bytes", lambda *_: 1 << 60)
+    with pytest.raises(ResourceError, match="are not known, and loading the source model needs"):
+        verify(request)
 
 
 @needs_torch

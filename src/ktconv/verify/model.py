@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconv import native
+from ktconv.checkpoint.gguf.hub_names import HUB_NAMES
 from ktconv.errors import KtconvError, MemoryShortError, UsageError
 from ktconv.model.load import (
     check_language_model,
@@ -104,6 +105,13 @@ class ModelCheck(ABC):
         check_language_model(directory)
         self._tokenizer = load_tokenizer(directory, source.path)
         self._text, self._text_name = read_text(request.text)
+        kind = source.architecture  # of a GGUF model
+        if kind is not None and kind not in HUB_NAMES:
+            self._not_passed(
+                f"{source.path} cannot be run layer by layer: names and order of rows of GGUF "
+                f"architecture {kind} are not known"
+            )
+            return
         try:
             self._pass = PlannedPass(
                 "verify",
@@ -117,7 +125,7 @@ class ModelCheck(ABC):
                 more={"output": content_of(self._output.directory), "isa": native.isa()},
             )
         except NotCut as error:
-            self._not_passed(error)
+            self._not_passed(str(error))
 
     def _cut(self, model: Any) -> list[Tensor]:
         """The windows of the text for a model."""
@@ -126,11 +134,11 @@ class ModelCheck(ABC):
         length = context_length(model, WINDOW)
         return windows(self._tokenizer, self._text, length, self._request.windows)
 
-    def _not_passed(self, error: KtconvError) -> None:
+    def _not_passed(self, why: str) -> None:
         """Raises MemoryShortError where the model cannot be loaded either."""
-        self._pass, self._why_not_passed = None, str(error)
+        self._pass, self._why_not_passed = None, why
         if self._why_not_loaded:
-            raise MemoryShortError(f"{error}, and {self._why_not_loaded}")
+            raise MemoryShortError(f"{why}, and {self._why_not_loaded}")
 
     @cached_property
     def _why_not_loaded(self) -> str | None:
@@ -218,7 +226,7 @@ class ModelCheck(ABC):
                 notify=notify,
             )
         except NotCut as error:  # what only its layers tell
-            self._not_passed(error)
+            self._not_passed(str(error))
             return None, ()
         return found.predictions, found.drift.result()
 
