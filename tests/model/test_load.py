@@ -334,7 +334,7 @@ def test_commands_never_ask(
 
 @pytest.mark.parametrize(
     ("command", "lever"),
-    [("verify --level model", "run --level layers"), ("stats", "--max-memory")],
+    [("verify --level model", "run --level layers"), ("stats", "shorter windows of text")],
 )
 def test_too_little_memory_names_the_lever_of_the_command(
     command: str, lever: str, torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,8 @@ _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True
 # Else transformers ends loading with a hint at its log, before its report can be read.
 _REPORTING: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 _ADAPTER = "adapter_config.json"
+# One of these must be there: tokenizers, SentencePiece, tiktoken, plain vocabularies.
+_TOKENIZERS = ("*token*.json", "*token*.py", "*.model", "*.tiktoken", "vocab*", "*spm*", "*.bpe")
 _GENERATION = "generation_config.json"
 # Keys within quantization_config whose value names a class.
 _CLASS_KEYS = ("format", "observer", "quant_method", "type")
@@ -50,6 +52,16 @@ class NeedsOwnCode(CheckpointError):
             f"{name} needs its own Python code ({what}), and ktconv does not run code "
             "from checkpoints: it never sets trust_remote_code",
             "use a release of transformers that supports this architecture",
+        )
+
+
+class NoTokenizer(CheckpointError):
+    """A checkpoint without a tokenizer."""
+
+    def __init__(self, name: Path) -> None:
+        super().__init__(
+            f"{name} has no tokenizer, or one without a vocabulary",
+            "put the files of the model's tokenizer, as tokenizer.json, beside config.json",
         )
 
 
@@ -90,6 +102,8 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     there is none."""
     name = name or directory
     config = load_config(directory, name)
+    if not any(next(directory.glob(pattern), None) for pattern in _TOKENIZERS):
+        raise NoTokenizer(name)
     with loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
         from transformers import AutoTokenizer
 
@@ -97,10 +111,7 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **_SAFE)
     # Without any file of one, transformers makes one up that knows no word.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise CheckpointError(
-            f"{name} has no tokenizer, or one without a vocabulary",
-            "put the files of the model's tokenizer, as tokenizer.json, beside config.json",
-        )
+        raise NoTokenizer(name)
     return tokenizer
 
 
