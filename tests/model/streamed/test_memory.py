@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 4, 16
+HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 4, 12
 MIB = 1 << 20
 # What is read beside weights: hidden states between layers, /proc, Python's own modules.
 OTHER_READS = 2 * MIB
@@ -225,7 +225,7 @@ def test_memory_is_that_of_a_layer(took: Mapping[str, Any], sources: Mapping[str
     """Whatever the number of layers, and so the size of the source."""
     many, few = took["many"]["grown"], took["few"]["grown"]
     assert abs(many - few) < sources["many"].layer
-    assert sources["many"].nbytes > 3 * sources["few"].nbytes
+    assert sources["many"].nbytes > 2.5 * sources["few"].nbytes
     for case in ("many", "many, none parked", "limited"):
         assert took[case]["grown"] < sources["many"].nbytes / 4, case
 
