@@ -410,6 +410,18 @@ def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
         assert one.counts.tolist() == other.counts.tolist()
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers", "greenlet"])
+def test_packages_that_are_missing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ktconv.model
+
+    there = ktconv.model.find_spec  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        "ktconv.model.find_spec", lambda name: None if name == package else there(name)
+    )
+    with pytest.raises(UsageError, match=f"needs {package}, which is not installed"):
+        run(StatsRequest(str(EXAMPLE), EVAL, 60), silent)
+
+
 def test_models_that_cannot_be_run(torch: Any, tmp_path: Path) -> None:
     """One sentence each, before anything is written."""
     broken = tmp_path / "model"

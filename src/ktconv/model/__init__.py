@@ -11,6 +11,7 @@ code of checkpoints out. PyTorch and transformers are imported when a name is fi
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import UsageError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ktconv.model.streamed.stream import stream
 
 __all__ = ["load_model", "replace_experts", "stream"]
+_PACKAGES = ("torch", "transformers", "greenlet")
 _MODULES = {
     "load_model": "evaluate",
     "replace_experts": "replace",
@@ -36,9 +38,20 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers"):
+        if missing not in _PACKAGES:
             raise
-        raise UsageError(
-            f"running the model itself needs {missing}, which is not installed",
-            "install it with: pip install 'ktconv[model]'",
-        ) from None
+        raise _not_installed(missing) from None
+
+
+def require_packages() -> None:
+    """UsageError where a package is missing that running a model needs."""
+    for name in _PACKAGES:
+        if find_spec(name) is None:
+            raise _not_installed(name)
+
+
+def _not_installed(package: str) -> UsageError:
+    return UsageError(
+        f"running the model itself needs {package}, which is not installed",
+        "install it with: pip install 'ktconv[model]'",
+    )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import check_headers, locate_model
 from ktconv.checkpoint.strict_json import parse_object
-from ktconv.conversion.pipeline import Observer
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
@@ -24,7 +23,8 @@ from ktconv.system.arrays import I32
 from ktconv.system.files import check_writable, translated
 from ktconv.system.text import Notify, silent
 
-Progress = Callable[[dict[str, int]], AbstractContextManager[Observer]]
+if TYPE_CHECKING:
+    from ktconv.model.streamed.stream import Progression
 
 DEFAULT_TOKENS = 20480  # 40 windows
 # Options that need the model itself.
@@ -64,11 +64,11 @@ class StatsRequest:
 def run(
     request: StatsRequest,
     notify: Notify = silent,
-    progress: Progress = lambda sizes: nullcontext(Observer()),
+    progression: Progression = lambda sizes: nullcontext(),
 ) -> tuple[dict[str, Any], list[str]]:
     """The JSON document and the lines for people. Raises KtconvError.
 
-    `progress` makes an observer of bytes of source by unit; what is recorded goes on where an
+    `progression` makes an observer of bytes of source by unit; what is recorded goes on where an
     earlier run with the same request stopped.
     """
     started = time.monotonic()
@@ -82,8 +82,7 @@ def run(
                 return {"schema": SCHEMA, **recording.facts}, recording.lines
             for line in recording.lines:
                 notify(line)
-            with progress(recording.sizes) as observer:
-                statistics, ids = recording.run(observer, notify)
+            statistics, ids = recording.run(progression, notify)
         if request.layers is not None:
             statistics = statistics.only(request.layers)
         facts = statistics.facts(*request.choice)

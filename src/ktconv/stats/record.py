@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ktconv.checkpoint import open_checkpoint
-from ktconv.conversion.pipeline import Observer
 from ktconv.errors import DiskSpaceError, UsageError
+from ktconv.model import require_packages
 from ktconv.model.load import context_length, load_tokenizer
 from ktconv.stats import hessian, importance
 from ktconv.stats.counting import CountTap
@@ -24,13 +21,16 @@ from ktconv.stats.hessian import HessianTap
 from ktconv.stats.importance import ImportanceTap
 from ktconv.stats.origin import Origin, Sizes, source_sha256
 from ktconv.system import machine
-from ktconv.system.arrays import I32, I64
+from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, path_text, silent
 from ktconv.system.units import format_size
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ktconv.model.streamed.calls import Tap
     from ktconv.model.streamed.parts import PartedModel
+    from ktconv.model.streamed.stream import Progression
 
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 
@@ -51,10 +51,12 @@ class Recorder:
 
     `model` is a directory, or one GGUF file, whose config.json and tokenizer are those of `config`.
     Only headers are read at first. Raises CheckpointError where transformers does not have the
-    family or finds no experts in it, UsageError without a tokenizer.
+    family or finds no experts in it, UsageError without a tokenizer, PyTorch
+    or transformers.
     """
 
     def __init__(self, model: Path, config: Path | None = None) -> None:
+        require_packages()
         from ktconv.model.streamed.parts import PartedModel
 
         if model.is_file() and config is None:
@@ -94,15 +96,17 @@ class Recorder:
         without tokens and layers without experts, OutputError for a directory of other Hessians,
         ResourceError where memory or a disk is too small.
         """
+        import torch
+
         digest = hashlib.sha256()
         length = context_length(self._parted.model, WINDOW)
         windows = [
-            np.array(window, np.int64)
+            torch.tensor([window])
             for window in token_windows(self._tokenizer, _seen(pieces, digest), length, max_tokens)
         ]
         if not windows:
             raise UsageError("the text contains no tokens", "use a longer text")
-        about = {**self.about, "text": text, "tokens": sum(map(len, windows))}
+        about = {**self.about, "text": text, "tokens": sum(ids.shape[1] for ids in windows)}
         return Recording(
             self._parted, windows, about, digest.hexdigest(), wanted or Wanted(), max_memory, work
         )
@@ -115,21 +119,19 @@ class Recording:
     def __init__(
         self,
         parted: PartedModel,
-        windows: Sequence[I64],
+        windows: Sequence[Tensor],
         about: Mapping[str, Any],
         text_sha256: str,
         wanted: Wanted,
         max_memory: int | None,
         work: Path | None,
     ) -> None:
-        from ktconv.model.streamed.plan import measure_speed, plan_pass
-        from ktconv.model.streamed.work import pass_folder, pass_identity
+        from ktconv.model.streamed.stream import PlannedPass
+        from ktconv.model.streamed.work import pass_identity
 
-        self._parted, self._windows, self._about = parted, windows, about
-        self._wanted, self._work = wanted, work
-        run = pass_identity(
-            "stats", parted.checkpoint, (one.tobytes() for one in windows), dtype=str(parted.dtype)
-        )
+        self._parted, self._about, self._wanted = parted, about, wanted
+        ids = (one.numpy().tobytes() for one in windows)
+        run = pass_identity("stats", parted.checkpoint, ids, dtype=str(parted.dtype))
         self._origin = Origin(
             model=about["model"],
             source_sha256=source_sha256(parted.checkpoint),
@@ -139,32 +141,28 @@ class Recording:
             run=hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest(),
         )
         self._layers = _chosen_layers(parted, wanted.layers)
-        self._identity = {
-            **run,
-            "ids": wanted.ids,
-            "importance": wanted.importance is not None,
-            "hessian": None if wanted.hessian is None else path_text(wanted.hessian.absolute()),
-            "layers": list(self._layers),
-        }
         self._hessian = (
             None
             if wanted.hessian is None
             else HessianTap(self._layers, self._origin, wanted.hessian)
         )
-        self._opened = ExitStack()
-        lengths = [len(window) for window in windows]
-        self._folder = pass_folder(self._identity, work)
-        self.plan = plan_pass(
+        self._pass = PlannedPass(
+            "stats",
             parted,
-            lengths,
-            threads=machine.usable_cpus(),
+            windows,
             head=False,
-            layers=self._passed,
-            taps=self._memory_of_taps,
+            layers=None if wanted.layers is None else max(self._layers) + 1,
+            taps_memory=self._memory_of_taps,
             max_memory=max_memory,
-            folder=self._folder,
-            speed=measure_speed(parted, sum(lengths), max(lengths)),
+            work_dir=work,
+            more={
+                "ids": wanted.ids,
+                "importance": wanted.importance is not None,
+                "hessian": None if wanted.hessian is None else path_text(wanted.hessian.absolute()),
+                "of": list(self._layers),
+            },
         )
+        self.plan = self._pass.plan
         self._check_disks()
 
     # ---- what it takes ----
@@ -177,11 +175,6 @@ class Recording:
         widths = [one.hidden + one.intermediate for one in self._layers.values()]
         tokens: int = 2 * self._about["tokens"] * max(widths) * self._parted.dtype.itemsize
         return tokens + max(importance.memory(self._layers), hessian.memory(self._layers))
-
-    @property
-    def _passed(self) -> int | None:
-        """How many layers are passed; None: all."""
-        return None if self._wanted.layers is None else max(self._layers) + 1
 
     @property
     def _importance_bytes(self) -> int:
@@ -218,16 +211,10 @@ class Recording:
             found["hessian_bytes"] = self._hessian_bytes
         return found
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of source by unit of progress."""
-        from ktconv.model.streamed.run import unit_sizes
-
-        return dict(islice(unit_sizes(self._parted).items(), self._passed))
-
     def _check_disks(self) -> None:
         """DiskSpaceError where what is written does not fit, each disk taken together."""
-        needs = [(self._folder, self.plan.disk + self._importance_bytes, "the work folder")]
+        folder = self.plan.folder or Path()
+        needs = [(folder, self.plan.disk + self._importance_bytes, "the work folder")]
         if self._wanted.importance is not None:
             needs.append((self._wanted.importance, self._importance_bytes, "--importance"))
         if self._wanted.hessian is not None:
@@ -248,59 +235,41 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._pass.close()
 
     def run(
-        self, observer: Observer | None = None, notify: Notify = silent
+        self,
+        progression: Progression = lambda sizes: nullcontext(),
+        notify: Notify = silent,
     ) -> tuple[Statistics, dict[int, I32]]:
         """Counts, and the chosen ids [tokens, top-k] of each layer in the order of the text if they
-        are wanted; wanted files are written.
+        are wanted; wanted files are written. `progression` makes an observer from bytes of source.
 
         Raises NotCut for a model that cannot be run layer by layer, InUseError where another
         process makes the same recording, and other KtconvErrors.
         """
-        import torch
-
-        from ktconv.model.streamed.experts import SourceExperts
-        from ktconv.model.streamed.run import StreamedPass
-        from ktconv.model.streamed.states import Scratch, States
-        from ktconv.model.streamed.work import WorkFolder
-
-        opened, parted = self._opened, self._parted
-        self._work_folder = opened.enter_context(WorkFolder(self._identity, self._work, notify))
-        folder = self._work_folder.path
-        states = opened.enter_context(States(folder, 1, len(self._windows)))
-        scratch = opened.enter_context(Scratch(folder, self.plan.scratch_memory))
+        folder = self._pass.open(notify)
         counts = CountTap(
             {layer: sizes.experts for layer, sizes in self._layers.items()},
-            apart=[n for n, layer in parted.experts.items() if layer.own.call == "sorted"],
+            apart=[n for n, one in self._parted.experts.items() if one.own.call == "sorted"],
             keep=self._wanted.ids,
         )
         taps: list[Tap] = [counts]
-        if self._wanted.importance is not None:
-            means = ImportanceTap(self._layers, self._origin, folder)
-            taps.append(means)
-        if self._hessian is not None:
-            opened.callback(self._hessian.close)
-            taps.append(self._hessian)
-        windows = [torch.from_numpy(window)[None] for window in self._windows]
-        passing = StreamedPass(
-            parted, windows, states, scratch,
-            parked=self.plan.parked, observer=observer, notify=notify,
-        )  # fmt: skip
-        experts = SourceExperts(
-            parted.checkpoint, parted.dtype,
-            threads=machine.usable_cpus(), memory=self.plan.experts_memory,
-            taps=taps, read=passing.read,
-        )  # fmt: skip
-        passing.run(experts, layers=self._passed)
-        if self._wanted.importance is not None:
-            means.write(self._wanted.importance)
+        with ExitStack() as opened:
+            if self._wanted.importance is not None:
+                means = ImportanceTap(self._layers, self._origin, folder)
+                taps.append(means)
+            if self._hessian is not None:
+                opened.callback(self._hessian.close)
+                taps.append(self._hessian)
+            self._pass.run(taps=taps, progression=progression, notify=notify)
+            if self._wanted.importance is not None:
+                means.write(self._wanted.importance)
         return Statistics(counts.layers, self._about), counts.ids
 
     def complete(self) -> None:
-        """Everything is written: the folder of the pass is not needed any more."""
-        self._work_folder.complete()
+        """Everything is written: what the pass has kept is not needed any more."""
+        self._pass.complete()
 
 
 def _chosen_layers(parted: PartedModel, wanted: Sequence[int] | None) -> dict[int, Sizes]:

@@ -97,7 +97,7 @@ class ModelCheck(ABC):
 
     def _prepare(self) -> None:
         from ktconv.model.evaluate import directory_of
-        from ktconv.model.streamed.parts import NotCut
+        from ktconv.model.streamed.parts import NotCut, PartedModel
         from ktconv.model.streamed.stream import PlannedPass, content_of
 
         source, request = self._output.source, self._request
@@ -113,10 +113,11 @@ class ModelCheck(ABC):
             )
             return
         try:
+            parted = PartedModel(source)
             self._pass = PlannedPass(
                 "verify",
-                source,
-                self._cut,
+                parted,
+                self._cut(parted.model),
                 sides=2,
                 converted=self._converted,
                 threads=request.threads,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import UsageError
 from ktconv.model.streamed.calls import ExpertRunner, Tap, Watcher
 from ktconv.model.streamed.experts import Converted, SourceExperts
@@ -23,56 +23,56 @@ from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
 
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # sizes -> observer
-Cut = Callable[[Any], Sequence[Tensor]]  # the windows [1, T] for a model of transformers
 # Experts of all sides, given those of the source.
 Runner = Callable[[SourceExperts], AbstractContextManager[ExpertRunner]]
 
 
 class PlannedPass:
-    """A pass of windows of text through the model of a checkpoint, and what it takes.
+    """A pass of windows of text, int64 [1, T] each, through a model, and what it takes.
 
-    `cut` makes the windows, int64 [1, T] each. `sides`: 1, or 2 with a converted model, whose
-    experts are `converted`, or packed ones. `taps_memory`: bytes that taps take. `kind` and `more`
-    say what the pass is for: runs in which they are the same go on with each other's state.
-    Raises NotCut for a model that cannot be run layer by layer, MemoryLimitError, MemoryShortError
-    or DiskSpaceError where there is too little room, and as `PartedModel` does.
+    `sides`: 1, or 2 with a converted model, whose experts are `converted`, or packed ones. `head`:
+    whether there are logits. `layers`: how many are passed; None: all. `taps_memory`: bytes that
+    taps take. `kind` and `more` say what the pass is for: runs in which they are the same go on
+    with each other's state. Raises MemoryLimitError, MemoryShortError or DiskSpaceError where there
+    is too little room.
     """
 
     def __init__(
         self,
         kind: str,
-        checkpoint: Checkpoint,
-        cut: Cut,
+        parted: PartedModel,
+        windows: Sequence[Tensor],
         *,
         sides: int = 1,
         converted: Converted | None = None,
         head: bool = True,
+        layers: int | None = None,
         taps_memory: int = 0,
         threads: int | None = None,
         max_memory: int | None = None,
         work_dir: Path | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        self.parted = PartedModel(checkpoint)
-        self.windows = list(cut(self.parted.model))
-        self._sides, self._head, self._converted = sides, head, converted
+        self.parted, self.windows = parted, windows
+        self._sides, self._head, self._layers, self._converted = sides, head, layers, converted
         self._work_dir = work_dir
         self._threads = threads or usable_cpus()
-        tokens = [ids.shape[1] for ids in self.windows]
-        ids = (ids.numpy().tobytes() for ids in self.windows)
-        about = {"dtype": str(self.parted.dtype), "sides": sides, **(more or {})}
-        self._identity = pass_identity(kind, checkpoint, ids, **about)
+        tokens = [ids.shape[1] for ids in windows]
+        ids = (ids.numpy().tobytes() for ids in windows)
+        about = {"dtype": str(parted.dtype), "sides": sides, "layers": layers, **(more or {})}
+        self._identity = pass_identity(kind, parted.checkpoint, ids, **about)
         self.plan = plan_pass(
-            self.parted,
+            parted,
             tokens,
             sides,
             threads=self._threads,
             converted=converted is not None,
             head=head,
+            layers=layers,
             taps=taps_memory,
             max_memory=max_memory,
             folder=pass_folder(self._identity, work_dir),
-            speed=measure_speed(self.parted, sides * sum(tokens), max(tokens)),
+            speed=measure_speed(parted, sides * sum(tokens), max(tokens)),
         )
         self._folder: WorkFolder | None = None
 
@@ -81,6 +81,13 @@ class PlannedPass:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def open(self, notify: Notify = silent) -> Path:
+        """The folder of the pass, which exists from now on until `complete`. Raises InUseError
+        where another process makes the same pass."""
+        if self._folder is None:
+            self._folder = WorkFolder(self._identity, self._work_dir, notify)
+        return self._folder.path
 
     def run(
         self,
@@ -96,10 +103,8 @@ class PlannedPass:
         Raises as `StreamedPass.run`.
         """
         checkpoint, plan, parted = self.parted.checkpoint, self.plan, self.parted
-        if self._folder is None:
-            self._folder = WorkFolder(self._identity, self._work_dir, notify)
+        place = self.open(notify)
         with ExitStack() as stack:
-            place = self._folder.path
             states = stack.enter_context(States(place, self._sides, len(self.windows)))
             scratch = stack.enter_context(Scratch(place, plan.scratch_memory))
             observer = stack.enter_context(progression(unit_sizes(parted)))
@@ -123,7 +128,8 @@ class PlannedPass:
                 converted=self._converted,
             )
             try:
-                one.run(stack.enter_context(runner(own)), watchers, head=self._head)
+                experts = stack.enter_context(runner(own))
+                one.run(experts, watchers, head=self._head, layers=self._layers)
             except NotCut:
                 stack.close()
                 self.complete()
@@ -166,15 +172,14 @@ def stream(
     Raises NotCut for a model whose code does not allow this, MemoryLimitError where `max_memory`
     bytes are too few, and other KtconvErrors.
     """
-    checkpoint = open_checkpoint(source)
     if not windows:
         raise UsageError("no text to read", "give at least one window")
     names = [type(one).__name__ for one in watchers]
     more = {"watchers": names, "output": None if output is None else content_of(Path(output))}
     with PlannedPass(
         "stream",
-        checkpoint,
-        lambda _: windows,
+        PartedModel(open_checkpoint(source)),
+        windows,
         sides=1 if output is None else 2,
         head=head,
         threads=threads,
