@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,9 +12,14 @@ from ktconv.quantize_gpu.llm_compressor import quiet
 
 
 def oneshot_experts(
-    directory: Path, samples: Sequence[Sequence[int]], weights: Any, dampening: float
+    directory: Path,
+    experts: Sequence[int],
+    samples: Sequence[Sequence[int]],
+    weights: Any,
+    dampening: float,
 ) -> dict[str, Any]:
-    """Weights of all experts after `oneshot`, in bf16, by the name of their linear layer."""
+    """Weights of these experts of each layer after `oneshot`, in bf16, by the name of their linear
+    layer; no others are rounded."""
     import torch
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
@@ -25,7 +31,8 @@ def oneshot_experts(
 
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
         take_experts_apart(model)
-        scheme = QuantizationScheme(targets=["re:.*experts.*_proj$"], weights=weights)
+        pattern = rf".*experts\.({'|'.join(map(str, experts))})\..*_proj$"
+        scheme = QuantizationScheme(targets=[f"re:{pattern}"], weights=weights)
         rows: Any = [{"input_ids": torch.tensor([list(ids)])} for ids in samples]
         with _causal_attention():
             oneshot(
@@ -38,7 +45,7 @@ def oneshot_experts(
     return {
         path: module.weight.detach()
         for path, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".experts." in path
+        if re.fullmatch(pattern, path)
     }
 
 

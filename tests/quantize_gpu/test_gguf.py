@@ -17,7 +17,6 @@ from helpers.gguf_files import ARCHITECTURE, Blocks, around, experts, metadata, 
 from helpers.gpu import quantize
 from helpers.gpu_corrupt import find
 from helpers.harmless import assert_safe, run
-from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 
 from ktconv.formats.decode import round_to_bf16
@@ -229,15 +228,29 @@ def test_refused(fault: str, tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_gptq_is_refused(tmp_path: Path) -> None:
-    words = ("--method", "gptq", "--dataset", "x.txt", "--config", config(tmp_path))
-    result = run("quantize-gpu", small(tmp_path), tmp_path / "out", *words)
-    assert_safe(result, 2)
-    assert "--method gptq needs a safetensors checkpoint, and" in result.stderr
-    words = (*words[:-1], EXAMPLE)
-    result = run("quantize-gpu", EXAMPLE, tmp_path / "out", *words)
-    assert_safe(result, 2)
-    assert "--config cannot be combined with --method gptq" in result.stderr
+def test_gptq_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same experts as from the safetensors checkpoint, bit by bit."""
+    from ktconv.quantize_gpu.gptq import run as gptq
+    from ktconv.targets.pack_quantized.target import Calibration
+
+    class Letters:
+        def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+            return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+    monkeypatch.setattr(gptq, "load_tokenizer", lambda _: Letters())
+    text = tmp_path / "text.txt"
+    text.write_text("A text of some words, all of which are read as letters. " * 4)
+    path, plain = write_pair(tmp_path, "qwen3_moe")
+    options: dict[str, Any] = {
+        "method": "gptq", "dampening": 0.1, "device": "cpu",
+        "calibration": Calibration(str(text), samples=2, max_seq_len=96),
+    }  # fmt: skip
+    quantize(path, tmp_path / "out", config=plain, **options)
+    quantize(plain, tmp_path / "expected", **options)
+    found, expected = read_model(tmp_path / "out"), read_model(tmp_path / "expected")
+    experts = [name for name in expected if ".experts." in name]
+    assert len(experts) == LAYERS * EXPERTS * 9
+    assert all(found[name] == expected[name] for name in experts)
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:

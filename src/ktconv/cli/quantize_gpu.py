@@ -48,7 +48,10 @@ def quantize_gpu_command(
     ] = 0.1,
     seed: Annotated[int, option("gptq: random seed for choosing samples.", "N", min=0)] = 0,
     self_test: Annotated[
-        bool, flag("--self-test/--no-self-test", "gptq: test the quantization on one layer first.")
+        bool,
+        flag(
+            "--self-test/--no-self-test", "gptq: compare the first layer with rounding to nearest."
+        ),
     ] = True,
     device: Annotated[
         str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")

@@ -30,7 +30,7 @@ class Request(BaseRequest):
     device: str = "auto"  # as torch names it; auto: a GPU if there is one
     max_gpu_memory: int | None = None  # gptq
     max_cpu_memory: int | None = None  # gptq
-    self_test: bool = True  # gptq: one layer is tried before hours of work
+    self_test: bool = True  # gptq: the first layer is compared with rounding to nearest
 
 
 @dataclass(frozen=True)

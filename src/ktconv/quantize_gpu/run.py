@@ -49,18 +49,6 @@ def prepare(request: Request) -> Preflight:
             "pattern, which fits those of all towers",
             "Convert the experts for CPUs, with quantize-cpu, or serve the original model.",
         )
-    if checkpoint.is_gguf and request.options.method != "rtn":
-        raise UsageError(
-            f"--method {request.options.method} needs a safetensors checkpoint, and "
-            f"{checkpoint.path} is a GGUF model",
-            "use --method rtn, or the safetensors checkpoint of the same model",
-        )
-    if request.config is not None and request.options.method != "rtn":
-        raise UsageError(
-            f"--config cannot be combined with --method {request.options.method}, which loads the "
-            "model with its own config.json",
-            "omit --config",
-        )
     if request.map is not None and request.options.method != "rtn":
         raise UsageError(
             f"--map cannot be combined with --method {request.options.method}: transformers loads "

@@ -108,7 +108,8 @@ class Gptq(Rtn):
         assert options.calibration is not None and options.dampening is not None
         self.settings, self.dampening = options.calibration, options.dampening
         self.device = device_of(self.request.device)
-        tokenizer = load_tokenizer(self.plan.checkpoint.path)
+        checkpoint = self.plan.checkpoint
+        tokenizer = load_tokenizer(checkpoint.side_directory or checkpoint.path)
         self.samples: Samples = read_samples(self.settings, tokenizer)
         self._check_vocabulary()
         self.tested: SelfTest | None = None
