@@ -41,6 +41,7 @@ _MARGIN = 160 << 20  # what libraries take when they are first used, and allocat
 _SHARE = 0.9  # of the memory that is free, where no option says how much may be used
 _OF_PARKED = 6  # [T, H] that a waiting forward pass refers to: see `_Windows`
 _OF_ACTIVE = 8  # [T, H] of a forward pass beside the outputs of its linear modules
+_OF_LINEAR_ATTENTION = 6  # measured: queries and keys repeated per head, decays, chunks
 _SECONDS = 0.06  # of each measurement
 _READ_BYTES = 64 << 20
 _PRODUCT = 1024
@@ -218,10 +219,14 @@ class _Sizes:
 
     @property
     def outputs(self) -> int:
-        """Numbers per token that the linear modules of the widest layer put out."""
-        return max(
-            sum(int(one.shape[0]) for one in layer if one.ndim == 2) for layer in self.layers
-        )
+        """Bytes per token of what the linear modules of a layer put out, and of float32 copies:
+        one, but several in linear attention, which has convolutions (three dimensions)."""
+        found = 0
+        for layer in self.layers:
+            numbers = sum(int(one.shape[0]) for one in layer if one.ndim == 2)
+            copies = _OF_LINEAR_ATTENTION if any(one.ndim == 3 for one in layer) else 1
+            found = max(found, numbers * (self.itemsize + copies * F32))
+        return found
 
 
 def _nbytes(parameter: torch.Tensor) -> int:
@@ -294,7 +299,7 @@ class _Need:
         row = sizes.hidden * sizes.itemsize
         mask = longest**2 * sizes.itemsize
         scores = sizes.eager_heads * longest**2 * (2 * sizes.itemsize + F32)
-        linear = longest * sizes.outputs * (sizes.itemsize + F32)
+        linear = longest * sizes.outputs
         active = longest * _OF_ACTIVE * sizes.hidden * F32 + linear + 2 * mask + scores
         # Which experts a token goes to, with its weights; twice while tokens are sorted by expert.
         routing = tokens * sizes.top_k * (3 * I64 + F32)
