@@ -365,6 +365,40 @@ def test_directories_that_cannot_be_used(torch: Any, tmp_path: Path) -> None:
                 run(StatsRequest(str(EXAMPLE), EVAL, 60, **options), silent)
 
 
+def test_nothing_is_added_to_the_model(torch: Any, tmp_path: Path) -> None:
+    """Every safetensors file beside its shards would be one of them."""
+    source = shutil.copytree(EXAMPLE, tmp_path / "model")
+    before = sorted(source.iterdir())
+    (tmp_path / "link").symlink_to(source)
+    for name, place in (
+        ("hessian", source),
+        ("hessian", source / "below"),
+        ("hessian", tmp_path / "link"),
+        ("work_dir", source),
+        ("importance", source / "importance.safetensors"),
+        ("trace", source / "trace.safetensors"),
+    ):
+        options: dict[str, Any] = {name: place}
+        with pytest.raises(UsageError, match=r"cannot be used: it is in .*/model, to which"):
+            run(StatsRequest(str(source), EVAL, 60, **options), silent)
+    assert sorted(source.iterdir()) == before
+
+
+def test_a_model_that_overflows(torch: Any, tmp_path: Path) -> None:
+    """Routers choose experts for NaN too, which are no counts."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(EXAMPLE, tmp_path / "model")
+    name = "model.layers.1.post_attention_layernorm.weight"
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            tensors[name][3] = torch.inf
+            save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"before the experts of layer 1 are not finite"):
+        run(StatsRequest(str(source), EVAL, 60, work_dir=tmp_path / "work"), silent)
+
+
 def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
     """With the same values as the safetensors model: the same counts."""
     pytest.importorskip("gguf")

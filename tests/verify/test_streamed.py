@@ -197,6 +197,32 @@ def test_text_is_written_only_where_models_fit(
     assert not any("output:" in line for line in lines_of(result))
 
 
+def test_experts_that_are_unlike_only_when_loaded(
+    request_for: Callable[..., VerifyRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That fails, and is not just a reason why no text is written."""
+    from ktconv.model.matching import UnlikeExperts
+
+    def unlike(*_: Any, **__: Any) -> Any:
+        raise UnlikeExperts("the experts of layer 1 are not those of the model")
+
+    monkeypatch.setattr("ktconv.model.replace_experts", unlike, raising=False)
+    result = verify(request_for())
+    assert [one.check for one in result.failures] == ["experts"]
+
+
+@pytest.mark.parametrize("below", ["", "work"])
+def test_states_are_not_kept_beside_what_is_compared(
+    request_for: Callable[..., VerifyRequest], below: str
+) -> None:
+    request = request_for()
+    for place in (request.output, EXAMPLE):
+        words = f"--work-dir .* cannot be used: it is in {place}"
+        with pytest.raises(UsageError, match=words):
+            verify(replace(request, work_dir=place / below))
+        assert not (place / "work").exists()
+
+
 def test_neither_layer_by_layer_nor_whole(
     request_for: Callable[..., VerifyRequest], nothing_fits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -20,7 +19,7 @@ from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics, from_facts
 from ktconv.stats.files import PLACEMENT, read_trace, write_placement, write_trace
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
-from ktconv.system.files import check_writable, translated
+from ktconv.system.files import check_directory, check_writable, translated
 from ktconv.system.text import Notify, silent
 
 if TYPE_CHECKING:
@@ -142,21 +141,6 @@ def _check(request: StatsRequest) -> None:
         path = getattr(request, name)
         if path is not None:
             check_writable(path, f"--{name}")
-    for option, path in (("--hessian", request.hessian), ("--work-dir", request.work_dir)):
-        if path is not None:
-            _check_directory(path, option)
-
-
-def _check_directory(path: Path, option: str) -> None:
-    """UsageError unless files can be made in `path`, which need not exist yet."""
-    existing = path.absolute()
-    while not existing.exists() and not existing.is_symlink():
-        existing = existing.parent
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        why = "cannot be written" if existing.is_dir() else "is not a directory"
-        raise UsageError(
-            f"{option} {path} cannot be used: {existing} {why}", "choose another directory"
-        )
 
 
 # ---- recording -------------------------------------------------------------------------
@@ -186,6 +170,12 @@ def _prepared(request: StatsRequest) -> Recording:
     check_headers(place, request.config)
     if request.config is not None and not place.is_file():
         raise UsageError("--config is for GGUF models only", "omit it")
+    for option, path in (("--hessian", request.hessian), ("--work-dir", request.work_dir)):
+        if path is not None:
+            check_directory(path, option, [place])
+    for option, path in (("--importance", request.importance), ("--trace", request.trace)):
+        if path is not None:  # a checkpoint's shards are all safetensors files beside it
+            check_directory(path.absolute().parent, option, [place])
     pieces, name = open_text(request.text)
     with way_out("use a release of transformers that supports this architecture"), running(place):
         recorder = Recorder(place, request.config)

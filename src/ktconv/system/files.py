@@ -140,6 +140,25 @@ def check_writable(path: Path, option: str) -> None:
         pass
 
 
+def check_directory(path: Path, option: str, apart: Iterable[Path] = ()) -> None:
+    """UsageError unless files can be made in `path`, which need not exist yet, and which is not in
+    one of the directories `apart`: these have a content that must stay as it is."""
+    existing = path.absolute()
+    while not existing.exists() and not existing.is_symlink():
+        existing = existing.parent
+    why = None
+    if not existing.is_dir():
+        why = f"{existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        why = f"{existing} cannot be written"
+    else:
+        inside = (one for one in apart if path.resolve().is_relative_to(one.resolve()))
+        if (other := next(inside, None)) is not None:
+            why = f"it is in {other}, to which nothing may be added"
+    if why is not None:
+        raise UsageError(f"{option} {path} cannot be used: {why}", "choose another directory")
+
+
 def make_directory(path: Path) -> None:
     """Create a directory and its parents; they survive a power loss.
 

@@ -23,6 +23,7 @@ from ktconv.model.load import (
 )
 from ktconv.model.text import read_text
 from ktconv.system import machine
+from ktconv.system.files import check_directory
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 from ktconv.verify.findings import Facts, Findings, Progression
@@ -91,6 +92,11 @@ class ModelCheck(ABC):
                 f"--level model is not possible for {source.path}: transformers loads the model by "
                 "its own names, not by those of a map",
                 WITHOUT_MODEL,
+            )
+        if self._request.work_dir is not None:
+            # Time stamps of the output say whether an interrupted run goes on.
+            check_directory(
+                self._request.work_dir, "--work-dir", [source.path, self._output.directory]
             )
         with way_out(WITHOUT_MODEL, MORE_MEMORY):
             self._prepare()
@@ -234,6 +240,8 @@ class ModelCheck(ABC):
     def _facts(
         self, predictions: Predictions | None, layers: Sequence[LayerDrift], notify: Notify
     ) -> Facts:
+        from ktconv.model.matching import UnlikeExperts
+
         limits, generation, why_not = self._thresholds(), None, self._why_not_loaded
         if why_not is None:
             notify("loading the source model")
@@ -245,7 +253,7 @@ class ModelCheck(ABC):
                         self._check_loaded(both, experts, predictions, limits)
                     generation = self._generated(both, experts, notify)
             except KtconvError as error:
-                if predictions is None:
+                if predictions is None or isinstance(error, UnlikeExperts):
                     raise
                 why_not = str(error)  # the figures are there all the same
         if why_not is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ktconv.checkpoint import TensorRef
 from ktconv.conversion.pipeline import Observer
+from ktconv.errors import CheckpointError
 from ktconv.model.load import running
 from ktconv.model.streamed.calls import Call, ExpertRunner, Watcher
 from ktconv.model.streamed.cut import Asked, CutModel, Run
@@ -194,6 +195,12 @@ class _Waiting:
             self._finished(side, window, found)
             return
         rows, ids, weights = (part.detach().to("cpu") for part in found)
+        if side == 0 and not rows.isfinite().all():
+            # Routers choose some expert all the same: counts and moments would be of nothing.
+            raise CheckpointError(
+                f"the hidden states before the experts of layer {self._index} are not finite",
+                "the weights are damaged, or the model overflows in the dtype of its config.json",
+            )
         scratch = self._owner.scratch
         if self._waiting < self._owner.parked:
             self._waiting += 1

@@ -19,6 +19,7 @@ from ktconv.model.streamed.plan import measure_speed, plan_pass
 from ktconv.model.streamed.run import StreamedPass, unit_sizes
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.model.streamed.work import WorkFolder, pass_folder, pass_identity
+from ktconv.system.files import check_directory
 from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
 
@@ -167,13 +168,16 @@ def stream(
     logits, of each side: see `ktconv.model.streamed.calls.Watcher`. `progression` makes an observer
     from the bytes of each unit. Hidden states are kept in `work_dir`, by default in the user's
     cache; after a kill the same call goes on behind the last layer that was passed, and gives
-    watchers their state back.
+    watchers, which have to be new ones, their state back.
 
     Raises NotCut for a model whose code does not allow this, MemoryLimitError where `max_memory`
     bytes are too few, and other KtconvErrors.
     """
     if not windows:
         raise UsageError("no text to read", "give at least one window")
+    if work_dir is not None:
+        apart = [Path(source)] if output is None else [Path(source), Path(output)]
+        check_directory(Path(work_dir), "work_dir", apart)
     names = [type(one).__name__ for one in watchers]
     more = {"watchers": names, "output": None if output is None else content_of(Path(output))}
     with PlannedPass(
