@@ -25,7 +25,7 @@ from ktconv.errors import (
     MemoryShortError,
     UsageError,
 )
-from ktconv.model.load import way_out
+from ktconv.model.load import check_language_model, way_out
 from ktconv.quantize_gpu.common import Preflight, Request, device_of
 from ktconv.quantize_gpu.gptq.calibration import (
     WITHOUT_MODEL,
@@ -304,6 +304,7 @@ def _parted(checkpoint: Checkpoint, device: str = "cpu") -> PartedModel:
     from ktconv.model.streamed.parts import PartedModel
 
     with _ways_out():
+        check_language_model(checkpoint.side_directory or checkpoint.path)
         return PartedModel(checkpoint, model_dtype(checkpoint), device=device)
 
 
