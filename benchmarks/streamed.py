@@ -5,7 +5,8 @@
 Passes random tokens through a checkpoint layer by layer. A thread looks every few milliseconds at
 what the main thread and those that decode are doing, so nothing is changed in what is measured.
 Then, with the same threads: the experts' matrix products alone, for as many tokens as each expert
-had; reading the source alone; and with --in-memory the same windows through transformers.
+had; reading the source alone; and with --in-memory the same windows through transformers. CPU
+seconds are compared as well: they say more on a machine that is not idle.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch import Tensor
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.model import load_model
+from ktconv.model.streamed.calls import ExpertRunner
 from ktconv.model.streamed.experts import SourceExperts
+from ktconv.model.streamed.packed import BothExperts
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.run import StreamedPass
 from ktconv.model.streamed.states import Scratch, States
@@ -40,6 +43,7 @@ from ktconv.system.arrays import Array
 SAMPLE_SECONDS = 0.004
 SCRATCH_BYTES = 8 << 30
 RATE_REPEATS = 3
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The innermost frame that is in this table says what a thread does: (file, function) -> what.
 PLACES = {
     ("one_expert.py", "__call__"): "experts",
@@ -47,6 +51,7 @@ PLACES = {
     ("experts.py", "run"): "sorting tokens by expert",
     ("ahead.py", "_in_turn"): "waiting for weights",
     ("ahead.py", "filled"): "waiting for weights",
+    ("packed.py", "run"): "converted experts",
     ("cut.py", "called"): "attention, router",
     ("cut.py", "_forward"): "the model around its layers",
     ("cut.py", "check"): "proof that layers can be cut",
@@ -132,29 +137,37 @@ def run_pass(
     """Figures of one pass."""
     counts, sampler = Counts(), Sampler()
     cpu, started = time.process_time(), time.perf_counter()
-    parted = PartedModel(checkpoint, options.dtype)
+    parted = PartedModel(checkpoint, DTYPES.get(options.dtype, options.dtype))
     built = time.perf_counter() - started
     read: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        states, scratch = States(Path(folder), 1, len(windows)), Scratch(folder, SCRATCH_BYTES)
+        place, sides = Path(folder), 1 if options.converted is None else 2
+        states, scratch = States(place, sides, len(windows)), Scratch(place, SCRATCH_BYTES)
         with states, scratch:
-            one = StreamedPass(parted, windows, states, scratch)
+            one = StreamedPass(parted, windows, states, scratch, sides=sides)
 
             def tell(nbytes: int) -> None:
                 read["bytes"] += nbytes
                 one.read(nbytes)
 
-            experts = SourceExperts(
+            source = SourceExperts(
                 checkpoint, parted.dtype, threads=options.decoders, taps=[counts], read=tell
             )
+            runner: ExpertRunner = source
+            if options.converted is not None:
+                settings = json.loads((options.model / "config.json").read_text())
+                runner = BothExperts(
+                    source, options.converted, parted.experts, settings, options.threads
+                )
             sampler.start()
-            one.run(experts, [], head=True)
+            one.run(runner, [], head=True)
             sampler.stop()
     seconds = time.perf_counter() - started
     return {
         "seconds": seconds,
         "build_seconds": built,
         "cpu_seconds": time.process_time() - cpu,
+        "bytes_read": read["bytes"],
         "peak_memory_bytes": peak_memory(),
         "main": dict(sampler.main),
         "decoders": dict(sampler.decoders),
@@ -163,8 +176,8 @@ def run_pass(
 
 
 def products_alone(checkpoint: Checkpoint, tokens: list[int], dtype: torch.dtype) -> float:
-    """Seconds of the experts' matrix products for these numbers of tokens, in the blocks of the
-    pass, at the rate that a few of them have."""
+    """CPU seconds of the experts' matrix products for these numbers of tokens, in the blocks of
+    the pass, at the rate that a few of them have."""
     layer = checkpoint.layers[0]
     hidden, inner = layer.hidden_size, layer.intermediate_size
     numbers = torch.Generator().manual_seed(0)
@@ -178,10 +191,10 @@ def products_alone(checkpoint: Checkpoint, tokens: list[int], dtype: torch.dtype
         x = torch.randn((rows, hidden), generator=numbers).to(dtype)
         times = []
         for first, last in matrices:  # others each time, as in the pass
-            started = time.perf_counter()
+            started = time.process_time()
             half = torch.nn.functional.linear(x, first)[:, :inner]
             torch.nn.functional.linear(half, last)
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         return min(times)
 
     def of_block(rows: int) -> float:
@@ -193,15 +206,17 @@ def products_alone(checkpoint: Checkpoint, tokens: list[int], dtype: torch.dtype
         return whole * seconds(1024) + sum(of_block(n % 1024) for n in tokens if n % 1024)
 
 
-def in_memory(model: Path, windows: list[Tensor], dtype: str, implementation: str) -> float:
-    """Seconds of the windows through transformers, without loading."""
+def in_memory(
+    model: Path, windows: list[Tensor], dtype: str, implementation: str
+) -> tuple[float, float]:
+    """Seconds and CPU seconds of the windows through transformers, without loading."""
     loaded, _ = load_model(model, dtype)
     loaded.set_experts_implementation(implementation)
     with torch.inference_mode():
-        started = time.perf_counter()
+        cpu, started = time.process_time(), time.perf_counter()
         for ids in windows:
             loaded(input_ids=ids, use_cache=False)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - cpu
 
 
 def peak_memory() -> int:
@@ -231,13 +246,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--decoders", type=int, default=1, help="threads that decode experts")
     parser.add_argument("--work", type=Path, help="disk for states (the system's for temporaries)")
     parser.add_argument("--cold", action="store_true", help="with nothing of the source cached")
     parser.add_argument(
         "--in-memory", nargs="*", default=[], help="implementations of experts, such as eager"
+    )
+    parser.add_argument(
+        "--converted", type=Path, help="both sides: what quantize-cpu made of the model"
     )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -256,7 +274,7 @@ def main() -> None:
     seconds = found["seconds"]
     found["other_cpu_seconds"] = measure.machine_cpu_seconds() - busy - found["cpu_seconds"]
     reading, _ = timed(files, options.cold, lambda: measure.read_all(files, options.decoders))
-    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    dtype = DTYPES.get(options.dtype, torch.bfloat16)
     products = products_alone(checkpoint, found["tokens_of_experts"], dtype)
     print(f"{measure.cpu_model()}, {options.threads} threads and {options.decoders} that decode")
     print(f"{nbytes / 1e9:.2f} GB, {tokens} tokens: {seconds:.1f} s, "
@@ -264,15 +282,16 @@ def main() -> None:
           f"{found['cpu_seconds']:.1f} CPU s, others' {found['other_cpu_seconds']:.1f} CPU s, "
           f"peak memory {found['peak_memory_bytes'] / 1e9:.2f} GB")  # fmt: skip
     print(f"building the model {found['build_seconds']:.1f} s; reading alone {reading:.1f} s, "
-          f"{nbytes / reading / 1e9:.2f} GB/s; experts' products alone {products:.1f} s, "
-          f"{products / seconds:.0%} of the pass")  # fmt: skip
+          f"{nbytes / reading / 1e9:.2f} GB/s; experts' products alone {products:.1f} CPU s, "
+          f"{products / found['cpu_seconds']:.0%} of the pass")  # fmt: skip
     print_shares("main thread", found["main"], seconds - found["build_seconds"])
     print_shares("threads that decode", found["decoders"], seconds - found["build_seconds"])
-    found |= {"reading_seconds": reading, "products_seconds": products, "bytes": nbytes}
+    found |= {"reading_seconds": reading, "products_cpu_seconds": products, "bytes": nbytes}
     for implementation in options.in_memory:
-        passed = in_memory(options.model, windows, options.dtype, implementation)
-        found[f"in_memory_{implementation}_seconds"] = passed
-        print(f"in memory, {implementation}: {passed:.1f} s, {tokens / passed:.0f} tokens/s")
+        passed, cpu = in_memory(options.model, windows, options.dtype, implementation)
+        found[f"in_memory_{implementation}"] = {"seconds": passed, "cpu_seconds": cpu}
+        print(f"in memory, {implementation}: {passed:.1f} s, {tokens / passed:.0f} tokens/s, "
+              f"{cpu:.1f} CPU s")  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps({"schema": 1, "tokens": tokens, **found}, indent=1))
 
