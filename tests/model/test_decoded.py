@@ -170,16 +170,6 @@ def test_memory_is_that_of_the_decoded_model(
         load_model(pair.encoded)
 
 
-def test_a_part_in_memory_at_a_time(torch: Any, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    pair = write_pair(tmp_path, "mixtral", "fp8 channel", attention=True)
-    ours, _ = load_model(pair.encoded, max_memory=1 << 20, offload=tmp_path / "offload")
-    theirs, _ = load_model(pair.plain)
-    ids = torch.arange(12)[None]
-    with torch.inference_mode():
-        assert torch.equal(ours(ids).logits, theirs(ids).logits)
-
-
 def test_what_cannot_be_loaded(torch: Any, tmp_path: Path) -> None:
     """A NaN as scale, in experts and in attention; a missing weight."""
     pair = write_pair(tmp_path, "qwen3_moe", "int8 channel", attention=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ktconv.checkpoint import read_header
 from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.checkpoint.gguf.parts import all_parts
-from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
+from ktconv.errors import CheckpointError, MemoryShortError, UsageError
 from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model, load_tokenizer
 from ktconv.model.module import Routing
@@ -39,48 +39,31 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     *,
     config_directory: Path | None = None,
-    max_memory: int | None = None,
-    offload: Path | None = None,
     decode: bool = True,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
     `source` is a directory, or one GGUF file; then config.json and tokenizer are those of
     `config_directory`. Encoded weights are decoded by ktconv; without `decode`, by what
-    transformers has for them. With `max_memory`, weights beyond that many bytes are kept in the
-    folder `offload`, and read whenever their layer runs.
+    transformers has for them.
 
     Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
-    (or disk) that is free; CheckpointError where transformers cannot load the checkpoint, or only
+    that is free; CheckpointError where transformers cannot load the checkpoint, or only
     with random weights in place of missing ones or with the checkpoint's own code, which is never
     run.
     """
     directory, gguf, decoded = Path(source), None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
-        if max_memory is not None:
-            raise UsageError(
-                "--max-memory needs a safetensors checkpoint: transformers reads GGUF files whole",
-                "omit --max-memory",
-            )
     elif not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
     elif decode:
         decoded = open_encoded(directory)
     wanted = _dtype(dtype)
     size = _bytes_in_memory(gguf or directory, wanted) if decoded is None else decoded.nbytes
-    options: dict[str, Any] = {}
-    if max_memory is None or offload is None:
-        _check_memory(gguf or directory, size)
-    else:
-        _check_offload(size, offload)
-        options = {
-            "device_map": "auto",
-            "max_memory": {"cpu": max_memory},
-            "offload_folder": str(offload),
-        }
+    _check_memory(gguf or directory, size)
     tokenizer = load_tokenizer(directory)
-    model = load_language_model(directory, wanted, gguf=gguf, decoded=decoded, **options)
+    model = load_language_model(directory, wanted, gguf=gguf, decoded=decoded)
     return model, tokenizer
 
 
@@ -144,22 +127,6 @@ def _check_memory(place: Path, size: int) -> None:
         raise MemoryShortError(
             f"loading {place} needs about {format_size(needed)} of memory, but "
             f"only {format_size(free)} are free"
-        )
-
-
-def _check_offload(needed: int, offload: Path) -> None:
-    """UsageError without accelerate, ResourceError where the folder has too little room."""
-    if find_spec("accelerate") is None:
-        raise UsageError(
-            "loading a part of a model at a time needs accelerate, which is not installed",
-            "install it with: pip install accelerate",
-        )
-    free = machine.disk_free(offload)
-    if needed > free:
-        raise ResourceError(
-            f"{offload} has {format_size(free)} free, but up to {format_size(needed)} of weights "
-            "are kept there",
-            "set TMPDIR to a directory on a larger disk",
         )
 
 
