@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def test_a_family_without_a_language_model(torch: Any, tmp_path: Path) -> None:
     source = written(WITHOUT_LANGUAGE_MODEL, tmp_path)
     with pytest.raises(CheckpointError, match=r"model is of type openai_privacy_filter, for which"):
         Passed(source, tmp_path / "states")
+
+
+def test_rotary_embeddings_that_grow(torch: Any, tmp_path: Path) -> None:
+    """With the longest window that was seen; here each window is as if there were no other."""
+    model = replace(SAVED["qwen3_moe"], config={"max_position_embeddings": 8})
+    write(model, tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": rope}))
+    ids = windows((12, 20, 10))
+    kept = Passed(tmp_path / "model", tmp_path / "states").run(ids)
+    for one, (found,) in zip(ids, kept.outputs, strict=True):
+        alone, _ = load_model(tmp_path / "model")
+        alone.set_experts_implementation("eager")
+        (expected,) = in_memory(alone, [one])
+        assert torch.equal(found, expected)
 
 
 # ---- encoded weights, decoded as they are read -----------------------------------------

@@ -91,6 +91,7 @@ class Run:
 
     def _forward(self) -> Any:
         count = self._cut.count
+        self._cut.renew()
         try:
             found = self._cut.model(input_ids=self._ids, use_cache=False)
         except _Reached as reached:
@@ -113,6 +114,7 @@ class CutModel:
         self._outputs: dict[Any, Any] = {}  # one of each kind
         self._assumed: list[Any] = []  # kinds of all layers in the last check
         self._head_checked = False
+        self._outside_state: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._entered = ExitStack()
 
     def __enter__(self) -> CutModel:
@@ -127,11 +129,25 @@ class CutModel:
                 stack.callback(hook.remove)
                 if module is self.model.get_input_embeddings():
                     self._parted.load_module(path)  # Llama 4 asks for its device before calling it
+            prefix = f"{self._parted.path}."
+            self._outside_state = [
+                (module, dict(vars(module)), dict(module._buffers))
+                for path, module in self.model.named_modules()
+                if not f"{path}.".startswith(prefix)
+            ]
             self._entered = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
+
+    def renew(self) -> None:
+        """Undo what earlier windows left outside the layers: dynamic rotary embeddings depend on
+        the longest one."""
+        for module, content, buffers in self._outside_state:
+            vars(module).update(content)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
     def run(self, index: int, ids: Tensor, before: Any) -> Run:
         """A window `ids` [1, T] before layer `index`, or the number of layers for the logits.
