@@ -163,6 +163,7 @@ class StateDict(dict[str, Any]):
         super().__init__()
         self.dtype, self.read = dtype, read
         self.reader = SourceReader(checkpoint.files, checkpoint.sources)
+        self._mapped: set[Path] = set()
         for name, weight in weights.items():
             number = layer_number(name)
             if layers is None or number is None or number < layers:
@@ -178,7 +179,14 @@ class StateDict(dict[str, Any]):
         with self.reader.open(stored.file):  # as it was
             # "c": a tensor that cannot be written to warns
             data = np.memmap(stored.file, np.uint8, "c", stored.offset, (stored.nbytes,))
+        self._mapped.add(stored.file)
         return torch.from_numpy(data).view(dtype).reshape(self[name].weight.shape)
+
+    def check_mapped(self) -> None:
+        """SourceChangedError where what is mapped may not be what it was."""
+        for file in self._mapped:
+            with self.reader.open(file):
+                pass
 
 
 class _Lazy:

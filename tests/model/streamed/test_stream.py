@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.paths import EVAL, EXAMPLE, ROOT
 
-from ktconv.errors import UsageError
+from ktconv.errors import SourceChangedError, UsageError
 from ktconv.model import load_model, replace_experts, stream
 from ktconv.model.evaluate import windows
 from ktconv.model.load import load_tokenizer
@@ -80,6 +82,29 @@ def test_one_side_and_no_head(texts: list[Any], torch: Any, tmp_path: Path) -> N
     with pytest.raises(UsageError, match="is not a directory"):
         stream(EXAMPLE, texts[2:], output=tmp_path / "absent", work_dir=tmp_path / "work")
     assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize("when", ["layer", "logits"])
+def test_a_source_that_changes_is_refused(
+    when: str, texts: list[Any], torch: Any, tmp_path: Path
+) -> None:
+    """Also weights that are used where they lie: the last that is read is the head."""
+    source = shutil.copytree(EXAMPLE, tmp_path / "model")
+
+    class Changing(Kept):
+        def layer(self, index: int, window: int, values: Any) -> None:
+            if when == "layer":
+                self.change()
+
+        def logits(self, window: int, logits: Any) -> None:
+            self.change()
+
+        def change(self) -> None:
+            for shard in source.glob("*.safetensors"):
+                os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
+
+    with pytest.raises(SourceChangedError, match="changed while it was read"):
+        stream(source, texts, watchers=[Changing()], head=True, work_dir=tmp_path / "work")
 
 
 def test_the_example_of_the_documentation(

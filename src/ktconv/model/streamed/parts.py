@@ -106,6 +106,10 @@ class PartedModel:
         """`read` is told how many bytes of the source were read from now on."""
         self._state.read = read
 
+    def check_unchanged(self) -> None:
+        """SourceChangedError where a file changed whose weights are used as they lie there."""
+        self._state.check_mapped()
+
     # ---- materialising ----
 
     @contextmanager

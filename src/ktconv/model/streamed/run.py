@@ -93,6 +93,7 @@ class StreamedPass:
             for index in range(first, count):
                 self._begin(f"layer-{index}", sizes)
                 self._pass_layer(cut, index, runner, watchers)
+                self._parted.check_unchanged()
                 self.states.commit(index + 1, arrays=_joined(runner, watchers))
                 cut.check(index, self.windows[0], self.before(0, 0))
                 self._end(f"layer-{index}")
@@ -102,6 +103,7 @@ class StreamedPass:
                     found = [cut.logits(ids, self.before(side, window)) for side in self._apart]
                     for watcher in watchers:
                         watcher.logits(window, found * (self.sides // len(found)))
+                self._parted.check_unchanged()
                 self._end(HEAD)
 
     def _resume(self, runner: ExpertRunner, watchers: Sequence[Watcher]) -> int:
