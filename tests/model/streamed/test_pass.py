@@ -502,12 +502,12 @@ def test_a_nan(part: str, source: Path, tmp_path: Path, torch: Any) -> None:
     tensors[name][1, 2] = float("nan")
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     passed = Passed(copied, tmp_path / "s")
-    if "experts" in part:
-        with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*NaN"):
-            passed.run(windows())
-        assert (tmp_path / "s/state.json").exists()
-    else:  # as in memory: what such weights give is the model's affair
-        assert all(one.isnan().any() for (one,) in passed.run(windows()).outputs)
+    says = rf"{re.escape(name)}.*NaN"
+    if "experts" not in part:  # seen in what it gives
+        says = "the hidden states before the experts of layer 2 are not finite"
+    with pytest.raises(CheckpointError, match=says):
+        passed.run(windows())
+    assert (tmp_path / "s/state.json").exists()
 
 
 def test_a_full_disk(
