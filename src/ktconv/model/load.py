@@ -10,7 +10,7 @@ How a checkpoint could have code run or a pickle read, and what prevents it:
 - an adapter (peft), another config.json (`configuration_files`): refused
 - a kernel of the hub (`_attn_implementation`): the model's default is used instead
 - "FILE.py:CLASS" in quantization_config, which compressed-tensors imports: refused
-- keys of config.json that are no names, which llm-compressor writes into Python source: dropped
+- keys of config.json that are no names: dropped
 
 `ktconv.model.guard` is the second line of defence. Nothing is downloaded either.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from logging import LogRecord, getLogger, getLogRecordFactory, setLogRecordFactory
+from logging import LogRecord, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +290,7 @@ def _is_tokenizer(found: Any) -> bool:
 
 
 def _cleaned(config: Any) -> Any:
-    """A config without what could make transformers or llm-compressor run something."""
+    """A config without what could make transformers run something."""
     for section in _sections(config):
         settings = vars(section)
         for key in [key for key in settings if not key.isidentifier()]:
@@ -355,7 +355,9 @@ def _load_decoded(
             raise weights.error from error
         raise
     model, report = loaded
-    model.name_or_path = model.config.name_or_path = str(directory)  # llm-compressor reads there
+    model.name_or_path = model.config.name_or_path = str(
+        directory
+    )  # as if it were loaded from there
     return model, report
 
 
@@ -454,7 +456,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def no_progress() -> Iterator[None]:
-    """transformers draws no bars meanwhile, and accelerate does not log what is on disk."""
+    """transformers draws no bars meanwhile."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
@@ -466,10 +468,7 @@ def no_progress() -> Iterator[None]:
         def bare(items: Any, **_: Any) -> Any:
             return items
 
-        with (
-            replaced(getLogger("accelerate.big_modeling"), "disabled", True),
-            replaced(of_gguf, "tqdm", bare),
-        ):
+        with replaced(of_gguf, "tqdm", bare):
             yield
     finally:
         if shown:

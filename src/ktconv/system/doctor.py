@@ -16,7 +16,6 @@ OPTIONAL_PACKAGES = {
     "huggingface_hub": "hub ids as MODEL",
     "torch": "extra model",
     "transformers": "extra model",
-    "accelerate": "stats --max-memory, extra gpu",
     "compressed-tensors": "verify --level model of GPU checkpoints, extra gpu",
     "llmcompressor": "extra gpu",
     "datasets": "extra gpu",

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from helpers.wide_moe import layer_shapes
 
 HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 4, 12
+LAYER = layer_shapes(HIDDEN, INNER, EXPERTS, queries=256)
 MIB = 1 << 20
 # What is read beside weights: hidden states between layers, /proc, Python's own modules.
 OTHER_READS = 2 * MIB
@@ -102,7 +104,7 @@ def write(path: Path, layers: int, fp8: bool = False) -> Source:
         "lm_head.weight": (VOCAB, HIDDEN),
     }
     for number in range(layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer().items()}
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in LAYER.items()}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if fp8 and "_proj." in name:
@@ -112,27 +114,6 @@ def write(path: Path, layers: int, fp8: bool = False) -> Source:
             tensors[name] = "BF16", shape
     nbytes = _write(path / "model.safetensors", tensors)
     return Source(path, nbytes, nbytes // layers)
-
-
-def _layer() -> Mapping[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (HIDDEN,),
-        "post_attention_layernorm.weight": (HIDDEN,),
-        "self_attn.q_proj.weight": (256, HIDDEN),
-        "self_attn.k_proj.weight": (128, HIDDEN),
-        "self_attn.v_proj.weight": (128, HIDDEN),
-        "self_attn.o_proj.weight": (HIDDEN, 256),
-        "self_attn.q_norm.weight": (64,),
-        "self_attn.k_norm.weight": (64,),
-        "mlp.gate.weight": (EXPERTS, HIDDEN),
-    }
-    for expert in range(EXPERTS):
-        found |= {
-            f"mlp.experts.{expert}.gate_proj.weight": (INNER, HIDDEN),
-            f"mlp.experts.{expert}.up_proj.weight": (INNER, HIDDEN),
-            f"mlp.experts.{expert}.down_proj.weight": (HIDDEN, INNER),
-        }
-    return found
 
 
 def _write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.paths import EXAMPLE
+from helpers.wide_moe import layer_shapes
 
 pytest.importorskip("transformers")
 
@@ -176,6 +177,7 @@ def test_a_measurement_reads_little(parted: PartedModel, monkeypatch: pytest.Mon
 # ---- against the peak of a process -----------------------------------------------------
 
 HIDDEN, INNER, EXPERTS, LAYERS, VOCAB = 512, 512, 32, 16, 2048
+LAYER = layer_shapes(HIDDEN, INNER, EXPERTS, queries=512)
 CODE = """
 import json, re, sys
 from pathlib import Path
@@ -220,29 +222,8 @@ def write_sparse(folder: Path) -> int:
         "lm_head.weight": (VOCAB, HIDDEN),
     }
     for layer in range(LAYERS):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer().items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in LAYER.items()}
     return write_shapes(folder / "model.safetensors", shapes)
-
-
-def of_layer() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (HIDDEN,),
-        "post_attention_layernorm.weight": (HIDDEN,),
-        "self_attn.q_proj.weight": (512, HIDDEN),
-        "self_attn.k_proj.weight": (128, HIDDEN),
-        "self_attn.v_proj.weight": (128, HIDDEN),
-        "self_attn.o_proj.weight": (HIDDEN, 512),
-        "self_attn.q_norm.weight": (64,),
-        "self_attn.k_norm.weight": (64,),
-        "mlp.gate.weight": (EXPERTS, HIDDEN),
-    }
-    for expert in range(EXPERTS):
-        found |= {
-            f"mlp.experts.{expert}.gate_proj.weight": (INNER, HIDDEN),
-            f"mlp.experts.{expert}.up_proj.weight": (INNER, HIDDEN),
-            f"mlp.experts.{expert}.down_proj.weight": (HIDDEN, INNER),
-        }
-    return found
 
 
 def write_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
