@@ -58,11 +58,6 @@ class BothExperts:
         self._source, self._output = source, output
         self._pool = Pool(threads)
 
-    @property
-    def experts_of_source(self) -> int:
-        """How many experts of all layers are not in the output."""
-        return sum(int((experts.origins < 0).sum()) for experts in self._experts.values())
-
     def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
         """As ExpertRunner says."""
         experts = self._experts[layer.index]

@@ -99,11 +99,6 @@ class States:
         """Whether the sides have outputs of their own at the current layer."""
         return "1/0" in self._slots[self._current].entries
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the files."""
-        return sum(slot.size for slot in self._slots)
-
     def put(self, side: int, window: int, value: Any) -> None:
         """Store an output of the next layer: a tensor, a number, a string, None, or tuples, lists
         and dicts of these. Tensors are copied. Raises CheckpointError for anything else."""

@@ -22,7 +22,6 @@ from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.errors import InUseError, KtconvError, OutputError, UsageError
 from ktconv.model.streamed.states import STATE_FILE
 from ktconv.system.files import make_directory, remove
-from ktconv.system.machine import disk_free
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Journal, OutputLock
 
@@ -104,11 +103,6 @@ class WorkFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def free(self) -> int:
-        """Bytes free on the disk."""
-        return disk_free(self.path)
 
     def complete(self) -> None:
         """The pass has ended and its results are elsewhere: remove the folder."""
