@@ -126,6 +126,15 @@ def test_a_later_run_goes_on(torch: Any, tmp_path: Path) -> None:
         assert (tmp_path / "dir" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_lost_file_of_a_layer_that_is_not_run_again(torch: Any, tmp_path: Path) -> None:
+    killed = HessianTap(LAYERS, ORIGIN, tmp_path)
+    feed(killed, torch, 3)
+    killed.layer_done(3)
+    (tmp_path / FIRST).unlink()
+    with pytest.raises(OutputError, match=f"{FIRST}, which the interrupted run wrote, is missing"):
+        HessianTap(LAYERS, ORIGIN, tmp_path).restore(killed.state())
+
+
 def test_layers_can_be_added(torch: Any, tmp_path: Path) -> None:
     for layer in (10, 3):
         tap = HessianTap({layer: LAYERS[layer]}, ORIGIN, tmp_path)

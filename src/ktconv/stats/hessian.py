@@ -150,6 +150,10 @@ def unpacked(packed: F32, size: int) -> F32:
     return matrix
 
 
+def _file_name(layer: int) -> str:
+    return f"layer-{layer:05}.safetensors"
+
+
 def _name(expert: int, projection: Projection) -> str:
     return f"experts.{expert}.{'down' if projection == 'down' else 'gate_up'}"
 
@@ -191,6 +195,7 @@ class HessianTap:
     def __init__(self, layers: Mapping[int, Sizes], origin: Origin, directory: Path) -> None:
         self._layers, self._origin, self._directory = layers, origin, directory
         self.kept = _kept(directory, layers, origin)
+        self._passed: list[int] = []  # of `layers`
         self._experts: set[int] = set()  # that were chosen in this layer
         self._counts: I64 = np.zeros(0, np.int64)
         self._staging: ShardStaging | None = None
@@ -242,7 +247,7 @@ class HessianTap:
                 "intermediate_size": str(sizes.intermediate),
             }
             make_directory(self._directory)
-            shard = plan_shard(f"layer-{layer:05}.safetensors", tensors, metadata)
+            shard = plan_shard(_file_name(layer), tensors, metadata)
             self._staging = ShardStaging([shard], self._directory, self._directory)
         return self._staging
 
@@ -252,6 +257,8 @@ class HessianTap:
             staging.write("counts", self._counts.data.cast("B"), 0)
             staging.commit()
             self.kept.add(layer)
+        if layer in self._layers:
+            self._passed.append(layer)
         self._staging = None
         self._experts.clear()
 
@@ -262,11 +269,19 @@ class HessianTap:
             self._staging = None
 
     def state(self) -> Mapping[str, Array]:
-        """Nothing: the files say which layers are done."""
-        return {}
+        """The layers that are not run again, whose files are there."""
+        return {"layers": np.array(self._passed, np.int64)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        pass
+        """OutputError where the file of such a layer is gone."""
+        self._passed = [int(layer) for layer in state["layers"]]
+        lost = [layer for layer in self._passed if layer not in self.kept]
+        if lost:
+            raise OutputError(
+                f"{self._directory / _file_name(lost[0])}, which the interrupted run wrote, is "
+                "missing",
+                "put it back, or start again with another --work-dir DIR",
+            )
 
 
 def _kept(directory: Path, layers: Mapping[int, Sizes], origin: Origin) -> set[int]:
