@@ -259,9 +259,10 @@ def test_pieces_cover_a_packed_matrix_once(method: str, numa: int, tmp_path: Pat
         assert (seen == 1).all() and shape.values().shape == seen.shape
     x = np.random.default_rng(3).standard_normal((7, hidden), np.float32)
     plain, rounded = experts.outputs(experts.streams(1), x)
-    for streamed_y, flag in ((plain, False), (rounded, True)):
+    # Sums in another order move some of the values that are rounded in between to the next level.
+    for streamed_y, flag, bound in ((plain, False, 1e-5), (rounded, True, 2e-3)):
         expected = experts.output(experts.loaded(1), x, rounded=flag)
-        assert np.allclose(streamed_y, expected, rtol=1e-4, atol=1e-4)
+        assert np.linalg.norm(streamed_y - expected) <= bound * np.linalg.norm(expected)
 
 
 def test_a_product_holds_two_pieces_at_most() -> None:
