@@ -537,7 +537,7 @@ def test_places_that_take_no_files_are_refused_before_any_work(
     def worked(*_: object, **__: object) -> None:
         pytest.fail("worked before it looked")
 
-    for name in ("bench.command.bench", "verify.command.prepare", "stats.command._record"):
+    for name in ("bench.command.bench", "verify.command.prepare", "stats.command._prepared"):
         monkeypatch.setattr(f"ktconv.{name}", worked)
     for words in (
         ["bench", "--plot", "/proc/x.png"],

@@ -25,6 +25,7 @@ from ktconv.system.text import Notify, silent
 if TYPE_CHECKING:
     from ktconv.model.streamed.stream import Progression
 
+_NEWER = "use a release of transformers that supports this architecture"
 DEFAULT_TOKENS = 20480  # 40 windows
 # Options that need the model itself.
 _OF_RECORDING = (
@@ -81,7 +82,8 @@ def run(
                 return {"schema": SCHEMA, **recording.facts}, recording.lines
             for line in recording.lines:
                 notify(line)
-            statistics, ids = recording.run(progression, notify)
+            with way_out(_NEWER):
+                statistics, ids = recording.run(progression, notify)
         if request.layers is not None:
             statistics = statistics.only(request.layers)
         facts = statistics.facts(*request.choice)
@@ -177,7 +179,7 @@ def _prepared(request: StatsRequest) -> Recording:
         if path is not None:  # a checkpoint's shards are all safetensors files beside it
             check_directory(path.absolute().parent, option, [place])
     pieces, name = open_text(request.text)
-    with way_out("use a release of transformers that supports this architecture"), running(place):
+    with way_out(_NEWER), running(place):
         recorder = Recorder(place, request.config)
         _check_choice(recorder.experts, request)
         return recorder.prepare(

@@ -38,10 +38,12 @@ class Ahead(Generic[Slot]):
         left to fill. At the end no thread is left, whatever happened.
         """
         pool = ThreadPoolExecutor(threads, "ktconv-expert")
+        failed = True
         try:
             yield self._in_turn(pool, count, last)
+            failed = False
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=failed)  # else `last` is still to come
 
     def _in_turn(
         self, pool: ThreadPoolExecutor, count: int, last: Callable[[], None]
