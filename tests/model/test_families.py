@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.convert import convert
 from helpers.family_list import SAVED
-from helpers.family_models import write
+from helpers.saved import written
 
 from ktconv.errors import CheckpointError
 from ktconv.model import load_model, replace_experts
@@ -32,15 +32,6 @@ WHOLE = (
     "jetmoe",
     "nemotron_h, latent",
 )
-
-
-def written(name: str, directory: Path) -> Path:
-    """The checkpoint, if the installed release of transformers has its class."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, SAVED[name].saved_by):
-        pytest.skip(f"transformers has no {SAVED[name].saved_by} yet")
-    write(SAVED[name], directory / "model")
-    return directory / "model"
 
 
 def packed(source: Path) -> Path:

@@ -18,6 +18,7 @@ from helpers.gguf_files import metadata, write_gguf
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, Blocks
 from helpers.passes import Passed, in_memory, windows
 from helpers.paths import EXAMPLE
+from helpers.saved import written
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError
@@ -26,15 +27,6 @@ from ktconv.model import load_model
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 NOT_RUN_BEFORE_5_23 = "deepseek_v4, resaved"
 FAMILIES = [name for name in SAVED if name not in (WITHOUT_LANGUAGE_MODEL, NOT_RUN_BEFORE_5_23)]
-
-
-def written(name: str, directory: Path) -> Path:
-    """The checkpoint, if the installed release of transformers has its class."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, SAVED[name].saved_by):
-        pytest.skip(f"transformers has no {SAVED[name].saved_by} yet")
-    write(SAVED[name], directory / "model")
-    return directory / "model"
 
 
 def same_logits(

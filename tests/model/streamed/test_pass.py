@@ -461,7 +461,7 @@ def test_interrupted(
     monkeypatch.setattr(passed.experts, "run", run)
     with pytest.raises(KeyboardInterrupt):
         passed.run(windows())
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert sorted(path.name for path in passed.folder.iterdir()) == [
         "state.json", "states-a.bin", "states-b.bin",
     ]  # fmt: skip

@@ -83,7 +83,7 @@ class Advice:
                     return
                 found = list(matrices)
                 for matrix in found:
-                    _advise(span_of(matrix))
+                    advise(span_of(matrix))
                 before = self._given[-1] if self._given else 0
                 self._given.append(before + sum(map(source_bytes, found)))
 
@@ -93,6 +93,7 @@ def advise_layer(layer: MoELayer) -> None:
     Advice(expert.values() for expert in layer.experts).upto(0, NEXT_LAYER_BYTES)
 
 
-def _advise(span: Span) -> None:
+def advise(span: Span) -> None:
+    """Ask the system to read a span. Only a hint: an error is found when the span is read."""
     with suppress(OSError), span.file.open("rb") as file:
         os.posix_fadvise(file.fileno(), span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)

@@ -80,6 +80,31 @@ class Tap(Protocol):
     def restore(self, state: Mapping[str, Array]) -> None: ...
 
 
+class Resumable(Protocol):
+    """What has a state that is kept at each boundary of layers."""
+
+    def state(self) -> Mapping[str, Array]: ...
+
+    def restore(self, state: Mapping[str, Array]) -> None: ...
+
+
+def joined_state(parts: Sequence[Resumable]) -> dict[str, Array]:
+    """The states of all parts, by names that begin with their place."""
+    return {
+        f"{place}.{name}": array
+        for place, part in enumerate(parts)
+        for name, array in part.state().items()
+    }
+
+
+def restore_joined(parts: Sequence[Resumable], state: Mapping[str, Array]) -> None:
+    """Give each part what is its own of a `joined_state`."""
+    for place, part in enumerate(parts):
+        start = f"{place}."
+        own = {name: array for name, array in state.items() if name.startswith(start)}
+        part.restore({name.removeprefix(start): array for name, array in own.items()})
+
+
 class Watcher(Protocol):
     """Sees what the layers, and at last the head, return for each window."""
 

@@ -25,7 +25,7 @@ from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.model.streamed.parts import NotCut, PartedModel
 from ktconv.model.streamed.probe import (
     Watch,
-    Written,
+    WriteOnly,
     fingerprint,
     is_empty_dict,
     kind_of,
@@ -180,8 +180,9 @@ class CutModel:
                 run.received.append(fingerprint((args, named)))
             if index < run.index:
                 return run.answer(index)
+            unread = NotCut(self.name, f"layer {index} reads what other layers left")
             named = {
-                name: _Unread(self.name, index) if is_empty_dict(one) else one
+                name: WriteOnly(unread) if is_empty_dict(one) else one
                 for name, one in named.items()
             }
             if index not in self.watched:
@@ -318,17 +319,6 @@ def _parked(layer: ExpertLayer, ask: Callable[[Asked], Tensor]) -> Iterator[None
         yield
     finally:
         setattr(site.parent, site.name, before)
-
-
-class _Unread(Written):
-    """What a layer may write, and not read."""
-
-    def __init__(self, name: Any, layer: int) -> None:
-        super().__init__()
-        self._name, self._layer = name, layer
-
-    def read(self, *_: Any) -> Any:
-        raise NotCut(self._name, f"layer {self._layer} reads what other layers left")
 
 
 def first_tensor(value: Any) -> Tensor:

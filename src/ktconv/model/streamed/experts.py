@@ -12,7 +12,13 @@ from torch import Tensor
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.families.family import Projection
 from ktconv.model.streamed.ahead import ADVISED_BYTES, Advice, Ahead, advise_layer
-from ktconv.model.streamed.calls import Call, ExpertLayer, Tap
+from ktconv.model.streamed.calls import (
+    Call,
+    ExpertLayer,
+    Tap,
+    joined_state,
+    restore_joined,
+)
 from ktconv.model.streamed.filling import ExpertFiller, filling_memory
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.reading.matrices import source_bytes
@@ -154,22 +160,10 @@ class SourceExperts:
 
     def state(self) -> dict[str, Array]:
         """Those of the taps."""
-        return {
-            f"{number}.{name}": array
-            for number, tap in enumerate(self._taps)
-            for name, array in tap.state().items()
-        }
+        return joined_state(self._taps)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        for number, tap in enumerate(self._taps):
-            start = f"{number}."
-            tap.restore(
-                {
-                    name.removeprefix(start): array
-                    for name, array in state.items()
-                    if name.startswith(start)
-                }
-            )
+        restore_joined(self._taps, state)
 
 
 @dataclass(slots=True)

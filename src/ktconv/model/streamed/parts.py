@@ -103,7 +103,7 @@ class PartedModel:
             yield from self._state[name].weight.tensors
 
     def on_read(self, read: Callable[[int], None]) -> None:
-        """`read` is told how many bytes of the source were read from now on."""
+        """From now on, call `read` with the size in bytes of each read of the source."""
         self._state.read = read
 
     def check_unchanged(self) -> None:
@@ -141,9 +141,10 @@ class PartedModel:
         biases that was."""
         from transformers.initialization import guard_torch_init_functions
 
+        owner = self._owner
         with torch.no_grad(), guard_torch_init_functions():
             for module in layer.modules():
-                self._owner._init_weights(module)
+                owner._init_weights(module)
 
     @property
     def _owner(self) -> Any:

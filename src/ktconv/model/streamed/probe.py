@@ -18,15 +18,16 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modul
 _NO_TENSORS = ("logging", "torch")  # where objects are from that are not looked into
 
 
-class Written(dict[Any, Any]):
+class WriteOnly(dict[Any, Any]):
     """In place of an empty dict that layers are given: one that they may leave data in for others,
-    as long as none reads it. `read` raises."""
+    as long as none reads it. Reading raises `error`."""
 
-    def read(self, *_: Any) -> Any:
-        raise NotImplementedError
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
 
     def _read(self, *_: Any) -> Any:
-        return self.read()
+        raise self._error
 
     __getitem__ = __contains__ = __iter__ = __reversed__ = __len__ = __or__ = _read
     __ror__ = get = keys = values = items = pop = popitem = setdefault = copy = _read
@@ -131,7 +132,7 @@ class Watch:
 def _reached(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
-    elif not isinstance(value, (*_LEAVES, Written)) and id(value) not in seen:
+    elif not isinstance(value, (*_LEAVES, WriteOnly)) and id(value) not in seen:
         seen[id(value)] = value  # so that no other gets its id
         for name, one in _parts(value):
             inner = name if path == "" or name.startswith("[") else f".{name}"

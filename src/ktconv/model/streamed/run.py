@@ -9,23 +9,27 @@ boundary of layers a point where a killed pass goes on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from ktconv.checkpoint import TensorRef
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError
 from ktconv.model.load import running
-from ktconv.model.streamed.calls import Call, ExpertRunner, Watcher
+from ktconv.model.streamed.ahead import advise
+from ktconv.model.streamed.calls import (
+    Call,
+    ExpertRunner,
+    Watcher,
+    joined_state,
+    restore_joined,
+)
 from ktconv.model.streamed.cut import Asked, CutModel, Run
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.reading.matrices import experts_bytes
-from ktconv.system.arrays import Array
+from ktconv.reading.reader import Span
 from ktconv.system.text import Notify, silent
 
 HEAD = "head"  # the unit of progress behind the layers
@@ -94,7 +98,7 @@ class StreamedPass:
                 self._begin(f"layer-{index}", sizes)
                 self._pass_layer(cut, index, runner, watchers)
                 self._parted.check_unchanged()
-                self.states.commit(index + 1, arrays=_joined(runner, watchers))
+                self.states.commit(index + 1, arrays=joined_state([runner, *watchers]))
                 cut.check(index, self.windows[0], self.before(0, 0))
                 self._end(f"layer-{index}")
             if head:
@@ -110,16 +114,7 @@ class StreamedPass:
         found = self.states.resume(self._notify)
         if found is None:
             return 0
-        everyone: list[ExpertRunner | Watcher] = [runner, *watchers]
-        for index, one in enumerate(everyone):
-            start = f"{index}."
-            one.restore(
-                {
-                    name.removeprefix(start): array
-                    for name, array in found.arrays.items()
-                    if name.startswith(start)
-                }
-            )
+        restore_joined([runner, *watchers], found.arrays)
         self._notify(f"continuing behind layer {found.position - 1}")
         return found.position
 
@@ -156,7 +151,7 @@ class StreamedPass:
     def _read_ahead(self, index: int, runner: ExpertRunner) -> None:
         """Ask the system to read the next layer while this one is computed."""
         for tensor in self._parted.tensors(index):
-            _advise(tensor)
+            advise(Span(tensor.file, tensor.offset, tensor.nbytes))
         if (experts := self._parted.experts.get(index)) is not None:
             runner.ahead(experts.source)
 
@@ -255,15 +250,6 @@ def unit_sizes(parted: PartedModel) -> dict[str, int]:
     return {**sizes, HEAD: parted.outside_bytes}
 
 
-def _joined(runner: ExpertRunner, watchers: Sequence[Watcher]) -> dict[str, Array]:
-    everyone: list[ExpertRunner | Watcher] = [runner, *watchers]
-    return {
-        f"{index}.{name}": array
-        for index, one in enumerate(everyone)
-        for name, array in one.state().items()
-    }
-
-
 def _moved(value: Any, device: str) -> Any:
     """All tensors of a layer's output on a device."""
     if device == "cpu":
@@ -275,9 +261,3 @@ def _moved(value: Any, device: str) -> Any:
     if isinstance(value, dict):
         return {key: _moved(one, device) for key, one in value.items()}
     return value
-
-
-def _advise(tensor: TensorRef) -> None:
-    """A hint, whose failure is none: the bytes are read later, and then an error is one."""
-    with suppress(OSError), tensor.file.open("rb") as file:
-        os.posix_fadvise(file.fileno(), tensor.offset, tensor.nbytes, os.POSIX_FADV_WILLNEED)

@@ -75,8 +75,8 @@ def _is_calibrated(unit: LayerUnit) -> bool:
 
 
 class Gptq(Rtn):
-    """One calibrated run, which is told what happens (`runner.Events`). Layers that transformers
-    does not build go the way of `Rtn`."""
+    """One calibrated run, and the `runner.Events` of its layers. Layers that transformers does not
+    build, for multi-token prediction, are rounded to nearest as `Rtn` does."""
 
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
