@@ -158,9 +158,12 @@ kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit);
  * of any granularity: block_rows 1 and block_cols 32 are groups, block_cols = cols channels, and
  * block_rows = rows as well one scale for the tensor. Two levels of scales are one grid of their
  * products or quotients, which the caller makes.
+ * Last, row n is multiplied by row_factor[n] and column k by col_factor[k], each product rounded to
+ * binary32: what moves between the matrices of an expert without changing what it computes.
  * Integers with one scale per row can be kept: where a row of `row_scale` is the scale of integers
  * that the format's levels include, INT8 and INT4 take both unchanged. A row is quantized anew if
- * a magnitude is beyond max_level + 1/2 of its row_scale, or the stored scale would be denormal. */
+ * a magnitude is beyond max_level + 1/2 of its row_scale, or the stored scale would be denormal.
+ * KT_ERR_SCALE: also a row_scale beside factors. */
 typedef struct kt_matrix {
   const void *data;
   int64_t rows, cols;
@@ -175,6 +178,8 @@ typedef struct kt_matrix {
   const int32_t *group_of_col; /* NULL, else [cols] columns of the grid, not checked */
   const float *row_scale;      /* NULL, else [rows] scales to keep */
   int64_t first_col;           /* columns of the first unit before the matrix: blocks of ggml */
+  const float *row_factor;     /* NULL: ones; else [rows], finite */
+  const float *col_factor;     /* NULL: ones; else [cols], finite */
 } kt_matrix;
 
 /* Where KT_ERR_NONFINITE was found: the first such element in row order. */
@@ -220,7 +225,8 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  * pack, unpack   place bytes: plain <-> packed, whoever chose the numbers
  * quantize_pack  both in one pass over the source; equal to the two in sequence
  *
- * docs/formats.md specifies the rounding of quantize. `bad` may be NULL. `scratch` has
+ * docs/formats.md specifies the rounding of quantize. `choice`: how numbers are chosen; NULL: by
+ * KT_RULE_AMAX. `bad` may be NULL. `scratch` has
  * kt_scratch_size(cols) bytes, one per thread. KT_ERR_ARGUMENT: also a layout that is not in the
  * table. KT_ERR_UNSUPPORTED: one that this function does not do. */
 
@@ -260,14 +266,27 @@ typedef struct kt_layout_traits {
 
 kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits);
 
+/* How the scale of a row, or of a group of its columns, follows from its weights. */
+typedef enum kt_rule {
+  KT_RULE_AMAX = 0,  /* from the largest magnitude; INT4 rounds twice, as KTransformers does */
+  KT_RULE_SEARCH = 1 /* the one of the smallest squared error that a search finds (docs/formats.md);
+                        weights are rounded once, those beyond the levels to the last one */
+} kt_rule;
+
+typedef struct kt_choice {
+  int32_t rule;            /* kt_rule */
+  const float *importance; /* of SEARCH: NULL, or [cols] factors of squared errors, 0 .. 2^32 */
+} kt_choice;
+
 /* Bytes of packed codes and packed scales; 0 if the layout does not allow that shape (scales are
  * also 0 where the layout has none). */
 size_t kt_packed_size(const kt_layout *layout, int64_t rows, int64_t cols);
 size_t kt_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
 
 /* INT8, INT4 and GINT4. codes and scale are plain. */
-kt_status kt_quantize(const kt_layout *layout, const kt_matrix *matrix, void *codes, void *scale,
-                      void *scratch, size_t scratch_size, kt_position *bad);
+kt_status kt_quantize(const kt_layout *layout, const kt_matrix *matrix, const kt_choice *choice,
+                      void *codes, void *scale, void *scratch, size_t scratch_size,
+                      kt_position *bad);
 
 /* scale and packed_scale may both be NULL: only codes are placed. KT_ERR_NONFINITE for a scale, or
  * an FP8 code, that is NaN or Inf. That codes of INT8 and INT4 are in their ranges is not
@@ -280,9 +299,9 @@ kt_status kt_unpack(const kt_layout *layout, int64_t rows, int64_t cols, const v
                     const void *packed_scale, void *codes, void *scale);
 
 /* INT8, INT4 and GINT4. packed and packed_scale are packed. */
-kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix, void *packed,
-                           void *packed_scale, void *scratch, size_t scratch_size,
-                           kt_position *bad);
+kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix,
+                           const kt_choice *choice, void *packed, void *packed_scale, void *scratch,
+                           size_t scratch_size, kt_position *bad);
 
 /* ---- Audit ------------------------------------------------------------------ *
  *
@@ -301,11 +320,15 @@ typedef struct kt_audit {
 /* Compares rows first .. first + source->rows (multiples of 32) of the packed matrix
  * [rows, source->cols] to their source. Of what each scale of those rows is for (a row, or a
  * group of its columns), [source->rows] or [source->rows, cols / group]: error the largest
- * |w - v|, amax the largest |w|, rule the scale that the format's rule makes of the latter. A NaN
- * or Inf makes the sums NaN or Inf. Same bits on every level. */
-kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t rows,
-                       int64_t first, const void *packed, const void *packed_scale, float *error,
-                       float *amax, float *rule, kt_audit *audit);
+ * |w - v|, amax the largest |w|, rule the scale that `choice` (NULL: KT_RULE_AMAX) makes of its
+ * weights. Under KT_RULE_SEARCH, w of an error, but not of the sums, is cut to the largest level.
+ * `squared` [2, source->rows], or NULL: each row's part of squared_error, then of squared_source.
+ * A NaN or Inf makes the sums NaN or Inf. Same bits on every level. `scratch`:
+ * kt_scratch_size(source->cols) bytes, one per thread. */
+kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const kt_choice *choice,
+                       int64_t rows, int64_t first, const void *packed, const void *packed_scale,
+                       float *error, float *amax, float *rule, double *squared, kt_audit *audit,
+                       void *scratch, size_t scratch_size);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,

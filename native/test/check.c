@@ -242,9 +242,10 @@ static void audit(const inputs *in, const kt_matrix *m, result *r) {
   guarded codes = guarded_new(elements, in->where, 1);
   int64_t zeros = 0;
   expect_status("audit",
-                kt_audit_run(&layout, m, in->rows, 0, r->packed.data, r->scale.data,
+                kt_audit_run(&layout, m, NULL, in->rows, 0, r->packed.data, r->scale.data,
                              (float *)r->row_error.data, (float *)r->row_amax.data,
-                             (float *)r->row_scale.data, &r->audit),
+                             (float *)r->row_scale.data, NULL, &r->audit, r->scratch.data,
+                             r->scratch.size),
                 KT_OK);
   expect_status("audit_codes",
                 kt_audit_codes(&layout, r->packed.data, in->rows, in->cols, (int8_t *)codes.data),
@@ -281,13 +282,14 @@ static result run_level(const inputs *in, const kt_matrix *m) {
   };
   void *const scratch = r.scratch.data;
   void *const codes = r.codes.data;
-  expect_status(
-      "quantize_pack",
-      kt_quantize_pack(&layout, m, r.packed.data, r.scale.data, scratch, r.scratch.size, NULL),
-      KT_OK);
-  expect_status("quantize",
-                kt_quantize(&layout, m, codes, r.codes_scale.data, scratch, r.scratch.size, NULL),
+  expect_status("quantize_pack",
+                kt_quantize_pack(&layout, m, NULL, r.packed.data, r.scale.data, scratch,
+                                 r.scratch.size, NULL),
                 KT_OK);
+  expect_status(
+      "quantize",
+      kt_quantize(&layout, m, NULL, codes, r.codes_scale.data, scratch, r.scratch.size, NULL),
+      KT_OK);
   expect_status("pack",
                 kt_pack(&layout, in->rows, in->cols, codes, r.codes_scale.data, r.repacked.data,
                         r.repacked_scale.data),
@@ -389,13 +391,13 @@ static void check_nonfinite(const inputs *in, source *s) {
     guarded codes = guarded_new((size_t)(in->rows * in->cols), in->where, 1);
     guarded scale = guarded_new(4 * (size_t)in->rows, in->where, 4);
     expect_status("quantize_pack with NaN",
-                  kt_quantize_pack(&layout, &s->m, packed.data, scale.data, scratch.data,
+                  kt_quantize_pack(&layout, &s->m, NULL, packed.data, scale.data, scratch.data,
                                    scratch.size, &bad[0]),
                   KT_ERR_NONFINITE);
-    expect_status(
-        "quantize with NaN",
-        kt_quantize(&layout, &s->m, codes.data, scale.data, scratch.data, scratch.size, &bad[1]),
-        KT_ERR_NONFINITE);
+    expect_status("quantize with NaN",
+                  kt_quantize(&layout, &s->m, NULL, codes.data, scale.data, scratch.data,
+                              scratch.size, &bad[1]),
+                  KT_ERR_NONFINITE);
     for (int i = 0; i < 2; i++)
       if (bad[i].row != row || bad[i].col != col)
         fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")", bad[i].row,
@@ -581,10 +583,12 @@ static void check_rest(void) {
   expect_status("pack", kt_pack(&int8, 32, 64, &byte, &row, &byte, NULL), KT_ERR_ARGUMENT);
   expect_status("unpack", kt_unpack(&unknown, 32, 64, &byte, NULL, &byte, NULL), KT_ERR_ARGUMENT);
   expect_status("decode", kt_decode(NULL, NULL), KT_ERR_ARGUMENT);
-  expect_status("quantize", kt_quantize(&bf16, &m, &byte, &row, &byte, 1, NULL),
+  expect_status("quantize", kt_quantize(&bf16, &m, NULL, &byte, &row, &byte, 1, NULL),
                 KT_ERR_UNSUPPORTED);
-  expect_status("audit", kt_audit_run(&int4, NULL, 32, 0, NULL, NULL, NULL, NULL, NULL, NULL),
-                KT_ERR_ARGUMENT);
+  expect_status(
+      "audit",
+      kt_audit_run(&int4, NULL, NULL, 32, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0),
+      KT_ERR_ARGUMENT);
   expect_status("audit_codes", kt_audit_codes(&int8, &byte, 32, 32, (int8_t *)&byte), KT_ERR_SHAPE);
   expect_status("audit_codes", kt_audit_codes(&bf16, &byte, 32, 32, (int8_t *)&byte),
                 KT_ERR_UNSUPPORTED);

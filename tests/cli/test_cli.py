@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 import ktconv as package
 from ktconv import native
 from ktconv.cli.app import app
-from ktconv.cli.quantize_cpu import Layout, Method, Scale
+from ktconv.cli.quantize_cpu import Layout, Method, ScaleRule
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats
+from ktconv.targets.ktransformers import ScaleRule as OfLibrary
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -379,7 +380,7 @@ def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
     assert get_args(Method) == tuple(output_formats())
     assert set(output_formats()) <= set(native.FORMATS)
     assert get_args(Layout) == ("safetensors", "layers")
-    assert get_args(Scale) == ("amax",)
+    assert get_args(ScaleRule) == get_args(OfLibrary)
 
 
 def test_defaults_are_those_of_the_library(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ static float int4_rule(float amax) { return flushed((float)((double)amax / 112.0
 
 static float gint4_rule(float amax) { return flushed((float)((double)amax / 7.0)); }
 
-static const kt_audit_format int8 = {1, 64, 1.0f, int8_rule};
-static const kt_audit_format int4 = {2, 128, 16.0f, int4_rule};
-static const kt_audit_format gint4 = {2, 0, 1.0f, gint4_rule};
+static const kt_audit_format int8 = {1, 64, 1.0f, 127.0f, int8_rule};
+static const kt_audit_format int4 = {2, 128, 16.0f, 7.0f, int4_rule};
+static const kt_audit_format gint4 = {2, 0, 1.0f, 7.0f, gint4_rule};
 
 static const kt_audit_format *format_of(const kt_layout *layout) {
   switch (layout->format) {
@@ -54,14 +54,26 @@ static kt_audit_fn *const audits[KT_LEVELS] = {
 #endif
 };
 
-kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t rows,
-                       int64_t first, const void *packed, const void *packed_scale, float *error,
-                       float *amax, float *rule, kt_audit *audit) {
+static kt_status check_choice(const kt_choice *choice, int64_t cols) {
+  if (!choice) return KT_OK;
+  if (choice->rule == KT_RULE_AMAX) return choice->importance ? KT_ERR_ARGUMENT : KT_OK;
+  if (choice->rule != KT_RULE_SEARCH) return KT_ERR_ARGUMENT;
+  for (int64_t k = 0; choice->importance && k < cols; k++)
+    if (!(choice->importance[k] >= 0 && choice->importance[k] <= 0x1p32f)) return KT_ERR_ARGUMENT;
+  return KT_OK;
+}
+
+kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const kt_choice *choice,
+                       int64_t rows, int64_t first, const void *packed, const void *packed_scale,
+                       float *error, float *amax, float *rule, double *squared, kt_audit *audit,
+                       void *scratch, size_t scratch_size) {
   if (!packed || !packed_scale || !error || !amax || !rule || !audit) return KT_ERR_ARGUMENT;
   const kt_audit_format *format;
   kt_status status = kt_matrix_check(source);
   if (!status) status = check_packed(layout, rows, source->cols, &format);
+  if (!status) status = check_choice(choice, source->cols);
   if (status) return status;
+  if (!scratch || scratch_size < kt_scratch_size(source->cols)) return KT_ERR_SCRATCH;
   if (source->rows % 32 || first % 32 || first < 0 || first > rows - source->rows)
     return KT_ERR_SHAPE;
   *audit = (kt_audit){0};
@@ -77,7 +89,11 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, int64_t
                             .bf16_scales = layout->scale_dtype == KT_SCALE_BF16,
                             .error = error,
                             .amax = amax,
-                            .rule = rule};
+                            .rule = rule,
+                            .squared = squared,
+                            .searched = choice && choice->rule == KT_RULE_SEARCH,
+                            .importance = choice ? choice->importance : NULL,
+                            .scratch = scratch};
   const uint64_t mode = kt_float_mode_enter();
   KT_CELL(audits)(&job, audit);
   kt_float_mode_leave(mode);

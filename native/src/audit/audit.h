@@ -23,7 +23,7 @@ enum {
 typedef struct kt_audit_format {
   int32_t planes;
   int64_t row_block;
-  float units; /* a step between codes is so many scales */
+  float units, top; /* a step between codes is so many scales; the last level of search */
   float (*rule)(float amax);
 } kt_audit_format;
 
@@ -41,6 +41,10 @@ typedef struct kt_audit_job {
   int64_t group, groups;      /* columns that share a scale: all, or a group; how many groups */
   int bf16_scales;            /* else binary32 */
   float *error, *amax, *rule; /* [rows compared][groups] */
+  double *squared;            /* [2][rows compared], or NULL */
+  int searched;               /* by KT_RULE_SEARCH */
+  const float *importance;    /* of it: [cols], or NULL */
+  float *scratch;             /* KT_AUDIT_ROWS rows of cols + 16 */
 } kt_audit_job;
 
 typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);

@@ -2,6 +2,7 @@
 #ifndef KT_AUDIT_LOOP_H
 #define KT_AUDIT_LOOP_H
 
+#include "audit_search.h"
 #include "audit_source.h"
 
 #include <math.h>
@@ -139,10 +140,14 @@ INLINE int32_t squares_of(const int8_t *codes, int64_t count) {
   return sum;
 }
 
+/* A weight as far as levels reach. NaN stays NaN. */
+INLINE float within(float w, float limit) { return w > limit ? limit : w < -limit ? -limit : w; }
+
 /* Adds `runs` times 64 columns of a row, or 32. The only code that can be beyond the levels is
- * `invalid`, unless it is 0: then none can. */
-INLINE void compare_runs(const float *w, const int8_t *codes, float step, const int8_t invalid,
-                         const int cols, int64_t runs, row_state *row) {
+ * `invalid`, unless it is 0: then none can. Levels reach up to `limit`, INFINITY under
+ * KT_RULE_AMAX. */
+INLINE void compare_runs(const float *w, const int8_t *codes, float step, float limit,
+                         const int8_t invalid, const int cols, int64_t runs, row_state *row) {
   group_state *const group = &row->group;
   double source[LANES], error[LANES];
   float most_source[LANES], most_error[LANES];
@@ -152,12 +157,16 @@ INLINE void compare_runs(const float *w, const int8_t *codes, float step, const 
   memcpy(most_error, group->most_error, sizeof most_error);
   for (int64_t run = 0; run < runs; run++) {
     const float *const x = w + run * cols;
-    float e[KT_AUDIT_COLS];
-    for (int c = 0; c < cols; c++) e[c] = x[c] - (float)codes[run * cols + c] * step;
+    float e[KT_AUDIT_COLS], near[KT_AUDIT_COLS];
+    for (int c = 0; c < cols; c++) {
+      const float value = (float)codes[run * cols + c] * step;
+      e[c] = x[c] - value;
+      near[c] = within(x[c], limit) - value;
+    }
     for (int i = 0; i < LANES; i++) source[i] += (double)square_sum(x + i, cols);
     for (int i = 0; i < LANES; i++) error[i] += (double)square_sum(e + i, cols);
     for (int i = 0; i < LANES; i++) most_source[i] = larger(most_of(x + i, cols), most_source[i]);
-    for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(e + i, cols), most_error[i]);
+    for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(near + i, cols), most_error[i]);
   }
   memcpy(row->source, source, sizeof source);
   memcpy(row->error, error, sizeof error);
@@ -223,8 +232,10 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   float amax = 0;
   for (int64_t g = 0; g < job->groups; g++) amax = larger(job->amax[row * job->groups + g], amax);
   if (amax < 0x1p-40f || amax > 0x1p40f) sum_extreme_row(job, row, state);
-  audit->squared_source += total(state->source);
-  audit->squared_error += total(state->error);
+  const double source = total(state->source), error = total(state->error);
+  audit->squared_source += source;
+  audit->squared_error += error;
+  if (job->squared) job->squared[row] = error, job->squared[job->source->rows + row] = source;
 }
 
 /* `width` columns of the rows compared at once: unpacked, then row after row. */
@@ -252,11 +263,12 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
     const stored from = stored_on(s, r);
     prefetch(from.data + run_bytes, run_bytes);
     source_values(job->source, from, row + r, col, width, w);
+    const float limit = job->searched && step[r] > 0 ? format->top * step[r] : INFINITY;
     if (grouped)
-      compare_runs(w, codes[r], step[r], 0, KT_AUDIT_GROUP_COLS, width / KT_AUDIT_GROUP_COLS,
+      compare_runs(w, codes[r], step[r], limit, 0, KT_AUDIT_GROUP_COLS, width / KT_AUDIT_GROUP_COLS,
                    state + r);
     else
-      compare_runs(w, codes[r], step[r], format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
+      compare_runs(w, codes[r], step[r], limit, format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
                    width / KT_AUDIT_COLS, state + r);
   }
 }
@@ -283,6 +295,7 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *aud
       for (int64_t r = 0; r < at_once; r++) finish_group(job, row + r, g, &state[r].group, audit);
     }
     for (int64_t r = 0; r < at_once; r++) finish_row(job, row + r, state + r, audit);
+    for (int64_t r = 0; job->searched && r < at_once; r += KT_AUDIT_ROWS) search_rows(job, row + r);
   }
 }
 

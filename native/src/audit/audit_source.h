@@ -282,6 +282,8 @@ static __attribute__((noinline)) void source_values(const kt_matrix *m, stored s
   }
   if (m->round_to_bf16)
     for (int64_t c = 0; c < cols; c++) out[c] = to_bf16(out[c]);
+  for (int64_t c = 0; m->row_factor && c < cols; c++) out[c] *= m->row_factor[row];
+  for (int64_t c = 0; m->col_factor && c < cols; c++) out[c] *= m->col_factor[col + c];
 }
 
 #endif

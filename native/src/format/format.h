@@ -16,7 +16,8 @@ typedef struct kt_weight_format kt_weight_format;
 /* Quantizes and packs a whole matrix. All arguments were checked. KT_OK, or KT_ERR_NONFINITE
  * without a position. */
 typedef kt_status kt_quantize_pack_fn(const kt_layout *layout, const kt_matrix *matrix,
-                                      uint8_t *packed, void *packed_scale, float *scratch);
+                                      const kt_choice *choice, uint8_t *packed, void *packed_scale,
+                                      float *scratch);
 
 /* Plain codes of row n of a [rows, cols] matrix, to and from their places in packed bytes. Rows
  * are packed in ascending order, so that a byte shared by two rows is written by the first. */
@@ -63,15 +64,20 @@ const kt_weight_format *kt_format_of(const kt_layout *layout);
  * computed for what passes overflows. */
 kt_status kt_layout_check(const kt_layout *layout, int64_t rows, int64_t cols);
 
-/* The scale of row n, whose largest magnitude is `amax`: the source's own where it can be kept. */
+/* The source's own scale of row n, whose largest magnitude is `amax`; 0 where it cannot be kept. */
+static inline float kt_kept_scale(const kt_weight_format *format, const kt_matrix *m, int64_t n,
+                                  float amax) {
+  if (!m->row_scale) return 0;
+  const float kept = m->row_scale[n] / (float)format->scale_units;
+  const int fits = amax <= ((float)format->max_level + 0.5f) * m->row_scale[n];
+  return kept >= 0x1p-126f && fits ? kept : 0;
+}
+
+/* The scale of row n by KT_RULE_AMAX. */
 static inline float kt_row_scale(const kt_weight_format *format, const kt_matrix *m, int64_t n,
                                  float amax) {
-  if (m->row_scale) {
-    const float kept = m->row_scale[n] / (float)format->scale_units;
-    if (kept >= 0x1p-126f && amax <= ((float)format->max_level + 0.5f) * m->row_scale[n])
-      return kept;
-  }
-  return format->scale(amax);
+  const float kept = kt_kept_scale(format, m, n, amax);
+  return kept > 0 ? kept : format->scale(amax);
 }
 
 /* Bytes of a row of plain codes. */

@@ -31,11 +31,12 @@ KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_
   kt_half_tile_avx512(strip, k, inverse, to, form, flush, round_tile_row);
 }
 
-kt_status kt_int4_quantize_pack_avx512(const kt_layout *layout, const kt_matrix *m, uint8_t *packed,
-                                       void *scale, float *scratch) {
+kt_status kt_int4_quantize_pack_avx512(const kt_layout *layout, const kt_matrix *m,
+                                       const kt_choice *choice, uint8_t *packed, void *scale,
+                                       float *scratch) {
   const kt_strip_rule rule = {KT_INT4_TILE_COLS,     KT_INT4_BLOCK_ROWS, 2,
                               kt_decode_rows_avx512, kt_row_max_avx512,  half_tile};
-  return kt_quantize_pack_strips(layout, m, packed, scale, scratch, rule);
+  return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);
 }
 
 KT_TARGET_END

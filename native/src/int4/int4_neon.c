@@ -25,11 +25,12 @@ KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_
   kt_half_tile_neon(strip, k, inverse, to, form, flush, tile_row);
 }
 
-kt_status kt_int4_quantize_pack_neon(const kt_layout *layout, const kt_matrix *m, uint8_t *packed,
-                                     void *scale, float *scratch) {
+kt_status kt_int4_quantize_pack_neon(const kt_layout *layout, const kt_matrix *m,
+                                     const kt_choice *choice, uint8_t *packed, void *scale,
+                                     float *scratch) {
   const kt_strip_rule rule = {KT_INT4_TILE_COLS,     KT_INT4_BLOCK_ROWS, 2,
                               kt_decode_rows_scalar, kt_row_max_neon,    half_tile};
-  return kt_quantize_pack_strips(layout, m, packed, scale, scratch, rule);
+  return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);
 }
 
 #endif

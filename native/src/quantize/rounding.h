@@ -64,4 +64,13 @@ static inline void kt_round_row(const float *restrict row, int64_t cols, float i
   for (int64_t k = 0; k < cols; k++) codes[k] = (int8_t)kt_round_even(kt_flush(row[k]) * inverse);
 }
 
+/* The same of codes that stop at -top and top. */
+static inline void kt_round_row_within(const float *restrict row, int64_t cols, float inverse,
+                                       float top, int8_t *restrict codes) {
+  for (int64_t k = 0; k < cols; k++) {
+    const float y = kt_flush(row[k]) * inverse, least = y < top ? y : top;
+    codes[k] = (int8_t)kt_round_even(least > -top ? least : -top);
+  }
+}
+
 #endif

@@ -1,10 +1,11 @@
-/* The reference of quantizing by the largest magnitude ("amax"): matrices [rows, cols], one row
- * at a time. What differs between formats is in their row of the table. */
+/* The reference of quantizing: matrices [rows, cols], one row at a time. What differs between
+ * formats is in their row of the table. */
 #include "rows.h"
 
 #include "../format/scales.h"
 #include "../source/decode.h"
 #include "rounding.h"
+#include "search.h"
 
 /* Rows are decoded some at a time, for sources whose rows lie next to each other. What one row
  * becomes fits behind them in the scratch, which has room for KT_STRIP_ROWS rows. */
@@ -37,19 +38,46 @@ static void store_nibbles(const int8_t *codes, int64_t cols, int32_t bias, uint8
     plain[k / 2] = (uint8_t)(((codes[k] + bias) & 15) | ((codes[k + 1] + bias) & 15) << 4);
 }
 
-static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, int64_t n,
-                              const float *row, const quantized_row *to) {
+/* Scale and codes of `cols` columns by KT_RULE_AMAX; `kept`: a scale of the source, or 0. */
+static float quantize_amax(const kt_layout *layout, const float *row, int64_t cols, float amax,
+                           float kept, int8_t *codes) {
+  const kt_weight_format *format = kt_format_of(layout);
+  const float scale = kept > 0 ? kept : kt_scale_round(layout->scale_dtype, format->scale(amax));
+  kt_round_row(row, cols, kt_reciprocal(scale), codes);
+  if (format->requantize) format->requantize(codes, cols);
+  return scale;
+}
+
+/* The same by KT_RULE_SEARCH. */
+static float quantize_search(const kt_layout *layout, const kt_search_row *row, float amax,
+                             float kept, int8_t *codes) {
+  const float units = (float)kt_format_of(layout)->scale_units;
+  const float scale = kept > 0 ? kept : kt_search_scale(layout, row, amax, kt_code_sums_scalar);
+  kt_round_row_within((const float *)row->weights, row->cols, kt_reciprocal(scale * units),
+                      row->top, codes);
+  return scale;
+}
+
+static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, const kt_choice *choice,
+                              int64_t n, const float *row, const quantized_row *to) {
   const kt_weight_format *format = kt_format_of(layout);
   const int64_t cols = m->cols, group = layout->group ? layout->group : cols;
   for (int64_t k = 0, g = 0; k < cols; k += group, g++) {
     const uint32_t max = kt_row_max_bits(row + k, group);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    const float scale =
-        layout->group ? format->scale(kt_float(max)) : kt_row_scale(format, m, n, kt_float(max));
-    to->scale[g] = kt_scale_round(layout->scale_dtype, scale);
-    kt_round_row(row + k, group, kt_reciprocal(to->scale[g]), to->codes + k);
+    const float amax = kt_float(max);
+    const float kept = layout->group ? 0 : kt_kept_scale(format, m, n, amax);
+    if (choice->rule == KT_RULE_AMAX) {
+      to->scale[g] = quantize_amax(layout, row + k, group, amax, kept, to->codes + k);
+      continue;
+    }
+    const kt_search_row weights = {.weights = (const uint8_t *)(row + k),
+                                   .form = KT_ROW_F32,
+                                   .cols = group,
+                                   .importance = choice->importance ? choice->importance + k : NULL,
+                                   .top = (float)format->max_level};
+    to->scale[g] = quantize_search(layout, &weights, amax, kept, to->codes + k);
   }
-  if (format->requantize) format->requantize(to->codes, cols);
   if (format->plain_bits == 4) store_nibbles(to->codes, cols, format->code_bias, to->plain);
   return KT_OK;
 }
@@ -76,14 +104,14 @@ static void store_packed(const kt_layout *layout, const kt_matrix *m, int64_t n,
                    row->scale[g]);
 }
 
-static kt_status each_row(const kt_layout *layout, const kt_matrix *m, float *scratch,
-                          store_fn *store, uint8_t *codes, void *scale) {
+static kt_status each_row(const kt_layout *layout, const kt_matrix *m, const kt_choice *choice,
+                          float *scratch, store_fn *store, uint8_t *codes, void *scale) {
   const quantized_row to = row_in(layout, scratch, m->cols);
   for (int64_t n = 0, count; n < m->rows; n += count) {
     count = decode_rows(m, n, scratch);
     for (int64_t r = 0; r < count; r++) {
       const float *row = scratch + r * kt_scratch_stride(m->cols);
-      const kt_status status = quantize_row(layout, m, n + r, row, &to);
+      const kt_status status = quantize_row(layout, m, choice, n + r, row, &to);
       if (status) return status;
       store(layout, m, n + r, &to, codes, scale);
     }
@@ -91,12 +119,13 @@ static kt_status each_row(const kt_layout *layout, const kt_matrix *m, float *sc
   return KT_OK;
 }
 
-kt_status kt_quantize_rows(const kt_layout *layout, const kt_matrix *m, uint8_t *codes, void *scale,
-                           float *scratch) {
-  return each_row(layout, m, scratch, store_plain, codes, scale);
+kt_status kt_quantize_rows(const kt_layout *layout, const kt_matrix *m, const kt_choice *choice,
+                           uint8_t *codes, void *scale, float *scratch) {
+  return each_row(layout, m, choice, scratch, store_plain, codes, scale);
 }
 
-kt_status kt_quantize_pack_rows(const kt_layout *layout, const kt_matrix *m, uint8_t *packed,
-                                void *packed_scale, float *scratch) {
-  return each_row(layout, m, scratch, store_packed, packed, packed_scale);
+kt_status kt_quantize_pack_rows(const kt_layout *layout, const kt_matrix *m,
+                                const kt_choice *choice, uint8_t *packed, void *packed_scale,
+                                float *scratch) {
+  return each_row(layout, m, choice, scratch, store_packed, packed, packed_scale);
 }

@@ -8,9 +8,8 @@
 #include "../simd/target.h"
 #include "../source/decode.h"
 #include "rounding.h"
-
-/* How the rows of a strip lie in memory, a compile-time constant in every loop below. */
-enum { KT_ROW_BF16, KT_ROW_F32 };
+#include "rows.h"
+#include "search.h"
 
 typedef struct kt_strip {
   const uint8_t *data;
@@ -38,7 +37,8 @@ typedef struct kt_strip_rule {
 KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch,
                                kt_decode_rows_fn *decode) {
   const int plain_f32 = m->dtype == KT_F32 && !m->round_to_bf16;
-  if (m->col_stride == 1 && !m->block_scale && (m->dtype == KT_BF16 || plain_f32)) {
+  const int changed = m->block_scale || m->row_factor || m->col_factor;
+  if (m->col_stride == 1 && !changed && (m->dtype == KT_BF16 || plain_f32)) {
     const int64_t size = plain_f32 ? 4 : 2;
     return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
                       plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};
@@ -87,8 +87,10 @@ KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matr
 /* The whole matrix, one binary32 scale per row: each strip is read from memory once, for its
  * maxima, and quantized from the cache. */
 KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_matrix *m,
-                                            uint8_t *packed, float *scale, float *scratch,
-                                            kt_strip_rule rule) {
+                                            const kt_choice *choice, uint8_t *packed, float *scale,
+                                            float *scratch, kt_strip_rule rule) {
+  if (choice->rule != KT_RULE_AMAX)
+    return kt_quantize_pack_rows(layout, m, choice, packed, scale, scratch);
   const kt_weight_format *format = kt_format_of(layout);
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
     const kt_strip strip = kt_strip_at(m, n, scratch, rule.decode);

@@ -33,11 +33,22 @@ static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
     [KT_I4] = PACKED(i4),       [KT_F4_E0M3] = PACKED(e0m3),
 };
 
+/* By the factors of their rows and columns. */
+static void multiply_rows(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                          int64_t stride) {
+  if (!m->row_factor && !m->col_factor) return;
+  for (int64_t n = row; n < row + count; n++, out += stride) {
+    for (int64_t k = 0; m->row_factor && k < m->cols; k++) out[k] *= m->row_factor[n];
+    for (int64_t k = 0; m->col_factor && k < m->cols; k++) out[k] *= m->col_factor[k];
+  }
+}
+
 #define DECODE_ROWS(name, level)                                                                   \
   void kt_decode_rows_##name(const kt_matrix *m, int64_t row, int64_t count, float *out,           \
                              int64_t stride) {                                                     \
     kt_decode_rows_fn *const *const cells = decoders[m->dtype];                                    \
     (cells[level] ? cells[level] : cells[KT_ISA_SCALAR])(m, row, count, out, stride);              \
+    multiply_rows(m, row, count, out, stride);                                                     \
   }
 
 DECODE_ROWS(scalar, KT_ISA_SCALAR)
@@ -54,8 +65,9 @@ kt_status kt_decode(const kt_matrix *matrix, float *out) {
   kt_decode_rows_fn *const decode = KT_CELL(decoders[matrix->dtype]);
   for (int64_t row = 0; row < matrix->rows; row += KT_STRIP_ROWS) { /* fast decoders do so many */
     const int64_t left = matrix->rows - row;
-    decode(matrix, row, left < KT_STRIP_ROWS ? left : KT_STRIP_ROWS, out + row * matrix->cols,
-           matrix->cols);
+    const int64_t count = left < KT_STRIP_ROWS ? left : KT_STRIP_ROWS;
+    decode(matrix, row, count, out + row * matrix->cols, matrix->cols);
+    multiply_rows(matrix, row, count, out + row * matrix->cols, matrix->cols);
   }
   kt_float_mode_leave(mode);
   return KT_OK;

@@ -36,6 +36,7 @@ size_t kt_scratch_size(int64_t cols) {
 }
 
 static kt_status check_scales(const kt_matrix *m, int scaled) {
+  if (m->row_scale && (m->row_factor || m->col_factor)) return KT_ERR_SCALE;
   if (!m->block_scale) return scaled || m->zero_point || m->group_of_col ? KT_ERR_SCALE : KT_OK;
   if (m->block_rows < 1 || m->block_cols < 1 || m->scale_stride < 1) return KT_ERR_SCALE;
   return m->row_origin < 0 || m->col_origin < 0 ? KT_ERR_SCALE : KT_OK;

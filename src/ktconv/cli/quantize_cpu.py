@@ -13,12 +13,14 @@ from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
+    from ktconv.targets.ktransformers import ScaleRule
+
     Method = str
 else:
     Method = Literal[tuple(output_formats())]
+    ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
-Scale = Literal["amax"]
 
 
 def quantize_cpu_command(
@@ -37,9 +39,13 @@ def quantize_cpu_command(
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
     scale: Annotated[
-        Scale,
-        choice(Scale, "How row scales are chosen; amax: from the row's largest absolute weight."),
-    ] = "amax",
+        ScaleRule | None,
+        choice(
+            ScaleRule,
+            "How row scales are chosen: by a search for the smallest squared error, or from the "
+            "largest absolute weight (amax).",
+        ),
+    ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
@@ -90,7 +96,7 @@ def quantize_cpu_command(
             method=method,
             numa=numa,
             layout=layout,
-            scale=scale,
+            scale=scale or "",
             compat=compat,
             mtp=mtp,
             experts_only=experts_only,

@@ -10,18 +10,32 @@ from .decode import f32_to_bf16
 from .groups import grouped, nibbles, unpacked_nibbles
 from .rounding import first_rounding, ftz
 from .scales import values
+from .search import AMAX, Choice, nearest_codes, searched_scale
 from .table import Format
 
 BIAS = 8
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[U8, Array]:
+def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
     """Nibbles of code + 8 [N, K / 2], codes -7..7, and scales float32 or bf16 [N, groups]."""
     groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
     scale = ftz((np.abs(groups).max(axis=1).astype(np.float64) / 7).astype(np.float32))
     stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
-    codes = first_rounding(groups, values(fmt, stored)).reshape(matrix.shape)
-    return nibbles((codes + BIAS).astype(np.uint8)), stored.reshape(len(matrix), -1)
+    codes = first_rounding(groups, values(fmt, stored))
+    if choice.rule == "search":
+        importance = None if choice.importance is None else grouped_again(choice, fmt, len(matrix))
+        found = searched_scale(fmt, groups, values(fmt, stored), importance)
+        stored = f32_to_bf16(found) if fmt.scale_dtype == "bf16" else found
+        codes = nearest_codes(fmt, groups, found).astype(np.int32)
+    plain = nibbles((codes.reshape(matrix.shape) + BIAS).astype(np.uint8))
+    return plain, stored.reshape(len(matrix), -1)
+
+
+def grouped_again(choice: Choice, fmt: Format, rows: int) -> F32:
+    """Importance [K] as [N * groups, group], beside the groups of a matrix."""
+    assert choice.importance is not None
+    repeated: F32 = np.tile(choice.importance.reshape(-1, fmt.group), (rows, 1))
+    return repeated
 
 
 def dequantize(fmt: Format, codes: U8, scale: Array) -> F32:

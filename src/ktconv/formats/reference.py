@@ -11,12 +11,15 @@ from typing import Any
 from ktconv.system.arrays import F32, U8, Array
 
 from .kt_layout import pack_codes
+from .search import AMAX, Choice
 from .table import Format
 
 
-def quantize(fmt: Format, matrix: F32) -> tuple[Array, Any]:
-    """Codes and scales of a finite float32 [N, K] matrix; None for a format without scales."""
-    codes, scale = _arithmetic(fmt).quantize(fmt, matrix)
+def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[Array, Any]:
+    """Codes and scales of a finite float32 [N, K] matrix; None for a format without scales.
+    Another rule than "amax" is for formats with a quantizer in C."""
+    more = () if choice == AMAX else (choice,)
+    codes, scale = _arithmetic(fmt).quantize(fmt, matrix, *more)
     return codes, scale
 
 
@@ -26,12 +29,12 @@ def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:
     return weights
 
 
-def quantize_pack(fmt: Format, matrix: F32) -> tuple[U8, F32]:
+def quantize_pack(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, F32]:
     """Payload uint8 and scales float32 [N] of one part's INT4 or INT8 matrix.
 
     For a backward matrix pass the transpose of the forward slice.
     """
-    codes, scale = quantize(fmt, matrix)
+    codes, scale = quantize(fmt, matrix, choice)
     return pack_codes(fmt, codes), scale
 
 

@@ -34,8 +34,8 @@ def values(fmt: Format, stored: Array) -> F32:
     return bf16_to_f32(stored) if fmt.scale_dtype == "bf16" else e8m0_to_f32(stored)
 
 
-def error_bound(fmt: Format, scale: Array, slack: float = 0.0) -> Array:
+def error_bound(fmt: Format, scale: Array, slack: float = 0.0, rule: str = "amax") -> Array:
     """Largest |x - dequantized| in weight units that the rules allow under float32 scales, with
     `slack` steps on top, in binary64. For a scale of zero that is what amax stays below."""
-    steps = (fmt.max_error_steps + slack) * fmt.traits.scale_units * scale.astype(np.float64)
+    steps = (fmt.error_steps(rule) + slack) * fmt.traits.scale_units * scale.astype(np.float64)
     return np.where(scale == 0, fmt.smallest_amax, np.maximum(steps, SMALLEST_NORMAL))

@@ -103,6 +103,17 @@ class Format:
         shape = self.layout.packed_scale_shape(rows, cols)
         return self.scale_dtype.upper(), shape, self.layout.scale_size(rows, cols)
 
+    def error_steps(self, rule: str) -> float:
+        """The bound of |x - dequantized| / step under a rule for scales, "amax" or "search".
+
+        By 2, 3 and 5 above where numbers are rounded once and x is cut to the levels: then
+        |x/d| <= M, with d the step.
+        """
+        if rule == "amax":
+            return self.max_error_steps
+        top = self.traits.max_level
+        return 0.5 + (top + 1) * 2.0**-23 + top * 2.0**-24
+
     @property
     def smallest_amax(self) -> float:
         """The smallest row (or group) maximum whose scale survives flush-to-zero (SPEC 3.2).

@@ -35,4 +35,5 @@ from ktconv.native.packing import (
     unpack_weight,
 )
 from ktconv.native.pool import Pool, bind_memory
+from ktconv.native.rules import RULES, Choice
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit

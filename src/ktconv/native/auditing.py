@@ -9,6 +9,8 @@ import numpy as np
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, aligned_to, byte_pointer, check, expect_bytes
 from ktconv.native.layouts import Layout, layout_of, packed_size
+from ktconv.native.packing import new_scratch
+from ktconv.native.rules import Choice, choice_of
 from ktconv.native.source import Matrix
 
 
@@ -24,13 +26,23 @@ class Audit:
     zeros: int
     invalid: int  # codes outside the format's range, or not 0 under scale 0
     elements: int
-    row_error: Array  # float32, shaped as plain scales: largest |source - dequantized|
+    row_error: Array  # float32, shaped as plain scales: largest |source - dequantized|; under
+    # "search" of the source cut to the levels
     row_amax: Array  # the same: largest |source|
-    row_scale: Array  # the same: what the rule makes of that
+    row_scale: Array  # the same: what the rule makes of these weights
+    row_squared_error: Array  # float64 [rows]: each row's part of squared_error
+    row_squared_source: Array  # likewise
 
 
 def audit(
-    layout: Layout | str, source: Matrix, rows: int, first: int, packed: Array, scale: Array
+    layout: Layout | str,
+    source: Matrix,
+    rows: int,
+    first: int,
+    packed: Array,
+    scale: Array,
+    choice: Choice | None = None,
+    scratch: Array | None = None,
 ) -> Audit:
     """Compares rows from `first` on of a packed matrix [rows, cols] with their source.
 
@@ -42,10 +54,13 @@ def audit(
     expect_bytes("scale", scale, layout.scale_size(rows, source.cols))
     found = layout.scale_shape(source.rows, source.cols)
     error, amax, rule = (np.empty(found, np.float32) for _ in range(3))
+    squared = np.empty((2, source.rows))
+    scratch = new_scratch(source.cols) if scratch is None else scratch
     sums = ffi.new("kt_audit *")
     status = lib.kt_audit_run(
         layout.c(),
         source.c,
+        choice_of(choice, source.cols),
         rows,
         first,
         byte_pointer(packed),
@@ -53,7 +68,10 @@ def audit(
         ffi.cast("float *", ffi.from_buffer(error)),
         ffi.cast("float *", ffi.from_buffer(amax)),
         ffi.cast("float *", ffi.from_buffer(rule)),
+        ffi.cast("double *", ffi.from_buffer(squared)),
         sums,
+        ffi.from_buffer(scratch, require_writable=True),
+        scratch.nbytes,
     )
     check(status)
     return Audit(
@@ -67,6 +85,8 @@ def audit(
         error,
         amax,
         rule,
+        squared[0],
+        squared[1],
     )
 
 

@@ -16,6 +16,7 @@ from ktconv.native.arrays import (
     expect_bytes,
 )
 from ktconv.native.layouts import Layout, expect_codes, expect_scale, layout_of, packed_size
+from ktconv.native.rules import Choice, choice_of
 from ktconv.native.source import Matrix
 
 
@@ -29,8 +30,10 @@ def new_scratch(cols: int) -> Array:
     return np.empty(scratch_size(cols), np.uint8)
 
 
-def quantize(layout: Layout | str, matrix: Matrix) -> tuple[Array, Array]:
-    """Plain codes and scales, as `pack_weight` takes them.
+def quantize(
+    layout: Layout | str, matrix: Matrix, choice: Choice | None = None
+) -> tuple[Array, Array]:
+    """Plain codes and scales, as `pack_weight` takes them; None: by the largest magnitude.
 
     Raises NonFiniteError with the first NaN or Inf, ValueError for a layout without a quantizer.
     """
@@ -42,6 +45,7 @@ def quantize(layout: Layout | str, matrix: Matrix) -> tuple[Array, Array]:
     status = lib.kt_quantize(
         layout.c(),
         matrix.c,
+        choice_of(choice, matrix.cols),
         ffi.from_buffer(codes),
         ffi.from_buffer(scale),
         ffi.from_buffer(scratch),
@@ -132,9 +136,15 @@ def unpack_weight(
 
 
 def quantize_pack(
-    layout: Layout | str, matrix: Matrix, packed: Array, scale: Array, scratch: Array | None = None
+    layout: Layout | str,
+    matrix: Matrix,
+    packed: Array,
+    scale: Array,
+    scratch: Array | None = None,
+    choice: Choice | None = None,
 ) -> None:
-    """Quantizes and packs in one pass, into `packed` (uint8) and `scale` (packed scales).
+    """Quantizes and packs in one pass, into `packed` (uint8) and `scale` (packed scales), as
+    `choice` says, or by the largest magnitude.
 
     Raises NonFiniteError with the first NaN or Inf.
     """
@@ -147,6 +157,7 @@ def quantize_pack(
     status = lib.kt_quantize_pack(
         layout.c(),
         matrix.c,
+        choice_of(choice, matrix.cols),
         byte_pointer(packed, writable=True),
         ffi.from_buffer(aligned, require_writable=True),
         ffi.from_buffer(scratch, require_writable=True),

@@ -35,7 +35,8 @@ class Matrix:
     `block_scale` is a float32 grid, with blocks of `block` = (rows, cols) and the matrix starting
     at element `origin` of the grid; `zero_point` is such a grid too. `group_of_col` (int32
     [cols]) names the grid's column for each of the matrix, instead of blocks. `row_scale` (float32
-    [rows]): scales of integers that may be kept, see kt_matrix.
+    [rows]): scales of integers that may be kept, see kt_matrix. Rows and columns are multiplied by
+    `row_factor` (float32 [rows]) and `col_factor` (float32 [cols]).
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Matrix:
         zero_point: Array | None = None,
         group_of_col: Array | None = None,
         row_scale: Array | None = None,
+        row_factor: Array | None = None,
+        col_factor: Array | None = None,
         round_to_bf16: bool = False,
     ) -> None:
         size, unit_rows, unit_cols = stored_unit(dtype)
@@ -74,10 +77,11 @@ class Matrix:
         self.c.round_to_bf16, self.c.first_col = round_to_bf16, first_col
         self.row_scale = row_scale
         if row_scale is not None:
-            expect_rows("row_scale", row_scale, np.float32, (rows,))
-            kept = np.require(row_scale, requirements="A")
-            self._keep.append(kept)
-            self.c.row_scale = ffi.cast("float *", ffi.from_buffer(kept))
+            self.c.row_scale = self._vector("row_scale", row_scale, rows)
+        if row_factor is not None:
+            self.c.row_factor = self._vector("row_factor", row_factor, rows)
+        if col_factor is not None:
+            self.c.col_factor = self._vector("col_factor", col_factor, cols)
         if block_scale is None:
             if zero_point is not None or group_of_col is not None:
                 raise ValueError("zero_point and group_of_col need a block_scale")
@@ -92,6 +96,13 @@ class Matrix:
             if zero_point.shape != block_scale.shape:
                 raise ValueError(f"zero_point is {zero_point.shape}, not {block_scale.shape}")
             self.c.zero_point = self._grid("zero_point", zero_point, block, origin)
+
+    def _vector(self, what: str, values: Array, length: int) -> Any:
+        """float32 [length] for C."""
+        expect_rows(what, values, np.float32, (length,))
+        kept = np.require(values, requirements="A")
+        self._keep.append(kept)
+        return ffi.cast("float *", ffi.from_buffer(kept))
 
     def _grid(self, what: str, grid: Array, block: tuple[int, int], origin: tuple[int, int]) -> Any:
         """`grid` for C, if it covers the matrix."""

@@ -88,7 +88,10 @@ class MatrixCheck:
         rows: int,
         cols: int,
         report: Callable[[Violation], None],
+        choice: native.Choice | None = None,
     ) -> None:
+        """`choice`: how scales and codes were chosen; None: by the largest magnitude."""
+        self._choice = choice or native.Choice("amax")
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
         self._report = report
         self._weight_name, self._scale_name = (
@@ -112,7 +115,15 @@ class MatrixCheck:
     def compare(self, source: native.Matrix, start: int, packed: Packed) -> None:
         """Rows from `start` on of this part, whose source is `source`."""
         fmt, here = self._fmt, slice(start, start + source.rows)
-        found = native.audit(fmt.layout, source, packed.rows, 0, packed.weight, packed.scale)
+        found = native.audit(
+            fmt.layout,
+            source,
+            packed.rows,
+            0,
+            packed.weight,
+            packed.scale,
+            self._choice,
+        )
         self._error[here] = found.row_error.reshape(source.rows, -1)
         self._rule[here] = self._expected(found, source).reshape(source.rows, -1)
         stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
@@ -141,7 +152,9 @@ class MatrixCheck:
 
     def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""
-        allowed = scales.error_bound(self._fmt, self._scale[rows], BINARY32_SLACK)
+        allowed = scales.error_bound(
+            self._fmt, self._scale[rows], BINARY32_SLACK, self._choice.rule
+        )
         outside: Bools = ~(self._error[rows] <= allowed)
         return outside | ~np.isfinite(self._error[rows])
 
@@ -157,9 +170,10 @@ class MatrixCheck:
         source = native.decode(matrix)[rows].astype(np.float64)
         step = self._scale[start + rows].astype(np.float64) * self._fmt.traits.scale_units
         step = self._of_elements(step)
+        reach = self._fmt.traits.max_level * step if self._choice.rule != "amax" else np.inf
         with np.errstate(all="ignore"):
             value = self._codes(packed)[rows] * step
-            off = np.abs(source - value)
+            off = np.abs(np.clip(source, -reach, reach) - value)
             steps = np.nan_to_num(np.where(step > 0, off / step, off), nan=np.inf)
         columns = steps.argmax(axis=1)
         worst = steps[np.arange(len(rows)), columns]
@@ -176,7 +190,7 @@ class MatrixCheck:
                 f"{self._weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
                 f"[{row}, {column}] is {float(source):.9g} in the source, but "
                 f"{float(value):.9g} here, {steps:.4g} steps off where "
-                f"{self._fmt.max_error_steps:.4g} are allowed.",
+                f"{self._fmt.error_steps(self._choice.rule):.4g} are allowed.",
                 self._weight_name,
                 row,
                 column,
@@ -248,16 +262,23 @@ class MatrixCheck:
         return self._sums
 
     def _scales_by_rule(self, differs: Bools, rule: F32) -> None:
-        """Every scale follows from the largest weight of its row or group."""
+        """Every scale follows from the weights of its row or group."""
         if differs.any():
             at, count = _first(differs), int(differs.sum())
             of = "groups" if self._fmt.group else "rows"
             self._wrong_scale(
                 at,
-                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but the largest weight "
-                f"makes {float(rule[at]):.9g} ({count} of {differs.size} {of} differ).",
+                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but {self._by_rule} "
+                f"{float(rule[at]):.9g} ({count} of {differs.size} {of} differ).",
                 float(rule[at]),
             )
+
+    @property
+    def _by_rule(self) -> str:
+        if self._choice.rule == "amax":
+            return "the largest weight makes"
+        weighted = "weighted " if self._choice.importance is not None else ""
+        return f"the {weighted}search for the smallest error gives"
 
     def _place(self, at: tuple[int, int]) -> str:
         return f"row {at[0]}" + (f", group {at[1]}" if self._fmt.group else "")

@@ -43,8 +43,11 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
 class Part:
     """One part of a matrix while its chunks arrive: checksum, scales, comparison."""
 
-    def __init__(self, index: int, owned: Slice, layout: Layout, check: MatrixCheck) -> None:
+    def __init__(
+        self, index: int, owned: Slice, layout: Layout, choice: native.Choice, check: MatrixCheck
+    ) -> None:
         self.index, self.owned, self.layout, self.check = index, owned, layout, check
+        self.choice = choice
         self.digest = hashlib.sha256()
         self.scale = native.aligned_bytes(layout.scale_size(*owned.shape))
         self.rows_done = 0
@@ -56,6 +59,7 @@ class QuantizeTask(ExpertTask):
     """One projection of one expert: decode, quantize, pack, write, read back, compare."""
 
     options: Options
+    importance: F32 | None = None  # [cols] of the matrix: what squared errors count
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         parts = [self._part(index) for index in range(self.options.numa)]
@@ -80,7 +84,10 @@ class QuantizeTask(ExpertTask):
         owned = split(self.proj, layer.hidden_size, layer.intermediate_size, index, options.numa)
         weight = TensorId(layer.index, self.proj, self.expert, index, "weight")
         fmt = FORMATS[options.method]
-        return Part(index, owned, fmt.layout, MatrixCheck(fmt, weight, *owned.shape, _refuse))
+        choice = native.Choice(options.scale, self.importance)
+        choice = choice.columns(owned.col_start, owned.col_stop)
+        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, choice)
+        return Part(index, owned, fmt.layout, choice, check)
 
     def _name(self, part: Part, kind: Kind) -> str:
         return tensor_name(self.layer.index, self.proj, self.expert, part.index, kind)
@@ -102,7 +109,7 @@ class QuantizeTask(ExpertTask):
         start, stop = (part.layout.scale_size(rows, cols) for rows in done)
         scale = part.scale[start:stop]
         try:
-            native.quantize_pack(part.layout, view, packed, scale, buffers.scratch)
+            native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
         except native.NonFiniteError as error:
             raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
         name = self._name(part, "weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
@@ -42,6 +42,7 @@ from ktconv.writer.shards import Tensor
 NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
 
 OutputLayout = Literal["safetensors", "layers"]
+ScaleRule = Literal["amax", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Options(BaseOptions):
     method: str = "int4"
     numa: int = 1
     layout: OutputLayout = "safetensors"
-    scale: Literal["amax"] = "amax"
+    scale: ScaleRule | Literal[""] = (
+        ""  # how row scales are chosen; "": amax with compat, else search
+    )
     compat: bool = False
     mtp: bool = True
     experts_only: bool = False
@@ -60,6 +63,16 @@ class Options(BaseOptions):
     requantize: bool = False  # integers too that could be kept
     # Experts of which KTransformers computes something else are converted all the same.
     allow_activation_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", "amax" if self.compat else "search")
+        if self.compat and self.scale != "amax":
+            raise UsageError(
+                "--compat writes the reference converter's bytes, whose scales are those of "
+                f"--scale amax, not {self.scale}",
+                "omit --compat or --scale",
+            )
 
     @property
     def keep_integers(self) -> bool:
@@ -81,6 +94,8 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     usual = Options(requantize=True, allow_activation_mismatch=True).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
+        return None
+    if values.get("scale", "amax") not in get_args(ScaleRule):
         return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 

@@ -92,7 +92,8 @@ class CpuVerifier(OutputVerifier):
 
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {layer: geometry.experts for layer, geometry in self.output.packed.layers.items()}
-        return totals.as_dict(FORMATS[self.output.options.method].max_error_steps, counts)
+        options = self.output.options
+        return totals.as_dict(FORMATS[options.method].error_steps(options.scale), counts)
 
 
 def _gates(gated: bool) -> str:

@@ -171,7 +171,9 @@ class _Part:
         self._checked: Sequence[bool | None] = ()
         if self._scales is not None:
             self._scales.read(self._scale)
-        self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report)
+        self.check = MatrixCheck(
+            self._fmt, weight, self.rows, self.cols, self._report, native.Choice(options.scale)
+        )
 
     def _stream(self, tensor: TensorId, nbytes: int) -> TensorStream | None:
         place = self._packed.tensors.get(tensor)

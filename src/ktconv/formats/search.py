@@ -1,0 +1,138 @@
+"""The rule "search": the scale with the smallest squared error of a row or group (SPEC 3.6).
+
+A row is that of a matrix, or a group of its columns. All sums are in the order that the
+specification prescribes, so that scales have the same bits as those of the C library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconv.system.arrays import F32, I8, Array
+
+from .decode import bf16_to_f32, f32_to_bf16
+from .rounding import ftz, reciprocal
+from .table import Format
+
+F64 = npt.NDArray[np.float64]
+LAST = 21  # candidate scales are (420 - 13 n) / 420 of the first, n up to this
+_COARSE, _FINE = range(0, LAST + 1, 3), (-2, -1, 1, 2)
+_STEPS = 2  # by least squares
+_LANES, _BLOCK = 16, 512
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that is searched
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How scales follow from weights, and what squared errors of each column [K] count."""
+
+    rule: Literal["amax", "search"] = "amax"
+    importance: F32 | None = field(default=None, compare=False)
+
+
+AMAX = Choice()
+
+
+def nearest_codes(fmt: Format, matrix: F32, scale: F32) -> I8:
+    """Codes int8 [N, K] under scales [N]: rounded once, and cut to the levels."""
+    top, step = np.float32(fmt.traits.max_level), np.float32(fmt.traits.scale_units) * scale
+    y = np.clip(ftz(matrix) * reciprocal(step)[:, None], -top, top)
+    codes: I8 = np.rint(y).astype(np.int8)
+    return codes
+
+
+def searched_scale(fmt: Format, rows: F32, first: F32, importance: F32 | None) -> F32:
+    """Scales [N] of rows [N, K], K % 32 == 0, whose largest weights make the scales `first`.
+
+    importance: [K], or [N, K].
+    """
+    amax = np.abs(rows).max(axis=1)
+    best = first.copy()
+    usual = (amax >= _SMALLEST) & (amax <= _LARGEST)
+    if usual.any():
+        weight = np.ones(1, np.float32) if importance is None else importance
+        weights = np.broadcast_to(weight, rows.shape)[usual]
+        best[usual] = _Search(fmt, np.abs(rows[usual]), weights, first[usual]).run()
+    return best
+
+
+class _Search:
+    """The search for some rows at once; `_best` and what belongs to it has a value for each."""
+
+    def __init__(self, fmt: Format, rows: F32, importance: F32, first: F32) -> None:
+        self._fmt, self._rows, self._importance, self._first = fmt, rows, importance, first
+        self._units = fmt.traits.scale_units
+        self._best, self._number = first.copy(), np.zeros(len(rows), np.int64)
+        self._gain = np.full(len(rows), -np.inf)
+        self._product, self._square = np.zeros((2, len(rows)))
+
+    def run(self) -> F32:
+        everywhere = np.ones(len(self._rows), bool)
+        for n in _COARSE:
+            self._try(self._candidate(np.full(len(self._rows), n)), everywhere, n)
+        middle = self._number
+        for step in _FINE:
+            self._try(self._candidate(np.minimum(middle + step, LAST)), everywhere)
+        going = self._square > 0
+        least = self._candidate(np.full(len(self._rows), LAST))
+        for _ in range(_STEPS):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                step_size = self._product / self._square / self._units
+            scale = self._storable(np.where(going, step_size, 1.0).astype(np.float32))
+            going = going & (scale >= least)
+            going = self._try(scale, going)
+        return self._best
+
+    def _candidate(self, n: npt.NDArray[np.int64]) -> F32:
+        part: F32 = ((420.0 - 13.0 * n) / 420.0).astype(np.float32)
+        return self._storable(self._first * part)
+
+    def _storable(self, scale: F32) -> F32:
+        if self._fmt.scale_dtype == "bf16":
+            rounded: F32 = bf16_to_f32(f32_to_bf16(scale))
+            return rounded
+        return scale
+
+    def _try(self, scale: F32, where: Array, number: int | None = None) -> npt.NDArray[np.bool_]:
+        """Keeps each scale that is better than those before; which ones are."""
+        step = scale * np.float32(self._units)
+        product, square = self._sums(step)
+        wide = step.astype(np.float64)
+        gain = wide * (2.0 * product - wide * square)
+        better: npt.NDArray[np.bool_] = where & (gain > self._gain)
+        for kept, new in (
+            (self._best, scale), (self._gain, gain), (self._product, product),
+            (self._square, square),
+        ):  # fmt: skip
+            np.copyto(kept, new, where=better)
+        if number is not None:
+            self._number = np.where(better, number, self._number)
+        return better
+
+    def _sums(self, step: F32) -> tuple[F64, F64]:
+        """Over the codes c of each row: v |w| |c| and v c c, v its importance."""
+        y = self._rows * (np.float32(1) / step)[:, None]
+        codes = np.rint(np.minimum(y, np.float32(self._fmt.traits.max_level)))
+        return (
+            _lane_sums(self._importance * self._rows * codes),
+            _lane_sums(self._importance * (codes * codes)),
+        )
+
+
+def _lane_sums(terms: F32) -> F64:
+    """Sums of [N, K]: of every 16th column of 512 in binary32, then in binary64."""
+    lanes = np.zeros((len(terms), _LANES))
+    for begin in range(0, terms.shape[1], _BLOCK):
+        block = terms[:, begin : begin + _BLOCK].reshape(len(terms), -1, _LANES)
+        part = np.zeros((len(terms), _LANES), np.float32)
+        for i in range(block.shape[1]):
+            part += block[:, i]
+        lanes += part
+    total = np.zeros(len(terms))
+    for lane in range(_LANES):
+        total += lanes[:, lane]
+    return total

@@ -1,0 +1,41 @@
+"""How scales and codes are chosen; see kt_rule and kt_choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ktconv._native import ffi, lib
+from ktconv.native.arrays import Array, expect_rows
+
+RULES: dict[str, int] = {"amax": lib.KT_RULE_AMAX, "search": lib.KT_RULE_SEARCH}
+
+
+class Choice:
+    """A rule of `RULES` and, for "search", what squared errors of each column count: float32
+    [cols], 0 .. 2^32; None: all the same. C refuses (ValueError) what it does not allow."""
+
+    def __init__(self, rule: str, importance: Array | None = None) -> None:
+        self.rule, self.importance = rule, importance
+        self.c = ffi.new("kt_choice *")
+        self.c.rule = RULES[rule]
+        if importance is not None:
+            expect_rows("importance", importance, np.float32, (len(importance),))
+            self._kept = np.require(importance, requirements="A")
+            self.c.importance = ffi.cast("float *", ffi.from_buffer(self._kept))
+
+    def columns(self, start: int, stop: int) -> Choice:
+        """The same for some of the columns."""
+        if self.importance is None:
+            return self
+        return Choice(self.rule, np.ascontiguousarray(self.importance[start:stop]))
+
+
+def choice_of(choice: Choice | None, cols: int) -> Any:
+    """For C, of a matrix with so many columns."""
+    if choice is None:
+        return ffi.NULL
+    if choice.importance is not None and len(choice.importance) != cols:
+        raise ValueError(f"importance is for {len(choice.importance)} columns, not {cols}")
+    return choice.c
