@@ -13,12 +13,10 @@ from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.targets.ktransformers import ScaleRule
-
     Method = str
 else:
     Method = Literal[tuple(output_formats())]
-    ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
+ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
 

@@ -87,9 +87,9 @@ class _Search:
             going = self._try(scale, going)
         return self._best
 
-    def _candidate(self, n: npt.NDArray[np.int64]) -> F32:
-        part: F32 = ((420.0 - 13.0 * n) / 420.0).astype(np.float32)
-        return self._storable(self._first * part)
+    def _candidate(self, n: Array) -> F32:
+        shrunk: F32 = self._first * ((420.0 - 13.0 * n) / 420.0).astype(np.float32)
+        return self._storable(shrunk)
 
     def _storable(self, scale: F32) -> F32:
         if self._fmt.scale_dtype == "bf16":
