@@ -51,7 +51,7 @@ def searched_scale(fmt: Format, rows: F32, first: F32, importance: F32 | None) -
     importance: [K], or [N, K].
     """
     amax = np.abs(rows).max(axis=1)
-    best = first.copy()
+    best: F32 = first.copy()
     usual = (amax >= _SMALLEST) & (amax <= _LARGEST)
     if usual.any():
         weight = np.ones(1, np.float32) if importance is None else importance
@@ -66,7 +66,8 @@ class _Search:
     def __init__(self, fmt: Format, rows: F32, importance: F32, first: F32) -> None:
         self._fmt, self._rows, self._importance, self._first = fmt, rows, importance, first
         self._units = fmt.traits.scale_units
-        self._best, self._number = first.copy(), np.zeros(len(rows), np.int64)
+        self._best: F32 = first.copy()
+        self._number = np.zeros(len(rows), np.int64)
         self._gain = np.full(len(rows), -np.inf)
         self._product, self._square = np.zeros((2, len(rows)))
 
@@ -93,8 +94,7 @@ class _Search:
 
     def _storable(self, scale: F32) -> F32:
         if self._fmt.scale_dtype == "bf16":
-            rounded: F32 = bf16_to_f32(f32_to_bf16(scale))
-            return rounded
+            return bf16_to_f32(f32_to_bf16(scale))
         return scale
 
     def _try(self, scale: F32, where: Array, number: int | None = None) -> npt.NDArray[np.bool_]:
