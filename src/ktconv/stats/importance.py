@@ -6,7 +6,8 @@ FILE is a safetensors file; for layer L with E experts of hidden size H and inte
     layers.L.down      float32 [E, I]   of the inputs of down_proj: activated intermediates
     layers.L.counts    int64 [E]        tokens that each expert got
 
-Experts without tokens have zeros. docs/calibration.md describes the metadata.
+Experts without tokens have zeros. docs/calibration.md describes the metadata. llama.cpp's imatrix
+files, which have the same numbers, are read too: see `imatrix`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.stats.imatrix import Imatrix, is_imatrix
+from ktconv.stats.importance_file import ImportanceFile, LayerImportance
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.stored import StatisticsFile
 from ktconv.system.arrays import F32, I64, Array
@@ -38,55 +40,68 @@ _COUNTS = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.counts")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerImportance:
-    """Mean squares of one layer: gate_up [E, H], down [E, I], and counts [E] of tokens."""
-
-    gate_up: F32
-    down: F32
-    counts: I64
-
-    def of(self, projection: Projection) -> F32:
-        """[E, inputs of this projection]."""
-        return self.down if projection == "down" else self.gate_up
-
-
-@dataclass(frozen=True, slots=True)
 class Importance:
-    """All layers of a file, and where they come from."""
+    """All layers of a file, and where they come from; None: an imatrix does not tell."""
 
     layers: Mapping[int, LayerImportance]
-    origin: Origin
+    origin: Origin | None
+
+
+def open_importance(path: str | Path) -> ImportanceFile:
+    """A file of `ktconv stats --importance`, or an imatrix of llama.cpp in GGUF form: whichever
+    it begins like. Its header is checked; layers are read when they are asked for.
+
+    Raises UsageError, naming the file, for any other file and a damaged one; ResourceError where
+    the system refuses.
+    """
+    path = Path(path)
+    return Imatrix(path) if is_imatrix(path) else RecordedImportance(path)
 
 
 def read_importance(path: str | Path) -> Importance:
-    """What `ktconv stats --importance` wrote, in memory.
+    """All layers of such a file, in memory.
 
-    Raises UsageError, naming the file, for any other file, a damaged one, values that are negative
-    or not finite, and experts with values but no tokens; ResourceError where the system refuses.
+    Raises UsageError as `open_importance` does, and for values that are negative or not finite,
+    and experts with values but no tokens.
     """
-    file = StatisticsFile(Path(path), KIND, OPTION)
-    layers = sorted(int(found[1]) for found in map(_COUNTS.fullmatch, file.names) if found)
-    if not layers or len(file.names) != 3 * len(layers):
-        raise file.damaged("its tensors are not three of each layer")
-    return Importance({layer: _read(file, layer) for layer in layers}, file.origin)
+    file = open_importance(path)
+    return Importance({layer: file.layer(layer) for layer in file.sizes}, file.origin)
 
 
-def _read(file: StatisticsFile, layer: int) -> LayerImportance:
-    names = _names(layer)
-    experts, hidden = file.rows_and_columns(names[0])
-    _, intermediate = file.rows_and_columns(names[1])
-    counts: I64 = file.array(names[2], "I64", experts)
-    if (counts < 0).any():
-        raise file.damaged(f"tensor {names[2]} has negative counts")
-    values: list[F32] = []
-    for name, size in zip(names, (hidden, intermediate), strict=False):
-        value: F32 = file.array(name, "F32", experts, size)
-        if not (np.isfinite(value).all() and (value >= 0).all()):
-            raise file.damaged(f"tensor {name} has values that are negative or not finite")
-        if value[counts == 0].any():
-            raise file.damaged(f"tensor {name} has values of experts without tokens")
-        values.append(value)
-    return LayerImportance(values[0], values[1], counts)
+class RecordedImportance(ImportanceFile):
+    """What `ktconv stats --importance` wrote."""
+
+    kind = KIND
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, StatisticsFile(path, KIND, OPTION)
+        self.origin = self._file.origin
+        names = self._file.names
+        layers = sorted(int(found[1]) for found in map(_COUNTS.fullmatch, names) if found)
+        if not layers or len(names) != 3 * len(layers):
+            raise self.damaged("its tensors are not three of each layer")
+        self.sizes = {layer: self._sizes(layer) for layer in layers}
+
+    def damaged(self, why: str) -> UsageError:
+        return self._file.damaged(why)
+
+    def _sizes(self, layer: int) -> Sizes:
+        """As its first tensor says; the others are checked when they are read."""
+        gate_up, down, _ = _names(layer)
+        experts, hidden = self._file.rows_and_columns(gate_up)
+        return Sizes(experts, hidden, self._file.rows_and_columns(down)[1])
+
+    def layer(self, index: int) -> LayerImportance:
+        sizes, names = self.sizes[index], _names(index)
+        counts: I64 = self._file.array(names[2], "I64", sizes.experts)
+        if (counts < 0).any():
+            raise self.damaged(f"tensor {names[2]} has negative counts")
+        values: list[F32] = []
+        for name, size in zip(names, (sizes.hidden, sizes.intermediate), strict=False):
+            value: F32 = self._file.array(name, "F32", sizes.experts, size)
+            self.check_values(name, value, counts)
+            values.append(value)
+        return LayerImportance(values[0], values[1], counts)
 
 
 def _names(layer: int) -> tuple[str, str, str]:
@@ -190,7 +205,7 @@ class ImportanceTap:
     def _finished(self, layer: int) -> Mapping[str, Array]:
         path = self._file(layer)
         try:
-            found = _read(StatisticsFile(path, KIND, OPTION), layer)
+            found = RecordedImportance(path).layer(layer)
         except UsageError as error:
             raise ResourceError(
                 f"{path}, with which an interrupted run goes on, cannot be used: {error}",
