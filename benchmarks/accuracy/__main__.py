@@ -1,0 +1,85 @@
+"""The command line; benchmarks/README.md has examples."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.accuracy.variants import VARIANTS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks.accuracy", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    outliers = commands.add_parser("outliers", help="write a checkpoint with outliers")
+    outliers.add_argument("model", type=Path)
+    outliers.add_argument("output", type=Path)
+    outliers.add_argument("--seed", type=int, default=1)
+    outliers.add_argument("--spread", type=float, default=0.5, help="scale of the exponents")
+
+    run = commands.add_parser("run", help="convert and evaluate what the results lack")
+    run.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+    run.add_argument("--work", type=Path, required=True, help="folder for outputs and statistics")
+    run.add_argument("--results", type=Path, required=True, help="JSON lines, which are added to")
+    run.add_argument("--text", type=Path, help="default: eval.txt of the model")
+    run.add_argument("--swap", action="store_true", help="evaluate on the first half of the text")
+    run.add_argument(
+        "--calibration",
+        default="half",
+        help="comma-separated: half, subset:SEED, or files (default: half, the other one)",
+    )
+    run.add_argument("--variants", default=",".join(VARIANTS), help="default: all")
+    run.add_argument("--numa", default="1", help="numbers of parts, as 1,2,4")
+
+    report = commands.add_parser("report", help="write tables and plots")
+    report.add_argument("--results", type=Path, required=True)
+    report.add_argument("--document", type=Path, required=True, help="its tables are replaced")
+    report.add_argument("--plots", type=Path, required=True, help="folder for the SVG files")
+    return parser
+
+
+def _outliers(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.evaluation import greatest_difference
+    from benchmarks.accuracy.outliers import write_outliers
+
+    write_outliers(arguments.model, arguments.output, arguments.seed, arguments.spread)
+    apart = greatest_difference(arguments.model, arguments.output, arguments.model / "eval.txt")
+    print(f"{arguments.output}: logits in float32 differ by at most {apart}")
+    if apart:
+        raise SystemExit("the two models do not compute the same function")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.run import Job, run
+
+    unknown = set(arguments.variants.split(",")) - set(VARIANTS)
+    if unknown:
+        raise SystemExit(f"unknown variants: {', '.join(sorted(unknown))}")
+    for model in arguments.models:
+        job = Job(
+            model,
+            arguments.text or model / "eval.txt",
+            arguments.swap,
+            arguments.calibration.split(","),
+            [VARIANTS[key] for key in arguments.variants.split(",")],
+            [int(number) for number in arguments.numa.split(",")],
+            arguments.work,
+            arguments.results,
+        )
+        run(job)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.plots import write_plots
+    from benchmarks.accuracy.results import read_results
+    from benchmarks.accuracy.tables import write_tables
+
+    rows = read_results(arguments.results)
+    write_tables(arguments.document, rows)
+    write_plots(arguments.plots, rows)
+
+
+if __name__ == "__main__":
+    given = _parser().parse_args()
+    {"outliers": _outliers, "run": _run, "report": _report}[given.command](given)

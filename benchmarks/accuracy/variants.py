@@ -1,0 +1,59 @@
+"""The ways of choosing codes that are compared, as options of `ktconv quantize-cpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktconv.formats import FORMATS, Format
+
+STATISTICS = ("importance", "hessian")  # what `ktconv stats` records, and its option
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`options` of quantize-cpu; {importance} and {hessian} stand for what was recorded of the
+    calibration text. Without `options`, the format is no output format: its reference quantizes.
+    """
+
+    key: str
+    label: str
+    format: Format
+    options: tuple[str, ...] | None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The statistics that the options name."""
+        named = " ".join(self.options or ())
+        return tuple(one for one in STATISTICS if f"{{{one}}}" in named)
+
+
+def _output(key: str, label: str, method: str, options: str) -> Variant:
+    return Variant(key, label, FORMATS[method], tuple(options.split()))
+
+
+VARIANTS = {
+    one.key: one
+    for one in (
+        _output("amax", "amax", "int4", "--scale amax"),
+        _output("search", "search", "int4", "--scale search"),
+        _output("importance", "importance", "int4", "--scale search --importance {importance}"),
+        _output("fold", "search + fold", "int4", "--scale search --fold up-down"),
+        _output(
+            "fold-importance",
+            "importance + fold",
+            "int4",
+            "--scale search --fold up-down --importance {importance}",
+        ),
+        _output("gptq", "GPTQ", "int4", "--calibrate {hessian}"),
+        _output("gptq-fold", "GPTQ + fold", "int4", "--calibrate {hessian} --fold up-down"),
+        _output("int8-amax", "INT8 amax", "int8", "--scale amax"),
+        _output("int8-search", "INT8 search", "int8", "--scale search"),
+        _output("int8-gptq", "INT8 GPTQ", "int8", "--calibrate {hessian}"),
+        Variant("gint4-32", "INT4, groups of 32", FORMATS["gint4-32"], None),
+    )
+}
+BASE = {
+    "int4": "amax",
+    "int8": "int8-amax",
+    "gint4-32": "amax",
+}  # by format: what KL is compared with
