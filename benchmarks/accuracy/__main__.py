@@ -31,6 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--variants", default=",".join(VARIANTS), help="default: all")
     run.add_argument("--numa", default="1", help="numbers of parts, as 1,2,4")
+    run.add_argument("--no-kernels", action="store_true", help="only with dequantized weights")
+
+    published = commands.add_parser("kt-kernel", help="layers of a conversion in kt-kernel")
+    published.add_argument("model", type=Path)
+    published.add_argument("outputs", type=Path, nargs="+", metavar="OUTPUT", help="of one part")
+    published.add_argument("--text", type=Path, help="default: eval.txt of the model")
 
     report = commands.add_parser("report", help="write tables and plots")
     report.add_argument("--results", type=Path, required=True)
@@ -64,10 +70,17 @@ def _run(arguments: argparse.Namespace) -> None:
             arguments.calibration.split(","),
             [VARIANTS[key] for key in arguments.variants.split(",")],
             [int(number) for number in arguments.numa.split(",")],
+            not arguments.no_kernels,
             arguments.work,
             arguments.results,
         )
         run(job)
+
+
+def _kt_kernel(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.published_kernel import print_errors
+
+    print_errors(arguments.model, arguments.outputs, arguments.text or arguments.model / "eval.txt")
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -82,4 +95,5 @@ def _report(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     given = _parser().parse_args()
-    {"outliers": _outliers, "run": _run, "report": _report}[given.command](given)
+    commands = {"outliers": _outliers, "run": _run, "kt-kernel": _kt_kernel, "report": _report}
+    commands[given.command](given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,16 @@ class Found:
 
 
 class Evaluation:
-    """A source model in float32, its logits on the windows of a text, and its experts' inputs."""
+    """A source model in float32, its logits on the windows of a text, and `calls`: what the experts
+    of each layer got (hidden states, ids, weights) and returned in the first windows."""
 
-    def __init__(self, source: Path, text: Text) -> None:
+    def __init__(self, source: Path, text: Text, limit: int | None = None) -> None:
+        """`limit`: on the number of windows."""
         model, tokenizer = load_model(source, "float32")
         self.model: Any = model
-        self.windows = windows(tokenizer, text.content, WINDOW)
+        self.windows = windows(tokenizer, text.content, WINDOW, limit)
         self.sites = find_experts(model)
-        self._calls: dict[int, list[tuple[tuple[Any, ...], Tensor]]] = {n: [] for n in self.sites}
+        self.calls: dict[int, list[tuple[tuple[Any, ...], Tensor]]] = {n: [] for n in self.sites}
         self._logits = self._first_pass()
         self._own = {n: [t.clone() for t in site.own.tensors] for n, site in self.sites.items()}
 
@@ -86,22 +89,24 @@ class Evaluation:
 
     def of_output(self, output: Path) -> Found:
         """With the experts of a conversion, on the kernels of this machine."""
-        with replace_experts(self.model, output, keep=True):
+        with self.on_kernels(output):
             return self._found()
 
+    def on_kernels(self, output: Path) -> AbstractContextManager[Any]:
+        """The model has the experts of a conversion meanwhile."""
+        return replace_experts(self.model, output, keep=True)
+
     def _first_pass(self) -> list[Tensor]:
+        recorded = self.windows[:LAYER_WINDOWS]
         hooks = [self._recorded(n, site) for n, site in self.sites.items()]
-        logits = []
-        for number, ids in enumerate(self.windows):
-            if number == LAYER_WINDOWS:
-                for hook in hooks:
-                    hook.remove()
-            logits.append(self._run(ids))
-        return logits
+        logits = [self._run(ids) for ids in recorded]
+        for hook in hooks:
+            hook.remove()
+        return logits + [self._run(ids) for ids in self.windows[len(recorded) :]]
 
     def _recorded(self, layer: int, site: Site) -> Any:
         def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            self._calls[layer].append((tuple(one.clone() for one in inputs), output.clone()))
+            self.calls[layer].append((tuple(one.clone() for one in inputs), output.clone()))
 
         return site.module.register_forward_hook(keep)
 
@@ -123,12 +128,16 @@ class Evaluation:
             whole.kl_p99,
             whole.top1_agreement,
             each_of_running_means(running),
-            [self._layer_error(layer) for layer in sorted(self.sites)],
+            self.layer_errors(),
         )
+
+    def layer_errors(self) -> list[float]:
+        """As `Found`, of the experts that the model has now."""
+        return [self._layer_error(layer) for layer in sorted(self.sites)]
 
     def _layer_error(self, layer: int) -> float:
         apart = norm = 0.0
-        for inputs, wanted in self._calls[layer]:
+        for inputs, wanted in self.calls[layer]:
             with torch.inference_mode():
                 y = self.sites[layer].module(*inputs)
             apart += float((y.double() - wanted.double()).square().sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from benchmarks.accuracy.results import Row, add_result, key_of, read_results
 from benchmarks.accuracy.texts import Text, cut_in_halves, subset
 from benchmarks.accuracy.variants import Variant
 from benchmarks.accuracy.weights import values_of_format, values_of_output, weight_errors
+from ktconv.system import machine
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Job:
     calibrations: Sequence[str]  # "half", "subset:SEED", or a file
     variants: Sequence[Variant]
     parts: Sequence[int]
+    kernels: bool  # evaluate on the kernels, too
     work: Path
     results: Path
 
@@ -105,7 +106,11 @@ class _Measured:
         own = next(iter(evaluation.sites.values())).own
         self.sizes = own.hidden, own.intermediate
         self._output = job.work / "output" / job.model.name
-        self._about = {"commit": commit(), "date": date.today().isoformat(), "cpu": cpu_name()}
+        self._about = {
+            "commit": commit(),
+            "date": date.today().isoformat(),
+            "cpu": machine.cpu_model(),
+        }
 
     def row(self, variant: Variant, numa: int, calibration: Text | None) -> dict[str, Any]:
         """Raises CommandFailed."""
@@ -122,14 +127,19 @@ class _Measured:
         settings = evaluation.model.config.to_dict()
         values = values_of_output(self._output, list(evaluation.sites), settings)
         row = {
-            "weights": weight_errors(evaluation.source, values),
+            "weights": weight_errors(evaluation.source, values, variant.folded),
             "values": evaluation.of_values(values).as_record(),
-            "kernels": evaluation.of_output(self._output).as_record(),
+            **self._on_kernels(),
             **_times(converted, statistics),
             **self._about,
         }
         shutil.rmtree(self._output)
         return row
+
+    def _on_kernels(self) -> dict[str, Any]:
+        if not self._job.kernels:
+            return {}
+        return {"kernels": self._evaluation.of_output(self._output).as_record()}
 
     def _statistics(self, text: Text) -> Statistics:
         digest = hashlib.sha256(text.content.encode()).hexdigest()[:16]
@@ -159,11 +169,3 @@ def commit() -> str:
     """Of the repository that this is run in, with a "+" where files were changed."""
     describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
     return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu_name() -> str:
-    """As Linux names it, else the architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -21,6 +21,11 @@ class Variant:
     options: tuple[str, ...] | None
 
     @property
+    def folded(self) -> bool:
+        """Whether weights of up and down differ by factors from the source's."""
+        return "--fold" in (self.options or ())
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """The statistics that the options name."""
         named = " ".join(self.options or ())

@@ -35,16 +35,16 @@ def values_of_format(fmt: Format, source: Values) -> Values:
     }
 
 
-def weight_errors(source: Values, values: Values) -> dict[str, float]:
+def weight_errors(source: Values, values: Values, folded: bool = False) -> dict[str, float]:
     """||W' - W|| / ||W|| over all experts, by projection, and of all projections as "all".
 
-    Where an output was folded, rows of up and columns of down differ by factors from the source's:
-    these are undone first.
+    In a `folded` output, rows of up and columns of down differ by factors from the source's: these
+    are undone first.
     """
     apart: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for key, matrices in source.items():
-        there = unfolded(matrices, values[key])
+        there = unfolded(matrices, values[key]) if folded else values[key]
         for projection, matrix in matrices.items():
             for name in (projection, "all"):
                 difference = there[projection].astype(np.float64) - matrix
@@ -56,8 +56,6 @@ def weight_errors(source: Values, values: Values) -> dict[str, float]:
 def unfolded(source: Matrices, values: Matrices) -> Matrices:
     """`values` with the factors undone that folding gave to rows of up and columns of down."""
     exponents = fold_exponents(source["up"], values["up"])
-    if not exponents.any():
-        return values
     factors = np.exp2(exponents / 8).astype(np.float32)
     up, down = values["up"] / factors[:, None], values["down"] * factors
     return {**values, "up": up, "down": down}
