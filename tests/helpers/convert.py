@@ -32,7 +32,9 @@ from ktconv.targets.ktransformers import Options
 Matrices = Mapping[tuple[int, int, Projection], NDArray[np.float32]]
 
 SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
-REQUEST_OPTIONS = {"layers", "threads", "max_memory", "verify", "overwrite", "finalize", "config"}
+REQUEST_OPTIONS = {
+    "layers", "threads", "max_memory", "verify", "overwrite", "finalize", "config", "importance",
+}  # fmt: skip
 
 
 def convert(model: Path, output: Path, **options: Any) -> Report:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
@@ -13,6 +14,8 @@ from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
+    from ktconv.quantize_cpu.run import Preflight
+
     Method = str
 else:
     Method = Literal[tuple(output_formats())]
@@ -42,6 +45,14 @@ def quantize_cpu_command(
             ScaleRule,
             "How row scales are chosen: by a search for the smallest squared error, or from the "
             "largest absolute weight (amax).",
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        option(
+            "Weigh squared errors by the inputs of each expert: a file of stats --importance, or "
+            "an imatrix of llama.cpp in GGUF form.",
+            "FILE",
         ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
@@ -117,5 +128,18 @@ def quantize_cpu_command(
             finalize=finalize,
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
+            importance=importance,
         )
-        common.convert(request, prepare(request), quantize_cpu, dry_run, as_json)
+        preflight = prepare(request)
+        facts, lines = _about_importance(preflight)
+        common.convert(request, preflight, quantize_cpu, dry_run, as_json, facts=facts, lines=lines)
+
+
+def _about_importance(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
+    """The JSON and the lines of a plan and a report; empty without a file of importance."""
+    if preflight.weights is None:
+        return {}, []
+    from ktconv.quantize_cpu.importance_coverage import coverage_facts, coverage_lines
+
+    coverage, record = preflight.weights.coverage, asdict(preflight.weights.record)
+    return {"importance": record | coverage_facts(coverage)}, coverage_lines(coverage)

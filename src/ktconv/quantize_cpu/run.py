@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from ktconv import native
-from ktconv.checkpoint import open_checkpoint, read_map
-from ktconv.conversion.pipeline import Observer, Task
+from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import (
     BaseRequest,
@@ -42,7 +42,8 @@ from ktconv.targets.ktransformers import (
     make_plan,
 )
 
-Preflight: TypeAlias = AnyPreflight[KTransformersTarget]
+if TYPE_CHECKING:
+    from ktconv.quantize_cpu.importance import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ class Request(BaseRequest):
     options: Options = field(default_factory=Options)
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
+    importance: Path | None = None  # a file of it: what squared errors of each channel count
+
+
+@dataclass(frozen=True)
+class Preflight(AnyPreflight[KTransformersTarget]):
+    """A planned conversion; what `--dry-run` prints."""
+
+    request: Request
+    weights: ExpertWeights | None = None  # of squared errors; None: all count the same
 
 
 def prepare(request: Request) -> Preflight:
@@ -81,12 +91,40 @@ def prepare(request: Request) -> Preflight:
         layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
         check_expert_set(excluded, layers, request.exclude_experts)
         options = replace(options, exclude_experts=excluded)
+    weights = _weights(request, checkpoint, options)
+    options = replace(options, importance=weights.record if weights else None)
     plan = make_plan(checkpoint, options)
-    plan = replace(plan, notes=[*plan.notes, *integer_notes(plan.moe_layers, options)])
+    notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
+    plan = replace(plan, notes=[*notes, *(weights.notes if weights else ())])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
-    threads, peak = fit_memory(request, _buffers(plan).nbytes)
-    return Preflight(request, plan, units, threads, peak, machine.disk_free(request.output))
+    kept = weights.memory(min(OPEN_UNITS, len(units))) if weights else 0
+    threads, peak = fit_memory(request, _buffers(plan).nbytes, kept)
+    free = machine.disk_free(request.output)
+    return Preflight(request, plan, units, threads, peak, free, weights)
+
+
+def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> ExpertWeights | None:
+    """What errors count. UsageError for a file that cannot be used, and for none where those of an
+    output that is converted again followed from one."""
+    if request.importance is None:
+        if options.importance is None:
+            return None
+        raise UsageError(
+            f"the weights were converted with --importance {options.importance.file}, without "
+            "which other scales would result",
+            "convert the model again: ktconv quantize-cpu MODEL OUTPUT --importance FILE",
+        )
+    if options.scale != "search":
+        raise UsageError(
+            "--importance says what the errors count that --scale search makes small, and cannot "
+            f"be combined with {'--compat' if options.compat else f'--scale {options.scale}'}",
+            "omit one of them",
+        )
+    from ktconv.quantize_cpu.importance import open_weights
+
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    return open_weights(request.importance, checkpoint, layers)
 
 
 def quantize_cpu(
@@ -106,14 +144,20 @@ class QuantizeCpu(Conversion):
 
     plan: Plan
 
+    def __init__(self, preflight: Preflight, observer: Observer) -> None:
+        super().__init__(preflight, observer)
+        self._weights = preflight.weights
+
     def buffers(self) -> BufferSizes:
         return _buffers(self.plan)
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify, options = self.request.verify, self.plan.target.options
+        weights = self._weights.layer(unit.layer.index) if self._weights else None
         for expert in unit.experts:
             for proj in unit.layer.projections:
-                yield QuantizeTask(reader, unit.layer, expert, proj, verify, options)
+                own = weights.of(expert, proj) if weights else None
+                yield QuantizeTask(reader, unit.layer, expert, proj, verify, options, own)
 
     def card(self) -> str:
         return model_card(self.plan)

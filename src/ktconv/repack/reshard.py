@@ -67,7 +67,7 @@ class Preflight(derived.Preflight):
     packed: CompleteWeights
 
 
-def prepare(request: Request) -> quantize_cpu.Preflight:
+def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
     """Read headers, and where parts are joined all scales; check and plan. Writes nothing.
 
     With a source this plans a conversion by `quantize_cpu`.
@@ -95,7 +95,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight:
 def reshard(
     request: Request,
     observer: Observer | None = None,
-    preflight: quantize_cpu.Preflight | None = None,
+    preflight: quantize_cpu.Preflight | Preflight | None = None,
 ) -> Report:
     """Cut anew; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight, observer = preflight or prepare(request), observer or Observer()

@@ -35,6 +35,8 @@ def command_line(
     """The command that reproduces the output."""
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
+    if options.importance is not None:
+        words.append("--importance FILE")
     if options.layout == "safetensors":
         words.append(f"--max-shard-size {options.max_shard_size}")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -46,6 +46,15 @@ ScaleRule = Literal["amax", "search"]
 
 
 @dataclass(frozen=True, slots=True)
+class ImportanceRecord:
+    """Which file the weights of squared errors come from."""
+
+    file: str  # its name, without directories
+    sha256: str  # of its bytes
+    kind: str  # its format: ktconv-importance or imatrix
+
+
+@dataclass(frozen=True, slots=True)
 class Options(BaseOptions):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
@@ -63,6 +72,7 @@ class Options(BaseOptions):
     requantize: bool = False  # integers too that could be kept
     # Experts of which KTransformers computes something else are converted all the same.
     allow_activation_mismatch: bool = False
+    importance: ImportanceRecord | None = None  # of the errors that the search makes small
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -80,7 +90,7 @@ class Options(BaseOptions):
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
-        for name in (EXCLUDED, "requantize", "allow_activation_mismatch"):
+        for name in (EXCLUDED, "requantize", "allow_activation_mismatch", "importance"):
             if not record[name]:
                 del record[name]
         return record
@@ -91,13 +101,26 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
 
     Raises CheckpointError for a malformed set of excluded experts.
     """
-    usual = Options(requantize=True, allow_activation_mismatch=True).as_dict()
+    usual = Options(
+        requantize=True, allow_activation_mismatch=True, importance=ImportanceRecord("", "", "")
+    ).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None
     if values.get("scale", "amax") not in get_args(ScaleRule):
         return None
+    if "importance" in values:
+        values["importance"] = _importance_of_record(values["importance"])
+        if values["importance"] is None or values.get("scale") != "search":
+            return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
+
+
+def _importance_of_record(record: Mapping[str, Any]) -> ImportanceRecord | None:
+    names = {one.name for one in fields(ImportanceRecord)}
+    if record.keys() != names or not all(type(value) is str for value in record.values()):
+        return None
+    return ImportanceRecord(**record)
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
