@@ -10,6 +10,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice, flag, option
+from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -89,6 +90,13 @@ def quantize_cpu_command(
         ),
     ] = False,
     dry_run: common.DryRunOption = False,
+    estimate: Annotated[
+        bool,
+        flag(
+            "--estimate",
+            "With --dry-run: predict the errors of methods and scales from a sample of rows.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the routed experts of a checkpoint into quantized CPU weights.
@@ -98,6 +106,7 @@ def quantize_cpu_command(
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
     with errors_shown(as_json, common.MODEL_HINTS):
+        from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
         from ktconv.targets.ktransformers import Options
 
@@ -130,8 +139,16 @@ def quantize_cpu_command(
             allow_partial=allow_partial,
             importance=importance,
         )
+        if estimate and not dry_run:
+            raise UsageError(
+                "--estimate predicts the errors of a conversion without converting",
+                "add --dry-run",
+            )
         preflight = prepare(request)
         facts, lines = _about_importance(preflight)
+        if estimate:
+            predicted = estimated(preflight)
+            facts, lines = {**facts, "estimate": predicted}, [*lines, *estimate_lines(predicted)]
         common.convert(request, preflight, quantize_cpu, dry_run, as_json, facts=facts, lines=lines)
 
 
