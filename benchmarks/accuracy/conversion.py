@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.accuracy.texts import Text
-from benchmarks.accuracy.variants import STATISTICS, Variant
+from benchmarks.accuracy.variants import Variant
 
+# Option of `ktconv stats` and placeholder of variants -> the name of what it writes.
+STATISTICS = {"importance": "importance.safetensors", "hessian": "hessian"}
 _ALL_TOKENS = 1 << 30  # more than any text here has
 
 
@@ -22,7 +24,7 @@ class CommandFailed(Exception):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What `ktconv stats` recorded of a text, by the option's name, and how long all of it took."""
+    """Files by the placeholder that stands for them, and how long `ktconv stats` took for them."""
 
     paths: dict[str, Path]
     seconds: float
@@ -37,21 +39,22 @@ class Converted:
     source_bytes: int
 
 
-def record_statistics(model: Path, text: Text, folder: Path) -> Statistics:
-    """Importance and second moments of a text, in `folder`, or those that are there already."""
-    done = folder / "seconds.json"
-    paths = {"importance": folder / "importance.safetensors", "hessian": folder / "hessian"}
-    if not done.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        file = folder / "text.txt"
-        file.write_bytes(text.content.encode())
-        began = time.monotonic()
-        options = [part for name in STATISTICS for part in (f"--{name}", str(paths[name]))]
-        tokens = ["--max-tokens", str(_ALL_TOKENS)]
-        _run(["stats", str(model), "--text", str(file), *tokens, *options, "--json"])
-        done.write_text(json.dumps(time.monotonic() - began))
-    return Statistics(paths, json.loads(done.read_text()))
+def record_statistics(model: Path, text: Text, folder: Path, needs: Sequence[str]) -> Statistics:
+    """A text as a file, and the statistics of it that are needed, in `folder`; those that are there
+    already are not recorded again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths, seconds = {"text": folder / "text.txt"}, 0.0
+    paths["text"].write_bytes(text.content.encode())
+    for name in (name for name in needs if name in STATISTICS):
+        paths[name], done = folder / STATISTICS[name], folder / f"{name}-seconds.json"
+        if not done.exists():
+            began = time.monotonic()
+            tokens = ["--max-tokens", str(_ALL_TOKENS)]
+            options = ["--text", str(paths["text"]), *tokens, f"--{name}", str(paths[name])]
+            _run(["stats", str(model), *options, "--json"])
+            done.write_text(json.dumps(time.monotonic() - began))
+        seconds += json.loads(done.read_text())
+    return Statistics(paths, seconds)
 
 
 def convert(

@@ -122,7 +122,7 @@ class _Measured:
                 "values": evaluation.of_values(values).as_record(),
                 **self._about,
             }
-        statistics = None if calibration is None else self._statistics(calibration)
+        statistics = None if calibration is None else self._statistics(calibration, variant)
         converted = convert(self._job.model, variant, numa, statistics, self._output)
         settings = evaluation.model.config.to_dict()
         values = values_of_output(self._output, list(evaluation.sites), settings)
@@ -141,10 +141,10 @@ class _Measured:
             return {}
         return {"kernels": self._evaluation.of_output(self._output).as_record()}
 
-    def _statistics(self, text: Text) -> Statistics:
+    def _statistics(self, text: Text, variant: Variant) -> Statistics:
         digest = hashlib.sha256(text.content.encode()).hexdigest()[:16]
         folder = self._job.work / "statistics" / self._job.model.name / digest
-        return record_statistics(self._job.model, text, folder)
+        return record_statistics(self._job.model, text, folder, variant.needs)
 
 
 def _times(converted: Converted, statistics: Statistics | None) -> dict[str, float]:

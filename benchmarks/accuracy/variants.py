@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from ktconv.formats import FORMATS, Format
 
-STATISTICS = ("importance", "hessian")  # what `ktconv stats` records, and its option
+PLACEHOLDERS = ("importance", "hessian", "text")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`options` of quantize-cpu; {importance} and {hessian} stand for what was recorded of the
-    calibration text. Without `options`, the format is no output format: its reference quantizes.
+    """`options` of quantize-cpu; {text} stands for the calibration text, {importance} and {hessian}
+    for what `ktconv stats` recorded of it. Without `options`, the format is no output format, and
+    its reference quantizes.
     """
 
     key: str
@@ -27,9 +28,9 @@ class Variant:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The statistics that the options name."""
+        """The placeholders in the options."""
         named = " ".join(self.options or ())
-        return tuple(one for one in STATISTICS if f"{{{one}}}" in named)
+        return tuple(one for one in PLACEHOLDERS if f"{{{one}}}" in named)
 
 
 def _output(key: str, label: str, method: str, options: str) -> Variant:

@@ -1,6 +1,7 @@
 """Train the small mixture-of-experts checkpoint that ``make demo`` converts.
 
     python docs/example/train.py --output docs/example/tiny-moe
+    python docs/example/train.py --output DIR --hidden 1024 --expert-size 512  # wider: 55 MB
 
 The tokenizer and the weights are learned from corpus.txt; eval.txt is never
 trained on and only measures the result. Needs torch and transformers. The same
@@ -64,13 +65,13 @@ def build_tokenizer(text: str) -> Tokenizer:
     return bpe
 
 
-def build_model() -> Qwen3MoeForCausalLM:
+def build_model(hidden: int = 128, expert_size: int = 256) -> Qwen3MoeForCausalLM:
     """H % 128 == 0 and (I / 2) % 128 == 0: INT4 works with one or two NUMA parts."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
+        hidden_size=hidden,
         intermediate_size=256,
-        moe_intermediate_size=256,
+        moe_intermediate_size=expert_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -221,6 +222,8 @@ def save(output: Path, model: Qwen3MoeForCausalLM, bpe: Tokenizer) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the example checkpoint.")
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--expert-size", type=int, default=256, help="intermediate size of experts")
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -238,7 +241,7 @@ def main() -> None:
     bpe = build_tokenizer(text)
     tokens = torch.tensor(bpe.encode(text).ids)
     held_out = torch.tensor(bpe.encode((HERE / "eval.txt").read_text(encoding="utf-8")).ids)
-    model = build_model()
+    model = build_model(arguments.hidden, arguments.expert_size)
     before = perplexity(model, held_out)
     print(f"{len(tokens)} tokens to train on, {len(held_out)} held out")
     print(f"held-out perplexity before: {before:.2f}")
