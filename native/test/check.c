@@ -20,9 +20,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static const uint64_t EXPECTED_HASH = 0xd96f06b8f5021832u;
+static const uint64_t EXPECTED_HASH = 0x0be47d6b5b6918bcu;
 
 static const char *const FORMAT_NAMES[] = {"int8", "int4"};
+static const char *const RULE_NAMES[] = {"amax", "search", "search with importance"};
 static const char *const DTYPE_NAMES[] = {"BF16", "F16", "F32", "F8_E4M3"};
 static const int64_t ELEMENT_SIZE[] = {2, 2, 4, 1};
 
@@ -30,12 +31,12 @@ static const int64_t ELEMENT_SIZE[] = {2, 2, 4, 1};
 
 static int failures;
 static char current[512]; /* the inputs, in words */
-static const char *level_name = "";
+static const char *level_name = "", *rule_name = "amax";
 
 static void fail(const char *format, ...) {
   va_list args;
   va_start(args, format);
-  printf("FAILED %s [%s]: ", current, level_name);
+  printf("FAILED %s by %s [%s]: ", current, rule_name, level_name);
   vprintf(format, args);
   printf("\n");
   va_end(args);
@@ -166,13 +167,14 @@ typedef struct inputs {
   int64_t rows, cols, pad; /* pad: elements between stored rows */
   int64_t block_rows, block_cols, row_origin, col_origin;
   placement where;
+  int factored;
 } inputs;
 
 static kt_layout layout_of(int format) { return (kt_layout){format, 0, KT_SCALE_F32}; }
 
 typedef struct source {
   kt_matrix m;
-  guarded data, grid;
+  guarded data, grid, row_factor, col_factor, importance;
 } source;
 
 static int64_t element_at(const kt_matrix *m, int64_t n, int64_t k) {
@@ -195,6 +197,26 @@ static void add_grid(const inputs *in, source *s) {
   }
 }
 
+/* Factors of folding, or importance: powers of two times something below 2, exponents from
+ * `lowest` on. */
+static guarded some_factors(int64_t count, placement where, uint32_t lowest, uint32_t exponents) {
+  guarded g = guarded_new(4 * (size_t)count, where, 4);
+  for (size_t i = 0; i < g.size; i += 4) {
+    const uint64_t z = random64();
+    const uint32_t exponent = lowest + (uint32_t)(z >> 40) % exponents;
+    const uint32_t bits = z % 16 ? exponent << 23 | ((uint32_t)(z >> 8) & 0x7fffff) : 0;
+    memcpy(g.data + i, &bits, 4);
+  }
+  return g;
+}
+
+static void add_factors(const inputs *in, source *s) {
+  s->row_factor = some_factors(in->rows, in->where, 124, 3);
+  s->col_factor = some_factors(in->cols, in->where, 124, 3);
+  s->m.row_factor = (const float *)s->row_factor.data;
+  s->m.col_factor = (const float *)s->col_factor.data;
+}
+
 static source source_new(const inputs *in) {
   source s = {.m = {.rows = in->rows, .cols = in->cols, .dtype = in->dtype}};
   kt_matrix *m = &s.m;
@@ -208,22 +230,29 @@ static source source_new(const inputs *in) {
     for (int64_t k = 0; k < in->cols; k++)
       put_element(in->dtype, s.data.data + element_at(m, n, k), random_f32(n, k, in->cols));
   if (in->dtype == KT_F8_E4M3) add_grid(in, &s);
+  if (in->factored) add_factors(in, &s);
+  s.importance = some_factors(in->cols, in->where, 87, 72); /* 2^-40 .. 2^32 */
   return s;
 }
 
 static void source_end(source *s) {
   munmap(s->data.map, s->data.map_size);
+  munmap(s->importance.map, s->importance.map_size);
   if (s->m.block_scale) munmap(s->grid.map, s->grid.map_size);
+  if (!s->m.row_factor) return;
+  munmap(s->row_factor.map, s->row_factor.map_size);
+  munmap(s->col_factor.map, s->col_factor.map_size);
 }
 
 static void describe(const inputs *in) {
   static const char *const places[] = {"at end", "at start", "odd"};
   snprintf(current, sizeof current,
            "%s %s [%" PRId64 ", %" PRId64 "]%s pad %" PRId64 "%s blocks %" PRId64 " x %" PRId64
-           " origin (%" PRId64 ", %" PRId64 ") %s",
+           " origin (%" PRId64 ", %" PRId64 ") %s%s",
            FORMAT_NAMES[in->format], DTYPE_NAMES[in->dtype], in->rows, in->cols,
            in->transposed ? " transposed" : "", in->pad, in->round ? " rounded" : "",
-           in->block_rows, in->block_cols, in->row_origin, in->col_origin, places[in->where]);
+           in->block_rows, in->block_cols, in->row_origin, in->col_origin, places[in->where],
+           in->factored ? " factored" : "");
 }
 
 /* ---- One level ----------------------------------------------------------- */
@@ -231,21 +260,21 @@ static void describe(const inputs *in) {
 typedef struct result {
   guarded packed, scale, codes, codes_scale, repacked, unpacked, decoded, scratch;
   guarded repacked_scale, unpacked_scale;
-  guarded row_error, row_amax, row_scale;
+  guarded row_error, row_amax, row_scale, squared;
   kt_audit audit;
 } result;
 
 /* The audit of what quantize_pack wrote, which must agree with quantize. */
-static void audit(const inputs *in, const kt_matrix *m, result *r) {
+static void audit(const inputs *in, const kt_matrix *m, const kt_choice *choice, result *r) {
   const size_t rows = (size_t)in->rows, elements = (size_t)(in->rows * in->cols);
   const kt_layout layout = layout_of(in->format);
   guarded codes = guarded_new(elements, in->where, 1);
   int64_t zeros = 0;
   expect_status("audit",
-                kt_audit_run(&layout, m, NULL, in->rows, 0, r->packed.data, r->scale.data,
+                kt_audit_run(&layout, m, choice, in->rows, 0, r->packed.data, r->scale.data,
                              (float *)r->row_error.data, (float *)r->row_amax.data,
-                             (float *)r->row_scale.data, NULL, &r->audit, r->scratch.data,
-                             r->scratch.size),
+                             (float *)r->row_scale.data, (double *)r->squared.data, &r->audit,
+                             r->scratch.data, r->scratch.size),
                 KT_OK);
   expect_status("audit_codes",
                 kt_audit_codes(&layout, r->packed.data, in->rows, in->cols, (int8_t *)codes.data),
@@ -260,7 +289,7 @@ static void audit(const inputs *in, const kt_matrix *m, result *r) {
 }
 
 /* Every output of one level for one matrix; they must agree among themselves. */
-static result run_level(const inputs *in, const kt_matrix *m) {
+static result run_level(const inputs *in, const kt_matrix *m, const kt_choice *choice) {
   const kt_layout layout = layout_of(in->format);
   const size_t elements = (size_t)(in->rows * in->cols), rows = (size_t)in->rows;
   const size_t size = kt_packed_size(&layout, in->rows, in->cols);
@@ -279,16 +308,17 @@ static result run_level(const inputs *in, const kt_matrix *m) {
       .row_error = guarded_new(4 * rows, where, 4),
       .row_amax = guarded_new(4 * rows, where, 4),
       .row_scale = guarded_new(4 * rows, where, 4),
+      .squared = guarded_new(16 * rows, where, 8),
   };
   void *const scratch = r.scratch.data;
   void *const codes = r.codes.data;
   expect_status("quantize_pack",
-                kt_quantize_pack(&layout, m, NULL, r.packed.data, r.scale.data, scratch,
+                kt_quantize_pack(&layout, m, choice, r.packed.data, r.scale.data, scratch,
                                  r.scratch.size, NULL),
                 KT_OK);
   expect_status(
       "quantize",
-      kt_quantize(&layout, m, NULL, codes, r.codes_scale.data, scratch, r.scratch.size, NULL),
+      kt_quantize(&layout, m, choice, codes, r.codes_scale.data, scratch, r.scratch.size, NULL),
       KT_OK);
   expect_status("pack",
                 kt_pack(&layout, in->rows, in->cols, codes, r.codes_scale.data, r.repacked.data,
@@ -299,7 +329,7 @@ static result run_level(const inputs *in, const kt_matrix *m) {
                           r.unpacked_scale.data),
                 KT_OK);
   expect_status("decode", kt_decode(m, (float *)r.decoded.data), KT_OK);
-  audit(in, m, &r);
+  audit(in, m, choice, &r);
   expect_bytes("pack(quantize)", r.repacked.data, r.packed.data, size);
   expect_bytes("scales of quantize", r.codes_scale.data, r.scale.data, 4 * rows);
   expect_bytes("packed scales", r.repacked_scale.data, r.scale.data, 4 * rows);
@@ -322,6 +352,7 @@ static void result_end(result *r) {
   guarded_end(&r->row_error, "row_error");
   guarded_end(&r->row_amax, "row_amax");
   guarded_end(&r->row_scale, "row_scale");
+  guarded_end(&r->squared, "squared");
 }
 
 static void compare(const result *truth, const result *r) {
@@ -330,6 +361,7 @@ static void compare(const result *truth, const result *r) {
   expect_bytes("decoded", r->decoded.data, truth->decoded.data, truth->decoded.size);
   expect_bytes("row_error", r->row_error.data, truth->row_error.data, truth->row_error.size);
   expect_bytes("row_amax", r->row_amax.data, truth->row_amax.data, truth->row_amax.size);
+  expect_bytes("squared", r->squared.data, truth->squared.data, truth->squared.size);
   expect_bytes("audit", &r->audit, &truth->audit, sizeof r->audit);
 }
 
@@ -348,16 +380,16 @@ static int use_level(int level) {
   return status == KT_OK;
 }
 
-static void check_values(const inputs *in, const source *s) {
+static void check_choice(const inputs *in, const source *s, const kt_choice *choice) {
   use_level(KT_ISA_SCALAR);
-  result truth = run_level(in, &s->m);
+  result truth = run_level(in, &s->m, choice);
   add_hash(&truth.packed);
   add_hash(&truth.scale);
   add_hash(&truth.codes);
   add_hash(&truth.decoded);
   for (int i = 1; kt_isa_has(kt_isa_at(i)); i++) {
     if (!use_level(kt_isa_at(i))) continue;
-    result r = run_level(in, &s->m);
+    result r = run_level(in, &s->m, choice);
     compare(&truth, &r);
     result_end(&r);
   }
@@ -365,8 +397,20 @@ static void check_values(const inputs *in, const source *s) {
   result_end(&truth);
 }
 
+static void check_values(const inputs *in, const source *s) {
+  const float *const importance = (const float *)s->importance.data;
+  const kt_choice choices[] = {
+      {KT_RULE_AMAX, NULL}, {KT_RULE_SEARCH, NULL}, {KT_RULE_SEARCH, importance}};
+  for (int i = 0; i < 3; i++) {
+    rule_name = RULE_NAMES[i];
+    check_choice(in, s, choices + i);
+  }
+  rule_name = RULE_NAMES[0];
+}
+
 /* A NaN or Inf at (row, col), another behind it: the first is reported. */
 static void check_nonfinite(const inputs *in, source *s) {
+  const kt_choice search = {KT_RULE_SEARCH, NULL};
   static const uint32_t bits[] = {0x7f800000, 0xff800000, 0x7fc00001, 0xff810001};
   static const uint16_t halves[] = {0x7c00, 0xfc00, 0x7e01, 0xfd01};
   const uint64_t z = random64();
@@ -391,7 +435,7 @@ static void check_nonfinite(const inputs *in, source *s) {
     guarded codes = guarded_new((size_t)(in->rows * in->cols), in->where, 1);
     guarded scale = guarded_new(4 * (size_t)in->rows, in->where, 4);
     expect_status("quantize_pack with NaN",
-                  kt_quantize_pack(&layout, &s->m, NULL, packed.data, scale.data, scratch.data,
+                  kt_quantize_pack(&layout, &s->m, &search, packed.data, scale.data, scratch.data,
                                    scratch.size, &bad[0]),
                   KT_ERR_NONFINITE);
     expect_status("quantize with NaN",

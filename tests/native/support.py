@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.formats import FORMATS, Format
 from ktconv.formats.decode import bf16_to_f32, e4m3fn_to_f32, f16_to_f32, round_to_bf16
+from ktconv.formats.search import Choice
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 Bits = NDArray[np.unsignedinteger]
 
+Rule = Literal["amax", "search"]
 STORED = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F8_E4M3": np.uint8}
 NONFINITE = {
     "BF16": [0x7F80, 0xFF80, 0x7FC1, 0xFF81],
@@ -122,10 +126,37 @@ class Source:
     origin: tuple[int, int] = (0, 0)
     seed: int = 0
     kinds: tuple[str, ...] = ROWS
+    rule: Rule = "amax"
+    weighted: bool = False  # with an importance, of the search
+    factored: bool = False  # with factors of rows and columns
 
     @property
     def fmt(self) -> Format:
         return FORMATS[self.format]
+
+    @property
+    def choice(self) -> native.Choice:
+        return native.Choice(self.rule, self.importance())
+
+    @property
+    def reference_choice(self) -> Choice:
+        return Choice(self.rule, self.importance())
+
+    def importance(self) -> F32 | None:
+        """Of many magnitudes, a few of them zero."""
+        if not self.weighted:
+            return None
+        rng = np.random.default_rng(self.seed + 2)
+        found = rng.lognormal(0, 2, self.cols).astype(np.float32)
+        return np.where(rng.random(self.cols) < 0.1, np.float32(0), found)
+
+    def factors(self) -> tuple[F32 | None, F32 | None]:
+        """Of rows and of columns: powers of 2^(1/8), none above 1 so that nothing overflows."""
+        if not self.factored:
+            return None, None
+        rng = np.random.default_rng(self.seed + 3)
+        rows, cols = (rng.integers(-16, 1, count) for count in (self.rows, self.cols))
+        return (2.0 ** (rows / 8)).astype(np.float32), (2.0 ** (cols / 8)).astype(np.float32)
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -168,7 +199,12 @@ class Source:
                 row = (self.origin[0] + np.arange(self.rows)) // self.block[0]
                 col = (self.origin[1] + np.arange(self.cols)) // self.block[1]
                 values = e4m3fn_to_f32(bits) * grid[np.ix_(row, col)]
-        return round_to_bf16(values) if self.rounded else values
+        if self.rounded:
+            values = round_to_bf16(values)
+        row_factor, col_factor = self.factors()
+        if row_factor is not None and col_factor is not None:
+            values = values * row_factor[:, None] * col_factor
+        return values
 
     def stored(self, bits: Bits) -> U8:
         """The bytes from the first to the last element, as they lie in memory."""
@@ -184,6 +220,7 @@ class Source:
 
     def view(self, buffer: U8, start: int) -> native.Matrix:
         """The matrix from element `start` of `buffer` on."""
+        row_factor, col_factor = self.factors()
         return native.Matrix(
             buffer,
             self.dtype,
@@ -195,6 +232,8 @@ class Source:
             block_scale=self.grid(),
             block=self.block,
             origin=self.origin,
+            row_factor=row_factor,
+            col_factor=col_factor,
             round_to_bf16=self.rounded,
         )
 
@@ -213,8 +252,15 @@ def quantize_pack(source: Source, matrix: native.Matrix) -> tuple[U8, F32]:
     """Payload and scales by the library, from memory that holds something else before."""
     packed = np.full(native.packed_size(source.format, source.rows, source.cols), 0x5A, np.uint8)
     scale = np.full(source.rows, np.nan, np.float32)
-    native.quantize_pack(source.format, matrix, packed, scale)
+    native.quantize_pack(source.format, matrix, packed, scale, choice=source.choice)
     return packed, scale
+
+
+# And whether there is an importance.
+RULES: list[tuple[Rule, bool]] = [("amax", False), ("search", False), ("search", True)]
+every_rule = pytest.mark.parametrize(
+    ("rule", "weighted"), RULES, ids=["amax", "search", "weighted"]
+)
 
 
 def assert_same(what: str, found: NDArray[np.generic], expected: NDArray[np.generic]) -> None:

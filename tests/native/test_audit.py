@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
+from native.support import (
+    F32,
+    RULES,
+    STORED,
+    U8,
+    Rule,
+    Source,
+    assert_same,
+    every_rule,
+    quantize_pack,
+)
 
 from ktconv import native
-from ktconv.formats import FORMATS, int4, int8, output_formats
+from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
 
 formats = pytest.mark.parametrize("fmt", output_formats())
@@ -20,23 +30,37 @@ formats = pytest.mark.parametrize("fmt", output_formats())
 
 def restored(source: Source, packed: U8, scale: F32) -> F32:
     codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
-    step: F32 = scale * np.float32(source.fmt.traits.scale_units)
-    values: F32 = codes * step[:, None]
+    values: F32 = codes * step_of(source, scale)[:, None]
     return values
+
+
+def step_of(source: Source, scale: F32) -> F32:
+    step: F32 = scale * np.float32(source.fmt.traits.scale_units)
+    return step
+
+
+def audited(source: Source, packed: U8, scale: F32) -> native.Audit:
+    choice = source.choice
+    return native.audit(source.format, source.matrix(), source.rows, 0, packed, scale, choice)
 
 
 def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     """Maxima to the bit, sums within what binary32 squares allow."""
-    found = native.audit(source.format, source.matrix(), source.rows, 0, packed, scale)
+    found = audited(source, packed, scale)
     values, got = source.values(), restored(source, packed, scale)
-    with np.errstate(over="ignore"):
-        off = np.abs(values - got)
+    with np.errstate(all="ignore"):
+        top = np.float32(source.fmt.traits.max_level) * step_of(source, scale)[:, None]
+        cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
+        off = np.abs((cut if source.rule == "search" else values) - got)
     assert_same("row_error", found.row_error, off.max(axis=1))
     assert_same("row_amax", found.row_amax, np.abs(values).max(axis=1))
-    rule = (int4 if source.format == "int4" else int8).scale_of(np.abs(values).max(axis=1))
+    rule = reference.quantize(source.fmt, values, source.reference_choice)[1]
     assert_same("row_scale", found.row_scale, rule)
     exact = values.astype(np.float64), got.astype(np.float64)
-    sums = (exact[0] ** 2).sum(), ((exact[0] - exact[1]) ** 2).sum(), (exact[1] ** 2).sum()
+    per_row = ((exact[0] - exact[1]) ** 2).sum(axis=1), (exact[0] ** 2).sum(axis=1)
+    np.testing.assert_allclose(found.row_squared_error, per_row[0], 1e-5, 1e-12 * per_row[1].max())
+    np.testing.assert_allclose(found.row_squared_source, per_row[1], 1e-5)
+    sums = per_row[1].sum(), per_row[0].sum(), (exact[1] ** 2).sum()
     mine = found.squared_source, found.squared_error, found.squared_value
     for one, other in zip(mine, sums, strict=True):
         assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * sums[0])
@@ -64,6 +88,8 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     origin=st.sampled_from([(0, 0), (64, 128), (3, 50)]),
     seed=st.integers(0, 2**32),
     kinds=st.sampled_from([("ordinary",), ("ordinary", "zeros"), ("tiny",), Source.kinds]),
+    rule=st.sampled_from(RULES),
+    factored=st.booleans(),
 )
 def test_sound_payload(
     isa: str,
@@ -77,6 +103,8 @@ def test_sound_payload(
     origin: tuple[int, int],
     seed: int,
     kinds: tuple[str, ...],
+    rule: tuple[Rule, bool],
+    factored: bool,
 ) -> None:
     source = Source(
         fmt,
@@ -89,24 +117,30 @@ def test_sound_payload(
         origin=origin,
         seed=seed,
         kinds=kinds,
+        rule=rule[0],
+        weighted=rule[1],
+        factored=factored,
     )
     packed, scale = quantize_pack(source, source.matrix())
     assert_audit(source, packed, scale)
 
 
 @formats
+@every_rule
 @pytest.mark.parametrize("rows", [32, 96, 160, 288])
-def test_every_block(isa: str, fmt: str, rows: int) -> None:
+def test_every_block(isa: str, fmt: str, rows: int, rule: Rule, weighted: bool) -> None:
     """Several row blocks, a last one that is not full, and columns beyond a column block."""
-    source = Source(fmt, rows, 3584 + 256, kinds=("ordinary",))
+    cols = 3584 + 256
+    source = Source(fmt, rows, cols, kinds=("ordinary",), rule=rule, weighted=weighted)
     packed, scale = quantize_pack(source, source.matrix())
     assert_audit(source, packed, scale)
 
 
 @formats
-def test_any_codes(isa: str, fmt: str) -> None:
+@every_rule
+def test_any_codes(isa: str, fmt: str, rule: Rule, weighted: bool) -> None:
     """Also those that no packer writes."""
-    source = Source(fmt, 64, 256, kinds=("ordinary",))
+    source = Source(fmt, 64, 256, kinds=("ordinary",), rule=rule, weighted=weighted)
     bits = source.fmt.traits.bits - 1
     rng = np.random.default_rng(1)
     codes = rng.integers(-(1 << bits), 1 << bits, (64, 256)).astype(np.int8)
@@ -131,15 +165,18 @@ def test_rows_in_pieces(isa: str, fmt: str) -> None:
 
 
 @formats
-def test_levels_agree_to_the_bit(fmt: str) -> None:
-    source = Source(fmt, 96, 512)
+@every_rule
+def test_levels_agree_to_the_bit(fmt: str, rule: Rule, weighted: bool) -> None:
+    source = Source(fmt, 96, 512, rule=rule, weighted=weighted)
     packed, scale = quantize_pack(source, source.matrix())
     before, found = native.isa(), []
     try:
         for level in native.isa_available():
             native.use_isa(level)
-            one = native.audit(fmt, source.matrix(), 96, 0, packed, scale)
-            found.append((one.squared_source, one.squared_error, one.squared_value, one.zeros))
+            one = audited(source, packed, scale)
+            sums = one.squared_source, one.squared_error, one.squared_value, one.zeros
+            per_row = one.row_error, one.row_scale, one.row_squared_error, one.row_squared_source
+            found.append((sums, *(each.tobytes() for each in per_row)))
     finally:
         native.use_isa(before)
     assert len(set(found)) == 1
@@ -200,10 +237,6 @@ def planted(fmt: str) -> tuple[Source, U8, F32]:
     packed, scale = quantize_pack(source, source.matrix())
     assert assert_audit(source, packed, scale).max_steps <= source.fmt.max_error_steps
     return source, packed, scale
-
-
-def audited(source: Source, packed: U8, scale: F32) -> native.Audit:
-    return native.audit(source.format, source.matrix(), source.rows, 0, packed, scale)
 
 
 def set_code(source: Source, packed: U8, n: int, k: int, code: int) -> None:

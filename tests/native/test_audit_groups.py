@@ -4,14 +4,16 @@ faults that they must show."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from native.support import F32, STORED, U8, Source, assert_same
+from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rule
 from numpy.typing import NDArray
 
 from ktconv import native
+from ktconv.formats import FORMATS, gint4
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Layout
 
@@ -51,18 +53,25 @@ def scales_of(layout: Layout, scale: U8, rows: int, cols: int) -> F32:
 def quantized(layout: Layout, source: Source) -> tuple[U8, U8]:
     packed = np.full(layout.weight_size(source.rows, source.cols), 0x5A, np.uint8)
     scale = np.full(layout.scale_size(source.rows, source.cols), 0x5A, np.uint8)
-    native.quantize_pack(layout, source.matrix(), packed, scale)
+    native.quantize_pack(layout, source.matrix(), packed, scale, choice=source.choice)
     return packed, scale
 
 
-def rule(layout: Layout, amax: F32) -> F32:
+def rule_scale(layout: Layout, source: Source) -> F32:
+    """What the source's rule gives for each group [rows, groups]."""
+    if source.rule == "search":
+        fmt = replace(FORMATS["gint4-32"], group=layout.group, scale_dtype=layout.scale_dtype)
+        found: Any = gint4.quantize(fmt, source.values(), source.reference_choice)[1]
+        return bf16_to_f32(found) if layout.scale_dtype == "bf16" else found
+    amax = np.abs(source.values()).reshape(source.rows, -1, layout.group).max(axis=2)
     scale = (amax.astype(np.float64) / 7).astype(np.float32)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
     return bf16_to_f32(f32_to_bf16(scale)) if layout.scale_dtype == "bf16" else scale
 
 
 def audited(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Audit:
-    return native.audit(layout, source.matrix(), source.rows, 0, packed, scale)
+    matrix, choice = source.matrix(), source.choice
+    return native.audit(layout, matrix, source.rows, 0, packed, scale, choice)
 
 
 def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Audit:
@@ -72,11 +81,15 @@ def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> nativ
     step = scales_of(layout, scale, source.rows, source.cols)
     got = codes * np.repeat(step, layout.group, axis=1)
     grouped = (source.rows, -1, layout.group)
-    off = np.abs(values - got).reshape(grouped).max(axis=2)
+    cut = values
+    if source.rule == "search":
+        top = np.repeat(np.float32(7) * step, layout.group, axis=1)
+        cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
+    off = np.abs(cut - got).reshape(grouped).max(axis=2)
     amax = np.abs(values).reshape(grouped).max(axis=2)
     assert_same("row_error", found.row_error, off)
     assert_same("row_amax", found.row_amax, amax)
-    assert_same("row_scale", found.row_scale, rule(layout, amax))
+    assert_same("row_scale", found.row_scale, rule_scale(layout, source))
     exact = values.astype(np.float64), got.astype(np.float64)
     sums = (exact[0] ** 2).sum(), ((exact[0] - exact[1]) ** 2).sum(), (exact[1] ** 2).sum()
     mine = found.squared_source, found.squared_error, found.squared_value
@@ -92,12 +105,19 @@ def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> nativ
 
 
 @layouts
+@every_rule
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize(("transposed", "rounded"), [(False, True), (True, False)])
 def test_sound_weights(
-    isa: str, layout: Layout, dtype: str, transposed: bool, rounded: bool
+    isa: str,
+    layout: Layout,
+    dtype: str,
+    transposed: bool,
+    rounded: bool,
+    rule: Rule,
+    weighted: bool,
 ) -> None:
-    for rows, groups in ((32, 1), (96, 3), (64, 8)):
+    for rows, groups in ((32, 1), (96, 3), (64, 8))[: 3 if rule == "amax" else 2]:
         source = Source(
             "int4",
             rows,
@@ -108,6 +128,9 @@ def test_sound_weights(
             block=(48, 80),
             origin=(3, 50),
             seed=groups,
+            rule=rule,
+            weighted=weighted,
+            factored=rounded,
         )
         found = assert_audit(layout, source, *quantized(layout, source))
         assert found.invalid == 0
@@ -129,15 +152,17 @@ def test_any_bytes(isa: str, layout: Layout) -> None:
 
 
 @layouts
-def test_levels_agree_to_the_bit(layout: Layout) -> None:
-    source = Source("int4", 96, 640)
+@every_rule
+def test_levels_agree_to_the_bit(layout: Layout, rule: Rule, weighted: bool) -> None:
+    source = Source("int4", 96, 640, rule=rule, weighted=weighted)
     packed, scale = quantized(layout, source)
     before, found = native.isa(), []
     try:
         for level in native.isa_available():
             native.use_isa(level)
             one = audited(layout, source, packed, scale)
-            found.append((one.squared_source, one.squared_error, one.squared_value, one.max_steps))
+            sums = one.squared_source, one.squared_error, one.squared_value, one.max_steps
+            found.append((sums, one.row_error.tobytes(), one.row_scale.tobytes()))
     finally:
         native.use_isa(before)
     assert len(set(found)) == 1

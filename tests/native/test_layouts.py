@@ -3,14 +3,17 @@ and unpacked, and the quantizer by largest magnitude with scales per group."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from native.support import STORED, Source, assert_same
+from native.support import STORED, Rule, Source, assert_same, every_rule
 
 from ktconv import native
 from ktconv.formats import Format, fp8, gint4, groups, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.kt_layout import TILINGS
+from ktconv.formats.table import FORMATS as METHODS
 from ktconv.native import FORMATS, Layout
 
 LAYOUTS = [
@@ -126,7 +129,7 @@ def test_packing_in_layouts_that_do_not_exist(format: str) -> None:
 # The quantizer by largest magnitude, scales per group
 
 
-def reference(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def by_amax(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """SPEC 8.4: codes -7..7 [N, K] and scales float32 [N, K / group]."""
     rows, cols = values.shape
     tiny = np.float32(2.0**-126)
@@ -143,28 +146,52 @@ def reference(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return codes.reshape(rows, cols), scale
 
 
+def expected_groups(layout: Layout, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales under the source's choice, as by_amax returns them."""
+    if source.rule == "amax":
+        return by_amax(layout, source.values())
+    fmt = replace(METHODS["gint4-32"], group=layout.group, scale_dtype=layout.scale_dtype)
+    plain, scale = gint4.quantize(fmt, source.values(), source.reference_choice)
+    wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
+    return groups.unpacked_nibbles(plain).astype(np.int8) - np.int8(8), wide
+
+
 @pytest.mark.parametrize("layout", GROUPED, ids=name_of)
+@every_rule
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_group_scales(isa: str, layout: Layout, dtype: str, transposed: bool) -> None:
-    source = Source("int4", 96, 640, dtype, transposed=transposed, seed=layout.group)
-    codes, scale = native.quantize(layout, source.matrix())
-    expected, scales = reference(layout, source.values())
+def test_group_scales(
+    isa: str,
+    layout: Layout,
+    dtype: str,
+    transposed: bool,
+    rule: Rule,
+    weighted: bool,
+) -> None:
+    rows, cols = (96, 640) if rule == "amax" else (32, 384)
+    source = Source(
+        "int4", rows, cols, dtype, transposed=transposed, seed=layout.group, rule=rule,
+        weighted=weighted, factored=transposed,
+    )  # fmt: skip
+    codes, scale = native.quantize(layout, source.matrix(), source.choice)
+    expected, scales = expected_groups(layout, source)
     stored = (expected + 8).astype(np.uint8)
     assert np.abs(expected).max() == layout.traits.max_level
     assert_same("codes", codes, groups.nibbles(stored))
     wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
     assert_same("scales", wide, scales)
-    packed = np.full(layout.weight_size(96, 640), 0x5A, np.uint8)
-    packed_scale = np.full(layout.scale_size(96, 640), 0x5A, np.uint8)
-    native.quantize_pack(layout, source.matrix(), packed, packed_scale)
+    packed = np.full(layout.weight_size(rows, cols), 0x5A, np.uint8)
+    packed_scale = np.full(layout.scale_size(rows, cols), 0x5A, np.uint8)
+    native.quantize_pack(layout, source.matrix(), packed, packed_scale, choice=source.choice)
     assert_same("packed", packed, gint4.pack(stored))
     assert_same("packed scales", packed_scale, groups.pack_scale(scale))
     again = np.empty_like(packed)
     assert_same(
-        "scales of pack", native.pack_weight(layout, 96, 640, codes, scale, again), packed_scale
+        "scales of pack", native.pack_weight(layout, rows, cols, codes, scale, again), packed_scale
     )
     assert_same("pack(quantize)", again, packed)
+    if rule == "search":
+        return
     step = np.repeat(scales.astype(np.float64), layout.group, axis=1)
     bound = np.where(step == 0, 7 * 2.0**-126, np.maximum((0.5 + 2.0**-20) * step, 2.0**-126))
     assert (np.abs(source.values() - expected * step) <= bound).all()

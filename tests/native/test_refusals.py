@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.amx import program_levels
 from ktconv._native import ffi, lib
-from native.support import NONFINITE, STORED, Source, quantize_pack
+from native.support import NONFINITE, STORED, Rule, Source, quantize_pack
 
 from ktconv import native
 from ktconv.errors import KtconvError
@@ -23,8 +24,12 @@ from ktconv.formats import FORMATS, output_formats
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("fmt", output_formats())
-def test_the_first_nonfinite_is_reported(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
-    source = Source(fmt, 96, 3 * FORMATS[fmt].traits.col_multiple, dtype, transposed=transposed)
+@pytest.mark.parametrize("rule", ["amax", "search"])
+def test_the_first_nonfinite_is_reported(
+    isa: str, rule: Rule, fmt: str, dtype: str, transposed: bool
+) -> None:
+    cols = 3 * FORMATS[fmt].traits.col_multiple
+    source = Source(fmt, 96, cols, dtype, transposed=transposed, rule=rule)
     rng = np.random.default_rng(8)
     for pattern in NONFINITE[dtype] * 2:
         row, col = int(rng.integers(source.rows)), int(rng.integers(source.cols))
@@ -36,7 +41,7 @@ def test_the_first_nonfinite_is_reported(isa: str, fmt: str, dtype: str, transpo
             quantize_pack(source, source.matrix(bits))
         assert (caught.value.row, caught.value.col) == (row, col)
         with pytest.raises(native.NonFiniteError) as caught:
-            native.quantize(fmt, source.matrix(bits))
+            native.quantize(fmt, source.matrix(bits), source.choice)
         assert (caught.value.row, caught.value.col) == (row, col)
         assert isinstance(caught.value, KtconvError)
 
@@ -68,29 +73,45 @@ GOOD = {"rows": 32, "cols": 128, "row_stride": 128, "col_stride": 1, "dtype": li
 
 
 def call(
-    name: str, changes: dict[str, object], fmt: int = lib.KT_FORMAT_INT8, scratch: int = -1
+    name: str,
+    changes: dict[str, object],
+    fmt: int = lib.KT_FORMAT_INT8,
+    scratch: int = -1,
+    choice: tuple[int, float | None] | None = None,
 ) -> int:
-    """The status of one entry point for a matrix like GOOD but for `changes`."""
+    """The status of one entry point for a matrix like GOOD but for `changes`; choice: a rule, and
+    the importance of column 77."""
     data = ffi.new("char[]", 32 * 128 * 4)
     grid = ffi.new("float[]", [1.0] * 4)
+    ones = ffi.new("float[]", [1.0] * 128)
     fields = {"data": data, **GOOD, **changes}
     if fields.get("block_scale") == "grid":
         fields["block_scale"] = grid
+    for vector in ("row_scale", "row_factor", "col_factor"):
+        if vector in fields:
+            fields[vector] = ones
     matrix = ffi.new("kt_matrix *", fields)
     layout = ffi.new("kt_layout *", (fmt, 0, lib.KT_SCALE_F32))
     size = lib.kt_scratch_size(128) if scratch < 0 else scratch
     out, scale = ffi.new("uint8_t[]", 32 * 128 * 4), ffi.new("float[]", 32)
     work = ffi.new("char[]", lib.kt_scratch_size(128))
+    how = ffi.NULL
+    if choice is not None:
+        importance = ffi.new("float[]", [1.0] * 128)
+        importance[77] = choice[1] or 0
+        how = ffi.new("kt_choice *", (choice[0], ffi.NULL if choice[1] is None else importance))
+    room = (out, scale, work, size, ffi.NULL)
     match name:
         case "decode":
             return int(lib.kt_decode(matrix, ffi.cast("float *", out)))
         case "quantize":
-            return int(lib.kt_quantize(layout, matrix, out, scale, work, size, ffi.NULL))
+            return int(lib.kt_quantize(layout, matrix, how, *room))
         case "quantize_pack":
-            return int(lib.kt_quantize_pack(layout, matrix, out, scale, work, size, ffi.NULL))
+            return int(lib.kt_quantize_pack(layout, matrix, how, *room))
     per_row = [ffi.new("float[]", 32) for _ in range(3)]
     found = ffi.new("kt_audit *")
-    return int(lib.kt_audit_run(layout, matrix, 32, 0, out, scale, *per_row, found))
+    results = (*per_row, ffi.new("double[]", 64), found, work, size)
+    return int(lib.kt_audit_run(layout, matrix, how, 32, 0, out, scale, *results))
 
 
 FP8 = {"dtype": lib.KT_F8_E4M3, "block_scale": "grid", "scale_stride": 2}
@@ -109,6 +130,8 @@ BAD_MATRICES = [
     ({**FP8, "block_rows": 128, "block_cols": 0}, lib.KT_ERR_SCALE),
     ({**FP8, "block_rows": 128, "block_cols": 128, "row_origin": -1}, lib.KT_ERR_SCALE),
     ({**FP8, "block_rows": 128, "block_cols": 128, "scale_stride": 0}, lib.KT_ERR_SCALE),
+    ({"row_scale": "ones", "row_factor": "ones"}, lib.KT_ERR_SCALE),
+    ({"row_scale": "ones", "col_factor": "ones"}, lib.KT_ERR_SCALE),
 ]
 
 
@@ -123,12 +146,43 @@ def test_bad_matrices(isa: str, name: str, changes: dict[str, object], status: i
 def test_bad_calls(isa: str, name: str) -> None:
     assert call(name, {}, fmt=2) == lib.KT_ERR_ARGUMENT
     assert call(name, {}, fmt=-1) == lib.KT_ERR_ARGUMENT
-    if name != "audit":
-        assert call(name, {}, scratch=lib.kt_scratch_size(128) - 1) == lib.KT_ERR_SCRATCH
+    assert call(name, {}, scratch=lib.kt_scratch_size(128) - 1) == lib.KT_ERR_SCRATCH
     assert call(name, {"rows": 16}) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 96}) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 64}, fmt=lib.KT_FORMAT_INT4) == lib.KT_ERR_SHAPE
     assert call(name, {"cols": 64}, fmt=lib.KT_FORMAT_INT8) == lib.KT_OK
+
+
+@pytest.mark.parametrize("name", ["quantize", "quantize_pack", "audit"])
+def test_choices(isa: str, name: str) -> None:
+    """A rule that is none, importance that amax does not look at, or that is no factor."""
+    for rule, importance in [
+        (lib.KT_RULE_AMAX, None),
+        (lib.KT_RULE_SEARCH, None),
+        (lib.KT_RULE_SEARCH, 1.0),
+        (lib.KT_RULE_SEARCH, 0.0),
+        (lib.KT_RULE_SEARCH, 2.0**32),
+    ]:
+        assert call(name, {}, choice=(rule, importance)) == lib.KT_OK
+    for rule, importance in [
+        (-1, None),
+        (2, None),
+        (lib.KT_RULE_AMAX, 1.0),
+        *((lib.KT_RULE_SEARCH, bad) for bad in (math.nan, math.inf, -1.0, -1e-40, 2.0**33)),
+    ]:
+        assert call(name, {}, choice=(rule, importance)) == lib.KT_ERR_ARGUMENT
+
+
+def test_choices_at_the_border() -> None:
+    matrix = Source("int8", 32, 128).matrix()
+    with pytest.raises(KeyError):
+        native.Choice("nearest")
+    short = native.Choice("search", np.ones(64, np.float32))
+    with pytest.raises(ValueError, match="importance is for 64 columns, not 128"):
+        native.quantize("int8", matrix, short)
+    with pytest.raises(ValueError, match="importance"):
+        native.Choice("search", np.ones(128))
+    assert short.columns(0, 32).c.importance[31] == 1
 
 
 def test_every_status_has_words() -> None:

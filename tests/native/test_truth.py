@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from native.support import F32, ROWS, STORED, U8, Source, assert_same, quantize_pack
+from native.support import (
+    F32,
+    ROWS,
+    RULES,
+    STORED,
+    U8,
+    Rule,
+    Source,
+    assert_same,
+    every_rule,
+    quantize_pack,
+)
 
 from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
@@ -30,6 +41,7 @@ def sources(draw: st.DrawFn, formats: tuple[str, ...] = ("int8", "int4")) -> Sou
     if dtype == "F8_E4M3":
         side = st.sampled_from([1, 3, 16, 17, 32, 64, 100, 128, 1000])
         block, origin = (draw(side), draw(side)), (draw(st.integers(0, 300)), draw(side))
+    rule, weighted = draw(st.sampled_from(RULES))
     return Source(
         fmt.key,
         rows=32 * draw(st.integers(1, 5)),
@@ -44,11 +56,14 @@ def sources(draw: st.DrawFn, formats: tuple[str, ...] = ("int8", "int4")) -> Sou
         origin=origin,
         seed=draw(st.integers(0, 2**32)),
         kinds=tuple(draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=4, unique=True))),
+        rule=rule,
+        weighted=weighted,
+        factored=draw(st.booleans()),
     )
 
 
 def truth(source: Source) -> tuple[U8, F32]:
-    return reference.quantize_pack(source.fmt, source.values())
+    return reference.quantize_pack(source.fmt, source.values(), source.reference_choice)
 
 
 def check(source: Source) -> None:
@@ -57,7 +72,7 @@ def check(source: Source) -> None:
     expected_packed, expected_scale = truth(source)
     assert_same("scale", scale, expected_scale)
     assert_same("packed", packed, expected_packed)
-    codes, codes_scale = native.quantize(source.format, matrix)
+    codes, codes_scale = native.quantize(source.format, matrix, source.choice)
     assert_same("scale of quantize", codes_scale, scale)
     assert_same("pack(quantize)", native.pack(source.format, codes), packed)
     unpacked = native.unpack(source.format, packed, source.rows, source.cols)
@@ -74,6 +89,7 @@ def test_quantize_pack(isa: str, source: Source) -> None:
     check(source)
 
 
+@every_rule
 @pytest.mark.parametrize(
     "source",
     [
@@ -85,16 +101,20 @@ def test_quantize_pack(isa: str, source: Source) -> None:
     ],
     ids=lambda source: f"{source.format}-{source.dtype}-{source.rows}x{source.cols}",
 )
-def test_beyond_one_column_block(isa: str, source: Source) -> None:
-    check(source)
+def test_beyond_one_column_block(isa: str, source: Source, rule: Rule, weighted: bool) -> None:
+    check(source.but(rule=rule, weighted=weighted))
 
 
+@every_rule
 @pytest.mark.parametrize("fmt", output_formats())
 @pytest.mark.parametrize("dtype", STORED)
-def test_rows_do_not_depend_on_their_neighbours(isa: str, fmt: str, dtype: str) -> None:
+def test_rows_do_not_depend_on_their_neighbours(
+    isa: str, fmt: str, dtype: str, rule: Rule, weighted: bool
+) -> None:
     """One odd row among ordinary ones, at each place of a strip: the strip may take another
     path for it, with the same bits."""
-    source = Source(fmt, 32, FORMATS[fmt].traits.col_multiple, dtype, kinds=("ordinary",))
+    cols = FORMATS[fmt].traits.col_multiple
+    source = Source(fmt, 32, cols, dtype, kinds=("ordinary",), rule=rule, weighted=weighted)
     for kind in ("tiny", "zeros", "denormals", "largest"):
         odd = source.but(rows=32, kinds=(kind,), seed=7).bits()
         bits = source.bits()
@@ -102,7 +122,8 @@ def test_rows_do_not_depend_on_their_neighbours(isa: str, fmt: str, dtype: str) 
             mixed = bits.copy()
             mixed[n] = odd[n]
             packed, scale = quantize_pack(source, source.matrix(mixed))
-            expected = reference.quantize_pack(source.fmt, source.values(mixed))
+            values = source.values(mixed)
+            expected = reference.quantize_pack(source.fmt, values, source.reference_choice)
             assert_same(f"scale with {kind} in row {n}", scale, expected[1])
             assert_same(f"packed with {kind} in row {n}", packed, expected[0])
 
