@@ -73,13 +73,6 @@ static inline float kt_kept_scale(const kt_weight_format *format, const kt_matri
   return kept >= 0x1p-126f && fits ? kept : 0;
 }
 
-/* The scale of row n by KT_RULE_AMAX. */
-static inline float kt_row_scale(const kt_weight_format *format, const kt_matrix *m, int64_t n,
-                                 float amax) {
-  const float kept = kt_kept_scale(format, m, n, amax);
-  return kept > 0 ? kept : format->scale(amax);
-}
-
 /* Bytes of a row of plain codes. */
 static inline size_t kt_plain_row_size(const kt_weight_format *format, int64_t cols) {
   return (size_t)(cols * format->plain_bits / 8);

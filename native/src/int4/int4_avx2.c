@@ -30,11 +30,29 @@ KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_
   kt_half_tile_avx2(strip, k, inverse, to, form, flush, tile_row);
 }
 
+/* The same by one rounding, which is cut to -7..7. */
+KT_INLINE __m256i nearest_tile_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+                                   int flush) {
+  const __m256i top = _mm256_set1_epi8(7), bottom = _mm256_set1_epi8(-7);
+  const __m256i low_nibble = _mm256_set1_epi8(0x0f);
+  __m256i first = kt_round32(row, k + j, inverse, form, flush);
+  __m256i second = kt_round32(row, k + 64 + j, inverse, form, flush);
+  first = _mm256_max_epi8(_mm256_min_epi8(first, top), bottom);
+  second = _mm256_max_epi8(_mm256_min_epi8(second, top), bottom);
+  return _mm256_or_si256(_mm256_and_si256(low_nibble, first),
+                         _mm256_andnot_si256(low_nibble, _mm256_slli_epi16(second, 4)));
+}
+
+KT_INLINE void nearest_half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to,
+                                 int form, int flush) {
+  kt_half_tile_avx2(strip, k, inverse, to, form, flush, nearest_tile_row);
+}
+
 kt_status kt_int4_quantize_pack_avx2(const kt_layout *layout, const kt_matrix *m,
                                      const kt_choice *choice, uint8_t *packed, void *scale,
                                      float *scratch) {
   const kt_strip_rule rule = {KT_INT4_TILE_COLS,   KT_INT4_BLOCK_ROWS, 2,
-                              kt_decode_rows_avx2, kt_row_max_avx2,    half_tile};
+                              KT_STRIP_LOOPS_AVX2, half_tile,          nearest_half_tile};
   return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);
 }
 

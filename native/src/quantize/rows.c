@@ -8,7 +8,7 @@
 #include "search.h"
 
 /* Rows are decoded some at a time, for sources whose rows lie next to each other. What one row
- * becomes fits behind them in the scratch, which has room for KT_STRIP_ROWS rows. */
+ * becomes fits behind them in the scratch, which has room for KT_STRIP_ROWS rows and one more. */
 enum { ROWS = 8 };
 
 /* One row: its scales, one or one per group, and its codes, as numbers and as they are stored. */
@@ -16,13 +16,14 @@ typedef struct quantized_row {
   float *scale;
   int8_t *codes;
   uint8_t *plain;
+  float *magnitude; /* of its weights: what is searched */
 } quantized_row;
 
 static quantized_row row_in(const kt_layout *layout, float *scratch, int64_t cols) {
   float *const room = scratch + ROWS * kt_scratch_stride(cols);
   int8_t *const codes = (int8_t *)(room + kt_scratch_stride(cols));
   const int64_t plain = kt_format_of(layout)->plain_bits == 8 ? 0 : cols; /* 8: both are one */
-  return (quantized_row){room, codes, (uint8_t *)codes + plain};
+  return (quantized_row){room, codes, (uint8_t *)codes + plain, kt_scratch_row(scratch, cols)};
 }
 
 /* Decodes rows from n on, ROWS at most; how many. */
@@ -49,12 +50,11 @@ static float quantize_amax(const kt_layout *layout, const float *row, int64_t co
 }
 
 /* The same by KT_RULE_SEARCH. */
-static float quantize_search(const kt_layout *layout, const kt_search_row *row, float amax,
-                             float kept, int8_t *codes) {
+static float quantize_search(const kt_layout *layout, const float *row, const kt_search_row *of,
+                             float amax, float kept, int8_t *codes) {
   const float units = (float)kt_format_of(layout)->scale_units;
-  const float scale = kept > 0 ? kept : kt_search_scale(layout, row, amax, kt_code_sums_scalar);
-  kt_round_row_within((const float *)row->weights, row->cols, kt_reciprocal(scale * units),
-                      row->top, codes);
+  const float scale = kept > 0 ? kept : kt_search_scale(layout, of, amax, kt_code_sums_scalar);
+  kt_round_row_within(row, of->cols, kt_reciprocal(scale * units), of->top, codes);
   return scale;
 }
 
@@ -62,21 +62,22 @@ static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, const
                               int64_t n, const float *row, const quantized_row *to) {
   const kt_weight_format *format = kt_format_of(layout);
   const int64_t cols = m->cols, group = layout->group ? layout->group : cols;
+  const int search = choice->rule == KT_RULE_SEARCH;
+  for (int64_t k = 0; search && k < cols; k++) to->magnitude[k] = fabsf(row[k]);
   for (int64_t k = 0, g = 0; k < cols; k += group, g++) {
     const uint32_t max = kt_row_max_bits(row + k, group);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
     const float amax = kt_float(max);
     const float kept = layout->group ? 0 : kt_kept_scale(format, m, n, amax);
-    if (choice->rule == KT_RULE_AMAX) {
+    if (!search) {
       to->scale[g] = quantize_amax(layout, row + k, group, amax, kept, to->codes + k);
       continue;
     }
-    const kt_search_row weights = {.weights = (const uint8_t *)(row + k),
-                                   .form = KT_ROW_F32,
+    const kt_search_row weights = {.magnitude = to->magnitude + k,
                                    .cols = group,
                                    .importance = choice->importance ? choice->importance + k : NULL,
                                    .top = (float)format->max_level};
-    to->scale[g] = quantize_search(layout, &weights, amax, kept, to->codes + k);
+    to->scale[g] = quantize_search(layout, row + k, &weights, amax, kept, to->codes + k);
   }
   if (format->plain_bits == 4) store_nibbles(to->codes, cols, format->code_bias, to->plain);
   return KT_OK;

@@ -12,15 +12,12 @@
 #include <math.h>
 
 enum {
-  KT_SEARCH_AT_ONCE = 4, /* scales that are tried in one pass over a row */
+  KT_SEARCH_AT_ONCE = 8, /* scales that are tried in one pass over a row */
   KT_SEARCH_LANES = 16,  /* sums in binary32, of every 16th column, */
   KT_SEARCH_BLOCK = 512, /* of so many columns; those of blocks are added in binary64 */
   KT_SEARCH_LAST = 21,   /* candidates 0, 3, ... 21, then the neighbours of the best of them */
   KT_SEARCH_STEPS = 2    /* least-squares steps, as long as they help */
 };
-
-/* How the weights of a row lie in memory, a compile-time constant in every loop. */
-enum { KT_ROW_BF16, KT_ROW_F32 };
 
 /* Of weights w with codes c under some scale, and importance v: */
 typedef struct kt_code_sums {
@@ -30,16 +27,34 @@ typedef struct kt_code_sums {
 
 /* A row whose scale is searched. */
 typedef struct kt_search_row {
-  const uint8_t *weights; /* [cols], a multiple of 32; finite */
-  int form;
+  const float *magnitude; /* |w| of [cols], a multiple of 32; finite */
   int64_t cols;
+  int exact;               /* the weights have 11 bits at most: |w| * |c| is not rounded */
   const float *importance; /* [cols], or NULL: ones */
   float top;               /* the largest level */
 } kt_search_row;
 
-/* Sums for `count` scales, 1 or KT_SEARCH_AT_ONCE, by their inverses. */
+/* Sums for `count` scales, 1, 4 or KT_SEARCH_AT_ONCE, by their inverses. */
 typedef void kt_code_sums_fn(const kt_search_row *row, const float *inverse, int count,
                              kt_code_sums *sums);
+
+/* Sums of a row in lanes, of one scale each. */
+typedef struct kt_lane_sums {
+  _Alignas(64) double product[KT_SEARCH_LANES];
+  double square[KT_SEARCH_LANES];
+} kt_lane_sums;
+
+/* Lanes in ascending order, side by side for all scales: one after the other they would wait for
+ * each addition. */
+KT_INLINE void kt_add_lanes(const kt_lane_sums *lanes, const int count, kt_code_sums *sums) {
+  double product[KT_SEARCH_AT_ONCE] = {0}, square[KT_SEARCH_AT_ONCE] = {0};
+  for (int l = 0; l < KT_SEARCH_LANES; l++)
+    for (int i = 0; i < count; i++) {
+      product[i] += lanes[i].product[l];
+      square[i] += lanes[i].square[l];
+    }
+  for (int i = 0; i < count; i++) sums[i] = (kt_code_sums){product[i], square[i]};
+}
 
 /* What decides about scales, and the best one so far. */
 typedef struct kt_search {
@@ -73,33 +88,39 @@ KT_INLINE void kt_search_try(kt_search *search, const kt_search_row *row, const 
   }
 }
 
-KT_INLINE void kt_search_four(kt_search *search, const kt_search_row *row, const int *candidate,
-                              kt_code_sums_fn *sum) {
+KT_INLINE void kt_search_candidates(kt_search *search, const kt_search_row *row,
+                                    const int *candidate, const int count, kt_code_sums_fn *sum) {
   float scale[KT_SEARCH_AT_ONCE];
-  for (int i = 0; i < KT_SEARCH_AT_ONCE; i++) scale[i] = kt_search_candidate(search, candidate[i]);
-  kt_search_try(search, row, scale, candidate, KT_SEARCH_AT_ONCE, sum);
+  for (int i = 0; i < count; i++) scale[i] = kt_search_candidate(search, candidate[i]);
+  kt_search_try(search, row, scale, candidate, count, sum);
+}
+
+/* Candidates near the best one, those beyond the last as the last. */
+KT_INLINE void kt_search_neighbours(kt_search *search, const kt_search_row *row,
+                                    kt_code_sums_fn *sum) {
+  enum { COUNT = 4 };
+  static const int step[COUNT] = {-2, -1, 1, 2};
+  int candidate[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    const int n = search->best_candidate + step[i];
+    candidate[i] = n < KT_SEARCH_LAST ? n : KT_SEARCH_LAST;
+  }
+  kt_search_candidates(search, row, candidate, COUNT, sum);
 }
 
 /* The scale of a row whose largest magnitude is `amax`. Rows beyond 2^-60 .. 2^60, where products
  * could overflow or vanish, have the scale of that. */
-KT_INLINE float kt_search_scale(const kt_layout *layout, const kt_search_row *row, float amax,
-                                kt_code_sums_fn *sum) {
+static inline float kt_search_scale(const kt_layout *layout, const kt_search_row *row, float amax,
+                                    kt_code_sums_fn *sum) {
   const kt_weight_format *const format = kt_format_of(layout);
   kt_search s = {.first = kt_scale_round(layout->scale_dtype, format->scale(amax)),
                  .units = (float)format->scale_units,
                  .scale_dtype = layout->scale_dtype,
                  .gain = -INFINITY};
   if (!(amax >= 0x1p-60f && amax <= 0x1p60f)) return s.first;
-  static const int coarse[2][KT_SEARCH_AT_ONCE] = {{0, 3, 6, 9}, {12, 15, 18, 21}};
-  kt_search_four(&s, row, coarse[0], sum);
-  kt_search_four(&s, row, coarse[1], sum);
-  int fine[KT_SEARCH_AT_ONCE];
-  static const int near[KT_SEARCH_AT_ONCE] = {-2, -1, 1, 2};
-  for (int i = 0; i < KT_SEARCH_AT_ONCE; i++) {
-    const int n = s.best_candidate + near[i];
-    fine[i] = n < KT_SEARCH_LAST ? n : KT_SEARCH_LAST;
-  }
-  kt_search_four(&s, row, fine, sum);
+  static const int coarse[KT_SEARCH_AT_ONCE] = {0, 3, 6, 9, 12, 15, 18, 21};
+  kt_search_candidates(&s, row, coarse, KT_SEARCH_AT_ONCE, sum);
+  kt_search_neighbours(&s, row, sum);
   const float least = kt_search_candidate(&s, KT_SEARCH_LAST);
   for (int i = 0; i < KT_SEARCH_STEPS && s.sums.square > 0; i++) {
     const double step = s.sums.product / s.sums.square, before = s.gain;
@@ -111,29 +132,30 @@ KT_INLINE float kt_search_scale(const kt_layout *layout, const kt_search_row *ro
   return s.best;
 }
 
-/* The reference of every level; rows in binary32. */
+/* Adds columns `begin` to `end` of a block to the lanes of one scale. */
+static inline void kt_add_block_scalar(const kt_search_row *row, float inverse, int64_t begin,
+                                       int64_t end, kt_lane_sums *lanes) {
+  float product[KT_SEARCH_LANES] = {0}, square[KT_SEARCH_LANES] = {0};
+  for (int64_t k = begin; k < end; k++) {
+    const float w = row->magnitude[k], v = row->importance ? row->importance[k] : 1.0f;
+    const float y = w * inverse, c = (float)kt_round_even(y < row->top ? y : row->top);
+    product[k % KT_SEARCH_LANES] += v * w * c;
+    square[k % KT_SEARCH_LANES] += v * (c * c);
+  }
+  for (int l = 0; l < KT_SEARCH_LANES; l++) lanes->product[l] += (double)product[l];
+  for (int l = 0; l < KT_SEARCH_LANES; l++) lanes->square[l] += (double)square[l];
+}
+
+/* The reference of every level. */
 static inline void kt_code_sums_scalar(const kt_search_row *row, const float *inverse, int count,
                                        kt_code_sums *sums) {
   for (int i = 0; i < count; i++) {
-    double product[KT_SEARCH_LANES] = {0}, square[KT_SEARCH_LANES] = {0};
+    kt_lane_sums lanes = {0};
     for (int64_t begin = 0, end; begin < row->cols; begin = end) {
-      float p[KT_SEARCH_LANES] = {0}, s[KT_SEARCH_LANES] = {0};
       end = begin + KT_SEARCH_BLOCK < row->cols ? begin + KT_SEARCH_BLOCK : row->cols;
-      for (int64_t k = begin; k < end; k++) {
-        float w;
-        memcpy(&w, row->weights + 4 * k, sizeof w);
-        w = fabsf(w);
-        const float v = row->importance ? row->importance[k] : 1.0f, y = w * inverse[i];
-        const float c = (float)kt_round_even(y < row->top ? y : row->top);
-        p[k % KT_SEARCH_LANES] += v * w * c;
-        s[k % KT_SEARCH_LANES] += v * (c * c);
-      }
-      for (int l = 0; l < KT_SEARCH_LANES; l++) product[l] += (double)p[l];
-      for (int l = 0; l < KT_SEARCH_LANES; l++) square[l] += (double)s[l];
+      kt_add_block_scalar(row, inverse[i], begin, end, &lanes);
     }
-    sums[i] = (kt_code_sums){0};
-    for (int l = 0; l < KT_SEARCH_LANES; l++) sums[i].product += product[l];
-    for (int l = 0; l < KT_SEARCH_LANES; l++) sums[i].square += square[l];
+    kt_add_lanes(&lanes, 1, sums + i);
   }
 }
 

@@ -8,8 +8,10 @@
 #include "../simd/target.h"
 #include "../source/decode.h"
 #include "rounding.h"
-#include "rows.h"
 #include "search.h"
+
+/* How the weights of a row lie in memory, a compile-time constant in every loop. */
+enum { KT_ROW_BF16, KT_ROW_F32 };
 
 typedef struct kt_strip {
   const uint8_t *data;
@@ -25,12 +27,23 @@ typedef uint32_t kt_row_max_fn(const uint8_t *row, int64_t cols, int form);
 typedef void kt_half_tile_fn(kt_strip strip, int64_t k, const float *inverse, uint8_t *half_tile,
                              int form, int flush);
 
-/* A format's tiles and a level's loops, as constants of the loops below. */
-typedef struct kt_strip_rule {
-  int64_t tile_cols, block_rows, codes_per_byte;
+/* The magnitudes of a row, widened to binary32; cols % 64 == 0. */
+typedef void kt_magnitudes_fn(const uint8_t *row, int64_t cols, int form, float *to);
+
+/* A level's loops that do not depend on the format. */
+typedef struct kt_strip_loops {
   kt_decode_rows_fn *decode;
   kt_row_max_fn *row_max;
-  kt_half_tile_fn *half_tile;
+  kt_magnitudes_fn *magnitudes;
+  kt_code_sums_fn *code_sums;
+} kt_strip_loops;
+
+/* A format's tiles and its loops on a level, as constants of the loops below. */
+typedef struct kt_strip_rule {
+  int64_t tile_cols, block_rows, codes_per_byte;
+  kt_strip_loops loops;
+  kt_half_tile_fn *half_tile; /* by KT_RULE_AMAX */
+  kt_half_tile_fn *nearest;   /* by KT_RULE_SEARCH: one rounding, cut to the levels */
 } kt_strip_rule;
 
 /* Rows n..n+15: in place where they are plain bf16 or binary32, else decoded. */
@@ -58,28 +71,73 @@ KT_INLINE void kt_prefetch_half_tile(const uint8_t *half_tile) {
 }
 
 KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, const float *inverse,
-                             uint8_t *packed, kt_strip_rule rule, int form, int flush) {
+                             uint8_t *packed, kt_strip_rule rule, kt_half_tile_fn *half_tile_of,
+                             int form, int flush) {
   for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
     const int64_t tile = kt_tile_start(m->rows, m->cols, rule.block_rows, n, k);
     uint8_t *const half_tile = packed + tile / rule.codes_per_byte + kt_half_tile(n);
     kt_prefetch_half_tile(half_tile);
-    rule.half_tile(strip, k, inverse, half_tile, form, flush);
+    half_tile_of(strip, k, inverse, half_tile, form, flush);
   }
+}
+
+KT_INLINE void kt_pack_any_strip(const kt_matrix *m, int64_t n, kt_strip strip,
+                                 const float *inverse, uint8_t *packed, kt_strip_rule rule,
+                                 kt_half_tile_fn *half_tile, int flush) {
+  if (strip.form == KT_ROW_BF16 && !flush)
+    kt_pack_strip(m, n, strip, inverse, packed, rule, half_tile, KT_ROW_BF16, 0);
+  else if (strip.form == KT_ROW_BF16)
+    kt_pack_strip(m, n, strip, inverse, packed, rule, half_tile, KT_ROW_BF16, 1);
+  else if (!flush)
+    kt_pack_strip(m, n, strip, inverse, packed, rule, half_tile, KT_ROW_F32, 0);
+  else
+    kt_pack_strip(m, n, strip, inverse, packed, rule, half_tile, KT_ROW_F32, 1);
+}
+
+/* What is searched of rows, but for their weights; NULL: scales by KT_RULE_AMAX. */
+typedef struct kt_strip_search {
+  const kt_layout *layout;
+  const float *importance;
+  float *magnitude; /* [cols]: room for those of a row */
+} kt_strip_search;
+
+/* The scale of a row that keeps none. */
+KT_INLINE float kt_search_strip_row(const kt_strip_search *search, const kt_weight_format *format,
+                                    const kt_matrix *m, const uint8_t *row, int form, float amax,
+                                    kt_strip_rule rule) {
+  if (form == KT_ROW_BF16)
+    rule.loops.magnitudes(row, m->cols, KT_ROW_BF16, search->magnitude);
+  else
+    rule.loops.magnitudes(row, m->cols, KT_ROW_F32, search->magnitude);
+  const kt_search_row weights = {.magnitude = search->magnitude,
+                                 .cols = m->cols,
+                                 .exact = form == KT_ROW_BF16,
+                                 .importance = search->importance,
+                                 .top = (float)format->max_level};
+  return kt_search_scale(search->layout, &weights, amax, rule.loops.code_sums);
 }
 
 /* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
 KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matrix *m, int64_t n,
-                                   kt_strip strip, kt_row_max_fn *row_max, float *scale,
-                                   float *inverse, int *flush) {
+                                   kt_strip strip, const kt_strip_search *search,
+                                   kt_strip_rule rule, float *scale, float *inverse, int *flush) {
   *flush = 0;
   for (int r = 0; r < KT_STRIP_ROWS; r++) {
     const uint8_t *row = strip.data + r * strip.row_size;
-    const uint32_t max = strip.form == KT_ROW_BF16 ? row_max(row, m->cols, KT_ROW_BF16)
-                                                   : row_max(row, m->cols, KT_ROW_F32);
+    const uint32_t max = strip.form == KT_ROW_BF16 ? rule.loops.row_max(row, m->cols, KT_ROW_BF16)
+                                                   : rule.loops.row_max(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-    scale[r] = kt_row_scale(format, m, n + r, kt_float(max));
-    inverse[r] = kt_reciprocal(scale[r]);
     *flush |= max < KT_FLUSH_BITS;
+    const float kept = kt_kept_scale(format, m, n + r, kt_float(max));
+    if (!search) {
+      scale[r] = kept > 0 ? kept : format->scale(kt_float(max));
+      inverse[r] = kt_reciprocal(scale[r]);
+      continue;
+    }
+    scale[r] = kept > 0
+                   ? kept
+                   : kt_search_strip_row(search, format, m, row, strip.form, kt_float(max), rule);
+    inverse[r] = kt_reciprocal(scale[r] * (float)format->scale_units);
   }
   return KT_OK;
 }
@@ -89,24 +147,20 @@ KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matr
 KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_matrix *m,
                                             const kt_choice *choice, uint8_t *packed, float *scale,
                                             float *scratch, kt_strip_rule rule) {
-  if (choice->rule != KT_RULE_AMAX)
-    return kt_quantize_pack_rows(layout, m, choice, packed, scale, scratch);
   const kt_weight_format *format = kt_format_of(layout);
+  const kt_strip_search search = {layout, choice->importance, kt_scratch_row(scratch, m->cols)};
+  const kt_strip_search *const searched = choice->rule == KT_RULE_SEARCH ? &search : NULL;
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
-    const kt_strip strip = kt_strip_at(m, n, scratch, rule.decode);
+    const kt_strip strip = kt_strip_at(m, n, scratch, rule.loops.decode);
     float inverse[KT_STRIP_ROWS];
     int flush;
     const kt_status status =
-        kt_scale_strip(format, m, n, strip, rule.row_max, scale + n, inverse, &flush);
+        kt_scale_strip(format, m, n, strip, searched, rule, scale + n, inverse, &flush);
     if (status) return status;
-    if (strip.form == KT_ROW_BF16 && !flush)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_BF16, 0);
-    else if (strip.form == KT_ROW_BF16)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_BF16, 1);
-    else if (!flush)
-      kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_F32, 0);
+    if (searched)
+      kt_pack_any_strip(m, n, strip, inverse, packed, rule, rule.nearest, flush);
     else
-      kt_pack_strip(m, n, strip, inverse, packed, rule, KT_ROW_F32, 1);
+      kt_pack_any_strip(m, n, strip, inverse, packed, rule, rule.half_tile, flush);
   }
   return KT_OK;
 }

@@ -4,6 +4,7 @@
 #define KT_STRIP_AVX512_H
 
 #include "../simd/transpose_avx512.h"
+#include "search_avx512.h"
 #include "strip.h"
 
 KT_INLINE uint32_t kt_row_max_avx512(const uint8_t *row, int64_t cols, int form) {
@@ -86,5 +87,8 @@ KT_INLINE void kt_half_tile_avx512(kt_strip strip, int64_t k, const float *inver
         tile_row(strip.data + r * strip.row_size, k, _mm512_set1_ps(inverse[r]), form, flush);
   kt_store_transposed(bytes, half_tile, form);
 }
+
+#define KT_STRIP_LOOPS_AVX512                                                                      \
+  {kt_decode_rows_avx512, kt_row_max_avx512, kt_magnitudes_avx512, kt_code_sums_avx512}
 
 #endif

@@ -3,6 +3,7 @@
 #ifndef KT_STRIP_NEON_H
 #define KT_STRIP_NEON_H
 
+#include "search_neon.h"
 #include "strip.h"
 
 #include <arm_neon.h>
@@ -85,5 +86,8 @@ KT_INLINE void kt_half_tile_neon(kt_strip strip, int64_t k, const float *inverse
       kt_store_transposed4(row, half_tile + j / 4 * KT_GROUP_STRIDE + 4 * r);
     }
 }
+
+#define KT_STRIP_LOOPS_NEON                                                                        \
+  {kt_decode_rows_scalar, kt_row_max_neon, kt_magnitudes_neon, kt_code_sums_neon}
 
 #endif

@@ -32,7 +32,7 @@ kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit) {
 }
 
 size_t kt_scratch_size(int64_t cols) {
-  return cols > 0 ? (size_t)kt_scratch_stride(cols) * KT_STRIP_ROWS * sizeof(float) : 0;
+  return cols > 0 ? (size_t)kt_scratch_stride(cols) * (KT_STRIP_ROWS + 1) * sizeof(float) : 0;
 }
 
 static kt_status check_scales(const kt_matrix *m, int scaled) {

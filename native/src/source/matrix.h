@@ -63,4 +63,9 @@ static inline kt_grid_span kt_grid_next(const kt_matrix *m, kt_grid_span s) {
  * of 4096 bytes, so that rows would fight for the same cache lines. */
 static inline int64_t kt_scratch_stride(int64_t cols) { return cols + 16; }
 
+/* The row of scratch behind those of a strip. */
+static inline float *kt_scratch_row(float *scratch, int64_t cols) {
+  return scratch + KT_STRIP_ROWS * kt_scratch_stride(cols);
+}
+
 #endif
