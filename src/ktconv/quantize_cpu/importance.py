@@ -19,7 +19,8 @@ from ktconv.quantize_cpu.channel_weights import channel_weights
 from ktconv.quantize_cpu.importance_coverage import LayerCoverage
 from ktconv.stats.importance import open_importance
 from ktconv.stats.importance_file import ImportanceFile
-from ktconv.stats.origin import Sizes, source_sha256
+from ktconv.stats.origin import Sizes
+from ktconv.stats.router_sample import notes_on_origin
 from ktconv.system.arrays import F32
 from ktconv.system.files import translated
 from ktconv.system.regular_files import opened_regular
@@ -114,7 +115,7 @@ def open_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer])
         if layer.index in file.sizes:
             coverage[layer.index] = _covered(file, layer.index)
     record = ImportanceRecord(file.path.name, _sha256(file.path), file.kind)
-    notes = [*_origin_notes(file, checkpoint), *_mtp_notes(file, layers)]
+    notes = [*notes_on_origin(path, file.origin, checkpoint), *_mtp_notes(file, layers)]
     weights = ExpertWeights(file, record, identity, coverage, notes)
     weights.check_unchanged()
     return weights
@@ -177,15 +178,6 @@ def _mtp_notes(file: ImportanceFile, layers: Sequence[MoELayer]) -> list[str]:
     return [
         f"{path_text(file.path)} has no importance of MTP layer(s) {format_ranges(missing)}: all "
         "errors count the same there"
-    ]
-
-
-def _origin_notes(file: ImportanceFile, checkpoint: Checkpoint) -> list[str]:
-    if file.origin is None or file.origin.source_sha256 == source_sha256(checkpoint):
-        return []
-    return [
-        f"{path_text(file.path)} was recorded on {file.origin.model}, not on "
-        f"{path_text(checkpoint.path)}: sizes agree, as those of a quantized version do"
     ]
 
 

@@ -35,6 +35,7 @@ class Origin:
     text_sha256: str  # of what was read of it, as UTF-8 with "\n" as line ends
     tokens: int
     run: str  # identifies the state of all files, the tokens, the dtype and the versions
+    router: str = ""  # numbers of it, see `router_sample`; empty: unknown
 
     def metadata(self, kind: str) -> dict[str, str]:
         """The metadata of a file of this kind."""
@@ -48,6 +49,7 @@ class Origin:
             "text_sha256": self.text_sha256,
             "tokens": str(self.tokens),
             "run": self.run,
+            "router": self.router,
         }
 
 

@@ -20,6 +20,7 @@ from ktconv.stats.counts import NUM_LAYERS, Statistics, check_layers
 from ktconv.stats.hessian import HessianTap
 from ktconv.stats.importance import ImportanceTap
 from ktconv.stats.origin import Origin, Sizes, source_sha256
+from ktconv.stats.router_sample import router_sample
 from ktconv.system import machine
 from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, path_text, silent
@@ -139,6 +140,7 @@ class Recording:
             text_sha256=text_sha256,
             tokens=about["tokens"],
             run=hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest(),
+            router=router_sample(parted.checkpoint),
         )
         self._layers = _chosen_layers(parted, wanted.layers)
         self._hessian = (

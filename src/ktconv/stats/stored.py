@@ -51,6 +51,7 @@ class StatisticsFile:
             text_sha256=self.text("text_sha256"),
             tokens=self.number("tokens"),
             run=self.text("run"),
+            router=str(self._metadata.get("router", "")),
         )
 
     @property
