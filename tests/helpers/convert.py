@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from ktconv.targets.ktransformers import Options
 
 # (layer, expert, projection) -> the whole forward matrix [out, in]
 Matrices = Mapping[tuple[int, int, Projection], NDArray[np.float32]]
+
+Rule = Literal["amax", "search"]
 
 SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
 REQUEST_OPTIONS = {
@@ -136,27 +138,29 @@ class Truth:
 
 
 def truths(
-    matrices: Matrices, method: str, numa: int, compat: bool = False
+    matrices: Matrices, method: str, numa: int, compat: bool = False, scale: Rule | None = None
 ) -> dict[tuple[int, int, Projection, int], Truth]:
-    """(layer, expert, projection, part) -> its truth."""
+    """(layer, expert, projection, part) -> its truth. `scale`: the rule, None: the usual one."""
     fmt, found = FORMATS[method], {}
+    choice = reference.Choice(scale or ("amax" if compat else "search"))
     for (layer, expert, proj), values in matrices.items():
         inner, hidden = values.shape if proj != "down" else values.shape[::-1]
         for part in range(numa):
             piece = np.ascontiguousarray(values[split(proj, hidden, inner, part, numa).index])
             piece = round_to_bf16(piece) if compat else piece
-            codes, scale = reference.quantize(fmt, piece)
+            codes, scales = reference.quantize(fmt, piece, choice)
             payload = pack_codes(fmt, codes).tobytes()
-            found[layer, expert, proj, part] = Truth(piece, codes, scale, payload)
+            found[layer, expert, proj, part] = Truth(piece, codes, scales, payload)
     return found
 
 
 def expected_experts(
-    matrices: Matrices, method: str, numa: int, compat: bool = False
+    matrices: Matrices, method: str, numa: int, compat: bool = False, scale: Rule | None = None
 ) -> dict[str, Raw]:
     """Every expert tensor of the output, by name."""
     tensors = {}
-    for (layer, expert, proj, part), truth in truths(matrices, method, numa, compat).items():
+    expected = truths(matrices, method, numa, compat, scale)
+    for (layer, expert, proj, part), truth in expected.items():
         name = tensor_name(layer, proj, expert, part, "weight")
         tensors[name] = Raw("I8", (len(truth.payload),), truth.payload)
         name = tensor_name(layer, proj, expert, part, "scale")
@@ -222,10 +226,11 @@ def assert_output(
     numa: int,
     layout: str = "safetensors",
     compat: bool = False,
+    scale: Rule | None = None,
     max_shard_size: int = 0,
 ) -> None:
     """The output holds exactly these experts and, under these names, these other tensors."""
-    experts = expected_experts(matrices, method, numa, compat)
+    experts = expected_experts(matrices, method, numa, compat, scale)
     if layout == "layers":
         assert not list(directory.glob("*.safetensors*"))
         assert_same(read_folders(directory), kt_files_of(experts, method))

@@ -559,7 +559,7 @@ def test_bytes_that_come_back_wrong_are_a_failed_check(
         target.cast("B")[:] = bytes(len(target.cast("B")))
 
     monkeypatch.setattr(staging, "read_exactly", read_zeros)
-    refused(run(model, output, "--threads=1"), 1, "is 2.046875 in the source, but 0 here")
+    refused(run(model, output, "--threads=1"), 1, "in the source, but 0 here, 7 steps off")
     assert not output.exists()
 
 

@@ -80,7 +80,7 @@ def check_folders(case: golden.Case, output: Path) -> None:
 def test_golden(case: golden.Case, layout: str, models: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "output"
     options = {"method": case.format.key, "numa": case.parts, "layout": layout}
-    convert(models[case.name], output, threads=2, **options)
+    convert(models[case.name], output, threads=2, scale="amax", **options)
     (check_folders if layout == "layers" else check_shards)(case, output)
 
 
@@ -93,7 +93,7 @@ def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Pa
         (
             str(models[case.name]),
             str(tmp_path / case.name),
-            {"method": case.format.key, "numa": case.parts},
+            {"method": case.format.key, "numa": case.parts, "scale": "amax"},
         )
         for case in golden.CASES
     ]
@@ -116,7 +116,7 @@ def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Pa
     for case in golden.CASES:
         check_shards(case, tmp_path / case.name)
         here = tmp_path / "here" / case.name
-        convert(models[case.name], here, method=case.format.key, numa=case.parts)
+        convert(models[case.name], here, method=case.format.key, numa=case.parts, scale="amax")
         assert_same(all_files(tmp_path / case.name), all_files(here))  # manifests too
 
 

@@ -213,4 +213,4 @@ def test_verify_knows_kept_integers_and_finds_changed_ones(tmp_path: Path) -> No
     (output / "ktconv.json").write_text(json.dumps(record))
     wrong = ktconv(*words)
     assert wrong.returncode == 1
-    assert "but the largest weight makes" in wrong.stdout
+    assert "but the search for the smallest error gives" in wrong.stdout

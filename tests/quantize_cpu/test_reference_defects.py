@@ -332,7 +332,7 @@ def test_a10_expert_biases_do_not_vanish(tmp_path: Path) -> None:
 def test_a11_error_of_int4_is_stated(model: Path, tmp_path: Path) -> None:
     """A11: INT4 rounds twice. `--scale amax` reproduces it, as the golden bytes ask; the
     manifest states the error that it has, and no weight is off by more than the bound."""
-    convert(model, tmp_path / "out")
+    convert(model, tmp_path / "out", scale="amax")
     fmt = FORMATS["int4"]
     manifest = read_json(tmp_path / "out" / "ktconv.json")
     steps = [
@@ -343,7 +343,7 @@ def test_a11_error_of_int4_is_stated(model: Path, tmp_path: Path) -> None:
     ]
     assert len(steps) == 3 * 3 * 3
     assert 0.5 < max(steps) <= fmt.max_error_steps + 1e-4
-    for truth in truths(matrices_of(LAYERS), "int4", 1).values():
+    for truth in truths(matrices_of(LAYERS), "int4", 1, scale="amax").values():
         off = np.abs(reference.dequantize(fmt, truth.codes, truth.scale) - truth.source)
         assert (off.max(axis=1) <= scales.error_bound(fmt, truth.scale)).all()
 

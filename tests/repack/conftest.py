@@ -67,15 +67,29 @@ def folders(kept_folders: Made, tmp_path: Path) -> Iterator[Made]:
     yield make
 
 
-@pytest.fixture
-def foreign(folders: Made) -> Iterator[Made]:
-    """As the reference converter leaves it: folders and nothing else."""
+@pytest.fixture(scope="session")
+def kept_foreign(model: Path, room: Path) -> Made:
+    """As the reference converter leaves it: folders and nothing else; nobody may change it."""
 
+    @cache
     def make(method: str, numa: int) -> Path:
-        target = folders(method, numa)
-        for path in target.iterdir():
+        output = room / f"foreign-{method}-{numa}"
+        convert(model, output, method=method, numa=numa, layout="layers", compat=True)
+        for path in output.iterdir():
             if path.is_file():
                 path.unlink()
+        return output
+
+    return make
+
+
+@pytest.fixture
+def foreign(kept_foreign: Made, tmp_path: Path) -> Iterator[Made]:
+    """A copy of that, which a test may break."""
+
+    def make(method: str, numa: int) -> Path:
+        target = tmp_path / f"foreign-{method}-{numa}"
+        shutil.copytree(kept_foreign(method, numa), target)
         return target
 
     yield make

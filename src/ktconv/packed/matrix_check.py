@@ -16,6 +16,7 @@ import numpy as np
 from ktconv import native
 from ktconv.formats import KINDS, Format, TensorId, scales, tensor_name
 from ktconv.formats.split import is_down
+from ktconv.packed.scale_rules import expected_scales
 from ktconv.system.arrays import F32, I8, I64, U8, Array, Bools
 
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
@@ -125,7 +126,8 @@ class MatrixCheck:
             self._choice,
         )
         self._error[here] = found.row_error.reshape(source.rows, -1)
-        self._rule[here] = self._expected(found, source).reshape(source.rows, -1)
+        self._rule[here], kept = expected_scales(fmt, found, source)
+        self.kept_rows += kept
         stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
         self._scale[here] = scales.values(fmt, stored)
         self._sums.add(found)
@@ -136,19 +138,6 @@ class MatrixCheck:
         outside = self._outside(here).any(axis=1)
         if outside.any():
             self._name_elements(source, start, np.flatnonzero(outside), packed)
-
-    def _expected(self, found: native.Audit, source: native.Matrix) -> F32:
-        """The scale of each row or group: its source's where integers can be kept with it, else
-        what the largest weight makes."""
-        if source.row_scale is None or self._fmt.group:
-            return found.row_scale
-        traits = self._fmt.layout.traits
-        kept = source.row_scale / np.float32(traits.scale_units)
-        limit = np.float32(traits.max_level + 0.5) * source.row_scale
-        possible = (kept >= np.finfo(np.float32).tiny) & (found.row_amax <= limit)
-        self.kept_rows += int(possible.sum())
-        expected: F32 = np.where(possible, kept, found.row_scale)
-        return expected
 
     def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""
@@ -236,16 +225,10 @@ class MatrixCheck:
 
     # ---- scales ----
 
-    @property
-    def rule(self) -> F32:
-        """The scales that the largest weights of this part give: [rows, 1] or [rows, groups]."""
-        return self._rule
-
-    def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
+    def finish(self, expected: F32 | None = None) -> ErrorStats:
         """Check the scales, after all rows were compared; returns the sums.
 
-        `widest`: scales that were chosen for wider parts (ktconv reshard) must equal these, or be
-        between `rule` and these if not `exact`.
+        `expected`: what they must equal, if they were chosen for other parts (ktconv reshard).
         """
         odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
         if odd.any():
@@ -254,10 +237,8 @@ class MatrixCheck:
                 at, f"has {self._scale[at]} at {self._place(at)}: scales are finite, not "
                 "negative and not denormal."
             )  # fmt: skip
-        rule = self._rule if widest is None else widest
+        rule = self._rule if expected is None else expected
         differs = rule != self._scale
-        if not exact:
-            differs = (self._rule > self._scale) | (self._scale > rule)
         self._scales_by_rule(differs & ~odd & np.isfinite(rule), rule)
         return self._sums
 

@@ -14,6 +14,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import output_formats
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.targets.ktransformers import Options, make_plan, options_of_record
+from ktconv.verify.cpu.unrecorded import found_rule
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
 from ktconv.writer.journal import Journal, is_run_record
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
@@ -137,7 +138,7 @@ def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) ->
         method=fmt.key,
         numa=parts,
         layout="layers" if packed.layout == "layers" else "safetensors",
-        compat=True,  # the reference converter rounds to bf16 first
+        **found_rule(packed, checkpoint),
         mtp=_has_mtp(packed, checkpoint),
         experts_only=not packed.others,
     )

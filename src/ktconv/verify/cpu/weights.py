@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import MoELayer
+from ktconv.checkpoint import ExpertMatrix, MoELayer
 from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
+from ktconv.packed.scale_rules import scales_of
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
 from ktconv.system.arrays import F32
 from ktconv.verify.cpu.output import CpuOutput
+from ktconv.verify.cpu.resharded import inherited, parts_before
 from ktconv.verify.reading import Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
@@ -59,33 +61,37 @@ class ExpertMatrixCheck:
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         parts = [_Part(self, part) for part in range(self.output.options.numa)]
         comparable = self.source is not None and all(part.complete for part in parts)
-        if comparable:
-            self._compare(parts, buffers)
+        expected = self._compare(parts, buffers) if comparable else []
         self._compare_biases(parts)
         checksums = sum(part.read_rest(buffers) for part in parts)
-        sums = self._finish(parts) if comparable else None
+        sums = self._finish(parts, expected) if comparable else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
         return ItemResult(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
 
-    def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> None:
+    def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> Sequence[F32 | None]:
+        """Returns the scales that each part must have; None: those of the rule."""
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
         options = self.output.options
         source = MatrixReader(self.context.reader, matrix, options.compat, options.keep_integers)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
+        wider = _PartsBefore(self, matrix) if self.proj == "down" else None
         with source.open() as fd:
             grid = source.load_scales()
             reading = self._reading(grid)
             for number, chunk in enumerate(chunks(matrix, rows)):
                 source.read(fd, chunk, buffers.source, buffers.bounce)
                 touched = parts if self.proj == "down" else [parts[chunk.start // rows]]
+                if wider:
+                    wider.compare(source, grid, chunk, buffers)
                 for part in touched:
                     first_col = part.index * part.cols if self.proj == "down" else 0
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows, buffers)
                     if reading and part is touched[number % len(touched)]:
                         reading.view(source, grid, chunk, buffers.source, first_col, part.cols)
+        return wider.scales() if wider else [None] * len(parts)
 
     def _compare_biases(self, parts: Sequence[_Part]) -> None:
         """With the source's, if it is read: the same numbers, or zeros where it has none."""
@@ -110,40 +116,39 @@ class ExpertMatrixCheck:
             reading.scales(scales)
         return reading
 
-    def _finish(self, parts: Sequence[_Part]) -> ErrorStats:
-        total, before = ErrorStats(), _parts_before(self.output)
-        for part in parts:
-            if self.proj != "down" or before is None:
-                total.add(part.finish())
-            else:
-                together = _within(part.index, len(parts), before[0])
-                widest = np.maximum.reduce([parts[index].check.rule for index in together])
-                total.add(part.finish(widest, exact=before[1]))
+    def _finish(self, parts: Sequence[_Part], expected: Sequence[F32 | None]) -> ErrorStats:
+        total = ErrorStats()
+        for part, scales in zip(parts, expected, strict=True):
+            total.add(part.finish(scales))
         return total
 
 
-def _parts_before(output: CpuOutput) -> tuple[int, bool] | None:
-    """The fewest parts that down had before it was resharded, and whether its scales follow from
-    those alone; None: it was never resharded, or has scales per group, which stay the same."""
-    if FORMATS[output.options.method].group:
-        return None
-    record = output.manifest.resharded_from if output.manifest else None
-    if record is None:
-        return None
-    earlier, now = record.get("earlier"), output.options.numa
-    chain = [record.get("numa"), *(earlier if isinstance(earlier, list) else [])]
-    parts = [count for count in chain if type(count) is int and count > 0]
-    if not parts:
-        return None
-    if any(count % now and now % count for count in parts):
-        return 1, False  # parts that were cut and joined in one step
-    return min([*parts, now]), True
+class _PartsBefore:
+    """The scales of down's parts before it was cut anew, computed from the source once more."""
 
+    def __init__(self, item: ExpertMatrixCheck, matrix: ExpertMatrix) -> None:
+        options = item.output.options
+        self._counts = [*parts_before(item.output), options.numa]
+        self._fmt, self._choice = FORMATS[options.method], native.Choice(options.scale)
+        self._cols = matrix.cols // self._counts[0]
+        before = self._counts[0] if len(self._counts) > 1 else 0
+        self._scales = np.zeros((before, matrix.rows, 1), np.float32)
 
-def _within(part: int, parts: int, before: int) -> range:
-    """The parts that `part` was cut from when there were `before`, a divisor of `parts`."""
-    width = parts // before
-    return range(part // width * width, part // width * width + width)
+    def compare(
+        self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
+    ) -> None:
+        """The rows of a chunk that was read."""
+        for part, scales in enumerate(self._scales):
+            first, cols = part * self._cols, self._cols
+            view = source.view(chunk, grid, buffers.source, first, cols)
+            choice = self._choice.columns(first, first + cols)
+            scales[chunk.start : chunk.stop] = scales_of(self._fmt, view, choice)
+
+    def scales(self) -> Sequence[F32 | None]:
+        """Of each part now; None if down was never cut anew."""
+        if not len(self._scales):
+            return [None] * self._counts[0]
+        return inherited([*self._scales], self._counts)
 
 
 class _Part:
@@ -223,9 +228,9 @@ class _Part:
         self._checked = [one.check() for one in streams]
         return sum(equal is not None for equal in self._checked)
 
-    def finish(self, widest: F32 | None = None, exact: bool = True) -> ErrorStats:
+    def finish(self, expected: F32 | None = None) -> ErrorStats:
         """Errors, after all rows and checksums were compared; see MatrixCheck.finish."""
-        found = self.check.finish(widest, exact)
+        found = self.check.finish(expected)
         if all(self._checked):  # of other bytes the manifest says nothing
             check_claims(self._context, name_of(self._id), found)
         return found

@@ -1,0 +1,53 @@
+"""Where the row scales of down come from, of an output that was cut anew.
+
+`ktconv reshard` keeps scales: a part that is cut off has those of the part it was in, and parts are
+joined only where their scales are the same, or a row of one is all zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ktconv.formats import FORMATS
+from ktconv.system.arrays import F32
+from ktconv.verify.cpu.output import CpuOutput
+
+
+def parts_before(output: CpuOutput) -> list[int]:
+    """How many parts the weights had: when they were quantized, ..., before the last cut. Empty if
+    they were never cut anew, or have a scale per group, which stay the same."""
+    record = output.manifest.resharded_from if output.manifest else None
+    fmt = FORMATS[output.options.method]
+    if record is None or fmt.group:
+        return []
+    earlier = record.get("earlier")
+    counts = [*(earlier if isinstance(earlier, list) else []), record.get("numa")]
+    shapes = {(layer.hidden, layer.intermediate) for layer in output.packed.layers.values()}
+    usable = all(
+        type(count) is int and not any(fmt.check(*shape, count) for shape in shapes)
+        for count in counts
+    )
+    return counts if usable else []
+
+
+def inherited(scales: Sequence[F32], counts: Sequence[int]) -> list[F32]:
+    """Scales of the parts after the last cut, from those of the first of `counts` parts."""
+    found = list(scales)
+    for before, after in pairwise(counts):
+        found = [
+            np.maximum.reduce([found[part] for part in _overlapping(before, after, index)])
+            for index in range(after)
+        ]
+    return found
+
+
+def _overlapping(before: int, after: int, index: int) -> range:
+    """Which of `before` equal parts of a matrix the part `index` of `after` has columns of.
+
+    >>> _overlapping(2, 3, 1)
+    range(0, 2)
+    """
+    return range(index * before // after, -(-(index + 1) * before // after))
