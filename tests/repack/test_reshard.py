@@ -157,8 +157,8 @@ def test_joining_is_accepted_where_scales_agree(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", tensors, config)
     for method in ("int4", "int8"):
         room = tmp_path / method
-        convert(model, room / "two", method=method, numa=2)
-        convert(model, room / "one", method=method, numa=1)
+        convert(model, room / "two", method=method, numa=2, scale="amax")
+        convert(model, room / "one", method=method, numa=1, scale="amax")
         reshard(Request(room / "two", room / "joined", 1))
         assert_same(read_model(room / "joined"), read_model(room / "one"))
 

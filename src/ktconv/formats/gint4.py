@@ -16,10 +16,15 @@ from .table import Format
 BIAS = 8
 
 
+def scale_of(amax: F32) -> F32:
+    """d = ftz(fl32(fl64(amax / 7))), before it is rounded to the dtype of scales (SPEC 8.4)."""
+    return ftz((amax.astype(np.float64) / 7).astype(np.float32))
+
+
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
     """Nibbles of code + 8 [N, K / 2], codes -7..7, and scales float32 or bf16 [N, groups]."""
     groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
-    scale = ftz((np.abs(groups).max(axis=1).astype(np.float64) / 7).astype(np.float32))
+    scale = scale_of(np.abs(groups).max(axis=1))
     stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
     codes = first_rounding(groups, values(fmt, stored))
     if choice.rule == "search":

@@ -10,6 +10,7 @@ from typing import Any
 
 from ktconv.system.arrays import F32, U8, Array
 
+from .decode import bf16_to_f32, f32_to_bf16
 from .kt_layout import pack_codes
 from .search import AMAX, Choice
 from .table import Format
@@ -21,6 +22,12 @@ def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[Array, An
     more = () if choice == AMAX else (choice,)
     codes, scale = _arithmetic(fmt).quantize(fmt, matrix, *more)
     return codes, scale
+
+
+def scale_of(fmt: Format, amax: F32) -> F32:
+    """What "amax" makes of the largest weights of rows or groups; any shape."""
+    scale: F32 = _arithmetic(fmt).scale_of(amax)
+    return bf16_to_f32(f32_to_bf16(scale)) if fmt.scale_dtype == "bf16" else scale
 
 
 def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:

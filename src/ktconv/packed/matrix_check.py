@@ -16,8 +16,9 @@ import numpy as np
 from ktconv import native
 from ktconv.formats import KINDS, Format, TensorId, scales, tensor_name
 from ktconv.formats.split import is_down
-from ktconv.packed.scale_rules import expected_scales
-from ktconv.system.arrays import F32, I8, I64, U8, Array, Bools
+from ktconv.packed.proof import Proof
+from ktconv.packed.scale_rules import Allowed, allowed_scales
+from ktconv.system.arrays import F32, F64, I8, I64, U8, Array, Bools
 
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
 NAMED_PER_CALL = 3  # elements outside the bound that are named
@@ -60,7 +61,7 @@ class ErrorStats:
 class Violation:
     """A failed check. row and column are those of the whole matrix."""
 
-    check: str  # element, level, scale or source
+    check: str  # element, error, level, scale or source
     message: str
     tensor: str
     row: int | None = None
@@ -89,10 +90,9 @@ class MatrixCheck:
         rows: int,
         cols: int,
         report: Callable[[Violation], None],
-        choice: native.Choice | None = None,
+        proof: Proof,
     ) -> None:
-        """`choice`: how scales and codes were chosen; None: by the largest magnitude."""
-        self._choice = choice or native.Choice("amax")
+        self._proof = proof
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
         self._report = report
         self._weight_name, self._scale_name = (
@@ -101,7 +101,9 @@ class MatrixCheck:
         )
         # One per row, or per row and group.
         columns = cols // fmt.group if fmt.group else 1
-        self._scale, self._error, self._rule = np.zeros((3, rows, columns), np.float32)
+        self._scale, self._error = np.zeros((2, rows, columns), np.float32)
+        self._allowed = Allowed.none(rows, columns)
+        self.squares = np.zeros((2, rows))  # sums of each row's: of its errors, of its source
         self._sums = ErrorStats()
         self.kept_rows = 0  # whose integers and scale are those of the source
 
@@ -123,11 +125,13 @@ class MatrixCheck:
             0,
             packed.weight,
             packed.scale,
-            self._choice,
+            self._proof.choice,
         )
         self._error[here] = found.row_error.reshape(source.rows, -1)
-        self._rule[here], kept = expected_scales(fmt, found, source)
-        self.kept_rows += kept
+        self.squares[:, here] = found.row_squared_error, found.row_squared_source
+        allowed = allowed_scales(fmt, found, source, self._proof)
+        self._allowed.put(here, allowed)
+        self.kept_rows += allowed.kept
         stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
         self._scale[here] = scales.values(fmt, stored)
         self._sums.add(found)
@@ -135,15 +139,13 @@ class MatrixCheck:
             self._name_level(start, packed)
         if not math.isfinite(found.squared_source):
             self._name_source(source, start)
-        outside = self._outside(here).any(axis=1)
+        outside = self._outside(here).any(axis=1) & (self._proof.row_error is None)
         if outside.any():
             self._name_elements(source, start, np.flatnonzero(outside), packed)
 
     def _outside(self, rows: slice) -> Bools:
         """Scales under which an element is farther off than rounding allows."""
-        allowed = scales.error_bound(
-            self._fmt, self._scale[rows], BINARY32_SLACK, self._choice.rule
-        )
+        allowed = scales.error_bound(self._fmt, self._scale[rows], BINARY32_SLACK, self._proof.rule)
         outside: Bools = ~(self._error[rows] <= allowed)
         return outside | ~np.isfinite(self._error[rows])
 
@@ -159,7 +161,7 @@ class MatrixCheck:
         source = native.decode(matrix)[rows].astype(np.float64)
         step = self._scale[start + rows].astype(np.float64) * self._fmt.traits.scale_units
         step = self._of_elements(step)
-        reach = self._fmt.traits.max_level * step if self._choice.rule != "amax" else np.inf
+        reach = self._fmt.traits.max_level * step if self._proof.rule != "amax" else np.inf
         with np.errstate(all="ignore"):
             value = self._codes(packed)[rows] * step
             off = np.abs(np.clip(source, -reach, reach) - value)
@@ -179,7 +181,8 @@ class MatrixCheck:
                 f"{self._weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
                 f"[{row}, {column}] is {float(source):.9g} in the source, but "
                 f"{float(value):.9g} here, {steps:.4g} steps off where "
-                f"{self._fmt.error_steps(self._choice.rule):.4g} are allowed.",
+                f"{self._fmt.error_steps(self._proof.rule):.4g} are allowed under --scale "
+                f"{self._proof.rule}.",
                 self._weight_name,
                 row,
                 column,
@@ -225,10 +228,11 @@ class MatrixCheck:
 
     # ---- scales ----
 
-    def finish(self, expected: F32 | None = None) -> ErrorStats:
-        """Check the scales, after all rows were compared; returns the sums.
+    def finish(self, allowed: Allowed | None = None, squares: F64 | None = None) -> ErrorStats:
+        """Check the scales, and errors of rows, after all rows were compared; returns the sums.
 
-        `expected`: what they must equal, if they were chosen for other parts (ktconv reshard).
+        Of an output that ktconv reshard made: `allowed`, what scales can be that were chosen for
+        other parts; `squares` of the rows of other parts.
         """
         odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
         if odd.any():
@@ -237,29 +241,40 @@ class MatrixCheck:
                 at, f"has {self._scale[at]} at {self._place(at)}: scales are finite, not "
                 "negative and not denormal."
             )  # fmt: skip
-        rule = self._rule if expected is None else expected
-        differs = rule != self._scale
-        self._scales_by_rule(differs & ~odd & np.isfinite(rule), rule)
+        allowed = allowed or self._allowed
+        wrong = ~allowed.includes(self._scale, self._proof.factors) & ~odd
+        self._name_scales(wrong & np.isfinite(allowed.most), allowed)
+        self._name_rows(relative_errors(self.squares if squares is None else squares))
         return self._sums
 
-    def _scales_by_rule(self, differs: Bools, rule: F32) -> None:
+    def _name_scales(self, wrong: Bools, allowed: Allowed) -> None:
         """Every scale follows from the weights of its row or group."""
-        if differs.any():
-            at, count = _first(differs), int(differs.sum())
+        if wrong.any():
+            at, count = _first(wrong), int(wrong.sum())
             of = "groups" if self._fmt.group else "rows"
+            least, most = float(allowed.least[at]), float(allowed.most[at])
+            found = f"{most:.9g}" if least == most else f"{least:.9g} to {most:.9g}"
             self._wrong_scale(
                 at,
-                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but {self._by_rule} "
-                f"{float(rule[at]):.9g} ({count} of {differs.size} {of} differ).",
-                float(rule[at]),
+                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but "
+                f"{self._proof.sentence} {found} ({count} of {wrong.size} {of} differ).",
+                most,
             )
 
-    @property
-    def _by_rule(self) -> str:
-        if self._choice.rule == "amax":
-            return "the largest weight makes"
-        weighted = "weighted " if self._choice.importance is not None else ""
-        return f"the {weighted}search for the smallest error gives"
+    def _name_rows(self, errors: F64) -> None:
+        bound = self._proof.row_error
+        if bound is None or (errors <= bound).all():
+            return
+        row, count = (
+            int(np.nan_to_num(errors, nan=np.inf).argmax()),
+            int((~(errors <= bound)).sum()),
+        )
+        words = (
+            f"{self._weight_name}: row {row} has a relative RMS error of {errors[row]:.6g}, where "
+            f"{bound:.6g} is recorded as the largest ({count} of {len(errors)} rows exceed it)."
+        )
+        whole = self._whole(row, 0)[0]
+        self._report(Violation("error", words, self._weight_name, whole, value=float(errors[row])))
 
     def _place(self, at: tuple[int, int]) -> str:
         return f"row {at[0]}" + (f", group {at[1]}" if self._fmt.group else "")
@@ -267,6 +282,14 @@ class MatrixCheck:
     def _wrong_scale(self, at: tuple[int, int], words: str, expected: float | None = None) -> None:
         name, value = self._scale_name, float(self._scale[at])
         self._report(Violation("scale", f"{name} {words}", name, at[0], None, expected, value))
+
+
+def relative_errors(squares: F64) -> F64:
+    """Relative RMS errors [rows] from sums of squared errors and source values [2, rows]."""
+    error, source = squares
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: F64 = np.where(error == 0, 0.0, np.sqrt(error / source))
+    return found
 
 
 def _first(where: Bools) -> tuple[int, int]:

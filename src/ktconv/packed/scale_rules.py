@@ -1,31 +1,66 @@
-"""The scales that a rule gives to rows of a source, by the audit's own implementation."""
+"""The scales that rows of a source can have, by the audit's own implementation of the rules."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from ktconv import native
-from ktconv.formats import Format
-from ktconv.system.arrays import F32
+from ktconv.formats import Format, reference
+from ktconv.formats.search import possible_scales
+from ktconv.packed.proof import Proof
+from ktconv.system.arrays import F32, Bools
 
 
-def expected_scales(fmt: Format, found: native.Audit, source: native.Matrix) -> tuple[F32, int]:
-    """Scales [rows, 1], or [rows, groups], of what was audited, and of how many rows the integers
-    are kept: those have the scale of their source, others what the rule of the audit gives."""
-    shape = source.rows, -1
-    if source.row_scale is None or fmt.group:
-        return found.row_scale.reshape(shape), 0
-    kept = source.row_scale / np.float32(fmt.traits.scale_units)
-    limit = np.float32(fmt.traits.max_level + 0.5) * source.row_scale
-    possible = (kept >= np.finfo(np.float32).tiny) & (found.row_amax <= limit)
-    expected: F32 = np.where(possible, kept, found.row_scale)
-    return expected.reshape(shape), int(possible.sum())
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """From `least` to `most`, [rows, 1] or [rows, groups]; both are the same where a rule gives one
+    scale. `kept`: of how many rows the integers are kept, with the scale of their source."""
+
+    least: F32
+    most: F32
+    kept: int = 0
+
+    def includes(self, scale: F32, factors: tuple[float, ...]) -> Bools:
+        """Which scales are allowed, times one of `factors`; NaN is not."""
+        found: Bools = np.zeros(scale.shape, bool)
+        for factor in map(np.float32, factors):
+            found |= (factor * self.least <= scale) & (scale <= factor * self.most)
+        return found
+
+    @staticmethod
+    def none(rows: int, columns: int) -> Allowed:
+        """For `put`."""
+        return Allowed(*np.zeros((2, rows, columns), np.float32))
+
+    def put(self, rows: slice, other: Allowed) -> None:
+        """What is allowed of some rows; `kept` is not added."""
+        self.least[rows], self.most[rows] = other.least, other.most
 
 
-def scales_of(fmt: Format, source: native.Matrix, choice: native.Choice) -> F32:
-    """Scales [rows, 1], or [rows, groups], of rows that were packed as they are in `source`."""
+def allowed_scales(
+    fmt: Format, found: native.Audit, source: native.Matrix, proof: Proof
+) -> Allowed:
+    """Of what was audited."""
+    least = most = found.row_scale
+    if not proof.exact:
+        first = reference.scale_of(fmt, found.row_amax)
+        least, most = possible_scales(fmt, found.row_amax, first)
+    shape, count = (source.rows, -1), 0
+    if source.row_scale is not None and not fmt.group:
+        kept = source.row_scale / np.float32(fmt.traits.scale_units)
+        limit = np.float32(fmt.traits.max_level + 0.5) * source.row_scale
+        possible = (kept >= np.finfo(np.float32).tiny) & (found.row_amax <= limit)
+        least, most = np.where(possible, kept, least), np.where(possible, kept, most)
+        count = int(possible.sum())
+    return Allowed(least.reshape(shape), most.reshape(shape), count)
+
+
+def scales_of(fmt: Format, source: native.Matrix, proof: Proof) -> Allowed:
+    """Of rows that were packed as they are in `source`."""
     layout = fmt.layout
     nothing = np.zeros(layout.weight_size(source.rows, source.cols), np.uint8)
     scale = np.zeros(layout.scale_size(source.rows, source.cols), np.uint8)
-    found = native.audit(layout, source, source.rows, 0, nothing, scale, choice)
-    return expected_scales(fmt, found, source)[0]
+    found = native.audit(layout, source, source.rows, 0, nothing, scale, proof.choice)
+    return allowed_scales(fmt, found, source, proof)

@@ -16,6 +16,7 @@ from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, kinds_of, split, tensor_name
 from ktconv.native import Layout
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
+from ktconv.packed.proof import Proof
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
 from ktconv.system.arrays import F32
@@ -86,7 +87,7 @@ class QuantizeTask(ExpertTask):
         fmt = FORMATS[options.method]
         choice = native.Choice(options.scale, self.importance)
         choice = choice.columns(owned.col_start, owned.col_stop)
-        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, choice)
+        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, Proof(choice))
         return Part(index, owned, fmt.layout, choice, check)
 
     def _name(self, part: Part, kind: Kind) -> str:

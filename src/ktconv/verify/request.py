@@ -39,6 +39,7 @@ class VerifyRequest:
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
     config: Path | None = None  # directory of the source's config.json; None: the source's own
     map: Path | None = None  # of the source's names; None: the one that the manifest records
+    importance: Path | None = None  # the file of it that the output was converted with
     work_dir: Path | None = None  # of hidden states; None: in the user's cache
     tower: str | None = None  # of the source; None: the one that the manifest records
 

@@ -35,6 +35,7 @@ class DifferenceStats:
     squared_difference: float = 0.0
     max_steps: float = 0.0  # in the larger of both steps; NaN if a difference is not finite
     differing: int = 0
+    rounded_steps: float = 0.0  # as max_steps, without values that one side cuts to its last level
 
     def add(self, other: DifferenceStats) -> None:
         self.squared_a += other.squared_a
@@ -43,6 +44,7 @@ class DifferenceStats:
         self.squared_difference += other.squared_difference
         self.max_steps = float(np.maximum(self.max_steps, other.max_steps))
         self.differing += other.differing
+        self.rounded_steps = float(np.maximum(self.rounded_steps, other.rounded_steps))
 
     @property
     def relative(self) -> float | None:
@@ -63,7 +65,8 @@ class DifferenceStats:
         }
 
 
-_UNKNOWN = DifferenceStats(*(math.nan,) * 5)  # where only bytes could be compared
+# Where only bytes could be compared.
+_UNKNOWN = DifferenceStats(*(math.nan,) * 5, rounded_steps=math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +162,13 @@ def _measure(a: Values, b: Values) -> tuple[DifferenceStats, dict[str, Any] | No
                 row, column = at = divmod(int(unequal.argmax()), cols)
                 values = {"value_a": finite(left[at]), "value_b": finite(right[at])}
                 first = {"row": start + row, "column": column, **values}
-            total.add(sums_of(left, right, unequal, np.maximum(a.steps(here), b.steps(here))))
+            step = np.maximum(a.steps(here), b.steps(here))
+            total.add(sums_of(left, right, unequal, step, a.cut(here, right) | b.cut(here, left)))
     return total, first
 
 
-def sums_of(left: F32, right: F32, unequal: Bools, step: F32) -> DifferenceStats:
+def sums_of(left: F32, right: F32, unequal: Bools, step: F32, cut: Bools) -> DifferenceStats:
+    """`cut`: values that one side can have cut to its last level."""
     a, b = left.astype(np.float64), right.astype(np.float64)
     difference = np.zeros_like(a)
     np.subtract(a, b, out=difference, where=unequal)
@@ -175,6 +180,7 @@ def sums_of(left: F32, right: F32, unequal: Bools, step: F32) -> DifferenceStats
         _product(difference, difference),
         float(steps.max(initial=0.0)),
         int(unequal.sum()),
+        float(steps.max(initial=0.0, where=~cut)),
     )
 
 

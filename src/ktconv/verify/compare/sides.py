@@ -23,7 +23,7 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.packed.weights import Geometry, PackedWeights, open_packed
-from ktconv.system.arrays import F32, I8, U8
+from ktconv.system.arrays import F32, I8, U8, Bools
 from ktconv.system.files import translated
 from ktconv.verify.reading import read_tensor
 
@@ -126,7 +126,8 @@ class Side:
         with np.errstate(all="ignore"):
             step = scales.values(fmt, np.concatenate(stored, axis))
             step = step * np.float32(fmt.traits.scale_units)
-        return Values(np.concatenate(codes, axis) if len(codes) > 1 else codes[0], step)
+        joined = np.concatenate(codes, axis) if len(codes) > 1 else codes[0]
+        return Values(joined, step, fmt.traits.max_level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ class Values:
 
     codes: I8
     step: F32
+    top: int  # the last level
 
     def values(self, rows: slice) -> F32:
         """fl32(code * step) of some rows."""
@@ -147,6 +149,14 @@ class Values:
         """The step of every element of some rows."""
         width = self.codes.shape[1] // self.step.shape[1]
         found: F32 = np.abs(np.repeat(self.step[rows], width, axis=1))
+        return found
+
+    def cut(self, rows: slice, others: F32) -> Bools:
+        """Of some rows, values at the last level of which `others` are farther out: whatever is
+        beyond the levels is cut to the last."""
+        codes = self.codes[rows]
+        farther = np.where(codes > 0, others > self.values(rows), others < self.values(rows))
+        found: Bools = (np.abs(codes.astype(np.int16)) == self.top) & farther
         return found
 
     def same_as(self, other: Values) -> bool:

@@ -155,12 +155,13 @@ def _matrices(
     reason = _reason(pairs, different.keys())
     if reason is None:
         return [sentence], False
-    if sums.max_steps <= max(_bound(here) + _bound(there) for here, there in pairs):
+    if sums.rounded_steps <= max(_bound(here) + _bound(there) for here, there in pairs):
         most = (
-            f"no value differs by more than two roundings can, at most {step_words(sums.max_steps)}"
+            "no value differs by more than two roundings can, or than one side cuts off, at most "
+            f"{step_words(sums.max_steps)}"
         )
         return [sentence, f"This is expected: {reason}; {most}."], True
-    cause = f"{reason}, but that does not explain {step_words(sums.max_steps)}."
+    cause = f"{reason}, but that does not explain {step_words(sums.rounded_steps)}."
     return [sentence, cause], False
 
 

@@ -64,7 +64,7 @@ def open_cpu_output(
         raise UsageError(f"{output} contains no packed experts", _HINT)
     checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
     options = (
-        (manifest and _options_of(manifest))
+        (manifest and _options_of_manifest(manifest, packed, checkpoint))
         or _options_of_run(output)
         or _options_by_tensors(packed, checkpoint)
     )
@@ -103,6 +103,17 @@ def _options_of(manifest: Manifest) -> Options | None:
     """How it was converted; None if the manifest does not say it as ours do."""
     complete = {"method", "numa"} <= manifest.options.keys()
     return options_of_record(manifest.options) if complete else None
+
+
+def _options_of_manifest(
+    manifest: Manifest, packed: PackedWeights, checkpoint: Checkpoint | None
+) -> Options | None:
+    """`_options_of`, with the rule of weights that were repacked from an output without one."""
+    options, record = _options_of(manifest), manifest.record
+    origins = [record.get(key) for key in ("merged_from", "resharded_from")]
+    if options and any(one.get("manifest") is False for one in origins if isinstance(one, dict)):
+        return replace(options, **found_rule(packed, checkpoint))
+    return options
 
 
 def _options_of_run(output: Path) -> Options | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ktconv import native
 from ktconv.checkpoint import Checkpoint, ExpertMatrix
 from ktconv.formats import Format, TensorId, scales
+from ktconv.packed.proof import Proof
 from ktconv.packed.scale_rules import scales_of
 from ktconv.packed.weights import Geometry, PackedWeights
 from ktconv.reading.matrices import ROWS_STEP, MatrixReader, buffer_bytes
@@ -70,4 +70,4 @@ def _scales_by(matrix: ExpertMatrix, rows: int, fmt: Format, rule: str, compat: 
     with source.open() as fd:
         source.read(fd, range(rows), data, bounce)
         view = source.view(range(rows), source.load_scales(), data, 0, matrix.cols)
-    return scales_of(fmt, view, native.Choice(rule))
+    return scales_of(fmt, view, Proof.by(rule)).most

@@ -16,6 +16,7 @@ from ktconv.verify.cpu.cover import check_cover
 from ktconv.verify.cpu.layers import CpuLayersCheck
 from ktconv.verify.cpu.model import CpuModelCheck
 from ktconv.verify.cpu.output import CpuOutput, open_cpu_output
+from ktconv.verify.cpu.proofs import Proofs, proofs_of
 from ktconv.verify.cpu.structure import CpuStructureCheck
 from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
@@ -28,6 +29,7 @@ _CHECK_BYTES = 2 << 20  # per thread: what the check of a matrix keeps for each 
 
 class CpuVerifier(OutputVerifier):
     output: CpuOutput
+    _proofs: Proofs
     structure_class = CpuStructureCheck
     layers_class = CpuLayersCheck
     model_class = CpuModelCheck
@@ -40,6 +42,7 @@ class CpuVerifier(OutputVerifier):
                     f"--{option} applies to GPU experts, but {self.output.directory} contains none",
                     "omit it",
                 )
+        self._proofs = proofs_of(self.output, self.request.importance)
 
     def check_more(self) -> Facts:
         """Whether this output and another together contain every expert once, for --with."""
@@ -66,7 +69,9 @@ class CpuVerifier(OutputVerifier):
             count = max(1, round(len(geometry.here) * share))
             for expert in sorted(rng.sample(geometry.here, count)):
                 for proj in geometry.projections:
-                    yield ExpertMatrixCheck(context, self.output, layer, expert, proj, source)
+                    yield ExpertMatrixCheck(
+                        context, self.output, layer, expert, proj, source, self._proofs
+                    )
         for tensor, place in packed.tensors.items():
             # Transposed matrices, which only fine-tuning uses: checksums.
             if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
@@ -93,7 +98,8 @@ class CpuVerifier(OutputVerifier):
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {layer: geometry.experts for layer, geometry in self.output.packed.layers.items()}
         options = self.output.options
-        return totals.as_dict(FORMATS[options.method].error_steps(options.scale), counts)
+        bound = FORMATS[options.method].error_steps(options.scale)
+        return totals.as_dict(bound, counts) | self._proofs.as_dict()
 
 
 def _gates(gated: bool) -> str:

@@ -14,12 +14,14 @@ from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer
 from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
-from ktconv.packed.scale_rules import scales_of
+from ktconv.packed.proof import Proof
+from ktconv.packed.scale_rules import Allowed, scales_of
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
 from ktconv.system.arrays import F32
 from ktconv.verify.cpu.output import CpuOutput
+from ktconv.verify.cpu.proofs import Proofs
 from ktconv.verify.cpu.resharded import inherited, parts_before
 from ktconv.verify.reading import Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
@@ -40,6 +42,7 @@ class ExpertMatrixCheck:
     expert: int
     proj: Projection
     source: MoELayer | None  # None: checksums only
+    proofs: Proofs
 
     @property
     def unit(self) -> str:
@@ -59,24 +62,27 @@ class ExpertMatrixCheck:
         return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        parts = [_Part(self, part) for part in range(self.output.options.numa)]
+        proof = self.proofs.of(self.layer, self.expert, self.proj)
+        parts = [_Part(self, part, proof) for part in range(self.output.options.numa)]
         comparable = self.source is not None and all(part.complete for part in parts)
-        expected = self._compare(parts, buffers) if comparable else []
+        allowed = self._compare(parts, proof, buffers) if comparable else []
         self._compare_biases(parts)
         checksums = sum(part.read_rest(buffers) for part in parts)
-        sums = self._finish(parts, expected) if comparable else None
+        sums = self._finish(parts, allowed) if comparable else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
         return ItemResult(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
 
-    def _compare(self, parts: Sequence[_Part], buffers: Buffers) -> Sequence[F32 | None]:
-        """Returns the scales that each part must have; None: those of the rule."""
+    def _compare(
+        self, parts: Sequence[_Part], proof: Proof, buffers: Buffers
+    ) -> Sequence[Allowed | None]:
+        """Returns what the scales of each part can be; None: what its own source makes."""
         assert self.source is not None and self.context.reader is not None
         matrix = self.source.experts[self.expert][self.proj]
         options = self.output.options
         source = MatrixReader(self.context.reader, matrix, options.compat, options.keep_integers)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
-        wider = _PartsBefore(self, matrix) if self.proj == "down" else None
+        wider = _PartsBefore(self, matrix, proof) if self.proj == "down" else None
         with source.open() as fd:
             grid = source.load_scales()
             reading = self._reading(grid)
@@ -116,9 +122,9 @@ class ExpertMatrixCheck:
             reading.scales(scales)
         return reading
 
-    def _finish(self, parts: Sequence[_Part], expected: Sequence[F32 | None]) -> ErrorStats:
+    def _finish(self, parts: Sequence[_Part], allowed: Sequence[Allowed | None]) -> ErrorStats:
         total = ErrorStats()
-        for part, scales in zip(parts, expected, strict=True):
+        for part, scales in zip(parts, allowed, strict=True):
             total.add(part.finish(scales))
         return total
 
@@ -126,36 +132,39 @@ class ExpertMatrixCheck:
 class _PartsBefore:
     """The scales of down's parts before it was cut anew, computed from the source once more."""
 
-    def __init__(self, item: ExpertMatrixCheck, matrix: ExpertMatrix) -> None:
+    def __init__(self, item: ExpertMatrixCheck, matrix: ExpertMatrix, proof: Proof) -> None:
         options = item.output.options
         self._counts = [*parts_before(item.output), options.numa]
-        self._fmt, self._choice = FORMATS[options.method], native.Choice(options.scale)
+        self._fmt, self._proof = FORMATS[options.method], proof
         self._cols = matrix.cols // self._counts[0]
         before = self._counts[0] if len(self._counts) > 1 else 0
-        self._scales = np.zeros((before, matrix.rows, 1), np.float32)
+        self._allowed = [Allowed.none(matrix.rows, 1) for _ in range(before)]
 
     def compare(
         self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
     ) -> None:
         """The rows of a chunk that was read."""
-        for part, scales in enumerate(self._scales):
+        for part, allowed in enumerate(self._allowed):
             first, cols = part * self._cols, self._cols
             view = source.view(chunk, grid, buffers.source, first, cols)
-            choice = self._choice.columns(first, first + cols)
-            scales[chunk.start : chunk.stop] = scales_of(self._fmt, view, choice)
+            proof = self._proof.columns(first, first + cols)
+            allowed.put(slice(chunk.start, chunk.stop), scales_of(self._fmt, view, proof))
 
-    def scales(self) -> Sequence[F32 | None]:
+    def scales(self) -> Sequence[Allowed | None]:
         """Of each part now; None if down was never cut anew."""
-        if not len(self._scales):
+        if not self._allowed:
             return [None] * self._counts[0]
-        return inherited([*self._scales], self._counts)
+        least = inherited([one.least for one in self._allowed], self._counts)
+        most = inherited([one.most for one in self._allowed], self._counts)
+        return [Allowed(*both) for both in zip(least, most, strict=True)]
 
 
 class _Part:
     """One part's packed matrix, compared with its source a few rows at a time. A tensor of a wrong
     size is not read: level structure reports it."""
 
-    def __init__(self, item: ExpertMatrixCheck, index: int) -> None:
+    def __init__(self, item: ExpertMatrixCheck, index: int, proof: Proof) -> None:
+        """`proof`: of the whole matrix."""
         self._context, self._packed, self.index = item.context, item.output.packed, index
         geometry, options = self._packed.layers[item.layer], item.output.options
         self.rows, self.cols = packed_shape(
@@ -176,9 +185,9 @@ class _Part:
         self._checked: Sequence[bool | None] = ()
         if self._scales is not None:
             self._scales.read(self._scale)
-        self.check = MatrixCheck(
-            self._fmt, weight, self.rows, self.cols, self._report, native.Choice(options.scale)
-        )
+        if item.proj == "down":
+            proof = proof.columns(index * self.cols, (index + 1) * self.cols)
+        self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report, proof)
 
     def _stream(self, tensor: TensorId, nbytes: int) -> TensorStream | None:
         place = self._packed.tensors.get(tensor)
@@ -228,9 +237,9 @@ class _Part:
         self._checked = [one.check() for one in streams]
         return sum(equal is not None for equal in self._checked)
 
-    def finish(self, expected: F32 | None = None) -> ErrorStats:
+    def finish(self, allowed: Allowed | None = None) -> ErrorStats:
         """Errors, after all rows and checksums were compared; see MatrixCheck.finish."""
-        found = self.check.finish(expected)
+        found = self.check.finish(allowed)
         if all(self._checked):  # of other bytes the manifest says nothing
             check_claims(self._context, name_of(self._id), found)
         return found

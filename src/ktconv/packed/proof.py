@@ -1,0 +1,49 @@
+"""What must hold of packed weights beside their source, by how they were quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ktconv import native
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Of one packed matrix.
+
+    `choice` made its scales, and its codes unless `row_error` is given. The importance in it can be
+    unknown (`exact` False); then scales are only proven to be possible.
+    """
+
+    choice: native.Choice
+    exact: bool = True
+    factors: tuple[float, ...] = (1.0,)  # a scale is fl32(c * s), s by `choice`, c one of these
+    row_error: float | None = None  # relative RMS error that no row exceeds; elements: any
+
+    @staticmethod
+    def by(rule: str) -> Proof:
+        return Proof(native.Choice(rule))
+
+    @cached_property
+    def rule(self) -> str:
+        return self.choice.rule
+
+    def columns(self, start: int, stop: int) -> Proof:
+        """The same for some of the columns."""
+        if self.choice.importance is None:
+            return self
+        return Proof(self.choice.columns(start, stop), self.exact, self.factors, self.row_error)
+
+    @property
+    def sentence(self) -> str:
+        """What gives a scale, as part of a sentence: "the largest weight makes"."""
+        if self.rule == "amax":
+            return "the largest weight makes"
+        if not self.exact:
+            return "a search with unknown weights of errors gives"
+        weighted = "weighted " if self.choice.importance is not None else ""
+        found = f"the {weighted}search for the smallest error gives"
+        if self.factors == (1.0,):
+            return found
+        return f"{', '.join(f'{factor:g}' for factor in self.factors)} times what {found} is"
