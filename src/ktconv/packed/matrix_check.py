@@ -265,10 +265,8 @@ class MatrixCheck:
         bound = self._proof.row_error
         if bound is None or (errors <= bound).all():
             return
-        row, count = (
-            int(np.nan_to_num(errors, nan=np.inf).argmax()),
-            int((~(errors <= bound)).sum()),
-        )
+        row = int(np.nan_to_num(errors, nan=np.inf).argmax())
+        count = int((~(errors <= bound)).sum())
         words = (
             f"{self._weight_name}: row {row} has a relative RMS error of {errors[row]:.6g}, where "
             f"{bound:.6g} is recorded as the largest ({count} of {len(errors)} rows exceed it)."

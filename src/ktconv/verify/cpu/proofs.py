@@ -69,6 +69,6 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
 
 
 _UNKNOWN = (
-    "scales are proven to be possible ones, and codes to be the nearest under them, but not that the "
-    "scales have the smallest error weighted by {file}: give it with --importance FILE"
+    "scales are proven to be possible, and codes to be the nearest under them, but not that those "
+    "scales make the error weighted by {file} smallest: give it with --importance FILE"
 )
