@@ -92,7 +92,9 @@ def test_damage_is_found(row: Format, tmp_path: Path) -> None:
     place = place_of(out, scale)
     overwrite(place, bytes([place.file.read_bytes()[place.offset] ^ 1]))
     failures = found(check(out, EXAMPLE, "weights"), "weights", "scale")
-    assert "at row 0, group 0, but the largest weight makes" in failures[0]["message"]
+    assert (
+        "at row 0, group 0, but the search for the smallest error gives" in failures[0]["message"]
+    )
 
 
 @rows
