@@ -25,6 +25,7 @@ from ktconv.conversion.run import Report
 from ktconv.formats import FORMATS, kt_path, parse_tensor_name, reference, split, tensor_name
 from ktconv.formats.decode import round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
+from ktconv.formats.search import Choice
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.targets.ktransformers import Options
 
@@ -142,7 +143,7 @@ def truths(
 ) -> dict[tuple[int, int, Projection, int], Truth]:
     """(layer, expert, projection, part) -> its truth. `scale`: the rule, None: the usual one."""
     fmt, found = FORMATS[method], {}
-    choice = reference.Choice(scale or ("amax" if compat else "search"))
+    choice = Choice(scale or ("amax" if compat else "search"))
     for (layer, expert, proj), values in matrices.items():
         inner, hidden = values.shape if proj != "down" else values.shape[::-1]
         for part in range(numa):

@@ -18,6 +18,7 @@ from helpers.paths import EXAMPLE
 from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS, Format, gint4, parse_tensor_name, reference, split
 from ktconv.formats.groups import pack_scale, unpacked_nibbles
+from ktconv.formats.search import Choice
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.packed.inspection import inspect_path
@@ -50,7 +51,7 @@ def test_converted_tensors_are_those_of_the_specification(row: Format, tmp_path:
         hidden, intermediate = whole.shape[::-1] if key.proj != "down" else whole.shape
         here = split(key.proj, hidden, intermediate, key.part, 2)
         codes, scale = reference.quantize(
-            row, np.ascontiguousarray(whole[here.index]), reference.Choice("search")
+            row, np.ascontiguousarray(whole[here.index]), Choice("search")
         )
         if key.kind == "scale":
             shape = len(scale) // 32, here.shape[1] // 32, 32

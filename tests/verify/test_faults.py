@@ -18,6 +18,7 @@ from helpers.families import bf16, fused, numbered, random_weights, simple_confi
 
 from ktconv import native
 from ktconv.formats import FORMATS, reference
+from ktconv.formats.search import Choice
 from ktconv.packed.weights import open_packed
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
@@ -65,7 +66,7 @@ def test_figures_are_those_of_numpy(model: Path, converted: Convert) -> None:
     facts = check(output, model).facts["weights"]
     weights = random_weights(256, 256, 3, seed=1)
     source = weights.up[2]
-    codes, scale = reference.quantize(FORMATS["int8"], source, reference.Choice("search"))
+    codes, scale = reference.quantize(FORMATS["int8"], source, Choice("search"))
     values = reference.dequantize(FORMATS["int8"], codes, scale).astype(np.float64)
     exact = source.astype(np.float64)  # norms in float32 differ from machine to machine
     error = np.linalg.norm(exact - values) / np.linalg.norm(exact)
@@ -269,7 +270,7 @@ def test_one_level_off(method: str, model: Path, damaged: Convert) -> None:
     whole matrix."""
     output, fmt = forget_manifest(damaged(method)), FORMATS[method]
     source = random_weights(256, 256, 3, seed=1).gate[2][128:]  # part 1
-    codes, scale = reference.quantize(fmt, source, reference.Choice("search"))
+    codes, scale = reference.quantize(fmt, source, Choice("search"))
     above = source / (scale * fmt.traits.scale_units)[:, None] - codes
     row, column = (int(i) for i in np.argwhere((above > 0.25) & (above < 0.35) & (codes < 7))[0])
     codes[row, column] += 1
