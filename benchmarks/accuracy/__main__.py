@@ -33,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--numa", default="1", help="numbers of parts, as 1,2,4")
     run.add_argument("--no-kernels", action="store_true", help="only with dequantized weights")
 
+    limit = commands.add_parser("limit", help="compare the search with the best scale of each row")
+    limit.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+
     published = commands.add_parser("kt-kernel", help="layers of a conversion in kt-kernel")
     published.add_argument("model", type=Path)
     published.add_argument("outputs", type=Path, nargs="+", metavar="OUTPUT", help="of one part")
@@ -83,6 +86,13 @@ def _kt_kernel(arguments: argparse.Namespace) -> None:
     print_errors(arguments.model, arguments.outputs, arguments.text or arguments.model / "eval.txt")
 
 
+def _limit(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.limit import print_limit
+
+    for model in arguments.models:
+        print_limit(model)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from benchmarks.accuracy.plots import write_plots
     from benchmarks.accuracy.results import read_results
@@ -95,5 +105,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     given = _parser().parse_args()
-    commands = {"outliers": _outliers, "run": _run, "kt-kernel": _kt_kernel, "report": _report}
+    commands = {
+        "outliers": _outliers,
+        "run": _run,
+        "limit": _limit,
+        "kt-kernel": _kt_kernel,
+        "report": _report,
+    }
     commands[given.command](given)

@@ -20,6 +20,7 @@ from benchmarks.accuracy.evaluation import (
     each_of_running_means,
     greatest_difference,
 )
+from benchmarks.accuracy.limit import least_squares, quantized
 from benchmarks.accuracy.outliers import LARGEST, factors, write_outliers
 from benchmarks.accuracy.run import Job, run
 from benchmarks.accuracy.texts import cut_in_halves
@@ -108,6 +109,20 @@ def test_running_means() -> None:
     values = np.array([3.0, 1.0, 4.0, 1.5])
     running = np.cumsum(values) / np.arange(1, 5)
     assert np.allclose(each_of_running_means(running.tolist()), values)
+
+
+def test_the_limit_of_row_scales_is_below_every_rule_and_near_the_search() -> None:
+    chooser = np.random.default_rng(2)
+    matrix = chooser.standard_t(5, (32, 256)).astype(np.float32)
+    matrix[3] = 0
+    limit = least_squares(matrix)
+    assert limit[3] == 0
+    errors = [
+        np.square(quantized(matrix, rule) - matrix).sum(axis=1) for rule in ("search", "amax")
+    ]
+    assert (limit <= errors[0] * (1 + 1e-5)).all()
+    assert limit.sum() > 0.98 * errors[0].sum()
+    assert limit.sum() < 0.8 * errors[1].sum()
 
 
 def test_folding_is_undone_before_weights_are_compared() -> None:
