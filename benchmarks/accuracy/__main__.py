@@ -23,11 +23,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--work", type=Path, required=True, help="folder for outputs and statistics")
     run.add_argument("--results", type=Path, required=True, help="JSON lines, which are added to")
     run.add_argument("--text", type=Path, help="default: eval.txt of the model")
-    run.add_argument("--swap", action="store_true", help="evaluate on the first half of the text")
+    run.add_argument(
+        "--split",
+        choices=("halves", "swapped", "blocks"),
+        default="halves",
+        help="calibrate on its first half and evaluate on its second, the other way round, or on "
+        "even and odd blocks of lines (default: halves)",
+    )
     run.add_argument(
         "--calibration",
-        default="half",
-        help="comma-separated: half, subset:SEED, or files (default: half, the other one)",
+        default="split",
+        help="comma-separated: split (what --split leaves to calibrate), subset:SEED, or files",
     )
     run.add_argument("--variants", default=",".join(VARIANTS), help="default: all")
     run.add_argument("--numa", default="1", help="numbers of parts, as 1,2,4")
@@ -69,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
         job = Job(
             model,
             arguments.text or model / "eval.txt",
-            arguments.swap,
+            arguments.split,
             arguments.calibration.split(","),
             [VARIANTS[key] for key in arguments.variants.split(",")],
             [int(number) for number in arguments.numa.split(",")],

@@ -20,10 +20,19 @@ from benchmarks.accuracy.conversion import (
 )
 from benchmarks.accuracy.evaluation import Evaluation
 from benchmarks.accuracy.results import Row, add_result, key_of, read_results
-from benchmarks.accuracy.texts import Text, cut_in_halves, subset
+from benchmarks.accuracy.texts import Text, cut_in_blocks, cut_in_halves, subset
 from benchmarks.accuracy.variants import Variant
 from benchmarks.accuracy.weights import values_of_format, values_of_output, weight_errors
 from ktconv.system import machine
+
+
+def _swapped(file: Path) -> tuple[Text, Text]:
+    first, second = cut_in_halves(file)
+    return second, first
+
+
+# How a file becomes a text to calibrate on and one to evaluate on.
+SPLITS = {"halves": cut_in_halves, "swapped": _swapped, "blocks": cut_in_blocks}
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,9 @@ class Job:
     """A model, and what is measured of it."""
 
     model: Path
-    text: Path  # is cut: one half to calibrate, the other to evaluate
-    swapped: bool  # evaluate on the first half
-    calibrations: Sequence[str]  # "half", "subset:SEED", or a file
+    text: Path  # is cut into one to calibrate on and one to evaluate on
+    split: str  # a key of SPLITS
+    calibrations: Sequence[str]  # "split", "subset:SEED", or a file
     variants: Sequence[Variant]
     parts: Sequence[int]
     kernels: bool  # evaluate on the kernels, too
@@ -42,17 +51,16 @@ class Job:
 
     def texts(self) -> tuple[Text, Text]:
         """For calibration and for evaluation."""
-        first, second = cut_in_halves(self.text)
-        return (second, first) if self.swapped else (first, second)
+        return SPLITS[self.split](self.text)
 
     def calibration(self, name: str) -> Text:
         """The text that a name of `calibrations` stands for."""
-        half, _ = self.texts()
-        if name == "half":
-            return half
+        whole, _ = self.texts()
+        if name == "split":
+            return whole
         kind, _, seed = name.partition(":")
         if kind == "subset" and seed.isdecimal():
-            return subset(half, int(seed))
+            return subset(whole, int(seed))
         file = Path(name)
         return Text(file.name, file.read_text(encoding="utf-8"))
 
@@ -91,7 +99,7 @@ def _missing(job: Job) -> Iterator[tuple[dict[str, Any], Variant, Text | None]]:
                     "numa": numa,
                     "calibration": text and text.name,
                     "evaluation": evaluated.name,
-                    "swapped": job.swapped,
+                    "split": job.split,
                     "kind": kind if kind is None or ":" in kind else Path(kind).name,
                 }
                 if key_of(key) not in there:

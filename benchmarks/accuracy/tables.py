@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.accuracy.results import Ratio, Row, kl_ratio, select, spread
 from benchmarks.accuracy.variants import BASE, VARIANTS
 
-HALF = "half"
+WHOLE = "split"  # calibrated on all that the split leaves
 _OUTLIERS = re.compile(r"(.+)-outliers-(\d+)")
 Cells = Sequence[str]
 
@@ -60,8 +60,8 @@ def with_outliers(rows: Iterable[Row]) -> dict[str, list[str]]:
 
 def usual(rows: Iterable[Row], model: str, numa: int = 1) -> dict[str, Row]:
     """By variant, calibrated on the first half of the text and evaluated on the second."""
-    chosen = select(rows, model=model, numa=numa, swapped=False)
-    found = {row["variant"]: row for row in chosen if row["kind"] in (None, HALF)}
+    chosen = select(rows, model=model, numa=numa, split="halves")
+    found = {row["variant"]: row for row in chosen if row["kind"] in (None, WHOLE)}
     return {key: found[key] for key in VARIANTS if key in found}
 
 
@@ -154,22 +154,21 @@ def calibration_table(rows: Sequence[Row]) -> list[str]:
             if variant.needs:
                 cells = _of_texts(rows, model, key)
                 body.append((model, variant.label, *cells))
-    head = "model", "codes", "other half", "halves swapped", "three subsets", "another text"
+    head = "model", "codes", "other half", "swapped", "blocks", "subsets", "another text"
     return table(head, [cells for cells in body if any(cells[2:])])
 
 
 def _of_texts(rows: Sequence[Row], model: str, key: str) -> Cells:
     chosen = list(select(rows, model=model, variant=key, numa=1))
 
-    def cell(wanted: Callable[[Row], bool]) -> str:
-        ratios = [ratio_of(row, rows) for row in chosen if wanted(row)]
+    def cell(split: str, wanted: Callable[[str], bool]) -> str:
+        ratios = [ratio_of(r, rows) for r in chosen if r["split"] == split and wanted(r["kind"])]
         return between([ratio.value for ratio in ratios if ratio is not None])
 
     return (
-        cell(lambda row: row["kind"] == HALF and not row["swapped"]),
-        cell(lambda row: row["kind"] == HALF and row["swapped"]),
-        cell(lambda row: row["kind"].startswith("subset")),
-        cell(lambda row: row["kind"] != HALF and not row["kind"].startswith("subset")),
+        *(cell(split, lambda kind: kind == WHOLE) for split in ("halves", "swapped", "blocks")),
+        cell("halves", lambda kind: kind.startswith("subset")),
+        cell("halves", lambda kind: kind != WHOLE and not kind.startswith("subset")),
     )
 
 
@@ -190,7 +189,9 @@ def provenance(rows: Sequence[Row]) -> list[str]:
     """Where and when the rows were measured, and on which texts."""
     cpus, dates = ({row[name] for row in rows} for name in ("cpu", "date"))
     commits = sorted({row["commit"] for row in rows})
-    texts = sorted({f"{row['model']}: {row['evaluation']}" for row in rows if not row["swapped"]})
+    texts = sorted(
+        {f"{row['model']}: {row['evaluation']}" for row in rows if row["split"] == "halves"}
+    )
     return [
         f"Measured {' and '.join(sorted(dates))} on {' and '.join(sorted(cpus))}, commits "
         f"{', '.join(commits)}. Evaluation texts, by range of bytes: {'; '.join(texts)}."

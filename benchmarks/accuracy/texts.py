@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW = 512  # tokens
-_BLOCK = 2000  # bytes of a block of lines that a subset takes or leaves
+_BLOCK = 2000  # bytes of a block of lines, at least
 _SHARE = 0.5  # of the calibration text's blocks in a subset
 
 
@@ -31,6 +31,20 @@ def cut_in_halves(file: Path) -> tuple[Text, Text]:
     return (
         Text(f"{file.name}[0:{middle}]", data[:middle].decode()),
         Text(f"{file.name}[{middle}:{len(data)}]", data[middle:].decode()),
+    )
+
+
+def cut_in_blocks(file: Path) -> tuple[Text, Text]:
+    """A UTF-8 file's even and odd blocks of lines, so that both are texts of the same kind.
+
+    Raises ValueError for a file of a single block.
+    """
+    blocks = _blocks(file.read_text(encoding="utf-8"))
+    if len(blocks) < 2:
+        raise ValueError(f"{file} is too short to be cut into alternating blocks of lines")
+    return (
+        Text(f"{file.name}, even blocks", "".join(blocks[::2])),
+        Text(f"{file.name}, odd blocks", "".join(blocks[1::2])),
     )
 
 

@@ -160,7 +160,7 @@ def test_a_run_measures_real_bytes_and_a_second_only_what_is_missing(
     )
 
     def job(*variants: Variant) -> Job:
-        return Job(EXAMPLE, EVAL, False, ["half"], variants, [1, 4], True, tmp_path, results)
+        return Job(EXAMPLE, EVAL, "halves", ["split"], variants, [1, 4], True, tmp_path, results)
 
     run(job(VARIANTS["amax"], refused))
     assert "No such option: --odd" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from helpers.paths import EVAL
 
 from benchmarks.accuracy.results import add_result, kl_ratio, read_results, spread
 from benchmarks.accuracy.tables import model_table, outlier_table, ratio_of, write_tables
-from benchmarks.accuracy.texts import Text, cut_in_halves, subset
+from benchmarks.accuracy.texts import Text, cut_in_blocks, cut_in_halves, subset
 
 
 def test_halves_are_the_whole_file_cut_at_a_line() -> None:
@@ -32,6 +33,19 @@ def test_a_text_that_cannot_be_cut_is_refused(tmp_path: Path, content: str) -> N
     file.write_text(content)
     with pytest.raises(ValueError, match=r"short\.txt cannot be cut"):
         cut_in_halves(file)
+
+
+def test_blocks_alternate_and_are_the_whole_file(tmp_path: Path) -> None:
+    even, odd = cut_in_blocks(EVAL)
+    lines = EVAL.read_text().splitlines(keepends=True)
+    assert Counter((even.content + odd.content).splitlines(keepends=True)) == Counter(lines)
+    assert even.content.startswith(lines[0])
+    assert even.content.splitlines()[-1] == lines[-1].rstrip() or odd.content.endswith(lines[-1])
+    assert 0.3 < len(odd.content) / len("".join(lines)) < 0.6
+    file = tmp_path / "short.txt"
+    file.write_text("one line\nand another\n")
+    with pytest.raises(ValueError, match=r"short\.txt is too short"):
+        cut_in_blocks(file)
 
 
 def test_a_subset_is_half_of_the_lines_in_their_order() -> None:
@@ -87,7 +101,7 @@ def a_row(variant: str, kl: float, **others: Any) -> dict[str, Any]:
     }
     row = {
         "model": "small", "variant": variant, "numa": 1, "calibration": None, "kind": None,
-        "evaluation": "eval.txt[5:9]", "swapped": False, "weights": {"all": 0.125},
+        "evaluation": "eval.txt[5:9]", "split": "halves", "weights": {"all": 0.125},
         "values": found, "cpu": "a CPU", "date": "2026-01-02", "commit": "abc1234",
     }  # fmt: skip
     return row | others
