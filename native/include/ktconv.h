@@ -303,6 +303,32 @@ kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix,
                            const kt_choice *choice, void *packed, void *packed_scale, void *scratch,
                            size_t scratch_size, kt_position *bad);
 
+/* ---- Error compensation ------------------------------------------------------ *
+ *
+ * Codes of weights whose inputs are correlated: each column is rounded in turn, and its error is
+ * made up for by the columns that are not rounded yet (optimal brain quantization). The matrix
+ * H = X^T X of inputs says how: with H^-1 = U^T U, U upper triangular, rounding column j of a row
+ * by an error e costs (e / U[j][j])^2, after e / U[j][j] * U[j][k] was taken from each column k >
+ * j. */
+
+enum { KT_COMPENSATE_COLS = 128 }; /* at a time */
+
+/* Chooses the codes of the next `cols` columns of weights.
+ *   weights       [rows] at `stride` floats, as earlier columns have left them; not changed
+ *   factor        [cols][cols] of U, its upper triangle; the diagonal must be > 0
+ *   step          [rows][groups] between two codes: scale times scale_units; under a step that is
+ *                 not > 0, codes are 0
+ *   group_of_col  [cols] which step is a column's
+ *   codes         [rows][cols] out: -max_level..max_level, nearest to weight / step, ties to even
+ *   errors        [rows][cols] out: (weight - code * step) / factor[j][j], by which the caller
+ *                 changes later columns: weights -= errors * (the rows of U of these columns)
+ *   loss          [rows] in and out: the squares of errors are added, in the order of columns
+ * All operations are binary32, each rounded, none fused; `loss` is binary64. Same bits on every
+ * level. KT_ERR_SCALE: a diagonal that is not positive, or a group that there is not. */
+kt_status kt_compensate(int32_t max_level, int64_t rows, int64_t cols, const float *weights,
+                        int64_t stride, const float *factor, const float *step, int64_t groups,
+                        const int32_t *group_of_col, int8_t *codes, float *errors, double *loss);
+
 /* ---- Audit ------------------------------------------------------------------ *
  *
  * A second opinion on packed weights, sharing no code with what packs them: places and values

@@ -11,7 +11,8 @@ check_build()  # before any module looks for a function that an old build lacks
 # ruff: noqa: E402
 from ktconv.native.arrays import Array, NonFiniteError, aligned_bytes
 from ktconv.native.auditing import Audit, audit, audit_codes
-from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size
+from ktconv.native.compensation import BLOCK_COLS, compensate
+from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale
 from ktconv.native.levels import ISA_NAMES, cpu_features, isa, isa_available, use_isa
 from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
 from ktconv.native.moe import (

@@ -174,3 +174,17 @@ def expect_scale(layout: Layout, rows: int, cols: int, scale: Array | None) -> N
     if scale is None:
         raise ValueError(f"{layout.format} needs scales")
     expect_rows("scale", scale, layout.scale_array, layout.scale_shape(rows, cols))
+
+
+def stored_scale(layout: Layout, scale: Array) -> Array:
+    """float32 scales >= 0, any shape, as the layout stores them: denormals are 0, and where it has
+    bf16 they are rounded to that, ties to even."""
+    found: Array = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
+    if layout.scale_dtype != "bf16":
+        return found
+    bits = found.view(np.uint32)
+    bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(
+        0xFFFF0000
+    )
+    rounded: Array = bits.view(np.float32)
+    return rounded

@@ -43,6 +43,13 @@ def channel_weights(
     return found
 
 
+def layer_profile(means: F32, counts: I64) -> F64:
+    """The layer's mean [channels] alone, at least FLOOR, of mean 1; as `channel_weights` says."""
+    floored = np.maximum(_layer_mean(*_profiles(means, counts)), FLOOR)[None]
+    profile: F64 = (floored / _row_means(floored))[0]
+    return profile
+
+
 def _profiles(means: F32, counts: I64) -> tuple[F64, F64]:
     """Means divided by those of their rows, and tokens [E]; both 0 for experts that say nothing.
 
