@@ -6,7 +6,18 @@
 
 #include <math.h>
 
-enum { SUMS = 16, SUMS_BLOCK = 512 };
+enum {
+  SUMS = 16,
+  SUMS_BLOCK = 512,
+  AT_ONCE = 8 /* scales that are tried in one pass over a row */
+};
+
+/* A loop that becomes vectors: unrolled before that, it would not. */
+#if defined(__clang__)
+#define VECTOR_LOOP
+#else
+#define VECTOR_LOOP _Pragma("GCC unroll 1")
+#endif
 
 /* A row or group: magnitudes of its weights, and what their squared errors count. */
 typedef struct searched {
@@ -22,44 +33,83 @@ typedef struct tried {
   double gain, product, square;
 } tried;
 
+/* What formats.md adds up of the codes of a row: lanes in binary32, then in binary64. */
+typedef struct code_sums {
+  _Alignas(64) float product[SUMS], square[SUMS];
+} code_sums;
+
+typedef struct wide_sums {
+  double product[SUMS], square[SUMS];
+} wide_sums;
+
 INLINE float nearest_code(float weight, float inverse, float top) {
   const float y = weight * inverse;
   return ((y < top ? y : top) + 0x1.8p23f) - 0x1.8p23f;
 }
 
-/* Adds up the products and squares of a row's codes, in the order that formats.md prescribes. */
-INLINE void add_codes(const searched *row, float inverse, const int weighted, double *product,
-                      double *square) {
-  double products[SUMS] = {0}, squares[SUMS] = {0};
-  const float top = row->job->format->top;
-  for (int64_t block = 0; block < row->cols; block += SUMS_BLOCK) {
-    const int64_t end = least(block + SUMS_BLOCK, row->cols);
-    float p[SUMS] = {0}, s[SUMS] = {0};
-    for (int64_t k = block; k < end; k += SUMS)
-      for (int i = 0; i < SUMS; i++) {
-        const float w = row->weight[k + i], c = nearest_code(w, inverse, top);
-        const float v = weighted ? row->importance[k + i] : 1.0f;
-        p[i] += v * w * c;
-        s[i] += v * (c * c);
-      }
-    for (int i = 0; i < SUMS; i++) products[i] += (double)p[i];
-    for (int i = 0; i < SUMS; i++) squares[i] += (double)s[i];
+/* Adds 16 columns to the lanes of one scale. */
+INLINE void add_columns(const float *weight, const float *importance, float inverse, float top,
+                        code_sums *sums) {
+  VECTOR_LOOP
+  for (int i = 0; i < SUMS; i++) {
+    const float c = nearest_code(weight[i], inverse, top);
+    const float v = importance ? importance[i] : 1.0f;
+    sums->product[i] += v * weight[i] * c;
+    sums->square[i] += v * (c * c);
   }
-  *product = *square = 0;
-  for (int i = 0; i < SUMS; i++) *product += products[i];
-  for (int i = 0; i < SUMS; i++) *square += squares[i];
 }
 
-static __attribute__((noinline)) tried try_scale(const searched *row, float scale) {
-  const float step = scale * row->job->format->units;
-  tried found = {.scale = scale};
-  if (row->importance)
-    add_codes(row, 1.0f / step, 1, &found.product, &found.square);
-  else
-    add_codes(row, 1.0f / step, 0, &found.product, &found.square);
-  found.gain = (double)step * (2.0 * found.product - (double)step * found.square);
-  return found;
+INLINE void add_block(const searched *row, int64_t begin, const float *inverse, const int count,
+                      const int weighted, wide_sums *wide) {
+  const int64_t end = least(begin + SUMS_BLOCK, row->cols);
+  const float top = row->job->format->top;
+  code_sums sums[AT_ONCE];
+  memset(sums, 0, (size_t)count * sizeof sums[0]);
+  for (int64_t k = begin; k < end; k += SUMS)
+    for (int n = 0; n < count; n++)
+      add_columns(row->weight + k, weighted ? row->importance + k : NULL, inverse[n], top,
+                  sums + n);
+  for (int n = 0; n < count; n++)
+    for (int i = 0; i < SUMS; i++) {
+      wide[n].product[i] += (double)sums[n].product[i];
+      wide[n].square[i] += (double)sums[n].square[i];
+    }
 }
+
+/* Tries `count` scales. */
+INLINE void try_each(const searched *row, const float *scale, const int count, const int weighted,
+                     tried *found) {
+  float inverse[AT_ONCE], step[AT_ONCE];
+  wide_sums wide[AT_ONCE];
+  memset(wide, 0, (size_t)count * sizeof wide[0]);
+  for (int n = 0; n < count; n++) {
+    step[n] = scale[n] * row->job->format->units;
+    inverse[n] = 1.0f / step[n];
+  }
+  for (int64_t k = 0; k < row->cols; k += SUMS_BLOCK)
+    add_block(row, k, inverse, count, weighted, wide);
+  for (int n = 0; n < count; n++) {
+    double product = 0, square = 0;
+    for (int i = 0; i < SUMS; i++) product += wide[n].product[i];
+    for (int i = 0; i < SUMS; i++) square += wide[n].square[i];
+    const double size = (double)step[n], gain = size * (2.0 * product - size * square);
+    found[n] = (tried){scale[n], gain, product, square};
+  }
+}
+
+#define TRY(count, name)                                                                           \
+  static __attribute__((noinline)) void name(const searched *row, const float *scale,              \
+                                             tried *found) {                                       \
+    if (row->importance)                                                                           \
+      try_each(row, scale, count, 1, found);                                                       \
+    else                                                                                           \
+      try_each(row, scale, count, 0, found);                                                       \
+  }
+
+TRY(1, try_one)
+TRY(4, try_four)
+TRY(AT_ONCE, try_eight)
+#undef TRY
 
 /* As a stored scale can be. */
 static float storable(const searched *row, float scale) {
@@ -72,24 +122,37 @@ static float candidate(const searched *row, int n) {
   return storable(row, row->first * (float)((420.0 - 13.0 * twenty_first) / 420.0));
 }
 
+/* The first of the best scales; before: the best of those tried before, or NULL. */
+static tried best_of(const tried *found, int count, const tried *before) {
+  tried best = before ? *before : found[0];
+  for (int n = 0; n < count; n++)
+    if (found[n].gain > best.gain) best = found[n];
+  return best;
+}
+
+/* Steps 1 and 2 of formats.md. */
+static tried best_candidate(const searched *row) {
+  float scale[AT_ONCE];
+  tried found[AT_ONCE];
+  for (int n = 0; n < AT_ONCE; n++) scale[n] = candidate(row, 3 * n);
+  try_eight(row, scale, found);
+  const tried best = best_of(found, AT_ONCE, NULL);
+  int middle = 0;
+  while (found[middle].gain != best.gain) middle++;
+  for (int n = 0; n < 4; n++) scale[n] = candidate(row, 3 * middle + (n < 2 ? n - 2 : n - 1));
+  try_four(row, scale, found);
+  return best_of(found, 4, &best);
+}
+
 static float searched_scale(const searched *row) {
   if (row->amax < 0x1p-60f || row->amax > 0x1p60f) return row->first;
-  tried best = try_scale(row, row->first);
-  int middle = 0;
-  for (int n = 3; n <= 21; n += 3) {
-    const tried next = try_scale(row, candidate(row, n));
-    if (next.gain > best.gain) best = next, middle = n;
-  }
-  for (int n = middle - 2; n <= middle + 2; n++) {
-    if (n == middle) continue;
-    const tried next = try_scale(row, candidate(row, n));
-    if (next.gain > best.gain) best = next;
-  }
+  tried best = best_candidate(row);
   for (int step = 0; step < 2 && best.square > 0; step++) {
     const double least_squares = best.product / best.square;
     const float scale = storable(row, (float)(least_squares / (double)row->job->format->units));
     if (scale < candidate(row, 21)) break;
-    const tried next = try_scale(row, scale);
+    tried next;
+    try_one(row, &scale, &next);
     if (!(next.gain > best.gain)) break;
     best = next;
   }
