@@ -20,9 +20,11 @@ from helpers.gguf_files import Blocks as GgufBlocks
 from helpers.gguf_files import write_gguf
 from helpers.gpt_oss import SIZES as GPT_OSS
 from helpers.gpt_oss import Blocks
+from helpers.importance_files import importance_of, write_importance
 from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 
+from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.estimate import advice, estimate_lines
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
 from ktconv.formats import FORMATS, Projection, parse_tensor_name, reference, split
@@ -33,6 +35,7 @@ from ktconv.quantize_cpu.estimate import Estimation
 from ktconv.quantize_cpu.predictions import Candidate, Estimate
 from ktconv.quantize_cpu.run import Request, prepare
 from ktconv.quantize_cpu.sampling import STEP, Limits, Sample, TimedReader, cost_of, draw
+from ktconv.system.units import parse_ranges
 from ktconv.targets.ktransformers import Options
 
 F32 = NDArray[np.float32]
@@ -271,6 +274,22 @@ def test_importance_by_the_reference(tmp_path: Path) -> None:
         assert errors[2, 1] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_file_of_importance(tmp_path: Path) -> None:
+    """The errors that a conversion with it records, and the coverage of the plan beside them."""
+    checkpoint = open_checkpoint(EXAMPLE)
+    file = write_importance(tmp_path / "i.safetensors", importance_of(checkpoint), checkpoint)
+    convert(EXAMPLE, tmp_path / "out", importance=file)
+    expected = errors_by_cell(read_json(tmp_path / "out/ktconv.json"))
+    words = ("--importance", file, "--dry-run", "--estimate")
+    facts = json.loads(done(EXAMPLE, tmp_path / "none", *words, "--json"))
+    assert facts["importance"] and facts["estimate"]["weighted"]
+    found = next(one for one in facts["estimate"]["candidates"] if one["chosen"])
+    assert (found["scale"], found["weighted"]) == ("search", True)
+    cells = [layer[proj] for layer in found["layers"] for proj in ("gate", "up", "down")]
+    assert [one["relative_rms_error"] for one in cells] == pytest.approx(expected, rel=2e-3)
+    assert "int4 search, weighted, by layer:" in done(EXAMPLE, tmp_path / "none", *words)
+
+
 # ---- what is sampled -------------------------------------------------------------------
 
 
@@ -441,11 +460,31 @@ def layers_of(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def noisy(count: int) -> list[dict[str, Any]]:
+    """Facts of layers of which no two are alike; of some a projection was not sampled."""
+    found: list[dict[str, Any]] = [
+        {"layer": i} | {proj: {"relative_rms_error": 0.1 + i % 7 / 100} for proj in "ab"}
+        for i in range(count)
+    ]
+    for one in found[::9]:
+        del one["b"]
+    return found
+
+
 def test_deep_models_have_short_tables() -> None:
     from ktconv.cli.estimate import _layer_rows
 
-    def rows(count: int) -> list[list[str]]:
-        return _layer_rows({"by_projection": {"a": {}, "b": {}}, "layers": layers_of(count)})
+    def rows(layers: list[dict[str, Any]]) -> list[list[str]]:
+        return _layer_rows({"by_projection": {"a": {}, "b": {}}, "layers": layers})[1:]
 
-    assert rows(61)[1:] == [["0-39", "0.1000", "0.1000"], ["40-60", "0.1500", "0.1500"]]
-    assert len(rows(16)) == 17
+    found = rows(layers_of(61))
+    assert found == [["0-39", "0.1000", "0.1000"], ["40-60", "0.1500", "0.1500"]]
+    assert len(rows(layers_of(16))) == 16
+    assert rows(noisy(16))[0] == ["0", "0.1000", "-"]
+    assert 2 <= len(rows(noisy(90))) <= 24
+    assert parse_ranges(",".join(row[0] for row in rows(noisy(90))), "") == list(range(90))
+    nothing = [
+        {"layer": i, "a": {"relative_rms_error": 0.0}, "b": {"relative_rms_error": 0.0}}
+        for i in range(20)
+    ]
+    assert rows(nothing) == [["0-19", "0.0000", "0.0000"]]

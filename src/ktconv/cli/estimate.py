@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 Facts = Mapping[str, Any]
 
 FEW_LAYERS = 16  # have a line each
-ALIKE = 0.03  # of an error: neighbouring layers of a deep model that differ by less share a line
+ALIKE = 0.03  # of an error: neighbouring layers of a deep model that differ by less share a line,
+MOST_LINES = 24  # or by more, if there would be more lines than these
 BETTER = 0.98  # times an error: what is worth naming
 
 
@@ -90,8 +91,8 @@ def _candidate_rows(facts: Facts) -> list[list[str]]:
 
 
 def _all(one: Facts) -> str:
-    deviation = one["standard_error"]
-    return _error(one) if not deviation else f"{_error(one)} +-{2 * deviation:.4f}"
+    interval = f"{2 * (one['standard_error'] or 0):.4f}"
+    return _error(one) if not float(interval) else f"{_error(one)} +-{interval}"
 
 
 def _error(numbers: Facts) -> str:
@@ -112,26 +113,34 @@ def _layer_rows(candidate: Facts) -> list[list[str]]:
 
 def _groups(layers: Sequence[Facts], projections: Sequence[str]) -> list[list[Facts]]:
     """Neighbours with about the same errors; in shallow models every layer alone."""
-    if len(layers) <= FEW_LAYERS:
-        return [[one] for one in layers]
+    groups = [[one] for one in layers]
+    share = ALIKE
+    while len(groups) > (MOST_LINES if share > ALIKE else FEW_LAYERS):
+        groups = _joined(layers, projections, share)
+        share *= 2
+    return groups
+
+
+def _joined(layers: Sequence[Facts], projections: Sequence[str], share: float) -> list[list[Facts]]:
+    """Neighbours whose errors differ from those of the first by no more than a share of them."""
     groups: list[list[Facts]] = []
     for one in layers:
-        if groups and _alike(groups[-1][0], one, projections):
+        if groups and _differ(groups[-1][0], one, projections) <= share:
             groups[-1].append(one)
         else:
             groups.append([one])
     return groups
 
 
-def _alike(first: Facts, other: Facts, projections: Sequence[str]) -> bool:
-    if first.keys() != other.keys():
-        return False
+def _differ(first: Facts, other: Facts, projections: Sequence[str]) -> float:
+    """The largest difference, by the errors of `first`; projections without a sample are left
+    out."""
     pairs = [
         (first[proj]["relative_rms_error"], other[proj]["relative_rms_error"])
         for proj in projections
-        if proj in first
+        if proj in first and proj in other
     ]
-    return all(abs(a - b) <= ALIKE * a for a, b in pairs)
+    return max((abs(a - b) / a if a else float(b > 0) for a, b in pairs), default=0.0)
 
 
 # ---- advice ----------------------------------------------------------------------------
