@@ -35,6 +35,10 @@ def verify(
     config: ConfigOption = None,
     naming: MapOption = None,
     tower: TowerOption = None,
+    importance: Annotated[
+        Path | None,
+        option("The file that quantize-cpu --importance was given, to prove scales by.", "FILE"),
+    ] = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
@@ -99,6 +103,7 @@ def verify(
             config=config,
             map=naming,
             tower=tower,
+            importance=importance,
             level=level,
             sample=sample,
             seed=seed,

@@ -26,6 +26,8 @@ from ktconv.packed.weights import (
     open_packed,
 )
 from ktconv.system.units import format_ranges
+from ktconv.targets.card import codes_in_words
+from ktconv.targets.ktransformers import options_of_record
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
@@ -175,6 +177,7 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "made_by": f"ktconv {manifest.version}" if manifest else f"no {MANIFEST}",
         "family": manifest.model_type if manifest else None,
         "method": ", ".join(formats) or None,
+        "codes_by": _codes(manifest),
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
         **({"tower": manifest.tower} if manifest and manifest.tower else {}),
@@ -191,6 +194,12 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "damaged_files": damaged,
         "complete": bool(formats) and not (missing or odd or damaged),
     }
+
+
+def _codes(manifest: Manifest | None) -> str | None:
+    """How scales and codes were chosen, as far as a manifest says it."""
+    options = options_of_record(manifest.options) if manifest else None
+    return codes_in_words(options) if options else None
 
 
 def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int]) -> str | None:

@@ -61,6 +61,16 @@ def command_line(
     return " ".join(words)
 
 
+def codes_in_words(options: Options) -> str:
+    """How scales and codes were chosen."""
+    if options.scale == "amax":
+        return "amax: scales from the largest weight of each row, as KTransformers does"
+    words = "search: scales with the smallest squared error of each row"
+    if options.importance is not None:
+        words += f", weighted by {_one_line(options.importance.file)}"
+    return words
+
+
 def yaml_name(name: str) -> str:
     """A name as a YAML scalar: plain if possible, otherwise in double quotes, as in JSON."""
     plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
@@ -161,6 +171,7 @@ tags:
 - Experts per layer: {_expert_counts(plan)}
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}
+- Codes by {codes_in_words(options)}
 - `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:

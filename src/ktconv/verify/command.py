@@ -58,6 +58,7 @@ def _compare(
         ("config", request.config),
         ("map", request.map),
         ("tower", request.tower),
+        ("importance", request.importance),
         ("level", request.level),
         ("text", request.text),
         ("work-dir", request.work_dir),

@@ -53,12 +53,13 @@ class LayerNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes per thread that reads weights, of level layers, and of loading the source model for
-    hidden states; None or 0 for what is not done."""
+    """Bytes per thread that reads weights, of level layers, of loading the source model for
+    hidden states, and of what threads share; None or 0 for what is not done."""
 
     thread: int
     layers: LayerNeed | None = None
     capture: int = 0
+    shared: int = 0  # whatever the number of threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def plan_memory(
     """Portions for `asked` bytes in total; by default for 1.5 GiB beyond what is used now, or what
     the smallest portions need. Raises MemoryLimitError where these need more than `asked`."""
     layers, resident = need.layers or LayerNeed(0, 0), machine.resident_memory()
-    base = resident + MEMORY_MARGIN
+    base = resident + MEMORY_MARGIN + need.shared
     smallest = layers.least + (threads or 1) * need.thread
     limit = asked or max(resident + DEFAULT_MEMORY, base + smallest)
     threads = fit_threads(limit, threads, base + layers.least, need.thread, "verification")

@@ -58,6 +58,9 @@ def _weights(about: Mapping[str, Any]) -> Iterator[str]:
         f"most {about['max_error_steps']:.4f} steps off{allowed}, "
         f"{100 * about['zero_share']:.1f} % zeros"
     )
+    if "codes_by" in about:
+        yield f"codes by {about['codes_by']}"
+    yield from (f"not proven: {sentence}" for sentence in about.get("unproven", ()))
     for worst in about["worst"][:1]:
         yield (
             f"worst: layer {worst['layer']}, expert {worst['expert']}, {worst['projection']}: "

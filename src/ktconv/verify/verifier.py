@@ -116,7 +116,7 @@ class OutputVerifier(ABC):
 
     def _budget(self) -> Budget:
         """Threads and memory for all levels up to the requested one."""
-        need, why_not = Need(self.thread_bytes()), None
+        need, why_not = Need(self.thread_bytes(), shared=self.shared_bytes()), None
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             layers = self.output.source_layers.values()
@@ -124,6 +124,7 @@ class OutputVerifier(ABC):
                 need.thread,
                 layers_need(layers, self.output.packed.layers.values(), self.request, top_k),
                 capture_bytes(source),
+                need.shared,
             )
             why_not = hidden_states.why_not_captured(self.output)
         budget = plan_memory(need, self.request.max_memory, self.request.threads, why_not)
@@ -133,6 +134,10 @@ class OutputVerifier(ABC):
     @abstractmethod
     def thread_bytes(self) -> int:
         """Memory of a thread that reads and compares."""
+
+    def shared_bytes(self) -> int:
+        """Memory of what all threads use."""
+        return 0
 
     # ---- levels structure and weights ----
 

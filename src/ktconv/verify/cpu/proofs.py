@@ -11,6 +11,7 @@ from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Projection
 from ktconv.packed.proof import Proof
+from ktconv.targets.card import codes_in_words
 from ktconv.verify.cpu.output import CpuOutput
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Proofs:
     """Of an output. `unproven`: sentences on what is not proven, and which option proves it."""
 
     rule: str
+    words: str  # how scales and codes were chosen
     weights: ExpertWeights | None = None  # of squared errors
     unproven: Sequence[str] = ()
     exact: bool = True
@@ -38,23 +40,23 @@ class Proofs:
 
     def as_dict(self) -> dict[str, Any]:
         """For the report."""
-        weighted = self.weights.record.file if self.weights else None
-        return {"rule": self.rule, "weighted_by": weighted, "unproven": list(self.unproven)}
+        return {"codes_by": self.words, "rule": self.rule, "unproven": list(self.unproven)}
 
 
 def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
     """`importance`: the file given. UsageError for one that the output was not made with."""
     rule, recorded = output.options.scale, output.options.importance
+    words = codes_in_words(output.options)
     if recorded is None:
         if importance is not None:
             raise UsageError(
                 f"{output.directory} was converted without --importance", "omit --importance"
             )
-        return Proofs(rule)
+        return Proofs(rule, words)
     if importance is None:
-        return Proofs(rule, exact=False, unproven=[_UNKNOWN.format(file=recorded.file)])
+        return Proofs(rule, words, exact=False, unproven=[_UNKNOWN.format(file=recorded.file)])
     if output.checkpoint is None or output.plan is None:
-        return Proofs(rule, exact=False)  # nothing is compared
+        return Proofs(rule, words, exact=False)  # nothing is compared
     from ktconv.quantize_cpu.importance import open_weights
 
     weights = open_weights(importance, output.checkpoint, output.plan.moe_layers)
@@ -65,7 +67,7 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
             f"{weights.record.sha256[:12]}...",
             "give the file that the conversion was given",
         )
-    return Proofs(rule, weights)
+    return Proofs(rule, words, weights)
 
 
 _UNKNOWN = (

@@ -52,6 +52,9 @@ class CpuVerifier(OutputVerifier):
     def thread_bytes(self) -> int:
         return self.buffer_sizes().nbytes + _CHECK_BYTES
 
+    def shared_bytes(self) -> int:
+        return self._proofs.memory
+
     def buffer_sizes(self) -> BufferSizes:
         layers = list(self.output.checkpoint.layers) if self.output.checkpoint else []
         return quantize_buffers(layers, FORMATS[self.output.options.method])

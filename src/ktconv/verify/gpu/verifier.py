@@ -39,6 +39,12 @@ class GpuVerifier(OutputVerifier):
         check_sizes("tp", self.request.tp)
         check_sizes("ep", self.request.ep)
         other, directory = self.request.beside, self.output.directory
+        if self.request.importance is not None:
+            raise UsageError(
+                f"--importance is for an output of quantize-cpu, and {directory} is one of "
+                "quantize-gpu",
+                "omit it",
+            )
         if other is not None:
             raise UsageError(
                 f"--with is for an output of quantize-cpu, and {directory} is one of quantize-gpu",
