@@ -1,0 +1,415 @@
+"""Scales and codes of every rule: what level weights must find, however small it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
+from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
+from helpers.importance_files import importance_of, write_importance
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.checkpoint import open_checkpoint
+from ktconv.errors import UsageError
+from ktconv.formats import FORMATS, reference, split
+from ktconv.formats.search import Choice, possible_scales
+from ktconv.packed.inspection import inspect_path
+from ktconv.packed.weights import name_of, open_packed
+from ktconv.repack.reshard import Request as ReshardRequest
+from ktconv.repack.reshard import reshard
+from ktconv.verify import Request, Result, verify
+
+METHODS = ["int4", "int8"]
+RULES = ["amax", "search", "importance"]
+GIVES = {
+    "amax": "the largest weight makes",
+    "search": "the search for the smallest error gives",
+    "importance": "the weighted search for the smallest error gives",
+}
+Make = Callable[..., Path]
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def importance(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = open_checkpoint(model)
+    path = tmp_path_factory.mktemp("importance") / "importance.safetensors"
+    return write_importance(path, importance_of(checkpoint), checkpoint)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, importance: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Conversions by a rule, each made once; not to be changed."""
+    known: dict[tuple[str, str, int], Path] = {}
+
+    def make(rule: str, method: str = "int4", numa: int = 2) -> Path:
+        key = rule, method, numa
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("rules") / "out"
+            more = {"importance": importance} if rule == "importance" else {"scale": rule}
+            convert(model, known[key], method=method, numa=numa, **more)
+        return known[key]
+
+    return make
+
+
+@pytest.fixture
+def copied(made: Make, tmp_path: Path) -> Make:
+    """A copy, to be changed."""
+
+    def make(rule: str, method: str = "int4", numa: int = 2) -> Path:
+        copy = tmp_path / f"copy-{rule}-{method}-{numa}"
+        shutil.copytree(made(rule, method, numa), copy)
+        return copy
+
+    return make
+
+
+def signed(output: Path) -> Path:
+    """With checksums of what is there, and without the errors that were measured: so nothing but
+    the weights can tell."""
+    places = {name_of(tensor): place for tensor, place in open_packed(output).tensors.items()}
+
+    def change(record: Any) -> None:
+        for unit in record["units"].values():
+            for name in unit["tensors"].keys() & places.keys():
+                digest = hashlib.sha256(bytes_of(places[name])).hexdigest()
+                unit["tensors"][name] = {"sha256": digest}
+
+    return edit_manifest(output, change)
+
+
+def edit_manifest(output: Path, change: Callable[[Any], None]) -> Path:
+    record = read_json(output / "ktconv.json")
+    change(record)
+    (output / "ktconv.json").write_text(json.dumps(record))
+    return output
+
+
+def verified(output: Path, model: Path, importance: Path | None = None) -> Result:
+    return verify(Request(output, str(model), "weights", importance=importance, threads=1))
+
+
+def changed(output: Path, model: Path, importance: Path | None = None) -> Result:
+    """`verified`, of a copy."""
+    return verified(signed(output), model, importance)
+
+
+def set_scale(output: Path, name: str, row: int, value: np.float32) -> None:
+    overwrite(place_of(output, f"{name}.scale"), value.astype("<f4").tobytes(), 4 * row)
+
+
+def scale_of(output: Path, name: str) -> Floats:
+    return np.frombuffer(bytes_of(place_of(output, f"{name}.scale")), "<f4").copy()
+
+
+def codes_of(output: Path, name: str, method: str, rows: int, cols: int) -> NDArray[np.int8]:
+    packed = np.frombuffer(bytes_of(place_of(output, f"{name}.weight")), np.uint8)
+    return native.audit_codes(method, packed, rows, cols)
+
+
+def set_codes(output: Path, name: str, method: str, codes: NDArray[np.int8]) -> None:
+    overwrite(place_of(output, f"{name}.weight"), native.pack(method, codes).tobytes())
+
+
+# ---- what is right ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sound_output_is_proven(
+    rule: str, method: str, made: Make, model: Path, importance: Path
+) -> None:
+    given = importance if rule == "importance" else None
+    result = verified(made(rule, method), model, given)
+    assert result.passed, result.failures
+    about = result.facts["weights"]
+    assert about["unproven"] == [] and about["rule"] == ("amax" if rule == "amax" else "search")
+    assert ("weighted by importance.safetensors" in about["codes_by"]) is (rule == "importance")
+    assert inspect_path(str(made(rule, method)))["codes_by"] == about["codes_by"]
+    assert f"Codes by {about['codes_by']}" in (made(rule, method) / "README.md").read_text()
+
+
+# ---- what is wrong by as little as possible --------------------------------------------
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_neighbouring_scale(
+    rule: str, method: str, up: bool, copied: Make, model: Path, importance: Path
+) -> None:
+    """One unit in the last place, of a matrix that is cut by rows and of one cut by columns."""
+    output, given = copied(rule, method), importance if rule == "importance" else None
+    for proj in ("gate", "down"):
+        name = f"blk.1.ffn_{proj}_exps.2.numa.1"
+        here = scale_of(output, name)[19]
+        set_scale(output, name, 19, np.nextafter(here, np.float32(np.inf if up else 0)))
+    failures = found(changed(output, model, given), "weights", "scale")
+    assert [(one["tensor"], one["row"]) for one in failures] == [
+        ("blk.1.ffn_gate_exps.2.numa.1.scale", 19), ("blk.1.ffn_down_exps.2.numa.1.scale", 19),
+    ]  # fmt: skip
+    assert all(GIVES[rule] in one["message"] for one in failures)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["search", "importance"])
+def test_every_code_is_the_nearest(
+    rule: str, method: str, copied: Make, model: Path, importance: Path
+) -> None:
+    """Codes that are off by one, at the last level as in the middle, wherever the other one is not
+    as near within what comparing in binary32 can tell."""
+    output, fmt = copied(rule, method), FORMATS[method]
+    name, top = "blk.0.ffn_up_exps.1.numa.0", fmt.traits.max_level
+    source = source_matrices(model)[0, 1, "up"][:128].astype(np.float64)
+    codes = codes_of(output, name, method, 128, 256)
+    steps = np.clip(source / (scale_of(output, name) * fmt.traits.scale_units)[:, None], -top, top)
+    toward = np.where(steps > codes, 1, -1)  # the second nearest code
+    toward = np.where(np.abs(codes + toward) > top, -toward, toward)
+    clear = np.abs(steps - codes - toward) > 0.5 + 2.0**-14
+    assert clear.mean() > 0.99 and (np.abs(codes[clear]) == top).any()
+    rng, others = np.random.default_rng(1), codes.copy()
+    column = [int(rng.choice(np.flatnonzero(row))) for row in clear]  # one of each row
+    rows = np.arange(128)
+    others[rows, column] += toward[rows, column].astype(np.int8)
+    set_codes(output, name, method, others)
+    given = importance if rule == "importance" else None
+    result = changed(output, model, given)
+    failures = found(result, "weights", "element")
+    assert {one["row"] for one in failures} <= set(range(128))
+    assert all(one["column"] == column[one["row"]] for one in failures)
+    assert "under --scale search" in failures[0]["message"]
+    set_codes(output, name, method, codes)
+    for row in (0, 63, 127):  # each of them alone
+        one = codes.copy()
+        one[row, column[row]] = others[row, column[row]]
+        set_codes(output, name, method, one)
+        (failure,) = found(changed(output, model, given), "weights", "element")
+        assert (failure["row"], failure["column"]) == (row, column[row])
+
+
+@pytest.mark.parametrize("whole_row", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_by_the_largest_weight(
+    method: str, whole_row: bool, copied: Make, model: Path
+) -> None:
+    """Its scale alone, and with the codes that belong to it."""
+    output, name = copied("search", method), "blk.0.ffn_gate_exps.0.numa.1"
+    source = source_matrices(model)[0, 0, "gate"][128:]
+    other, scale = reference.quantize(FORMATS[method], source)
+    row = int(np.flatnonzero(scale != scale_of(output, name))[0])
+    set_scale(output, name, row, scale[row])
+    if whole_row:
+        codes = codes_of(output, name, method, 128, 256)
+        codes[row] = other[row]
+        set_codes(output, name, method, codes)
+    result = changed(output, model)
+    assert not result.passed and {one.level for one in result.failures} == {"weights"}
+    (failure,) = [one for one in result.failures if one.check == "scale"]
+    assert failure.row == row and GIVES["search"] in failure.message
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("rule", "claimed"), [("amax", "search"), ("search", "amax")])
+def test_another_rule_than_the_manifest_says(
+    rule: str, claimed: str, method: str, copied: Make, model: Path
+) -> None:
+    output = edit_manifest(
+        copied(rule, method), lambda record: record["options"].update(scale=claimed)
+    )
+    failures = found(changed(output, model), "weights", "scale")
+    assert len(failures) > 10 and all(GIVES[claimed] in one["message"] for one in failures)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_level_that_no_rule_uses(
+    rule: str, copied: Make, model: Path, importance: Path
+) -> None:
+    output, name = copied(rule, "int4"), "blk.0.ffn_up_exps.1.numa.0"
+    codes = codes_of(output, name, "int4", 128, 256)
+    row, column = (int(i) for i in np.argwhere(codes == -7)[0])
+    codes[row, column] = -8
+    set_codes(output, name, "int4", codes)
+    result = changed(output, model, importance if rule == "importance" else None)
+    failure = found(result, "weights", "level")[0]
+    assert (failure["row"], failure["column"], failure["value"]) == (row, column, -8.0)
+
+
+# ---- without a manifest ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["amax", "search"])
+def test_the_rule_of_an_output_without_manifest(
+    rule: str, method: str, copied: Make, model: Path
+) -> None:
+    """It is found by scales, and then all are held to it."""
+    output = forget_manifest(copied(rule, method))
+    result = check(output, model)
+    assert result.passed and result.facts["weights"]["rule"] == rule
+    set_scale(output, "blk.1.ffn_down_exps.0.numa.1", 3, np.float32(0.5))
+    assert GIVES[rule] in check(output, model).failures[-1].message
+
+
+# ---- importance ------------------------------------------------------------------------
+
+
+def test_without_the_file_the_report_says_what_is_not_proven(
+    made: Make, model: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.html"
+    words = ("verify", made("importance"), "--source", model, "--level", "weights")
+    done = ktconv(*words, "--report", report)
+    assert done.returncode == 0, done.stdout
+    assert "not proven: " in done.stdout and "--importance FILE" in done.stdout
+    assert "Not proven: " in report.read_text() and "--importance FILE" in report.read_text()
+    facts = json.loads(ktconv(*words, "--json").stdout)
+    assert len(facts["weights"]["unproven"]) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_the_file_scales_must_be_possible(method: str, copied: Make, model: Path) -> None:
+    output, name, fmt = (
+        copied("importance", method),
+        "blk.1.ffn_down_exps.2.numa.1",
+        FORMATS[method],
+    )
+    assert changed(output, model).passed
+    source = source_matrices(model)[1, 2, "down"][:, 128:]
+    first = reference.scale_of(fmt, np.abs(source).max(axis=1))
+    before = scale_of(output, name)
+    for row, factor, possible in ((3, 0.34, False), (4, 2.26, False), (5, 0.36, True)):
+        set_scale(output, name, row, np.float32(factor) * first[row])
+        result = changed(output, model)
+        scales = [one for one in result.failures if one.check == "scale"]
+        assert bool(scales) is not possible
+        # Codes are those of the scale that was there.
+        assert any(one.check == "element" and one.row == row for one in result.failures)
+        set_scale(output, name, row, before[row])
+        if scales:
+            assert scales[0].row == row and "unknown weights" in scales[0].message
+
+
+def test_without_the_file_codes_are_the_nearest(copied: Make, model: Path) -> None:
+    output, name = copied("importance"), "blk.1.ffn_down_exps.2.numa.1"
+    codes = codes_of(output, name, "int4", 256, 128)
+    row, column = (int(i) for i in np.argwhere(codes == 7)[0])
+    codes[row, column] = 6
+    set_codes(output, name, "int4", codes)
+    (failure,) = found(changed(output, model), "weights", "element")
+    assert (failure["row"], failure["column"]) == (row, 128 + column)
+
+
+def test_files_of_importance_that_are_refused(
+    made: Make, model: Path, importance: Path, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(model)
+    other = write_importance(tmp_path / "other", importance_of(checkpoint, seed=9), checkpoint)
+    with pytest.raises(UsageError, match="another file of importance than"):
+        verified(made("importance"), model, other)
+    with pytest.raises(UsageError, match="was converted without --importance"):
+        verified(made("search"), model, importance)
+    for words in (("--level", "structure"), (made("search"),)):
+        done = ktconv("verify", made("importance"), *words, "--importance", importance)
+        assert done.returncode == 2 and "--importance" in done.stderr
+
+
+def test_possible_scales_are_those_of_any_importance() -> None:
+    """Rows whose errors count in a few columns, so that scales are far from the usual ones."""
+    rng = np.random.default_rng(4)
+    for method in ("int4", "int8", "gint4-32"):
+        fmt, most = FORMATS[method], 0.0
+        for _ in range(40):
+            rows = (rng.standard_normal((64, 128)) * np.exp(rng.normal(0, 1, 128))).astype(
+                np.float32
+            )
+            weights = np.where(rng.random(128) < 0.03, 1, 1e-6).astype(np.float32)
+            if fmt.group:
+                parts = np.abs(rows.reshape(64, -1, fmt.group)).max(axis=2)
+            else:
+                parts = np.abs(rows).max(axis=1)[:, None]
+            least, largest = possible_scales(fmt, parts, reference.scale_of(fmt, parts))
+            _, scale = reference.quantize(fmt, rows, Choice("search", weights))
+            scale = scale.reshape(64, -1)
+            if scale.dtype == np.uint16:
+                scale = (scale.astype(np.uint32) << 16).view(np.float32)
+            assert ((least <= scale) & (scale <= largest)).all()
+            most = max(most, float((scale / reference.scale_of(fmt, parts)).max()))
+        assert most > 1.001  # or the limit above proves nothing
+
+
+# ---- cut anew --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_that_were_cut_keep_the_scale_of_the_whole_row(
+    method: str, rule: str, made: Make, model: Path, importance: Path, tmp_path: Path
+) -> None:
+    given = importance if rule == "importance" else None
+    reshard(ReshardRequest(made(rule, method, 1), tmp_path / "two", numa=2, threads=1))
+    result = verified(tmp_path / "two", model, given)
+    assert result.passed, result.failures
+    whole = source_matrices(model)[0, 1, "down"]
+    weights = None if given is None else importance_weights(model, given)
+    for part in (0, 1):
+        name = f"blk.0.ffn_down_exps.1.numa.{part}"
+        columns = split("down", 256, 256, part, 2).index
+        own = None if weights is None else weights[columns[1]]
+        choice = Choice("amax" if rule == "amax" else "search", own)
+        _, fresh = reference.quantize(FORMATS[method], whole[columns], choice)
+        row = int(np.flatnonzero(fresh != scale_of(tmp_path / "two", name))[part])
+        set_scale(tmp_path / "two", name, row, fresh[row])  # what a fresh conversion has
+    failures = changed(tmp_path / "two", model, given).failures
+    scales = [one for one in failures if one.check == "scale"]
+    assert [one.part for one in scales] == [0, 1] and GIVES[rule] in scales[0].message
+
+
+def importance_weights(model: Path, file: Path) -> Floats:
+    """Of down of expert 1 in layer 0."""
+    from ktconv.quantize_cpu.importance import open_weights
+
+    checkpoint = open_checkpoint(model)
+    found = open_weights(file, checkpoint, checkpoint.layers).of(0, 1, "down")
+    assert found is not None
+    return found
+
+
+def test_parts_that_were_cut_and_joined_across_one_another(tmp_path: Path) -> None:
+    """4 -> 1 is refused, as scales differ; 1 -> 2 -> 3 and back keeps those of the whole row."""
+    from helpers.cli import write_model
+
+    model = write_model(tmp_path / "model", layers=1, inner=768)
+    convert(model, tmp_path / "one", numa=1)
+    for before, after in ((1, 2), (2, 3), (3, 1)):
+        reshard(ReshardRequest(tmp_path / NAMED[before], tmp_path / NAMED[after + 3 * (after == 1)],
+                               numa=after, threads=1))  # fmt: skip
+    for name in ("two", "three", "four"):
+        assert verified(tmp_path / name, model).passed
+    assert read_model(tmp_path / "four") == read_model(tmp_path / "one")
+    name = "blk.0.ffn_down_exps.0.numa.1"
+    output = tmp_path / "three"
+    set_scale(output, name, 7, np.nextafter(scale_of(output, name)[7], np.float32(0)))
+    (failure,) = found(changed(output, model), "weights", "scale")
+    assert (failure["part"], failure["row"]) == (1, 7)
+
+
+NAMED = {1: "one", 2: "two", 3: "three", 4: "four"}
+
+
+@pytest.mark.parametrize("earlier", [[0], [-1], ["1"], [3], [1 << 40], "1", [None]])
+def test_a_history_that_cannot_be(earlier: Any, made: Make, model: Path, tmp_path: Path) -> None:
+    """Numbers of parts that the sizes do not allow are none: scales are then those of the parts."""
+    reshard(ReshardRequest(made("search", "int4", 1), tmp_path / "two", numa=2, threads=1))
+    edit_manifest(
+        tmp_path / "two", lambda record: record["resharded_from"].update(earlier=earlier, numa=7)
+    )
+    assert found(verified(tmp_path / "two", model), "weights", "scale")
