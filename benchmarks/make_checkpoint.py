@@ -240,9 +240,13 @@ def header(tensors: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(path: Path, tensors: list[Tensor], pool: Pool) -> None:
+def write_shard(path: Path, tensors: list[Tensor], pool: Pool | None) -> None:
+    """Headers, then data of the pool, or a hole of their size."""
     with path.open("wb") as file:
         file.write(header(tensors))
+        if pool is None:
+            file.truncate(file.tell() + sum(tensor.nbytes for tensor in tensors))
+            return
         for tensor in tensors:
             for piece in pool.pieces(tensor):
                 file.write(piece)
@@ -322,11 +326,13 @@ def write_checkpoint(
     shard_size: int,
     seed: int,
     attention: bool = False,
+    holes: bool = False,
 ) -> int:
-    """Write the whole checkpoint; returns the bytes of its tensors."""
+    """Write the whole checkpoint; returns the bytes of its tensors. `holes`: headers alone, in
+    files of full size, which take no room on the disk and read as zeros."""
     output.mkdir(parents=True)
     shards = split(plan(preset, dtype, fused, attention), shard_size)
-    pool = Pool(seed)
+    pool = None if holes else Pool(seed)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
