@@ -23,6 +23,7 @@ from ktconv.formats import FORMATS, reference, split
 from ktconv.formats.search import Choice, possible_scales
 from ktconv.packed.inspection import inspect_path
 from ktconv.packed.weights import name_of, open_packed
+from ktconv.repack.recut import carried
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.verify import Request, Result, verify
@@ -400,6 +401,41 @@ def test_parts_that_were_cut_and_joined_across_one_another(tmp_path: Path) -> No
     set_scale(output, name, 7, np.nextafter(scale_of(output, name)[7], np.float32(0)))
     (failure,) = found(changed(output, model), "weights", "scale")
     assert (failure["part"], failure["row"]) == (1, 7)
+
+
+def test_parts_are_joined_with_the_recorded_importance(
+    made: Make, model: Path, importance: Path, tmp_path: Path
+) -> None:
+    """Only from the source, and only by the file that the conversion was given."""
+    packed, joined = made("importance", "int4", 2), tmp_path / "joined"
+
+    def words(**given: Any) -> ReshardRequest:
+        return ReshardRequest(packed, joined, numa=1, threads=1, **given)
+
+    with pytest.raises(UsageError, match="cannot be joined"):
+        reshard(words())
+    with pytest.raises(UsageError, match="were converted with --importance"):
+        reshard(words(source=str(model)))
+    with pytest.raises(UsageError, match="--importance belongs to --source"):
+        reshard(words(importance=importance))
+    checkpoint = open_checkpoint(model)
+    other = write_importance(tmp_path / "other", importance_of(checkpoint, seed=9), checkpoint)
+    with pytest.raises(UsageError, match="another file of importance"):
+        reshard(words(source=str(model), importance=other))
+    assert not joined.exists()
+    reshard(words(source=str(model), importance=importance))
+    assert read_model(joined) == read_model(made("importance", "int4", 1))
+    with pytest.raises(UsageError, match="was converted without --importance"):
+        reshard(ReshardRequest(made("search", "int4", 2), tmp_path / "never", numa=1,
+                               source=str(model), importance=importance))  # fmt: skip
+
+
+def test_records_of_codes_go_with_the_parts() -> None:
+    first = {"sha256": "x", "codes": "gptq", "calibration_tokens": 9, "row_error_bound": 0.1}
+    second = {**first, "row_error_bound": 0.3}
+    expected = {"codes": "gptq", "calibration_tokens": 9, "row_error_bound": 0.3}
+    assert carried([first, second]) == expected
+    assert carried([{"sha256": "x", "relative_rms_error": 0.1}]) == {}
 
 
 NAMED = {1: "one", 2: "two", 3: "three", 4: "four"}

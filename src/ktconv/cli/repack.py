@@ -74,6 +74,10 @@ def reshard_command(
     config: common.ConfigOption = None,
     naming: common.MapOption = None,
     tower: common.TowerOption = None,
+    importance: Annotated[
+        Path | None,
+        option("With --source: the file that quantize-cpu --importance was given.", "FILE"),
+    ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.CopyThreadsOption = 0,
     verify: common.VerifyOption = True,
@@ -99,6 +103,7 @@ def reshard_command(
             config=config,
             map=naming,
             tower=tower,
+            importance=importance,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             threads=threads or None,
             verify=verify,

@@ -69,15 +69,16 @@ def possible_scales(fmt: Format, amax: F32, first: F32) -> tuple[F32, F32]:
     at most `first`. So it is never more than 1.5 times as large as the largest before. Sums in
     binary32 add less than 2^-16 of that, scales in bf16 less than 2^-7.
     """
-    least = _storable(fmt, first * np.float32((420 - 13 * LAST) / 420))
+    least = storable(fmt, first * np.float32((420 - 13 * LAST) / 420))
     more = 1 + (2.0**-7 if fmt.scale_dtype == "bf16" else 2.0**-16)
     most = (first.astype(np.float64) * 1.5**_STEPS * more).astype(np.float32)
     usual = (amax >= _SMALLEST) & (amax <= _LARGEST)
-    return np.where(usual, least, first), np.where(usual, _storable(fmt, most), first)
+    return np.where(usual, least, first), np.where(usual, storable(fmt, most), first)
 
 
-def _storable(fmt: Format, scale: F32) -> F32:
-    """Scales as the format stores them."""
+def storable(fmt: Format, scale: F32) -> F32:
+    """Scales as the format stores them; denormals become 0."""
+    scale = ftz(scale)
     if fmt.scale_dtype == "bf16":
         rounded: F32 = bf16_to_f32(f32_to_bf16(scale))
         return rounded
@@ -107,14 +108,14 @@ class _Search:
         for _ in range(_STEPS):
             with np.errstate(divide="ignore", invalid="ignore"):
                 step_size = self._product / self._square / self._units
-            scale = _storable(self._fmt, np.where(going, step_size, 1.0).astype(np.float32))
+            scale = storable(self._fmt, np.where(going, step_size, 1.0).astype(np.float32))
             going = going & (scale >= least)
             going = self._try(scale, going)
         return self._best
 
     def _candidate(self, n: Array) -> F32:
         shrunk: F32 = self._first * ((420.0 - 13.0 * n) / 420.0).astype(np.float32)
-        return _storable(self._fmt, shrunk)
+        return storable(self._fmt, shrunk)
 
     def _try(self, scale: F32, where: Array, number: int | None = None) -> npt.NDArray[np.bool_]:
         """Keeps each scale that is better than those before; which ones are."""

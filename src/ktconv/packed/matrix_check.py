@@ -242,7 +242,7 @@ class MatrixCheck:
                 "negative and not denormal."
             )  # fmt: skip
         allowed = allowed or self._allowed
-        wrong = ~allowed.includes(self._scale, self._proof.factors) & ~odd
+        wrong = ~allowed.includes(self._fmt, self._scale, self._proof.factors) & ~odd
         self._name_scales(wrong & np.isfinite(allowed.most), allowed)
         self._name_rows(relative_errors(self.squares if squares is None else squares))
         return self._sums

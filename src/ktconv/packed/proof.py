@@ -7,6 +7,11 @@ from functools import cached_property
 
 from ktconv import native
 
+# In the manifest's record of a weight tensor: how its codes were chosen (absent: by the rule for
+# scales alone), and the largest relative RMS error of a row, of codes that have no other bound.
+CODES, ROW_ERROR_BOUND = "codes", "row_error_bound"
+COMPENSATED = "gptq"  # such codes
+
 
 @dataclass(frozen=True)
 class Proof:

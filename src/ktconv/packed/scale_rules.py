@@ -8,7 +8,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.formats import Format, reference
-from ktconv.formats.search import possible_scales
+from ktconv.formats.search import possible_scales, storable
 from ktconv.packed.proof import Proof
 from ktconv.system.arrays import F32, Bools
 
@@ -22,11 +22,12 @@ class Allowed:
     most: F32
     kept: int = 0
 
-    def includes(self, scale: F32, factors: tuple[float, ...]) -> Bools:
+    def includes(self, fmt: Format, scale: F32, factors: tuple[float, ...]) -> Bools:
         """Which scales are allowed, times one of `factors`; NaN is not."""
         found: Bools = np.zeros(scale.shape, bool)
         for factor in map(np.float32, factors):
-            found |= (factor * self.least <= scale) & (scale <= factor * self.most)
+            least, most = (storable(fmt, factor * bound) for bound in (self.least, self.most))
+            found |= (least <= scale) & (scale <= most)
         return found
 
     @staticmethod

@@ -18,6 +18,7 @@ from ktconv import native
 from ktconv.conversion.tasks import Advance, write_tensor
 from ktconv.errors import UsageError, VerificationError
 from ktconv.formats import KINDS, Kind, Matrix, TensorId, cut_by_rows, scales
+from ktconv.packed.proof import CODES, ROW_ERROR_BOUND
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader, Span
@@ -73,6 +74,13 @@ def joined_scales(scales: Sequence[F32], zero_rows: Sequence[Bools]) -> F32:
                 "another"
             )
     return agreed
+
+
+def carried(records: Sequence[Record]) -> Record:
+    """What is true of a part that was put together from parts with these records of codes."""
+    found = {key: records[0][key] for key in (CODES, "calibration_tokens") if key in records[0]}
+    bounds = [record[ROW_ERROR_BOUND] for record in records if ROW_ERROR_BOUND in record]
+    return found | ({ROW_ERROR_BOUND: max(bounds)} if bounds else {})
 
 
 def _zero_rows(codes: I8) -> Bools:
@@ -179,6 +187,12 @@ class RecutTask:
 
     # ---- writing ----
 
+    def _carried(self, index: int) -> Record:
+        """What is recorded of codes that a new part takes from old ones."""
+        found = shares(self.layer.intermediate, self.layer.parts, self.parts, index)
+        names = (name_of(self._tensor(share.part, "weight")) for share in found)
+        return carried([self.known.get(name, {}) for name in names])
+
     def _write(self, index: int, codes: I8, scale: Array, staging: Staging) -> dict[str, Any]:
         """To verify, packed codes are unpacked by code that the packer does not share."""
         layout = self.layer.format.layout
@@ -192,6 +206,8 @@ class RecutTask:
                     "check this machine's memory, then run the same command again",
                 )
         written = {weight: packed, packed_scale: scales.placed(self.layer.format, scale)}
-        return {
+        records = {
             name: write_tensor(name, [data], staging, self.verify) for name, data in written.items()
         }
+        records[weight] |= self._carried(index)
+        return records

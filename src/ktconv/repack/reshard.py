@@ -58,6 +58,7 @@ class Request:
     config: Path | None = None  # directory of its config and tokenizer; None: the source's
     map: Path | None = None  # of the source's names; None: the one that the manifest records
     tower: str | None = None  # of the source; None: the one that the manifest records
+    importance: Path | None = None  # with a source: the file of it that the weights follow from
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
     With a source this plans a conversion by `quantize_cpu`.
     """
     check_source_options(request.source, request.config, request.map, request.tower)
+    if request.importance is not None and request.source is None:
+        raise UsageError("--importance belongs to --source", "give --source MODEL too")
     refuse_nested(request.packed, request.output, "the directory")
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:
@@ -85,7 +88,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
             "give --source MODEL",
         )
     if request.source is not None:
-        return quantize_cpu.prepare(source_request(request, packed))
+        return _from_source(request, packed)
     plan = _plan(request, packed)
     _refuse_unequal_scales(packed, plan)
     check_output(plan, request.output)
@@ -104,6 +107,24 @@ def reshard(
     return quantize_cpu.QuantizeCpu(preflight, observer).run()
 
 
+def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Preflight:
+    """A conversion with the same choices. UsageError for another file of importance."""
+    recorded = packed.options.importance
+    if request.importance is not None and recorded is None:
+        raise UsageError(
+            f"{request.packed} was converted without --importance", "omit --importance"
+        )
+    preflight = quantize_cpu.prepare(source_request(request, packed))
+    given = preflight.plan.target.options.importance
+    if recorded is not None and given is not None and given.sha256 != recorded.sha256:
+        raise UsageError(
+            f"{request.packed} was converted with another file of importance than "
+            f"{request.importance}",
+            f"give the file {recorded.file} that the conversion was given",
+        )
+    return preflight
+
+
 def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
     return quantize_cpu.Request(
@@ -116,6 +137,7 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
         threads=request.threads,
         verify=request.verify,
         overwrite=request.overwrite,
+        importance=request.importance,
     )
 
 

@@ -11,7 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from ktconv.checkpoint import ExpertMatrix
 from ktconv.formats import FORMATS
+from ktconv.packed.proof import Proof
+from ktconv.packed.scale_rules import Allowed, scales_of
+from ktconv.reading.buffers import Buffers
+from ktconv.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32
 from ktconv.verify.cpu.output import CpuOutput
 
@@ -51,3 +56,33 @@ def _overlapping(before: int, after: int, index: int) -> range:
     range(0, 2)
     """
     return range(index * before // after, -(-(index + 1) * before // after))
+
+
+class PartsBefore:
+    """The scales of down's parts before it was cut anew, computed from the source once more."""
+
+    def __init__(self, output: CpuOutput, matrix: ExpertMatrix, proof: Proof) -> None:
+        options = output.options
+        self._counts = [*parts_before(output), options.numa]
+        self._fmt, self._proof = FORMATS[options.method], proof
+        self._cols = matrix.cols // self._counts[0]
+        before = self._counts[0] if len(self._counts) > 1 else 0
+        self._allowed = [Allowed.none(matrix.rows, 1) for _ in range(before)]
+
+    def compare(
+        self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
+    ) -> None:
+        """The rows of a chunk that was read."""
+        for part, allowed in enumerate(self._allowed):
+            first, cols = part * self._cols, self._cols
+            view = source.view(chunk, grid, buffers.source, first, cols)
+            proof = self._proof.columns(first, first + cols)
+            allowed.put(slice(chunk.start, chunk.stop), scales_of(self._fmt, view, proof))
+
+    def scales(self) -> Sequence[Allowed | None]:
+        """Of each part now; None if down was never cut anew."""
+        if not self._allowed:
+            return [None] * self._counts[0]
+        least = inherited([one.least for one in self._allowed], self._counts)
+        most = inherited([one.most for one in self._allowed], self._counts)
+        return [Allowed(*both) for both in zip(least, most, strict=True)]

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, MoELayer
+from ktconv.checkpoint import MoELayer
 from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
 from ktconv.packed.proof import Proof
-from ktconv.packed.scale_rules import Allowed, scales_of
+from ktconv.packed.scale_rules import Allowed
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
 from ktconv.system.arrays import F32
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.cpu.proofs import Proofs
-from ktconv.verify.cpu.resharded import inherited, parts_before
+from ktconv.verify.cpu.resharded import PartsBefore
 from ktconv.verify.reading import Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
@@ -82,7 +82,7 @@ class ExpertMatrixCheck:
         options = self.output.options
         source = MatrixReader(self.context.reader, matrix, options.compat, options.keep_integers)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
-        wider = _PartsBefore(self, matrix, proof) if self.proj == "down" else None
+        wider = PartsBefore(self.output, matrix, proof) if self.proj == "down" else None
         with source.open() as fd:
             grid = source.load_scales()
             reading = self._reading(grid)
@@ -127,36 +127,6 @@ class ExpertMatrixCheck:
         for part, scales in zip(parts, allowed, strict=True):
             total.add(part.finish(scales))
         return total
-
-
-class _PartsBefore:
-    """The scales of down's parts before it was cut anew, computed from the source once more."""
-
-    def __init__(self, item: ExpertMatrixCheck, matrix: ExpertMatrix, proof: Proof) -> None:
-        options = item.output.options
-        self._counts = [*parts_before(item.output), options.numa]
-        self._fmt, self._proof = FORMATS[options.method], proof
-        self._cols = matrix.cols // self._counts[0]
-        before = self._counts[0] if len(self._counts) > 1 else 0
-        self._allowed = [Allowed.none(matrix.rows, 1) for _ in range(before)]
-
-    def compare(
-        self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
-    ) -> None:
-        """The rows of a chunk that was read."""
-        for part, allowed in enumerate(self._allowed):
-            first, cols = part * self._cols, self._cols
-            view = source.view(chunk, grid, buffers.source, first, cols)
-            proof = self._proof.columns(first, first + cols)
-            allowed.put(slice(chunk.start, chunk.stop), scales_of(self._fmt, view, proof))
-
-    def scales(self) -> Sequence[Allowed | None]:
-        """Of each part now; None if down was never cut anew."""
-        if not self._allowed:
-            return [None] * self._counts[0]
-        least = inherited([one.least for one in self._allowed], self._counts)
-        most = inherited([one.most for one in self._allowed], self._counts)
-        return [Allowed(*both) for both in zip(least, most, strict=True)]
 
 
 class _Part:
