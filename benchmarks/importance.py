@@ -7,7 +7,10 @@ The second half of TEXT says what the inputs of experts are. From pieces of the 
 to 8192 tokens, importance is recorded in WORK, where a later run finds it. Rows of gate and down
 are quantized to INT4 with weights that follow from it; errors are weighed by the mean squares of
 the second half, and printed as multiples of those of the unweighted search: for experts that got so
-many tokens, by SHRINKAGE (columns), for every UNIFORM.
+many tokens, by SHRINKAGE (columns), with the product that conversions take of an expert's own mean
+squares and those of its layer, and with the weighted sum in its place. Then the same with channels
+that differ: inputs multiplied by exp(N(0, 0.5)), and columns of weights divided by it, which is the
+same function; for gate all experts have the same factors, for down each has its own.
 """
 
 from __future__ import annotations
@@ -22,25 +25,26 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, Projection, open_checkpoint
 from ktconv.formats import FORMATS, reference
-from ktconv.quantize_cpu.channel_weights import channel_weights
+from ktconv.quantize_cpu.channel_weights import FLOOR, channel_weights
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.decoded import source_buffer
 from ktconv.reading.matrices import MatrixReader
 from ktconv.reading.reader import SourceReader
 from ktconv.stats import Recorder, Wanted, read_importance
 from ktconv.stats.importance_file import LayerImportance
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, I64
 
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SEEDS = 4
-SHRINKAGES = (0, 16, 64, 128, 256, 1024, 1e12)
-UNIFORMS = (0.0, 0.5, 1.0)
-BINS = (0, 8, 24, 64, 200, 600)  # tokens of an expert, from these on
+SHRINKAGES = (1e-6, 16, 32, 64, 128, 256, 1e9)
+WAYS = ("product", "sum")
+OUTLIERS = (0.0, 0.5)  # standard deviations of the logarithm of channels' factors
+BINS = (0, 24, 64, 200, 600)  # tokens of an expert, from these on
 ROWS, HELD = 64, 500  # rows of each matrix; the fewest tokens of an expert in the second half
 INT4 = FORMATS["int4"]
 
 Layers = dict[int, LayerImportance]
-Key = tuple[Projection, float, float, int]  # projection, UNIFORM, SHRINKAGE, first of BINS
+Key = tuple[Projection, str, float, int]  # projection, one of WAYS, SHRINKAGE, first of BINS
 
 
 def recorded(recorder: Recorder, text: str, tokens: int, path: Path) -> Layers:
@@ -79,29 +83,58 @@ def error(weights: F32, importance: F32 | None, true: F32) -> float:
     return float((np.square(off) * true).sum())
 
 
-def compare(model: Path, held: Layers, found: Sequence[Layers]) -> dict[Key, list[float]]:
+def weights_of(means: F32, tokens: I64, way: str, shrinkage: float) -> F32:
+    """Weights [E, channels] of a layer."""
+    if way == "product":
+        return channel_weights(means, tokens, shrinkage)
+    own, number = means / np.maximum(means.mean(axis=1, keepdims=True), 1e-30), tokens[:, None]
+    layer = (number * own).sum(axis=0) / tokens.sum()
+    found: F32 = ((number * own + shrinkage * layer) / (number + shrinkage)).astype(np.float32)
+    return np.maximum(found, np.float32(FLOOR))
+
+
+def compare(
+    model: Path, held: Layers, found: Sequence[Layers], outliers: float
+) -> dict[Key, list[float]]:
     """Errors as multiples of those of the unweighted search."""
-    checkpoint, ratios = open_checkpoint(model), defaultdict(list)
+    checkpoint, ratios, rng = open_checkpoint(model), defaultdict(list), np.random.default_rng(0)
     reader = SourceReader(checkpoint.files, checkpoint.sources)
     for layer in checkpoint.layers:
         if layer.index not in held:
             continue
-        for expert in np.flatnonzero(held[layer.index].counts >= HELD):
-            for proj in ("gate", "down"):
-                rows = first_rows(reader, layer.experts[expert][proj])
-                true = held[layer.index].of(proj)[expert]
-                base = error(rows, None, true)
-                for one in found:
-                    tokens = one[layer.index].counts
-                    bin_of = max(n for n in BINS if n <= tokens[expert])
-                    for uniform in UNIFORMS:
-                        for shrinkage in SHRINKAGES:
-                            own = channel_weights(
-                                one[layer.index].of(proj), tokens, max(shrinkage, 1e-6), uniform
-                            )[expert]
-                            ratio = error(rows, np.ascontiguousarray(own), true) / base
-                            ratios[proj, uniform, shrinkage, bin_of].append(ratio)
+        for proj in ("gate", "down"):
+            true = held[layer.index].of(proj)
+            shape = true.shape if proj == "down" else (1, true.shape[1])
+            factor = np.exp(rng.normal(0, outliers, shape)).astype(np.float32)
+            factor = np.broadcast_to(factor, true.shape)
+            candidates = {
+                (number, way, k): weights_of(
+                    one[layer.index].of(proj) * factor**2, one[layer.index].counts, way, k
+                )
+                for number, one in enumerate(found)
+                for way in WAYS
+                for k in SHRINKAGES
+            }
+            for expert in np.flatnonzero(held[layer.index].counts >= HELD):
+                rows = first_rows(reader, layer.experts[expert][proj]) / factor[expert]
+                squares = true[expert] * factor[expert] ** 2
+                base = error(rows, None, squares)
+                for (number, way, k), weights in candidates.items():
+                    tokens = found[number][layer.index].counts[expert]
+                    ratio = error(rows, weights[expert], squares) / base
+                    bin_of = max(n for n in BINS if n <= tokens)
+                    ratios[proj, way, k, bin_of].append(ratio)
     return ratios
+
+
+def table(ratios: dict[Key, list[float]], proj: Projection, way: str) -> Iterator[str]:
+    """Means over experts, a line for each of BINS."""
+    yield f"{proj}, {way}; SHRINKAGE {' '.join(f'{k:g}' for k in SHRINKAGES)}"
+    for tokens in BINS:
+        row = [ratios[proj, way, k, tokens] for k in SHRINKAGES]
+        if row[0]:
+            means = " ".join(f"{np.mean(one):.4f}" for one in row)
+            yield f"  from {tokens:>3} tokens ({len(row[0]):>3} experts)  {means}"
 
 
 def main() -> None:
@@ -112,15 +145,12 @@ def main() -> None:
     recorder, half = Recorder(model), len(text) // 2
     held = recorded(recorder, text[half:], 10**6, work / "held.safetensors")
     found = list(pieces(recorder, text[:half], work))
-    ratios = compare(model, held, found)
-    for proj in ("gate", "down"):
-        for uniform in UNIFORMS:
-            print(f"{proj}, UNIFORM {uniform:g}; SHRINKAGE", *(f"{k:g}" for k in SHRINKAGES))
-            for tokens in BINS:
-                row = [ratios[proj, uniform, k, tokens] for k in SHRINKAGES]
-                if row[0]:
-                    means = " ".join(f"{np.mean(one):.4f}" for one in row)
-                    print(f"  from {tokens:>3} tokens ({len(row[0]):>3} experts)  {means}")
+    for outliers in OUTLIERS:
+        print(f"outliers: exp(N(0, {outliers:g}))")
+        ratios = compare(model, held, found, outliers)
+        for proj in ("gate", "down"):
+            for way in WAYS:
+                print("\n".join(table(ratios, proj, way)), flush=True)
 
 
 if __name__ == "__main__":

@@ -559,3 +559,24 @@ def test_trained_models(name: str, torch: Any) -> None:
     assert all(layer["routed"] == 4 * 1024 for layer in facts["layers"])
     assert 0.3 < facts["hot_share"] < 0.9
     assert all(0.5 < layer["balance"] < 1 for layer in facts["layers"])
+
+
+def test_recorded_importance_is_that_of_its_model(
+    recorder: Recorder, cache: Path, tmp_path: Path
+) -> None:
+    """As a conversion checks it: of this model, without a word about another version."""
+    from ktconv.checkpoint import open_checkpoint
+    from ktconv.quantize_cpu.importance import open_weights
+
+    path, checkpoint = tmp_path / "importance.safetensors", open_checkpoint(EXAMPLE)
+    with recorder.prepare([EVAL.read_text()], 300, Wanted(importance=path)) as recording:
+        statistics, _ = recording.run()
+        recording.complete()
+    weights = open_weights(path, checkpoint, checkpoint.layers)
+    assert weights.notes == []
+    for layer in statistics.layers:
+        assert np.array_equal(weights.coverage[layer.layer].counts, layer.counts)
+    hidden = checkpoint.layers[0].hidden_size
+    own = weights.of(0, int(statistics.layers[0].counts.argmax()), "up")
+    assert own is not None and own.shape == (hidden,) and own.min() > 0
+    assert own.max() / own.min() > 2  # channels differ

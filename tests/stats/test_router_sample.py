@@ -125,3 +125,22 @@ def test_samples_that_are_none(text: str, model: Checkpoint) -> None:
     recorded = origin(model, source_sha256="0" * 64, router=text)
     (note,) = notes_on_origin(FILE, recorded, model)
     assert "routers cannot be compared" in note
+
+
+def test_gguf_of_the_same_model(model: Checkpoint, tmp_path: Path) -> None:
+    """Other names, a router of F32."""
+    pytest.importorskip("gguf")
+    from helpers.gguf_files import around, experts, metadata, write_gguf
+
+    tensors: dict[str, Any] = {}
+    for index in (0, 1):
+        tensors |= experts(index, random_weights(HIDDEN, 128, EXPERTS, index)) | around(index)
+        tensors[f"blk.{index}.ffn_gate_inp.weight"] = router(1, index)
+    pairs = metadata(2, expert_feed_forward_length=128)
+    gguf = open_checkpoint(write_gguf(tmp_path / "model.gguf", tensors, pairs))
+    (note,) = notes_on_origin(FILE, origin(model), gguf)
+    assert "a version of the same model" in note
+    tensors["blk.1.ffn_gate_inp.weight"] = router(2, 1)
+    other = open_checkpoint(write_gguf(tmp_path / "other.gguf", tensors, pairs))
+    with pytest.raises(UsageError, match="another model"):
+        notes_on_origin(FILE, origin(model), other)
