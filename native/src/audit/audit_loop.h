@@ -141,13 +141,17 @@ INLINE int32_t squares_of(const int8_t *codes, int64_t count) {
 }
 
 /* A weight as far as levels reach. NaN stays NaN. */
-INLINE float within(float w, float limit) { return w > limit ? limit : w < -limit ? -limit : w; }
+INLINE float within(float w, float limit) {
+  const float most = limit < w ? limit : w;
+  return -limit > most ? -limit : most;
+}
 
 /* Adds `runs` times 64 columns of a row, or 32. The only code that can be beyond the levels is
- * `invalid`, unless it is 0: then none can. Levels reach up to `limit`, INFINITY under
- * KT_RULE_AMAX. */
+ * `invalid`, unless it is 0: then none can. With `cut`, levels reach up
+ * to `limit`. */
 INLINE void compare_runs(const float *w, const int8_t *codes, float step, float limit,
-                         const int8_t invalid, const int cols, int64_t runs, row_state *row) {
+                         const int cut, const int8_t invalid, const int cols, int64_t runs,
+                         row_state *row) {
   group_state *const group = &row->group;
   double source[LANES], error[LANES];
   float most_source[LANES], most_error[LANES];
@@ -161,12 +165,13 @@ INLINE void compare_runs(const float *w, const int8_t *codes, float step, float 
     for (int c = 0; c < cols; c++) {
       const float value = (float)codes[run * cols + c] * step;
       e[c] = x[c] - value;
-      near[c] = within(x[c], limit) - value;
+      if (cut) near[c] = within(x[c], limit) - value;
     }
     for (int i = 0; i < LANES; i++) source[i] += (double)square_sum(x + i, cols);
     for (int i = 0; i < LANES; i++) error[i] += (double)square_sum(e + i, cols);
     for (int i = 0; i < LANES; i++) most_source[i] = larger(most_of(x + i, cols), most_source[i]);
-    for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(near + i, cols), most_error[i]);
+    const float *const off = cut ? near : e;
+    for (int i = 0; i < LANES; i++) most_error[i] = larger(most_of(off + i, cols), most_error[i]);
   }
   memcpy(row->source, source, sizeof source);
   memcpy(row->error, error, sizeof error);
@@ -240,8 +245,8 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
 
 /* `width` columns of the rows compared at once: unpacked, then row after row. */
 INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_t at_once,
-                          int64_t col, int64_t width, const int grouped, const float *step,
-                          row_state *state) {
+                          int64_t col, int64_t width, const int grouped, const int cut,
+                          const float *step, row_state *state) {
   const int64_t run_bytes = units_in(width, s.unit.cols) * s.unit.bytes;
   int8_t codes[2 * KT_AUDIT_ROWS][KT_AUDIT_BLOCK];
   const kt_audit_format *const format = job->format;
@@ -263,17 +268,17 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
     const stored from = stored_on(s, r);
     prefetch(from.data + run_bytes, run_bytes);
     source_values(job->source, from, row + r, col, width, w);
-    const float limit = job->searched && step[r] > 0 ? format->top * step[r] : INFINITY;
+    const float limit = cut && step[r] > 0 ? format->top * step[r] : INFINITY;
     if (grouped)
-      compare_runs(w, codes[r], step[r], limit, 0, KT_AUDIT_GROUP_COLS, width / KT_AUDIT_GROUP_COLS,
-                   state + r);
+      compare_runs(w, codes[r], step[r], limit, cut, 0, KT_AUDIT_GROUP_COLS,
+                   width / KT_AUDIT_GROUP_COLS, state + r);
     else
-      compare_runs(w, codes[r], step[r], limit, format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
+      compare_runs(w, codes[r], step[r], limit, cut, format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
                    width / KT_AUDIT_COLS, state + r);
   }
 }
 
-INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *audit) {
+INLINE void audit_rows(const kt_audit_job *job, const int grouped, const int cut, kt_audit *audit) {
   const kt_matrix *const m = job->source;
   const int across = is_across(m);
   const int64_t at_once = across || grouped ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
@@ -290,7 +295,7 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *aud
       for (int64_t col = g * job->group, width; col < end; col += width) {
         width = least(block, end - col);
         compare_block(job, stored_from(m, row, col, width, room), row, at_once, col, width, grouped,
-                      step, state);
+                      cut, step, state);
       }
       for (int64_t r = 0; r < at_once; r++) finish_group(job, row + r, g, &state[r].group, audit);
     }
@@ -300,16 +305,22 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, kt_audit *aud
 }
 
 /* Functions of their own: as one, compilers make slower code of the first. */
-static __attribute__((noinline)) void audit_tiles(const kt_audit_job *job, kt_audit *audit) {
-  audit_rows(job, 0, audit);
-}
+#define AUDIT(name, grouped, cut)                                                                  \
+  static __attribute__((noinline)) void name(const kt_audit_job *job, kt_audit *audit) {           \
+    audit_rows(job, grouped, cut, audit);                                                          \
+  }
 
-static __attribute__((noinline)) void audit_groups(const kt_audit_job *job, kt_audit *audit) {
-  audit_rows(job, 1, audit);
-}
+AUDIT(audit_tiles, 0, 0)
+AUDIT(audit_searched_tiles, 0, 1)
+AUDIT(audit_groups, 1, 0)
+AUDIT(audit_searched_groups, 1, 1)
+#undef AUDIT
 
 static void audit_all(const kt_audit_job *job, kt_audit *audit) {
-  (job->format->row_block ? audit_tiles : audit_groups)(job, audit);
+  if (job->searched)
+    (job->format->row_block ? audit_searched_tiles : audit_searched_groups)(job, audit);
+  else
+    (job->format->row_block ? audit_tiles : audit_groups)(job, audit);
 }
 
 #endif

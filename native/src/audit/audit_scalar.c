@@ -1,4 +1,5 @@
 /* The audit for any CPU, and unpacking by it. */
+enum { AT_ONCE = 1 }; /* see audit_search.h */
 #include "audit_loop.h"
 
 void kt_audit_scalar(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }

@@ -6,11 +6,9 @@
 
 #include <math.h>
 
-enum {
-  SUMS = 16,
-  SUMS_BLOCK = 512,
-  AT_ONCE = 8 /* scales that are tried in one pass over a row */
-};
+/* CANDIDATES: the most scales that one step of formats.md tries. AT_ONCE, of each level: scales
+ * that are tried in one pass over a row; more sums than registers hold would take longer. */
+enum { SUMS = 16, SUMS_BLOCK = 512, CANDIDATES = 8 };
 
 /* A loop that becomes vectors: unrolled before that, it would not. */
 #if defined(__clang__)
@@ -97,19 +95,28 @@ INLINE void try_each(const searched *row, const float *scale, const int count, c
   }
 }
 
-#define TRY(count, name)                                                                           \
-  static __attribute__((noinline)) void name(const searched *row, const float *scale,              \
-                                             tried *found) {                                       \
-    if (row->importance)                                                                           \
-      try_each(row, scale, count, 1, found);                                                       \
-    else                                                                                           \
-      try_each(row, scale, count, 0, found);                                                       \
-  }
+/* Functions of their own, so that sums get all registers. */
+static __attribute__((noinline)) void try_some(const searched *row, const float *scale,
+                                               tried *found) {
+  if (row->importance)
+    try_each(row, scale, AT_ONCE, 1, found);
+  else
+    try_each(row, scale, AT_ONCE, 0, found);
+}
 
-TRY(1, try_one)
-TRY(4, try_four)
-TRY(AT_ONCE, try_eight)
-#undef TRY
+static __attribute__((noinline)) void try_one(const searched *row, const float *scale,
+                                              tried *found) {
+  if (row->importance)
+    try_each(row, scale, 1, 1, found);
+  else
+    try_each(row, scale, 1, 0, found);
+}
+
+static void try_scales(const searched *row, const float *scale, int count, tried *found) {
+  int n = 0;
+  for (; n + AT_ONCE <= count; n += AT_ONCE) try_some(row, scale + n, found + n);
+  for (; n < count; n++) try_one(row, scale + n, found + n);
+}
 
 /* As a stored scale can be. */
 static float storable(const searched *row, float scale) {
@@ -132,15 +139,15 @@ static tried best_of(const tried *found, int count, const tried *before) {
 
 /* Steps 1 and 2 of formats.md. */
 static tried best_candidate(const searched *row) {
-  float scale[AT_ONCE];
-  tried found[AT_ONCE];
-  for (int n = 0; n < AT_ONCE; n++) scale[n] = candidate(row, 3 * n);
-  try_eight(row, scale, found);
-  const tried best = best_of(found, AT_ONCE, NULL);
+  float scale[CANDIDATES];
+  tried found[CANDIDATES];
+  for (int n = 0; n < CANDIDATES; n++) scale[n] = candidate(row, 3 * n);
+  try_scales(row, scale, CANDIDATES, found);
+  const tried best = best_of(found, CANDIDATES, NULL);
   int middle = 0;
   while (found[middle].gain != best.gain) middle++;
   for (int n = 0; n < 4; n++) scale[n] = candidate(row, 3 * middle + (n < 2 ? n - 2 : n - 1));
-  try_four(row, scale, found);
+  try_scales(row, scale, 4, found);
   return best_of(found, 4, &best);
 }
 

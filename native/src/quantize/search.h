@@ -7,6 +7,7 @@
 #include "../format/format.h"
 #include "../format/scales.h"
 #include "../simd/target.h"
+#include "../simd/unroll.h"
 #include "rounding.h"
 
 #include <math.h>
@@ -132,16 +133,24 @@ static inline float kt_search_scale(const kt_layout *layout, const kt_search_row
   return s.best;
 }
 
-/* Adds columns `begin` to `end` of a block to the lanes of one scale. */
-static inline void kt_add_block_scalar(const kt_search_row *row, float inverse, int64_t begin,
-                                       int64_t end, kt_lane_sums *lanes) {
-  float product[KT_SEARCH_LANES] = {0}, square[KT_SEARCH_LANES] = {0};
-  for (int64_t k = begin; k < end; k++) {
-    const float w = row->magnitude[k], v = row->importance ? row->importance[k] : 1.0f;
+/* Adds 16 columns, from k on, to the lanes of one scale. */
+KT_INLINE void kt_add_columns_scalar(const kt_search_row *row, int64_t k, float inverse,
+                                     const int weighted, float *product, float *square) {
+  KT_LOOP
+  for (int l = 0; l < KT_SEARCH_LANES; l++) {
+    const float w = row->magnitude[k + l], v = weighted ? row->importance[k + l] : 1.0f;
     const float y = w * inverse, c = (float)kt_round_even(y < row->top ? y : row->top);
-    product[k % KT_SEARCH_LANES] += v * w * c;
-    square[k % KT_SEARCH_LANES] += v * (c * c);
+    product[l] += v * w * c;
+    square[l] += v * (c * c);
   }
+}
+
+/* Adds columns `begin` to `end`, a block, to the wide lanes of one scale. */
+KT_INLINE void kt_add_block_scalar(const kt_search_row *row, float inverse, int64_t begin,
+                                   int64_t end, const int weighted, kt_lane_sums *lanes) {
+  float product[KT_SEARCH_LANES] = {0}, square[KT_SEARCH_LANES] = {0};
+  for (int64_t k = begin; k < end; k += KT_SEARCH_LANES)
+    kt_add_columns_scalar(row, k, inverse, weighted, product, square);
   for (int l = 0; l < KT_SEARCH_LANES; l++) lanes->product[l] += (double)product[l];
   for (int l = 0; l < KT_SEARCH_LANES; l++) lanes->square[l] += (double)square[l];
 }
@@ -153,7 +162,10 @@ static inline void kt_code_sums_scalar(const kt_search_row *row, const float *in
     kt_lane_sums lanes = {0};
     for (int64_t begin = 0, end; begin < row->cols; begin = end) {
       end = begin + KT_SEARCH_BLOCK < row->cols ? begin + KT_SEARCH_BLOCK : row->cols;
-      kt_add_block_scalar(row, inverse[i], begin, end, &lanes);
+      if (row->importance)
+        kt_add_block_scalar(row, inverse[i], begin, end, 1, &lanes);
+      else
+        kt_add_block_scalar(row, inverse[i], begin, end, 0, &lanes);
     }
     kt_add_lanes(&lanes, 1, sums + i);
   }
