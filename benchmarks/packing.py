@@ -2,6 +2,7 @@
 
     python benchmarks/packing.py                           # this version
     python benchmarks/packing.py --against OTHER/src       # ratios to another built tree
+    python benchmarks/packing.py --dtypes BF16 --scales amax,search,weighted
 
 Two processes on the same core take turns every few milliseconds, so that what the host does
 meets both; the memory of packed bytes begins at another offset in each round. GB/s are of decoded
@@ -35,6 +36,7 @@ GGML = {
     "Q6_K": (210, 256), "IQ4_NL": (18, 32), "IQ4_XS": (136, 256), "MXFP4": (17, 32),
     "NVFP4": (36, 64), "TQ1_0": (54, 256), "TQ2_0": (66, 256),
 }  # fmt: skip
+RULES = ("amax", "search", "weighted")  # weighted: the search with an importance
 TRANSPOSED = ("BF16", "F16", "F32", "U4", "U8", "U4_AWQ")
 
 
@@ -45,11 +47,12 @@ class Case:
     dtype: str
     transposed: bool
     method: str
+    scale: str  # of RULES
 
     @property
     def name(self) -> str:
         order = ", [in, out]" if self.transposed else ""
-        return f"{self.what} {self.isa} {self.dtype}{order} {self.method}"
+        return f"{self.what} {self.isa} {self.dtype}{order} {self.method} {self.scale}"
 
 
 # ---- the measured process ---------------------------------------------------------------
@@ -89,6 +92,18 @@ def source(case: Case) -> Any:
     )
 
 
+def choice_of(case: Case) -> dict[str, Any]:
+    """Options of a call; AttributeError from a version without the search."""
+    import numpy as np
+
+    from ktconv import native
+
+    if case.scale == "amax":
+        return {}
+    importance = np.random.default_rng(1).lognormal(0, 1, COLS).astype(np.float32)
+    return {"choice": native.Choice("search", importance if case.scale == "weighted" else None)}
+
+
 def answer_forever() -> None:
     """Case and offset per line in, seconds of the fastest call out; -1: cannot be run."""
     import numpy as np
@@ -104,21 +119,22 @@ def answer_forever() -> None:
             if case not in known:
                 known = {case: source(case)}
             matrix, size = known[case], native.packed_size(case.method, ROWS, COLS)
-        except (KeyError, ValueError):
+            choice = choice_of(case)
+        except (AttributeError, KeyError, ValueError):
             print(-1.0, flush=True)
             continue
         room = np.empty(size + 8192, np.uint8)
         start = -room.ctypes.data % 64 + 64 * offset
         packed, scale = room[start : start + size], np.empty(ROWS, np.float32)
         scratch, fastest = native.new_scratch(COLS), float("inf")
-        native.quantize_pack(case.method, matrix, packed, scale, scratch)
+        native.quantize_pack(case.method, matrix, packed, scale, scratch, **choice)
         end = time.perf_counter() + SLICE
         while time.perf_counter() < end:
             begin = time.perf_counter()
             if case.what == "pack":
-                native.quantize_pack(case.method, matrix, packed, scale, scratch)
+                native.quantize_pack(case.method, matrix, packed, scale, scratch, **choice)
             else:
-                native.audit(case.method, matrix, ROWS, 0, packed, scale)
+                native.audit(case.method, matrix, ROWS, 0, packed, scale, **choice)
             fastest = min(fastest, time.perf_counter() - begin)
         print(fastest, flush=True)
 
@@ -144,9 +160,9 @@ class Version:
         return float(self._process.stdout.readline())
 
 
-def cases(levels: list[str], dtypes: list[str]) -> list[Case]:
+def cases(levels: list[str], dtypes: list[str], rules: list[str]) -> list[Case]:
     return [
-        Case(what, isa, dtype, transposed, method)
+        Case(what, isa, dtype, transposed, method, rule)
         for what in ("pack", "audit")
         for isa in levels
         for dtype in dtypes
@@ -154,6 +170,7 @@ def cases(levels: list[str], dtypes: list[str]) -> list[Case]:
         if not transposed or dtype in TRANSPOSED
         for method in ("int4", "int8")
         if dtype != "U4_AWQ" or transposed
+        for rule in rules
     ]
 
 
@@ -175,6 +192,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="directory with another built ktconv")
     parser.add_argument("--isa", default="avx512,avx2,scalar")
     parser.add_argument("--dtypes", default=",".join((*PLAIN, *UNITS, *GGML)))
+    parser.add_argument("--scales", default="amax,search", help=f"of {', '.join(RULES)}")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,7 +206,8 @@ def main() -> None:
     versions = [Version(tree) for tree in trees]
     print("| case | GB/s | times the other's speed |")
     print("| --- | ---: | ---: |")
-    for case in cases(options.isa.split(","), options.dtypes.split(",")):
+    asked = (options.isa.split(","), options.dtypes.split(","), options.scales.split(","))
+    for case in cases(*asked):
         print(report(versions, case, options.rounds), flush=True)
 
 

@@ -249,8 +249,11 @@ def test_bench_stage_pack(monkeypatch: pytest.MonkeyPatch) -> None:
         report = json.loads(bench(*words, "--format", "json").stdout)
         assert problems(report, PACK_SCHEMA) == []
         rows = report["rows"]
-        assert [(row["method"], row["source"]) for row in rows] == [
-            (method, source) for method in ("int4", "int8") for source in sources
+        assert [(row["method"], row["source"], row["scale"]) for row in rows] == [
+            (method, source, rule)
+            for method in ("int4", "int8")
+            for source in sources
+            for rule in ("amax", "search")
         ]
         assert all(row["pack_gb_s"] > 0 and row["memcpy_gb_s"] > 0 for row in rows)
         row_schema = PACK_SCHEMA["properties"]["rows"]["items"]
@@ -336,7 +339,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     foreseen = parse_size(str(caught.value).split(" takes ")[1].split(",")[0], "size")
     monkeypatch.undo()
     tracemalloc.start()
-    assert len(measure()) == len(pack_stage.SOURCES)
+    assert len(measure()) == 2 * len(pack_stage.SOURCES)  # by both rules
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= foreseen

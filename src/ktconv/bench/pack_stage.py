@@ -30,7 +30,7 @@ from ktconv.system.units import format_size
 SCHEMA = 1  # docs/bench-pack.schema.json
 SOURCES = ("BF16", "F16", "F32", "F8_E4M3", "BF16 [in, out]")
 _WORKING_SET = 128 << 20  # bytes of source per pass
-_SCALAR_SHARE = 8  # scalar code is so much slower that it gets an eighth of the work
+_SLOW_SHARE = 8  # scalar code and the search of scales get an eighth of the work
 _SHARE_OF_MEMORY = 0.8
 _MOST_ITEM = 4  # largest size of a source element in bytes
 
@@ -44,6 +44,7 @@ class PackRow:
     rows: int
     cols: int
     isa: str
+    scale: str  # how scales are chosen: "amax" or "search"
     pack_gb_s: float
     audit_gb_s: float  # reading back and comparing with the source, as conversions do
     memcpy_gb_s: float
@@ -97,7 +98,7 @@ def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
 
 def _count(nbytes: int, working_set: int) -> int:
     """How many matrices are packed in turn."""
-    return max(_SCALAR_SHARE, working_set // nbytes)
+    return max(_SLOW_SHARE, working_set // nbytes)
 
 
 def _case(
@@ -119,28 +120,36 @@ def _case(
     scratch = native.new_scratch(cols)
     copied = _copy_rate(stored.nbytes * count, effort)
     found = []
-    for isa in isas:
+    for isa, rule in product(isas, native.RULES):
         native.use_isa(isa)
-        used = max(1, count // _SCALAR_SHARE) if isa == "scalar" else count
-        work = list(zip(matrices, packed, scales, strict=True))[:used]
-        nbytes = stored.nbytes * used
-        pack = _rate(partial(_pack_all, method, work, scratch), nbytes, effort)
+        slow = isa == "scalar" or rule == "search"
+        used = max(1, count // _SLOW_SHARE) if slow else count
+        nbytes, choice = stored.nbytes * used, native.Choice(rule)
+        work = Work(list(zip(matrices, packed, scales, strict=True))[:used], choice, scratch)
+        pack = _rate(partial(_pack_all, method, work), nbytes, effort)
         audit = _rate(partial(_audit_all, method, work), nbytes, effort)
-        found.append(PackRow(method, source, rows, cols, isa, pack, audit, copied, pack / copied))
+        rates = pack, audit, copied, pack / copied
+        found.append(PackRow(method, source, rows, cols, isa, rule, *rates))
     return found
 
 
-Work = Sequence[tuple[native.Matrix, Array, Array]]
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Matrices with room for their packed bytes and scales, and how those are chosen."""
+
+    items: Sequence[tuple[native.Matrix, Array, Array]]
+    choice: native.Choice
+    scratch: Array
 
 
-def _pack_all(method: str, work: Work, scratch: Array) -> None:
-    for matrix, packed, scale in work:
-        native.quantize_pack(method, matrix, packed, scale, scratch)
+def _pack_all(method: str, work: Work) -> None:
+    for matrix, packed, scale in work.items:
+        native.quantize_pack(method, matrix, packed, scale, work.scratch, work.choice)
 
 
 def _audit_all(method: str, work: Work) -> None:
-    for matrix, packed, scale in work:
-        native.audit(method, matrix, matrix.rows, 0, packed, scale)
+    for matrix, packed, scale in work.items:
+        native.audit(method, matrix, matrix.rows, 0, packed, scale, work.choice, work.scratch)
 
 
 def stored_weights(source: str, rows: int, cols: int, seed: int) -> Array:
@@ -187,6 +196,7 @@ _COLUMNS: dict[str, Callable[[PackRow], str]] = {
     "source": lambda row: row.source,
     "matrix": lambda row: f"{row.rows} x {row.cols}",
     "isa": lambda row: row.isa,
+    "scale": lambda row: row.scale,
     "pack GB/s": lambda row: f"{row.pack_gb_s:.1f}",
     "audit GB/s": lambda row: f"{row.audit_gb_s:.1f}",
     "memcpy GB/s": lambda row: f"{row.memcpy_gb_s:.1f}",
@@ -199,5 +209,5 @@ def render_packing(rows: Sequence[PackRow], form: str) -> str:
     facts = [asdict(row) for row in rows]
     report = {"schema": SCHEMA, "stage": "pack", "machine": fingerprint(), "rows": facts}
     cells = [[text(row) for text in _COLUMNS.values()] for row in rows]
-    words = {"method", "source", "matrix", "isa"}
+    words = {"method", "source", "matrix", "isa", "scale"}
     return render_rows(form, report, facts, list(_COLUMNS), cells, words)
