@@ -121,7 +121,9 @@ class Counts:
         for expert, count in zip(experts.tolist(), tokens.tolist(), strict=True):
             self.tokens[layer, expert] += count
 
-    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None: ...
+    def inputs(
+        self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor
+    ) -> None: ...
 
     def layer_done(self, layer: int) -> None: ...
 

@@ -55,7 +55,7 @@ def feed(tap: HessianTap, torch: Any, layer: int) -> None:
     tap.chosen(layer, 0, ids[:1], torch.ones(1, 2))
     tap.chosen(layer, 1, ids[1:], torch.ones(2, 2))
     for expert, (rows, inner) in inputs_of(torch, layer).items():
-        tap.inputs(layer, expert, rows, inner)
+        tap.inputs(layer, expert, rows, inner, torch.ones(len(rows)))
 
 
 def recorded(torch: Any, directory: Path, origin: Origin = ORIGIN) -> Path:
@@ -89,7 +89,7 @@ def test_what_the_files_have(torch: Any, tmp_path: Path) -> None:
     recorded(torch, tmp_path)
     content = load_file(tmp_path / FIRST)
     names = {f"experts.{e}.{name}" for e in (1, 3) for name in ("gate_up", "down")}
-    assert set(content) == {"counts", *names}
+    assert set(content) == {"counts", "gate_up.diagonal", "down.diagonal", *names}
     matrix = np.zeros((7, 7), np.float32)
     matrix[np.triu_indices(7)] = content["experts.3.gate_up"]
     matrix += np.triu(matrix, 1).T
@@ -180,7 +180,7 @@ def test_inputs_that_overflow_are_refused(value: float, torch: Any, tmp_path: Pa
     rows = torch.ones(3, 7)
     rows[2, 6] = value
     with pytest.raises(CheckpointError, match="inputs of expert 2 of layer 3 are not finite"):
-        tap.inputs(3, 2, rows, torch.ones(3, 5))
+        tap.inputs(3, 2, rows, torch.ones(3, 5), torch.ones(3))
     tap.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -254,3 +254,20 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", Path(__file__)):
         with pytest.raises(UsageError, match="is not a directory"):
             open_hessians(path)
+
+
+def test_tokens_count_by_the_weights_of_the_router(torch: Any, tmp_path: Path) -> None:
+    tap = HessianTap(LAYERS, ORIGIN, tmp_path)
+    tap.chosen(3, 0, torch.tensor([[2]] * 5), torch.ones(5, 1))
+    generator = torch.Generator().manual_seed(0)
+    rows, inner = (torch.randn((5, size), generator=generator) for size in (7, 5))
+    weights = torch.tensor([0.5, 2.0, 0.0, 1.0, -1.0])
+    tap.inputs(3, 2, rows, inner, weights)
+    tap.layer_done(3)
+    found = open_hessians(tmp_path)
+    for projection, values in zip(PROJECTIONS, (rows, rows, inner), strict=True):
+        x = (values * weights[:, None]).double().numpy()
+        matrix = found.matrix(3, 2, projection)
+        np.testing.assert_allclose(matrix, x.T @ x, rtol=1e-5, atol=1e-5)
+        diagonal = found.diagonal(3, projection)
+        assert np.array_equal(diagonal[2], matrix.diagonal()) and not diagonal[[0, 1, 3]].any()

@@ -36,8 +36,9 @@ def feed(tap: ImportanceTap, torch: Any, layers: Any = LAYERS, most: int = 5000)
                 (torch.randn((n, mean.shape[1]), generator=generator) * 30**expert).bfloat16()
                 for mean in means
             ]
-            tap.inputs(layer, expert, *(one[: n // 2] for one in inputs))
-            tap.inputs(layer, expert, *(one[n // 2 :] for one in inputs))
+            weights = torch.ones(n)
+            tap.inputs(layer, expert, *(one[: n // 2] for one in (*inputs, weights)))
+            tap.inputs(layer, expert, *(one[n // 2 :] for one in (*inputs, weights)))
             for mean, one in zip(means, inputs, strict=True):
                 mean[expert] = np.square(one.double().numpy()).mean(axis=0)
         tap.layer_done(layer)
@@ -94,7 +95,7 @@ def test_a_later_run_goes_on(torch: Any, tmp_path: Path) -> None:
     killed = ImportanceTap(LAYERS, ORIGIN, tmp_path)
     feed(killed, torch, {3: LAYERS[3]})
     state = killed.state()
-    killed.inputs(10, 1, torch.ones(2, 6), torch.ones(2, 3))
+    killed.inputs(10, 1, torch.ones(2, 6), torch.ones(2, 3), torch.ones(2))
     again = ImportanceTap(LAYERS, ORIGIN, tmp_path)
     again.restore(state)
     feed(again, torch, {10: LAYERS[10]})
@@ -121,7 +122,7 @@ def test_inputs_that_overflow_are_refused(value: float, torch: Any, tmp_path: Pa
     inner = torch.ones(3, 5)
     inner[1, 2] = value
     with pytest.raises(CheckpointError, match="inputs of expert 2 of layer 3 are not finite"):
-        tap.inputs(3, 2, torch.ones(3, 6), inner)
+        tap.inputs(3, 2, torch.ones(3, 6), inner, torch.ones(3))
 
 
 def test_a_full_disk_leaves_the_older_file(

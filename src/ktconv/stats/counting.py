@@ -45,7 +45,7 @@ class CountTap:
         if self._keep:
             self._ids.setdefault(layer, []).append(found)
 
-    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor) -> None:
         pass
 
     def layer_done(self, layer: int) -> None:

@@ -1,11 +1,16 @@
 """Second moments of the inputs of each expert's matrices: X^T X over its tokens.
 
+A token's row of X is multiplied by the weight that the router gives the expert for it: errors of
+the expert's output count in the layer's as much.
+
 DIR has a safetensors file per layer, layer-00003.safetensors, with for each expert E that got
 tokens, of hidden size H and intermediate size I
 
     experts.E.gate_up   float32 [H (H + 1) / 2]   of gate_proj and up_proj, which share inputs
     experts.E.down      float32 [I (I + 1) / 2]   of down_proj: activated intermediates
     counts              int64 [experts]           tokens that each expert got
+    gate_up.diagonal    float32 [experts, H]      the diagonals of these matrices
+    down.diagonal       float32 [experts, I]
 
 A matrix is symmetric: only its upper triangle is stored, row by row. It is the sum over the tokens,
 not the mean. docs/calibration.md describes the metadata.
@@ -13,6 +18,7 @@ not the mean. docs/calibration.md describes the metadata.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "ktconv-hessian"
+VERSION = 2  # 1 had no diagonals, and tokens that all count the same
 OPTION = "--hessian DIR"
 _NAME = re.compile(r"layer-([0-9]{5,9})\.safetensors")
 # A band of so many rows of a matrix, and so many tokens, are in memory at a time: for a hidden size
@@ -60,6 +67,15 @@ class Hessians:
         """Tokens [E] that each expert of a layer got."""
         return self._counts[layer]
 
+    def diagonal(self, layer: int, projection: Projection) -> F32:
+        """Of the matrices of all experts of a layer: [E, inputs]. Raises as `matrix`."""
+        file, sizes = self._files[layer], self.sizes[layer]
+        kind, size = _kinds(sizes)[projection == "down"]
+        found: F32 = file.array(f"{kind}.diagonal", "F32", sizes.experts, size)
+        if not np.isfinite(found).all() or (found < 0).any():
+            raise file.damaged(f"tensor {kind}.diagonal has values that no sum of squares has")
+        return found
+
     def matrix(self, layer: int, expert: int, projection: Projection) -> F32:
         """X^T X [inputs, inputs] of the inputs of a projection; zeros for an expert without tokens.
 
@@ -67,10 +83,10 @@ class Hessians:
         the diagonal); ResourceError where the system refuses to read.
         """
         file, sizes = self._files[layer], self.sizes[layer]
-        size = sizes.intermediate if projection == "down" else sizes.hidden
+        kind, size = _kinds(sizes)[projection == "down"]
         if not self._counts[layer][expert]:
             return np.zeros((size, size), np.float32)
-        name = _name(expert, projection)
+        name = _name(expert, kind)
         packed: F32 = file.array(name, "F32", _packed_size(size))
         if not np.isfinite(packed).all():
             raise file.damaged(f"tensor {name} has values that are not finite")
@@ -112,7 +128,7 @@ def _files(directory: Path) -> dict[int, Path]:
 
 
 def _opened(path: Path, layer: int) -> StatisticsFile:
-    file = StatisticsFile(path, KIND, OPTION)
+    file = StatisticsFile(path, KIND, OPTION, VERSION)
     if file.number("layer") != layer:
         raise file.damaged(f"it is of layer {file.number('layer')}")
     return file
@@ -130,6 +146,8 @@ def _counts(file: StatisticsFile, sizes: Sizes) -> I64:
     counts: I64 = file.array("counts", "I64", sizes.experts)
     if (counts < 0).any():
         raise file.damaged("tensor counts has negative values")
+    for kind, size in _kinds(sizes):
+        file.check(f"{kind}.diagonal", "F32", sizes.experts, size)
     for expert in np.flatnonzero(counts):
         for name, size in _matrices(int(expert), sizes):
             file.check(name, "F32", _packed_size(size))
@@ -154,14 +172,19 @@ def _file_name(layer: int) -> str:
     return f"layer-{layer:05}.safetensors"
 
 
-def _name(expert: int, projection: Projection) -> str:
-    return f"experts.{expert}.{'down' if projection == 'down' else 'gate_up'}"
+def _kinds(sizes: Sizes) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The two kinds of matrices, and their sizes."""
+    return ("gate_up", sizes.hidden), ("down", sizes.intermediate)
+
+
+def _name(expert: int, kind: str) -> str:
+    return f"experts.{expert}.{kind}"
 
 
 def _matrices(expert: int, sizes: Sizes) -> Iterator[tuple[str, int]]:
     """Name and size of each matrix of an expert."""
-    yield _name(expert, "up"), sizes.hidden
-    yield _name(expert, "down"), sizes.intermediate
+    for kind, size in _kinds(sizes):
+        yield _name(expert, kind), size
 
 
 def _packed_size(size: int) -> int:
@@ -173,7 +196,7 @@ def _packed_size(size: int) -> int:
 
 def nbytes(sizes: Sizes) -> int:
     """Of a layer whose experts all get tokens."""
-    return 4 * sizes.experts * (_packed_size(sizes.hidden) + _packed_size(sizes.intermediate))
+    return 4 * sizes.experts * sum(_packed_size(size) + size for _, size in _kinds(sizes))
 
 
 def memory(layers: Mapping[int, Sizes]) -> int:
@@ -212,21 +235,20 @@ class HessianTap:
         if self._wants(layer):
             self._experts.update(int(expert) for expert in np.unique(ids.cpu().numpy()))
 
-    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor) -> None:
         """Write the matrices of an expert's tokens: inputs of gate and up [n, H], of down [n, I].
         CheckpointError where they are not finite."""
         if not self._wants(layer):
             return
         staging = self._staged(layer)
-        for (name, _), values in zip(
-            _matrices(expert, self._layers[layer]), (rows, inner), strict=True
-        ):
-            offset = 0
-            for piece in _upper_triangle(values):
+        for (kind, size), values in zip(_kinds(self._layers[layer]), (rows, inner), strict=True):
+            offset, start = 0, 4 * size * expert
+            for piece, diagonal in _upper_triangle(values, weights):
                 if not np.isfinite(piece).all():
                     raise not_finite(layer, expert)
-                staging.write(name, piece.data.cast("B"), offset)
-                offset += piece.nbytes
+                staging.write(_name(expert, kind), piece.data.cast("B"), offset)
+                staging.write(f"{kind}.diagonal", diagonal.data.cast("B"), start)
+                offset, start = offset + piece.nbytes, start + diagonal.nbytes
         self._counts[expert] = len(rows)
 
     def _staged(self, layer: int) -> ShardStaging:
@@ -236,11 +258,14 @@ class HessianTap:
             sizes = self._layers[layer]
             self._counts = np.zeros(sizes.experts, np.int64)
             tensors = [Planned("counts", "I64", (sizes.experts,), 8 * sizes.experts)]
+            for kind, size in _kinds(sizes):
+                shape = sizes.experts, size
+                tensors.append(Planned(f"{kind}.diagonal", "F32", shape, 4 * math.prod(shape)))
             for expert in sorted(self._experts - {-1}):
                 for name, size in _matrices(expert, sizes):
                     packed = _packed_size(size)
                     tensors.append(Planned(name, "F32", (packed,), 4 * packed))
-            metadata = self._origin.metadata(KIND) | {
+            metadata = self._origin.metadata(KIND, VERSION) | {
                 "layer": str(layer),
                 "experts": str(sizes.experts),
                 "hidden_size": str(sizes.hidden),
@@ -303,16 +328,19 @@ def _kept(directory: Path, layers: Mapping[int, Sizes], origin: Origin) -> set[i
     return set(found)
 
 
-def _upper_triangle(values: Tensor) -> Iterator[F32]:
-    """Pieces of the upper triangle of X^T X, row by row, of X [n, channels]."""
+def _upper_triangle(values: Tensor, weights: Tensor) -> Iterator[tuple[F32, F32]]:
+    """Pieces of the upper triangle of X^T X, row by row, and of its diagonal; the rows of X are
+    those of `values` [n, channels] times `weights` [n]."""
     import torch
 
     size = values.shape[1]
     for start in range(0, size, _BAND):
         rows = min(_BAND, size - start)
         band = torch.zeros((rows, size - start), dtype=torch.float32, device=values.device)
-        for block in torch.split(values.detach(), _TOKENS):
-            x = block[:, start:].float()
+        for first in range(0, len(values), _TOKENS):
+            some = slice(first, first + _TOKENS)
+            x = values[some, start:].detach().float() * weights[some, None].float()
             band.addmm_(x[:, :rows].T, x)
         found = band.cpu().numpy()
-        yield np.concatenate([found[row, row:] for row in range(rows)])
+        triangle = np.concatenate([found[row, row:] for row in range(rows)])
+        yield triangle, np.ascontiguousarray(found.diagonal())

@@ -155,7 +155,7 @@ class ImportanceTap:
     def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
         pass
 
-    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor) -> None:
         """Add an expert's tokens: inputs of gate and up [n, H], of down [n, I]. CheckpointError
         where they are not finite."""
         sizes = self._layers.get(layer)

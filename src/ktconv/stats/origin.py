@@ -37,11 +37,11 @@ class Origin:
     run: str  # identifies the state of all files, the tokens, the dtype and the versions
     router: str = ""  # numbers of it, see `router_sample`; empty: unknown
 
-    def metadata(self, kind: str) -> dict[str, str]:
+    def metadata(self, kind: str, version: int = FORMAT_VERSION) -> dict[str, str]:
         """The metadata of a file of this kind."""
         return {
             "format": kind,
-            "format_version": str(FORMAT_VERSION),
+            "format_version": str(version),
             "ktconv": __version__,
             "model": self.model,
             "source_sha256": self.source_sha256,

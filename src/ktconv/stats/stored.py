@@ -28,7 +28,7 @@ class StatisticsFile:
     another kind or version; ResourceError where the system refuses to read.
     """
 
-    def __init__(self, path: Path, kind: str, option: str) -> None:
+    def __init__(self, path: Path, kind: str, option: str, known: int = FORMAT_VERSION) -> None:
         self.path = path
         self._again = f"record it again with: ktconv stats MODEL {option}"
         try:
@@ -39,7 +39,7 @@ class StatisticsFile:
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
         if self._metadata.get("format") != kind:
             raise UsageError(f"{path} is not a file of ktconv stats {option}", self._again)
-        if (version := self._metadata.get("format_version")) != str(FORMAT_VERSION):
+        if (version := self._metadata.get("format_version")) != str(known):
             raise UsageError(
                 f"{path} has version {version} of its format, which this ktconv does not know",
                 "use a later ktconv, or record it again",

@@ -86,14 +86,16 @@ class Watching:
         self.wants_inputs = wants_inputs
         self.events: list[tuple[Any, ...]] = []
         self.inputs_of: dict[int, tuple[Any, Any]] = {}
+        self.weights_of: dict[int, Any] = {}
         self.restored: Mapping[str, Any] = {}
 
     def chosen(self, layer: int, window: int, ids: Any, weights: Any) -> None:
         self.events.append(("chosen", layer, window, len(ids)))
 
-    def inputs(self, layer: int, expert: int, rows: Any, inner: Any) -> None:
+    def inputs(self, layer: int, expert: int, rows: Any, inner: Any, weights: Any) -> None:
         self.events.append(("inputs", layer, expert, len(rows)))
         self.inputs_of[expert] = rows.clone(), inner.clone()
+        self.weights_of[expert] = weights.clone()
 
     def layer_done(self, layer: int) -> None:
         self.events.append(("done", layer))
@@ -131,6 +133,8 @@ def test_taps(model: Model, rows_at_once: int, torch: Any, monkeypatch: pytest.M
         gate_up = torch.nn.functional.linear(rows, model.module.gate_up_proj[expert])
         gate, up = gate_up.chunk(2, dim=-1)
         assert torch.equal(inner, torch.nn.functional.silu(gate) * up)
+        of_router = [call.weights[call.ids == expert] for call in mine]
+        assert torch.equal(tap.weights_of[expert].sort()[0], torch.cat(of_router).sort()[0])
 
 
 def test_state_of_taps(model: Model, torch: Any) -> None:

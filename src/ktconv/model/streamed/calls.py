@@ -68,9 +68,9 @@ class Tap(Protocol):
     def chosen(self, layer: int, window: int, ids: Tensor, weights: Tensor) -> None:
         """[M, K] each, before any expert runs; windows ascend."""
 
-    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor) -> None:
-        """Of an expert's tokens: inputs of gate and up [n, H], of down [n, I]. Not called for
-        experts without tokens."""
+    def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor) -> None:
+        """Of an expert's tokens: inputs of gate and up [n, H], of down [n, I], and the weights [n]
+        of its outputs. Not called for experts without tokens."""
 
     def layer_done(self, layer: int) -> None:
         """All of a layer's experts have run; what is written now survives a kill."""

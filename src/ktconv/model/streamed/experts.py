@@ -150,13 +150,13 @@ class SourceExperts:
             other = slot.converted
         if not taps and other is slot.source:
             split = len(shares)
-        kept: list[tuple[Tensor, Tensor]] | None = [] if taps else None
+        kept: list[tuple[Tensor, Tensor, Tensor]] | None = [] if taps else None
         work.run(slot.source, shares[:split], kept)
         work.run(other, shares[split:])
         if kept:
-            rows, inner = map(torch.cat, zip(*kept, strict=True))
+            rows, inner, weights = map(torch.cat, zip(*kept, strict=True))
             for tap in taps:
-                tap.inputs(work.layer.index, slot.expert, rows, inner)
+                tap.inputs(work.layer.index, slot.expert, rows, inner, weights)
 
     def state(self) -> dict[str, Array]:
         """Those of the taps."""
@@ -239,10 +239,10 @@ class LayerWork:
         self,
         one: OneExpert,
         shares: Sequence[Share],
-        kept: list[tuple[Tensor, Tensor]] | None = None,
+        kept: list[tuple[Tensor, Tensor, Tensor]] | None = None,
     ) -> None:
-        """Add an expert's outputs for these tokens. `kept`: takes the inputs of gate and up, and of
-        down."""
+        """Add an expert's outputs for these tokens. `kept`: takes the inputs of gate and up, of
+        down, and the weights of tokens."""
         # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
         # not (libraries take other ways for a few rows), so windows stay apart there.
         apart = self._dtype == torch.float32
@@ -261,7 +261,7 @@ class LayerWork:
                     y = seen.added
                     if kept is not None:
                         assert seen.inner is not None
-                        kept.append((rows, seen.inner))
+                        kept.append((rows, seen.inner, weights))
                 sizes = [len(part.token) for part in block]
                 for part, own in zip(block, torch.split(y.to("cpu"), sizes), strict=True):
                     self.sums[part.call].add(part.token, part.slot, own)
