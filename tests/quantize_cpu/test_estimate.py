@@ -32,7 +32,7 @@ from ktconv.formats.decode import round_to_bf16
 from ktconv.formats.search import Choice
 from ktconv.placement.expert_sets import expert_set, write_expert_set
 from ktconv.quantize_cpu.estimate import Estimation
-from ktconv.quantize_cpu.predictions import Candidate, Estimate
+from ktconv.quantize_cpu.predictions import Candidate, Estimate, not_estimated
 from ktconv.quantize_cpu.run import Request, prepare
 from ktconv.quantize_cpu.sampling import STEP, Limits, Sample, TimedReader, cost_of, draw
 from ktconv.system.units import parse_ranges
@@ -427,6 +427,15 @@ def test_the_advice_follows_from_the_numbers(tmp_path: Path) -> None:
     assert said("--method", "int8").startswith("Advice: ")
     assert "--method int4 has 16" in said("--method", "int8")
     assert "use --scale" not in said()
+
+
+def test_what_is_not_estimated_is_said() -> None:
+    facts = predict(EXAMPLE).facts()
+    assert facts["not_estimated"] == []
+    facts["not_estimated"] = not_estimated({"method": "int4", "calibrate": {}, "fold": "up-down"})
+    lines = list(estimate_lines(facts | {"advice": advice(facts)}))
+    said = [line for line in lines if line.startswith("Not estimated: ")]
+    assert ["--fold" in said[0], "--calibrate" in said[1], len(said)] == [True, True, 2]
 
 
 def test_usage(tmp_path: Path) -> None:

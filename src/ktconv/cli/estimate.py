@@ -40,6 +40,8 @@ def estimate_lines(facts: Facts) -> Iterator[str]:
         yield f"Not sampled for lack of time: layers {format_ranges(missing)}."
     for method, why in facts["left_out"].items():
         yield f"--method {method} cannot represent this model: {why}."
+    for sentence in facts["not_estimated"]:
+        yield f"Not estimated: {sentence}."
     yield "Relative RMS error of the weights, mean over the layers (> as this command says):"
     yield from _table(_candidate_rows(facts))
     yield f"{_name(chosen)}, by layer:"

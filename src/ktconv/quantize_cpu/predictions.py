@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,13 @@ from ktconv.targets.ktransformers import Options, ScaleRule
 F64 = npt.NDArray[np.float64]
 Cell = tuple[int, Projection]
 
+# What options of a conversion do that a sample of rows does not show, by their names in its record.
+NOT_SHOWN = {
+    "fold": "the factors of --fold follow from whole experts; the errors are those without it",
+    "calibrate": "codes of --calibrate follow from all inputs of an expert; the errors are those "
+    "of scales alone",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -29,10 +36,12 @@ class Candidate:
     weighted: bool = False  # the search by the importance of inputs
 
     def options(self, options: Options) -> Options:
-        """Those of a conversion with it, but for a file of importance. Only amax can be that of
-        the reference converter."""
+        """Those of a conversion with it, as far as they decide how rows are read and which are
+        kept. Only amax can be that of the reference converter."""
         compat = options.compat and self.rule == "amax"
-        return replace(options, method=self.method, scale=self.rule, compat=compat, importance=None)
+        return Options(
+            method=self.method, scale=self.rule, compat=compat, requantize=options.requantize
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +103,7 @@ class Estimate:
             "seconds": round(self.seconds, 3),
             "weighted": self.weighted,
             "left_out": dict(self.left_out),
+            "not_estimated": not_estimated(self.options.as_dict()),
             "candidates": [self._candidate(i, cells) for i in range(len(self.candidates))],
         }
 
@@ -163,6 +173,11 @@ class Estimate:
         if self.weighted:
             found["weighted_relative_rms_error"] = _rounded(float(mean[1]))
         return found
+
+
+def not_estimated(record: Mapping[str, object]) -> list[str]:
+    """A sentence for each option in the record of a conversion whose effect is not predicted."""
+    return [sentence for name, sentence in NOT_SHOWN.items() if name in record]
 
 
 def _rounded(value: float) -> float:
