@@ -12,6 +12,7 @@ from benchmarks.accuracy.variants import BASE, VARIANTS
 
 WHOLE = "split"  # calibrated on all that the split leaves
 _OUTLIERS = re.compile(r"(.+)-outliers-(\d+)")
+ABOUT = ("cpu", "date", "commit")
 Cells = Sequence[str]
 
 
@@ -51,11 +52,12 @@ def models(rows: Iterable[Row]) -> list[str]:
 
 def with_outliers(rows: Iterable[Row]) -> dict[str, list[str]]:
     """Name of a model -> names of its versions with outliers, one of each seed."""
-    found: dict[str, list[str]] = {}
+    rows = list(rows)
+    found: dict[str, list[str]] = {name: [] for name in models(rows)}
     for name in sorted({row["model"] for row in rows}):
         if match := _OUTLIERS.fullmatch(name):
             found.setdefault(match[1], []).append(name)
-    return found
+    return {name: versions for name, versions in found.items() if versions}
 
 
 def usual(rows: Iterable[Row], model: str, numa: int = 1) -> dict[str, Row]:
@@ -98,7 +100,7 @@ def _of_model(row: Row, rows: Sequence[Row]) -> Cells:
         f"{values['perplexity_converted'] - values['perplexity_source']:+.3f}",
         f"{values['kl_mean']:.5f}",
         multiple(ratio_of(row, rows)),
-        f"{values['kl_p99']:.4f}",
+        f"{values['kl_p99']:.5f}",
         f"{100 * values['top1_agreement']:.2f} %",
         f"{kernels['kl_mean']:.5f}" if kernels else "",
         multiple(ratio_of(row, rows, "kernels")),
@@ -139,7 +141,9 @@ def parts_table(rows: Sequence[Row]) -> list[str]:
         for key in VARIANTS
         if sum(key in usual(rows, model, count) for count in counts) > 1
     ]
-    return table(("model", "codes", *(f"{count} parts" for count in counts)), body)
+    return table(
+        ("model", "codes", *(f"{count} part{'s' * (count > 1)}" for count in counts)), body
+    )
 
 
 def _kl(row: Row | None) -> str:
@@ -187,14 +191,15 @@ def time_table(rows: Sequence[Row]) -> list[str]:
 
 def provenance(rows: Sequence[Row]) -> list[str]:
     """Where and when the rows were measured, and on which texts."""
-    cpus, dates = ({row[name] for row in rows} for name in ("cpu", "date"))
-    commits = sorted({row["commit"] for row in rows})
-    texts = sorted(
-        {f"{row['model']}: {row['evaluation']}" for row in rows if row["split"] == "halves"}
-    )
+    cpus, dates, commits = (sorted({row[name] for row in rows}) for name in ABOUT)
+    evaluated: dict[str, list[str]] = {}
+    for model in models(rows):
+        for text in sorted({r["evaluation"] for r in select(rows, model=model, split="halves")}):
+            evaluated.setdefault(text, []).append(model)
+    texts = "; ".join(f"{text} of {', '.join(names)}" for text, names in evaluated.items())
     return [
-        f"Measured {' and '.join(sorted(dates))} on {' and '.join(sorted(cpus))}, commits "
-        f"{', '.join(commits)}. Evaluation texts, by range of bytes: {'; '.join(texts)}."
+        f"Measured {' and '.join(dates)} on two cores of an {' and '.join(cpus)}, at commits "
+        f"{', '.join(commits)}. Evaluation texts, by range of bytes: {texts}."
     ]
 
 

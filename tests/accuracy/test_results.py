@@ -136,7 +136,7 @@ def test_the_table_of_a_model() -> None:
     lines = model_table(rows, "small")
     assert len({line.count("|") for line in lines}) == 1
     assert [line.split(" |")[0] for line in lines[2:]] == ["| amax", "| search"]
-    assert "0.1250 | 0.2000 | +0.500 | 0.20000 | 0.50 ± 0.00 | 2.0000 | 97.53 %" in lines[3]
+    assert "0.1250 | 0.2000 | +0.500 | 0.20000 | 0.50 ± 0.00 | 2.00000 | 97.53 %" in lines[3]
 
 
 def test_the_table_of_outliers_has_the_spread_of_seeds() -> None:
