@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +340,15 @@ def test_a_file_that_changes_meanwhile(
     again.replace(file)
     with pytest.raises(SourceChangedError, match=str(file)):
         weights.of(1, 1, "up")
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "pipe", "text", "model"])
+def test_what_is_no_file_of_importance(kind: str, model: Path, tmp_path: Path) -> None:
+    path = {"directory": tmp_path, "model": model / "model.safetensors"}.get(kind, tmp_path / kind)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "text":
+        path.write_text("1, 2, 3 " * 100)
+    with pytest.raises(UsageError, match=str(path)) as caught:
+        convert(model, tmp_path / "out", importance=path)
+    assert "stats" in str(caught.value.hint) and not (tmp_path / "out").exists()

@@ -106,6 +106,7 @@ def open_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer])
     Raises UsageError, in one sentence, for a file that is damaged, of another model, or lacks a
     layer that is not an MTP layer; ResourceError where the system refuses.
     """
+    open_importance(path)  # says what is wrong with a path that is no such file
     identity = _identity(path)
     file = open_importance(path)
     _check_sizes(file, checkpoint)

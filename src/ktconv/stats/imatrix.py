@@ -32,6 +32,7 @@ from ktconv.system.regular_files import opened_regular
 KIND = "imatrix"
 _AGAIN = "record it again with a current llama-imatrix (-o FILE.gguf), or with: ktconv stats MODEL "
 _AGAIN += "--importance FILE"
+_GIVE = "give a file of ktconv stats --importance, or of llama-imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _EXPERTS = re.compile(
     r"blk\.(?P<layer>0|[1-9][0-9]{0,8})\.ffn_(?P<matrix>gate|up|gate_up|down)_exps\.weight"
@@ -49,7 +50,7 @@ def is_imatrix(path: Path) -> bool:
         with opened_regular(path) as fd, open(fd, "rb", closefd=False) as file:
             start = file.read(256)
     except CheckpointError as error:
-        raise UsageError(str(error), error.hint) from error
+        raise UsageError(str(error), _GIVE) from error
     if _is_old(start):
         raise UsageError(
             f"{path} is an imatrix in the old binary form, which has no tokens per expert",
@@ -82,7 +83,7 @@ class Imatrix(ImportanceFile):
         if header.metadata.get("general.type") != KIND:
             raise UsageError(
                 f"{path} is a GGUF file, but not an imatrix (general.type)",
-                "give a file of llama-imatrix, or one of ktconv stats --importance",
+                _GIVE,
             )
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
         self._matrices = self._found()
