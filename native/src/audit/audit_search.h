@@ -62,7 +62,7 @@ INLINE void add_block(const searched *row, int64_t begin, const float *inverse, 
   const int64_t end = least(begin + SUMS_BLOCK, row->cols);
   const float top = row->job->format->top;
   code_sums sums[AT_ONCE];
-  memset(sums, 0, (size_t)count * sizeof sums[0]);
+  for (int n = 0; n < count; n++) sums[n] = (code_sums){0};
   for (int64_t k = begin; k < end; k += SUMS)
     for (int n = 0; n < count; n++)
       add_columns(row->weight + k, weighted ? row->importance + k : NULL, inverse[n], top,
@@ -79,8 +79,8 @@ INLINE void try_each(const searched *row, const float *scale, const int count, c
                      tried *found) {
   float inverse[AT_ONCE], step[AT_ONCE];
   wide_sums wide[AT_ONCE];
-  memset(wide, 0, (size_t)count * sizeof wide[0]);
   for (int n = 0; n < count; n++) {
+    wide[n] = (wide_sums){0};
     step[n] = scale[n] * row->job->format->units;
     inverse[n] = 1.0f / step[n];
   }

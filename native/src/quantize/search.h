@@ -45,16 +45,16 @@ typedef struct kt_lane_sums {
   double square[KT_SEARCH_LANES];
 } kt_lane_sums;
 
-/* Lanes in ascending order, side by side for all scales: one after the other they would wait for
- * each addition. */
+/* Lanes in ascending order. */
 KT_INLINE void kt_add_lanes(const kt_lane_sums *lanes, const int count, kt_code_sums *sums) {
-  double product[KT_SEARCH_AT_ONCE] = {0}, square[KT_SEARCH_AT_ONCE] = {0};
-  for (int l = 0; l < KT_SEARCH_LANES; l++)
-    for (int i = 0; i < count; i++) {
-      product[i] += lanes[i].product[l];
-      square[i] += lanes[i].square[l];
+  for (int i = 0; i < count; i++) {
+    double product = 0, square = 0;
+    KT_UNROLL(16) for (int l = 0; l < KT_SEARCH_LANES; l++) {
+      product += lanes[i].product[l];
+      square += lanes[i].square[l];
     }
-  for (int i = 0; i < count; i++) sums[i] = (kt_code_sums){product[i], square[i]};
+    sums[i] = (kt_code_sums){product, square};
+  }
 }
 
 /* What decides about scales, and the best one so far. */
@@ -69,8 +69,14 @@ typedef struct kt_search {
 
 /* Candidate n of a search: from 1.06 (n = -2) down to 0.35 (n = 21) of the first scale. */
 static inline float kt_search_candidate(const kt_search *search, int n) {
-  return kt_scale_round(search->scale_dtype,
-                        search->first * (float)((double)(420 - 13 * n) / 420.0));
+#define KT_FACTOR(n) (float)((420 - 13 * (n)) / 420.0)
+#define KT_FACTORS(n) KT_FACTOR(n), KT_FACTOR(n + 1), KT_FACTOR(n + 2), KT_FACTOR(n + 3)
+  static const float factor[KT_SEARCH_LAST + 3] = {KT_FACTORS(-2), KT_FACTORS(2),  KT_FACTORS(6),
+                                                   KT_FACTORS(10), KT_FACTORS(14), KT_FACTORS(18)};
+#undef KT_FACTORS
+#undef KT_FACTOR
+  const float scale = search->first * factor[n + 2];
+  return search->scale_dtype == KT_SCALE_F32 ? scale : kt_scale_round(search->scale_dtype, scale);
 }
 
 /* Tries scales, `candidate` the number of each; a better one than all before becomes the best. */
