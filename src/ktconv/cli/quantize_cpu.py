@@ -56,6 +56,14 @@ def quantize_cpu_command(
             "FILE",
         ),
     ] = None,
+    fold: Annotated[
+        Literal["up-down"] | None,
+        choice(
+            Literal["up-down"],
+            "Move factors between up and down of each expert, which make errors smaller and change "
+            "nothing that it computes.",
+        ),
+    ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
@@ -115,6 +123,7 @@ def quantize_cpu_command(
             numa=numa,
             layout=layout,
             scale=scale or "",
+            fold=fold or "",
             compat=compat,
             mtp=mtp,
             experts_only=experts_only,

@@ -28,6 +28,7 @@ from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
+from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
 from ktconv.quantize_cpu.integers import integer_notes
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
@@ -94,12 +95,14 @@ def prepare(request: Request) -> Preflight:
     weights = _weights(request, checkpoint, options)
     options = replace(options, importance=weights.record if weights else None)
     plan = make_plan(checkpoint, options)
+    check_foldable(plan.moe_layers, options)
     notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
+    notes += fold_notes(plan.moe_layers, options)
     plan = replace(plan, notes=[*notes, *(weights.notes if weights else ())])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     kept = weights.memory(min(OPEN_UNITS, len(units))) if weights else 0
-    threads, peak = fit_memory(request, _buffers(plan).nbytes, kept)
+    threads, peak = fit_memory(request, _memory(plan), kept)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, weights)
 
@@ -135,6 +138,11 @@ def quantize_cpu(
     return QuantizeCpu(preflight, observer or Observer()).run()
 
 
+def _memory(plan: Plan) -> int:
+    """Bytes of one worker."""
+    return _buffers(plan).nbytes + fold_memory(plan.moe_layers, plan.target.options)
+
+
 def _buffers(plan: Plan) -> BufferSizes:
     return quantize_buffers(plan.moe_layers, FORMATS[plan.target.options.method])
 
@@ -155,9 +163,18 @@ class QuantizeCpu(Conversion):
         verify, options = self.request.verify, self.plan.target.options
         weights = self._weights.layer(unit.layer.index) if self._weights else None
         for expert in unit.experts:
-            for proj in unit.layer.projections:
-                own = weights.of(expert, proj) if weights else None
-                yield QuantizeTask(reader, unit.layer, expert, proj, verify, options, own)
+            tasks = {
+                proj: QuantizeTask(
+                    reader, unit.layer, expert, proj, verify, options,
+                    weights.of(expert, proj) if weights else None,
+                )
+                for proj in unit.layer.projections
+            }  # fmt: skip
+            if options.fold:
+                yield tasks["gate"]
+                yield FoldTask(tasks["up"], tasks["down"])
+            else:
+                yield from tasks.values()
 
     def card(self) -> str:
         return model_card(self.plan)

@@ -14,12 +14,13 @@ from ktconv.checkpoint import MoELayer
 from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, kinds_of, split, tensor_name
+from ktconv.formats.folding import encode, folded_importance
 from ktconv.native import Layout
 from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.packed.proof import Proof
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
-from ktconv.system.arrays import F32
+from ktconv.reading.matrices import Factors, MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
+from ktconv.system.arrays import F32, I8
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -61,12 +62,17 @@ class QuantizeTask(ExpertTask):
 
     options: Options
     importance: F32 | None = None  # [cols] of the matrix: what squared errors count
+    exponents: I8 | None = None  # [I] of factors between up and down; None: nothing is folded
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         parts = [self._part(index) for index in range(self.options.numa)]
         remaining = self.source_bytes
         source = MatrixReader(
-            self.reader, self.matrix, self.options.compat, self.options.keep_integers
+            self.reader,
+            self.matrix,
+            self.options.compat,
+            self.options.keep_integers,
+            None if self.exponents is None else Factors.of(self.proj, self.exponents),
         )
         with source.open() as fd:
             scales = source.load_scales()
@@ -85,10 +91,16 @@ class QuantizeTask(ExpertTask):
         owned = split(self.proj, layer.hidden_size, layer.intermediate_size, index, options.numa)
         weight = TensorId(layer.index, self.proj, self.expert, index, "weight")
         fmt = FORMATS[options.method]
-        choice = native.Choice(options.scale, self.importance)
+        choice = native.Choice(options.scale, self._importance())
         choice = choice.columns(owned.col_start, owned.col_stop)
         check = MatrixCheck(fmt, weight, *owned.shape, _refuse, Proof(choice))
         return Part(index, owned, fmt.layout, choice, check)
+
+    def _importance(self) -> F32 | None:
+        """Of the columns as they are quantized."""
+        if self.exponents is None or self.proj != "down" or self.options.scale != "search":
+            return self.importance
+        return folded_importance(self.importance, self.exponents)
 
     def _name(self, part: Part, kind: Kind) -> str:
         return tensor_name(self.layer.index, self.proj, self.expert, part.index, kind)
@@ -153,6 +165,9 @@ class QuantizeTask(ExpertTask):
             }
             if part.check.kept_rows:
                 records[self._name(part, "weight")]["lossless_rows"] = part.check.kept_rows
+            if self.exponents is not None and self.proj == "up":
+                own = self.exponents[part.owned.row_start : part.owned.row_stop]
+                records[self._name(part, "weight")]["fold"] = encode(own)
             records[name] = scale
         return records
 

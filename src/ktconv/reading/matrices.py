@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, TensorRef
+from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.checkpoint.elements import F32 as ELEMENT_F32
 from ktconv.checkpoint.encodings.grids import (
     grid_nbytes,
@@ -22,9 +22,10 @@ from ktconv.checkpoint.encodings.grids import (
 )
 from ktconv.checkpoint.types import DeclaredShape
 from ktconv.errors import CheckpointError
+from ktconv.formats.folding import factors
 from ktconv.reading.grid_blocks import decode_blocks, require_package
 from ktconv.reading.reader import Runs, SourceReader, Span
-from ktconv.system.arrays import F32, I32, U8
+from ktconv.system.arrays import F32, I8, I32, U8
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
@@ -39,6 +40,23 @@ class Scales:
     zero_point: F32 | None = None
     group_of_col: I32 | None = None
     row_scale: F32 | None = None  # [rows]: weights are integers times these
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What rows and columns of a whole matrix are multiplied by; None: ones."""
+
+    rows: F32 | None = None
+    cols: F32 | None = None
+
+    @staticmethod
+    def of(projection: Projection, exponents: I8) -> Factors | None:
+        """Those of folding (SPEC 9) by exponents [I]; None of a gate, which has none."""
+        if projection == "gate":
+            return None
+        if projection == "up":
+            return Factors(rows=factors(exponents))
+        return Factors(cols=factors(-exponents.astype(np.int64)))
 
 
 def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
@@ -99,6 +117,7 @@ class MatrixReader:
     matrix: ExpertMatrix
     round_to_bf16: bool = False
     keep_integers: bool = False  # with their row scales, where the packed format includes them
+    factors: Factors | None = None  # of weights and bias; integers are not kept under them
 
     def open(self) -> AbstractContextManager[int]:
         """A descriptor of the matrix's file."""
@@ -152,6 +171,8 @@ class MatrixReader:
                 "download the file again; if the original contains it, the model cannot be "
                 "converted",
             )
+        if self.factors is not None and self.factors.rows is not None:
+            bias = bias * self.factors.rows
         return np.ascontiguousarray(bias)
 
     def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:
@@ -269,7 +290,7 @@ class MatrixReader:
                 yield chunk, native.decode(self.view(chunk, scales, buffer, 0, self.matrix.cols))
 
     def _kept(self, scales: Scales | None, chunk: range) -> F32 | None:
-        if scales is None or scales.row_scale is None or not self.keep_integers:
+        if scales is None or scales.row_scale is None or not self.keep_integers or self.factors:
             return None
         return scales.row_scale[chunk.start : chunk.stop]
 
@@ -284,6 +305,7 @@ class MatrixReader:
         if matrix.col_stride != 1:
             row_stride, col_stride = 1, rows // unit.unit_rows
         scale, groups = matrix.scale, scales.group_of_col if scales else None
+        own = self.factors or Factors()
         return native.Matrix(
             data,
             unit.name,
@@ -299,6 +321,8 @@ class MatrixReader:
             zero_point=scales.zero_point if scales else None,
             group_of_col=None if groups is None else groups[first_col : first_col + cols],
             row_scale=self._kept(scales, chunk),
+            row_factor=None if own.rows is None else own.rows[chunk.start : chunk.stop],
+            col_factor=None if own.cols is None else own.cols[first_col : first_col + cols],
             round_to_bf16=self.round_to_bf16,
         )
 

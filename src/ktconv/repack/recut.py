@@ -16,8 +16,9 @@ import numpy as np
 
 from ktconv import native
 from ktconv.conversion.tasks import Advance, write_tensor
-from ktconv.errors import UsageError, VerificationError
+from ktconv.errors import CheckpointError, UsageError, VerificationError
 from ktconv.formats import KINDS, Kind, Matrix, TensorId, cut_by_rows, scales
+from ktconv.formats.folding import FoldError, decode, encode
 from ktconv.packed.proof import CODES, ROW_ERROR_BOUND
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
@@ -127,7 +128,26 @@ class RecutTask:
         for index in range(self.parts):
             codes, scale = self._cut(old, index)
             records |= self._write(index, codes, scale, staging)
+            if (fold := self._fold(index)) is not None:
+                records[name_of(self._tensor(index, "weight"))]["fold"] = fold
         return records
+
+    def _fold(self, index: int) -> str | None:
+        """The record of up's factors for a new part, where up and down were folded."""
+        names = [name_of(self._tensor(part, "weight")) for part in range(self.layer.parts)]
+        records = [self.known.get(name, {}).get("fold") for name in names]
+        if self.proj != "up" or records == [None] * len(records):
+            return None
+        width = self.layer.intermediate // self.layer.parts
+        try:
+            old = [decode(record, width) for record in records]
+        except FoldError as error:
+            raise CheckpointError(
+                f"the manifest is damaged: {error}, in the record of {names[0]} or another part",
+                "restore ktconv.json from a copy, or convert again",
+            ) from error
+        found = shares(self.layer.intermediate, self.layer.parts, self.parts, index)
+        return encode(np.concatenate([old[one.part][one.start : one.stop] for one in found]))
 
     def _tensor(self, part: int, kind: Kind) -> TensorId:
         return TensorId(self.layer.index, self.proj, self.expert, part, kind)

@@ -37,6 +37,8 @@ def command_line(
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
     if options.importance is not None:
         words.append("--importance FILE")
+    if options.fold:
+        words.append(f"--fold {options.fold}")
     if options.layout == "safetensors":
         words.append(f"--max-shard-size {options.max_shard_size}")
     else:

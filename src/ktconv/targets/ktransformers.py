@@ -26,6 +26,7 @@ from ktconv.formats import (
     parse_tensor_name,
     tensor_name,
 )
+from ktconv.formats.folding import Fold
 from ktconv.placement.expert_sets import (
     EXCLUDED,
     ExpertSet,
@@ -73,6 +74,7 @@ class Options(BaseOptions):
     # Experts of which KTransformers computes something else are converted all the same.
     allow_activation_mismatch: bool = False
     importance: ImportanceRecord | None = None  # of the errors that the search makes small
+    fold: Fold = ""  # what is moved between the matrices of an expert
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -90,7 +92,7 @@ class Options(BaseOptions):
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
-        for name in (EXCLUDED, "requantize", "allow_activation_mismatch", "importance"):
+        for name in (EXCLUDED, "requantize", "allow_activation_mismatch", "importance", "fold"):
             if not record[name]:
                 del record[name]
         return record
@@ -102,12 +104,17 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     Raises CheckpointError for a malformed set of excluded experts.
     """
     usual = Options(
-        requantize=True, allow_activation_mismatch=True, importance=ImportanceRecord("", "", "")
+        requantize=True,
+        allow_activation_mismatch=True,
+        importance=ImportanceRecord("", "", ""),
+        fold="up-down",
     ).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None
     if values.get("scale", "amax") not in get_args(ScaleRule):
+        return None
+    if values.get("fold", "up-down") != "up-down":
         return None
     if "importance" in values:
         values["importance"] = _importance_of_record(values["importance"])
