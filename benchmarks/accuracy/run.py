@@ -22,7 +22,12 @@ from benchmarks.accuracy.evaluation import Evaluation
 from benchmarks.accuracy.results import Row, add_result, key_of, read_results
 from benchmarks.accuracy.texts import Text, cut_in_blocks, cut_in_halves, subset
 from benchmarks.accuracy.variants import Variant
-from benchmarks.accuracy.weights import values_of_format, values_of_output, weight_errors
+from benchmarks.accuracy.weights import (
+    recorded_folds,
+    values_of_format,
+    values_of_output,
+    weight_errors,
+)
 from ktconv.system import machine
 
 
@@ -134,8 +139,9 @@ class _Measured:
         converted = convert(self._job.model, variant, numa, statistics, self._output)
         settings = evaluation.model.config.to_dict()
         values = values_of_output(self._output, list(evaluation.sites), settings)
+        folds = recorded_folds(self._output) if variant.folded else None
         row = {
-            "weights": weight_errors(evaluation.source, values, variant.folded),
+            "weights": weight_errors(evaluation.source, values, folds),
             "values": evaluation.of_values(values).as_record(),
             **self._on_kernels(),
             **_times(converted, statistics),

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy.evaluation import Matrices, Values
-from ktconv.formats import PROJECTIONS, Format
+from ktconv.formats import PROJECTIONS, Format, folding, parse_tensor_name
 from ktconv.model.matching import open_layers
 from ktconv.moe.experts import quantized
-from ktconv.system.arrays import F32, Array
+from ktconv.system.arrays import F32
+from ktconv.writer.manifest import read_manifest
 
 
 def values_of_output(output: Path, layers: Sequence[int], settings: Mapping[str, Any]) -> Values:
@@ -35,16 +36,18 @@ def values_of_format(fmt: Format, source: Values) -> Values:
     }
 
 
-def weight_errors(source: Values, values: Values, folded: bool = False) -> dict[str, float]:
+def weight_errors(
+    source: Values, values: Values, folds: Mapping[tuple[int, int], F32] | None = None
+) -> dict[str, float]:
     """||W' - W|| / ||W|| over all experts, by projection, and of all projections as "all".
 
-    In a `folded` output, rows of up and columns of down differ by factors from the source's: these
-    are undone first.
+    The factors of `folds` [I], by which rows of up were multiplied and columns of down divided, are
+    undone first.
     """
     apart: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for key, matrices in source.items():
-        there = unfolded(matrices, values[key]) if folded else values[key]
+        there = values[key] if folds is None else _unfolded(values[key], folds[key])
         for projection, matrix in matrices.items():
             for name in (projection, "all"):
                 difference = there[projection].astype(np.float64) - matrix
@@ -53,20 +56,20 @@ def weight_errors(source: Values, values: Values, folded: bool = False) -> dict[
     return {name: math.sqrt(apart[name] / norm[name]) for name in sorted(norm)}
 
 
-def unfolded(source: Matrices, values: Matrices) -> Matrices:
-    """`values` with the factors undone that folding gave to rows of up and columns of down."""
-    exponents = fold_exponents(source["up"], values["up"])
-    factors = np.exp2(exponents / 8).astype(np.float32)
-    up, down = values["up"] / factors[:, None], values["down"] * factors
-    return {**values, "up": up, "down": down}
+def _unfolded(matrices: Matrices, factors: F32) -> Matrices:
+    up, down = matrices["up"] / factors[:, None], matrices["down"] * factors
+    return {**matrices, "up": up, "down": down}
 
 
-def fold_exponents(source: F32, values: F32) -> Array:
-    """The integers e [rows] for which 2^(e/8) times the source's row is nearest to the other's.
-
-    Rounding errors of a row change the projection by far less than a step of 2^(1/8).
-    """
-    products = np.einsum("nk,nk->n", source, values, dtype=np.float64)
-    squares = np.einsum("nk,nk->n", source, source, dtype=np.float64)
-    scale = np.divide(products, squares, out=np.ones_like(products), where=squares > 0)
-    return np.rint(8 * np.log2(np.maximum(scale, 2.0**-16)))
+def recorded_folds(output: Path) -> dict[tuple[int, int], F32]:
+    """The factors [I] of each layer and expert of a folded output, as its manifest records them."""
+    manifest = read_manifest(output)
+    assert manifest is not None
+    parts: dict[tuple[int, int], dict[int, F32]] = defaultdict(dict)
+    for name, record in manifest.tensors.items():
+        tensor = parse_tensor_name(name)
+        if tensor is not None and (tensor.proj, tensor.kind) == ("up", "weight"):
+            rows = manifest.layers[tensor.layer]["intermediate_size"] // manifest.options["numa"]
+            exponents = folding.decode(record["fold"], rows)
+            parts[tensor.layer, tensor.expert][tensor.part] = folding.factors(exponents)
+    return {key: np.concatenate([of[n] for n in sorted(of)]) for key, of in parts.items()}

@@ -25,12 +25,15 @@ from benchmarks.accuracy.outliers import LARGEST, factors, write_outliers
 from benchmarks.accuracy.run import Job, run
 from benchmarks.accuracy.texts import cut_in_halves
 from benchmarks.accuracy.variants import VARIANTS, Variant
-from benchmarks.accuracy.weights import fold_exponents, values_of_format, weight_errors
-from ktconv.checkpoint import Projection
+from benchmarks.accuracy.weights import (
+    recorded_folds,
+    values_of_format,
+    values_of_output,
+    weight_errors,
+)
 from ktconv.formats import FORMATS
-from ktconv.system.arrays import F32
-
-NOISE = 0.1  # relative, as of INT4
+from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.targets.ktransformers import Options
 
 
 @pytest.fixture(scope="module")
@@ -125,30 +128,21 @@ def test_the_limit_of_row_scales_is_below_every_rule_and_near_the_search() -> No
     assert limit.sum() < 0.8 * errors[1].sum()
 
 
-def test_folding_is_undone_before_weights_are_compared() -> None:
-    chooser = np.random.default_rng(1)
-    source: dict[Projection, F32] = {
-        "up": chooser.standard_normal((64, 128)).astype(np.float32),
-        "down": chooser.standard_normal((128, 64)).astype(np.float32),
-    }
-    exponents = chooser.integers(-12, 13, 64)
-    factor = np.exp2(exponents / 8).astype(np.float32)
-    noisy: dict[Projection, F32] = {
-        p: (m * (1 + NOISE * chooser.standard_normal(m.shape))).astype(np.float32)
-        for p, m in source.items()
-    }
-    folded: dict[Projection, F32] = {
-        "up": noisy["up"] * factor[:, None],
-        "down": noisy["down"] / factor,
-    }
-    assert np.array_equal(fold_exponents(source["up"], folded["up"]), exponents)
-    before, after = ({(0, 0): one} for one in (noisy, folded))
-    original = {(0, 0): source}
-    plain = weight_errors(original, before)
-    undone = weight_errors(original, after, folded=True)
-    assert plain["all"] == pytest.approx(NOISE, rel=0.05)
-    assert undone == pytest.approx(plain, rel=1e-5)
-    assert weight_errors(original, after)["all"] > 3 * plain["all"]
+@pytest.mark.parametrize("numa", [1, 2])
+def test_folding_is_undone_before_weights_are_compared(
+    evaluation: Evaluation, tmp_path: Path, numa: int
+) -> None:
+    output = tmp_path / "out"
+    options = Options(method="int8", numa=numa, fold="up-down")
+    quantize_cpu(Request(str(EXAMPLE), output, options))
+    folds = recorded_folds(output)
+    assert folds.keys() == evaluation.source.keys()
+    assert len(np.unique(np.stack(list(folds.values())))) > 5
+    settings = evaluation.model.config.to_dict()
+    values = values_of_output(output, list(evaluation.sites), settings)
+    errors = weight_errors(evaluation.source, values, folds)
+    assert max(errors.values()) < 0.01  # those of INT8
+    assert min(weight_errors(evaluation.source, values)[p] for p in ("up", "down")) > 0.05
 
 
 def test_a_run_measures_real_bytes_and_a_second_only_what_is_missing(
