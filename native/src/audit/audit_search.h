@@ -22,6 +22,7 @@ typedef struct searched {
   const float *weight, *importance; /* [cols]; importance NULL: 1 */
   int64_t cols;
   float amax, first; /* the scale that amax makes, as it is stored */
+  int exact;         /* products of weights and codes are not rounded: short mantissas */
   const kt_audit_job *job;
 } searched;
 
@@ -45,27 +46,41 @@ INLINE float nearest_code(float weight, float inverse, float top) {
   return ((y < top ? y : top) + 0x1.8p23f) - 0x1.8p23f;
 }
 
-/* Adds 16 columns to the lanes of one scale. */
+/* sum + a * b of an exact product, which may be fused where that is fast. */
+INLINE float add_exact(float sum, float a, float b) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
+
+/* Adds 16 columns to the lanes of one scale. Products of codes are exact. */
 INLINE void add_columns(const float *weight, const float *importance, float inverse, float top,
-                        code_sums *sums) {
+                        const int exact, code_sums *sums) {
   VECTOR_LOOP
   for (int i = 0; i < SUMS; i++) {
     const float c = nearest_code(weight[i], inverse, top);
-    const float v = importance ? importance[i] : 1.0f;
-    sums->product[i] += v * weight[i] * c;
-    sums->square[i] += v * (c * c);
+    if (importance) {
+      sums->product[i] += importance[i] * weight[i] * c;
+      sums->square[i] += importance[i] * (c * c);
+      continue;
+    }
+    sums->product[i] =
+        exact ? add_exact(sums->product[i], weight[i], c) : sums->product[i] + weight[i] * c;
+    sums->square[i] = add_exact(sums->square[i], c, c);
   }
 }
 
 INLINE void add_block(const searched *row, int64_t begin, const float *inverse, const int count,
-                      const int weighted, wide_sums *wide) {
+                      const int weighted, const int exact, wide_sums *wide) {
   const int64_t end = least(begin + SUMS_BLOCK, row->cols);
   const float top = row->job->format->top;
   code_sums sums[AT_ONCE];
   for (int n = 0; n < count; n++) sums[n] = (code_sums){0};
   for (int64_t k = begin; k < end; k += SUMS)
     for (int n = 0; n < count; n++)
-      add_columns(row->weight + k, weighted ? row->importance + k : NULL, inverse[n], top,
+      add_columns(row->weight + k, weighted ? row->importance + k : NULL, inverse[n], top, exact,
                   sums + n);
   for (int n = 0; n < count; n++)
     for (int i = 0; i < SUMS; i++) {
@@ -76,7 +91,7 @@ INLINE void add_block(const searched *row, int64_t begin, const float *inverse, 
 
 /* Tries `count` scales. */
 INLINE void try_each(const searched *row, const float *scale, const int count, const int weighted,
-                     tried *found) {
+                     const int exact, tried *found) {
   float inverse[AT_ONCE], step[AT_ONCE];
   wide_sums wide[AT_ONCE];
   for (int n = 0; n < count; n++) {
@@ -85,7 +100,7 @@ INLINE void try_each(const searched *row, const float *scale, const int count, c
     inverse[n] = 1.0f / step[n];
   }
   for (int64_t k = 0; k < row->cols; k += SUMS_BLOCK)
-    add_block(row, k, inverse, count, weighted, wide);
+    add_block(row, k, inverse, count, weighted, exact, wide);
   for (int n = 0; n < count; n++) {
     double product = 0, square = 0;
     for (int i = 0; i < SUMS; i++) product += wide[n].product[i];
@@ -99,17 +114,21 @@ INLINE void try_each(const searched *row, const float *scale, const int count, c
 static __attribute__((noinline)) void try_some(const searched *row, const float *scale,
                                                tried *found) {
   if (row->importance)
-    try_each(row, scale, AT_ONCE, 1, found);
+    try_each(row, scale, AT_ONCE, 1, 0, found);
+  else if (row->exact)
+    try_each(row, scale, AT_ONCE, 0, 1, found);
   else
-    try_each(row, scale, AT_ONCE, 0, found);
+    try_each(row, scale, AT_ONCE, 0, 0, found);
 }
 
 static __attribute__((noinline)) void try_one(const searched *row, const float *scale,
                                               tried *found) {
   if (row->importance)
-    try_each(row, scale, 1, 1, found);
+    try_each(row, scale, 1, 1, 0, found);
+  else if (row->exact)
+    try_each(row, scale, 1, 0, 1, found);
   else
-    try_each(row, scale, 1, 0, found);
+    try_each(row, scale, 1, 0, 0, found);
 }
 
 static void try_scales(const searched *row, const float *scale, int count, tried *found) {
@@ -183,6 +202,12 @@ INLINE void load_magnitudes(const kt_audit_job *job, int64_t row, int64_t pitch)
   }
 }
 
+/* Whether weights have 11 bits at most: times the 7 of a code, no more than the 24 of binary32. */
+INLINE int has_short_weights(const kt_matrix *m) {
+  if (m->row_factor || m->col_factor) return 0;
+  return m->round_to_bf16 || ((m->dtype == KT_BF16 || m->dtype == KT_F16) && !m->block_scale);
+}
+
 /* Replaces the scales of amax in job->rule, of KT_AUDIT_ROWS rows from `row` on, by those of the
  * search. */
 static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64_t row) {
@@ -196,6 +221,7 @@ static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64
                             .cols = job->group,
                             .amax = job->amax[at],
                             .first = job->rule[at],
+                            .exact = has_short_weights(job->source),
                             .job = job};
       if (isfinite(one.amax)) job->rule[at] = searched_scale(&one);
     }
