@@ -18,6 +18,7 @@ from helpers.convert import (
     read_model,
     source_matrices,
 )
+from helpers.encoded import of_int8
 from helpers.families import (
     Weights,
     bf16,
@@ -40,7 +41,7 @@ from ktconv.quantize_cpu.folding import column_exponents, fold_memory, why_not
 from ktconv.quantize_cpu.run import Request, prepare
 from ktconv.reading.matrices import Factors, MatrixReader
 from ktconv.reading.reader import SourceReader
-from ktconv.repack import reshard
+from ktconv.repack import merge, reshard
 from ktconv.targets.ktransformers import Options, options_of_record
 
 HIDDEN, INNER, EXPERTS = 256, 512, 2
@@ -262,6 +263,33 @@ def test_compat_cannot_be_folded(model: Path, tmp_path: Path) -> None:
         prepare(Request(str(model), tmp_path / "out", Options(numa=1, compat=True, **FOLD)))
 
 
+def test_errors_of_folded_weights_are_not_estimated(model: Path, tmp_path: Path) -> None:
+    done = ktconv("quantize-cpu", model, tmp_path / "out", "--fold", "up-down", "--numa", "1",
+                  "--dry-run", "--estimate")  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    assert "--estimate does not predict the errors of weights that --fold changed" in done.stderr
+
+
+def test_integers_of_up_and_down_are_not_kept(tmp_path: Path) -> None:
+    """Those of gate are, as without folding, and the plan says so."""
+    rng = np.random.default_rng(4)
+    tensors: dict[str, Any] = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = (HIDDEN, INNER) if name == "down_proj" else (INNER, HIDDEN)
+        parts, _ = of_int8(rng, *shape)
+        tensors |= {f"model.layers.0.mlp.experts.0.{name}.{key}": one for key, one in parts.items()}
+    config = simple_config(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=1)
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    notes = prepare(Request(str(model), tmp_path / "out", Options(method="int8", numa=1, **FOLD)))
+    assert any("up and down are quantized anew" in note for note in notes.plan.notes)
+    convert(model, tmp_path / "out", method="int8", **FOLD)
+    kept = {
+        name: one.get("lossless_rows") for name, one in tensor_records(tmp_path / "out").items()
+    }
+    rows = [kept[tensor_name(0, proj, 0, 0, "weight")] for proj in ("gate", "up", "down")]
+    assert rows[0] and rows[1:] == [None, None]
+
+
 def test_memory_is_counted(model: Path, tmp_path: Path) -> None:
     request = Request(str(model), tmp_path / "out", Options(numa=1), threads=1)
     folded = replace(request, options=Options(numa=1, **FOLD))
@@ -288,7 +316,7 @@ def test_a_bias_of_up_is_multiplied_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, stored * factors(recorded(tmp_path / "out", 0, 1, 1)))
 
 
-# ---- cut anew --------------------------------------------------------------------------
+# ---- merged and cut anew --------------------------------------------------------------
 
 
 def test_resharding_carries_the_exponents(model: Path, tmp_path: Path) -> None:
@@ -298,6 +326,13 @@ def test_resharding_carries_the_exponents(model: Path, tmp_path: Path) -> None:
         for expert in range(EXPERTS):
             expected = recorded(tmp_path / "one", layer, expert, 1)
             np.testing.assert_array_equal(recorded(tmp_path / "two", layer, expert, 2), expected)
+
+
+def test_merging_carries_the_exponents(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "folders", layout="layers", **FOLD)
+    merge.merge(merge.Request(tmp_path / "folders", tmp_path / "merged", threads=1))
+    expected = tensor_records(tmp_path / "folders")
+    assert tensor_records(tmp_path / "merged") == expected
 
 
 @pytest.mark.parametrize("record", [7, "AAAA", encode(np.full(INNER, -128, np.int8))])

@@ -153,6 +153,11 @@ def quantize_cpu_command(
                 "--estimate predicts the errors of a conversion without converting",
                 "add --dry-run",
             )
+        if estimate and fold:
+            raise UsageError(
+                "--estimate does not predict the errors of weights that --fold changed",
+                "omit one of them",
+            )
         preflight = prepare(request)
         facts, lines = _about_importance(preflight)
         if estimate:
