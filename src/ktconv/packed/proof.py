@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from ktconv import native
 
@@ -30,7 +29,7 @@ class Proof:
     def by(rule: str) -> Proof:
         return Proof(native.Choice(rule))
 
-    @cached_property
+    @property
     def rule(self) -> str:
         return self.choice.rule
 
@@ -38,7 +37,7 @@ class Proof:
         """The same for some of the columns."""
         if self.choice.importance is None:
             return self
-        return Proof(self.choice.columns(start, stop), self.exact, self.factors, self.row_error)
+        return replace(self, choice=self.choice.columns(start, stop))
 
     @property
     def sentence(self) -> str:

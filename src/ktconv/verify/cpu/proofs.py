@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv import native
 from ktconv.errors import UsageError
-from ktconv.formats import Projection
-from ktconv.packed.proof import Proof
+from ktconv.formats import Projection, TensorId
+from ktconv.formats.multiples import MULTIPLES
+from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
+from ktconv.packed.weights import name_of
 from ktconv.targets.card import codes_in_words
 from ktconv.verify.cpu.output import CpuOutput
+from ktconv.writer.journal import Record
 
 if TYPE_CHECKING:
     from ktconv.quantize_cpu.importance import ExpertWeights
@@ -24,6 +28,7 @@ class Proofs:
 
     rule: str
     words: str  # how scales and codes were chosen
+    records: Mapping[str, Record]  # of the manifest, by tensor
     weights: ExpertWeights | None = None  # of squared errors
     unproven: Sequence[str] = ()
     exact: bool = True
@@ -31,7 +36,25 @@ class Proofs:
     def of(self, layer: int, expert: int, proj: Projection) -> Proof:
         """Of a whole matrix; its parts take columns of it."""
         found = self.weights.of(layer, expert, proj) if self.weights else None
-        return Proof(native.Choice(self.rule, found), self.exact)
+        proof = Proof(native.Choice(self.rule, found), self.exact)
+        if self._record(layer, expert, proj, 0).get(CODES) != COMPENSATED:
+            return proof
+        return replace(proof, factors=MULTIPLES)
+
+    def row_error(
+        self, layer: int, expert: int, proj: Projection, parts: Iterable[int]
+    ) -> float | None:
+        """What the manifest says that no row of these parts exceeds; None: codes are by the rule.
+        NaN where it says nothing that can be."""
+        records = [self._record(layer, expert, proj, part) for part in parts]
+        if not any(record.get(CODES) == COMPENSATED for record in records):
+            return None
+        bounds = [record.get(ROW_ERROR_BOUND, math.nan) for record in records]
+        sound = all(type(bound) is float and 0 <= bound < math.inf for bound in bounds)
+        return max(bounds) if sound else math.nan
+
+    def _record(self, layer: int, expert: int, proj: Projection, part: int) -> Record:
+        return self.records.get(name_of(TensorId(layer, proj, expert, part, "weight")), {})
 
     @property
     def memory(self) -> int:
@@ -52,11 +75,13 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
             raise UsageError(
                 f"{output.directory} was converted without --importance", "omit --importance"
             )
-        return Proofs(rule, words)
+        return Proofs(rule, words, output.records)
     if importance is None:
-        return Proofs(rule, words, exact=False, unproven=[_UNKNOWN.format(file=recorded.file)])
+        return Proofs(
+            rule, words, output.records, exact=False, unproven=[_UNKNOWN.format(file=recorded.file)]
+        )
     if output.checkpoint is None or output.plan is None:
-        return Proofs(rule, words, exact=False)  # nothing is compared
+        return Proofs(rule, words, output.records, exact=False)  # nothing is compared
     from ktconv.quantize_cpu.importance import open_weights
 
     weights = open_weights(importance, output.checkpoint, output.plan.moe_layers)
@@ -67,7 +92,7 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
             f"{weights.record.sha256[:12]}...",
             "give the file that the conversion was given",
         )
-    return Proofs(rule, words, weights)
+    return Proofs(rule, words, output.records, weights)
 
 
 _UNKNOWN = (

@@ -13,21 +13,22 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
-from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation
-from ktconv.packed.proof import Proof
+from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation, relative_errors
+from ktconv.packed.proof import ROW_ERROR_BOUND, Proof
 from ktconv.packed.scale_rules import Allowed
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, F64
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.cpu.proofs import Proofs
-from ktconv.verify.cpu.resharded import PartsBefore
-from ktconv.verify.reading import Context, TensorStream, check_claims
+from ktconv.verify.cpu.resharded import PartsBefore, parts_before
+from ktconv.verify.reading import TOLERANCE, Context, TensorStream, check_claims
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance, unit_of
 from ktconv.verify.structure import where_of
 from ktconv.verify.totals import ItemResult
+from ktconv.writer.manifest import MANIFEST
 
 LEVEL = "weights"
 
@@ -63,7 +64,8 @@ class ExpertMatrixCheck:
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         proof = self.proofs.of(self.layer, self.expert, self.proj)
-        parts = [_Part(self, part, proof) for part in range(self.output.options.numa)]
+        numa = self.output.options.numa
+        parts = [_Part(self, part, self._proof_of(part, proof)) for part in range(numa)]
         comparable = self.source is not None and all(part.complete for part in parts)
         allowed = self._compare(parts, proof, buffers) if comparable else []
         self._compare_biases(parts)
@@ -123,10 +125,25 @@ class ExpertMatrixCheck:
         return reading
 
     def _finish(self, parts: Sequence[_Part], allowed: Sequence[Allowed | None]) -> ErrorStats:
-        total = ErrorStats()
+        total, together = ErrorStats(), None
+        if self.proj == "down" and parts_before(self.output):
+            # Rows have the errors of the parts that they were quantized in, not of these.
+            together = np.sum([part.check.squares for part in parts], axis=0)
         for part, scales in zip(parts, allowed, strict=True):
-            total.add(part.finish(scales))
+            total.add(part.finish(scales, together))
         return total
+
+    def _proof_of(self, part: int, proof: Proof) -> Proof:
+        """Of one part, from that of the whole matrix."""
+        cols = self.output.packed.layers[self.layer].shape(self.proj)[1]
+        every = range(self.output.options.numa)
+        cut_anew = self.proj == "down" and bool(parts_before(self.output))
+        bound = self.proofs.row_error(
+            self.layer, self.expert, self.proj, every if cut_anew else [part]
+        )
+        if self.proj == "down":
+            proof = proof.columns(part * cols, (part + 1) * cols)
+        return replace(proof, row_error=bound)
 
 
 class _Part:
@@ -134,7 +151,6 @@ class _Part:
     size is not read: level structure reports it."""
 
     def __init__(self, item: ExpertMatrixCheck, index: int, proof: Proof) -> None:
-        """`proof`: of the whole matrix."""
         self._context, self._packed, self.index = item.context, item.output.packed, index
         geometry, options = self._packed.layers[item.layer], item.output.options
         self.rows, self.cols = packed_shape(
@@ -155,8 +171,7 @@ class _Part:
         self._checked: Sequence[bool | None] = ()
         if self._scales is not None:
             self._scales.read(self._scale)
-        if item.proj == "down":
-            proof = proof.columns(index * self.cols, (index + 1) * self.cols)
+        self._bound = None if parts_before(item.output) else proof.row_error
         self.check = MatrixCheck(self._fmt, weight, self.rows, self.cols, self._report, proof)
 
     def _stream(self, tensor: TensorId, nbytes: int) -> TensorStream | None:
@@ -207,12 +222,24 @@ class _Part:
         self._checked = [one.check() for one in streams]
         return sum(equal is not None for equal in self._checked)
 
-    def finish(self, allowed: Allowed | None = None) -> ErrorStats:
+    def finish(self, allowed: Allowed | None, squares: F64 | None) -> ErrorStats:
         """Errors, after all rows and checksums were compared; see MatrixCheck.finish."""
-        found = self.check.finish(allowed)
+        found = self.check.finish(allowed, squares)
         if all(self._checked):  # of other bytes the manifest says nothing
             check_claims(self._context, name_of(self._id), found)
+            if self._bound is not None:
+                self._check_bound(self._bound)
         return found
+
+    def _check_bound(self, bound: float) -> None:
+        """The recorded bound is the largest error that a row has."""
+        largest = float(relative_errors(self.check.squares).max())
+        if not largest >= (1 - TOLERANCE) * bound:
+            words = f"{MANIFEST} says {ROW_ERROR_BOUND} {bound:.6g} of {name_of(self._id)}"
+            self._context.findings.fail(
+                LEVEL, "manifest", f"{words}, but {largest:.6g} was measured.", file=MANIFEST,
+                tensor=name_of(self._id), **where_of(self._id),
+            )  # fmt: skip
 
     def _report(self, violation: Violation) -> None:
         file, where = self._packed.tensors[self._id].file.name, where_of(self._id)
