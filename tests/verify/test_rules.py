@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
@@ -23,11 +24,14 @@ from ktconv.formats import FORMATS, reference, split
 from ktconv.formats.search import Choice, possible_scales
 from ktconv.packed.inspection import inspect_path
 from ktconv.packed.weights import name_of, open_packed
+from ktconv.repack.merge import Request as MergeRequest
+from ktconv.repack.merge import merge
 from ktconv.repack.recut import carried
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.verify import Request, Result, verify
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "tiny-moe"
 METHODS = ["int4", "int8"]
 RULES = ["amax", "search", "importance"]
 GIVES = {
@@ -35,6 +39,9 @@ GIVES = {
     "search": "the search for the smallest error gives",
     "importance": "the weighted search for the smallest error gives",
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "importance": {}, "fold": {"fold": "up-down"}, "fold, importance": {"fold": "up-down"},
+}  # fmt: skip
 Make = Callable[..., Path]
 Floats = NDArray[np.float32]
 
@@ -55,7 +62,8 @@ def made(model: Path, importance: Path, tmp_path_factory: pytest.TempPathFactory
         key = rule, method, numa
         if key not in known:
             known[key] = tmp_path_factory.mktemp("rules") / "out"
-            more = {"importance": importance} if rule == "importance" else {"scale": rule}
+            more = OPTIONS.get(rule, {"scale": rule})
+            more = more | ({"importance": importance} if "importance" in rule else {})
             convert(model, known[key], method=method, numa=numa, **more)
         return known[key]
 
@@ -77,13 +85,16 @@ def copied(made: Make, tmp_path: Path) -> Make:
 def signed(output: Path) -> Path:
     """With checksums of what is there, and without the errors that were measured: so nothing but
     the weights can tell."""
+    measured = {"relative_rms_error", "max_error_steps", "zero_share"}
     places = {name_of(tensor): place for tensor, place in open_packed(output).tensors.items()}
 
     def change(record: Any) -> None:
         for unit in record["units"].values():
             for name in unit["tensors"].keys() & places.keys():
                 digest = hashlib.sha256(bytes_of(places[name])).hexdigest()
-                unit["tensors"][name] = {"sha256": digest}
+                about = unit["tensors"][name]
+                kept = {key: about[key] for key in about.keys() - measured}
+                unit["tensors"][name] = kept | {"sha256": digest}
 
     return edit_manifest(output, change)
 
@@ -449,3 +460,113 @@ def test_a_history_that_cannot_be(earlier: Any, made: Make, model: Path, tmp_pat
         tmp_path / "two", lambda record: record["resharded_from"].update(earlier=earlier, numa=7)
     )
     assert found(verified(tmp_path / "two", model), "weights", "scale")
+
+
+# ---- folding ---------------------------------------------------------------------------
+
+
+def given(rule: str, importance: Path) -> Path | None:
+    return importance if "importance" in rule else None
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["fold", "fold, importance"])
+def test_a_folded_output_is_proven_against_the_folded_source(
+    rule: str, method: str, numa: int, made: Make, model: Path, importance: Path
+) -> None:
+    result = verified(made(rule, method, numa), model, given(rule, importance))
+    assert result.passed, result.failures
+    about = result.facts["weights"]
+    assert about["unproven"] == [] and "up-down folded" in about["codes_by"]
+    if "importance" in rule:
+        assert verified(made(rule, method, numa), model).facts["weights"]["unproven"]
+
+
+def test_kernels_compute_the_same_layer_folded(tmp_path: Path) -> None:
+    found = []
+    for fold in ("", "up-down"):
+        convert(EXAMPLE, tmp_path / f"out-{fold}", fold=fold)
+        request = Request(tmp_path / f"out-{fold}", str(EXAMPLE), "layers", tokens=8, threads=1)
+        result = verify(request)
+        assert result.passed, result.failures
+        found.append(result.facts["layers"]["layers"])
+    for plain, folded in zip(*found, strict=True):
+        assert folded["quantization_error"] < 1.5 * plain["quantization_error"]
+
+
+def exponents_of(output: Path, name: str) -> NDArray[np.int8]:
+    units = read_json(output / "ktconv.json")["units"].values()
+    (text,) = [unit["tensors"][name]["fold"] for unit in units if name in unit["tensors"]]
+    return np.frombuffer(base64.b64decode(text), np.int8).copy()
+
+
+def set_fold(output: Path, name: str, value: object) -> Path:
+    def change(record: Any) -> None:
+        for unit in record["units"].values():
+            if name in unit["tensors"]:
+                del unit["tensors"][name]["fold"]
+                unit["tensors"][name] |= {} if value is None else {"fold": value}
+
+    return edit_manifest(output, change)
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_exponent_is_found(method: str, by: int, copied: Make, model: Path) -> None:
+    """In its row of up, and in its column of down."""
+    output, name = copied("fold", method), "blk.1.ffn_up_exps.2.numa.1.weight"
+    exponents = exponents_of(output, name)
+    exponents[37] += by
+    set_fold(output, name, base64.b64encode(exponents.tobytes()).decode())
+    failures = changed(output, model).failures
+    assert {(one.layer, one.expert) for one in failures} == {(1, 2)}
+    up = [one for one in failures if one.projection == "up" and one.check == "scale"]
+    assert [(one.part, one.row) for one in up] == [(1, 37)]
+    down = [one for one in failures if one.projection == "down"]
+    assert down and {one.part for one in down} == {1}
+    assert {one.column for one in down if one.check == "element"} <= {128 + 37}
+
+
+@pytest.mark.parametrize(
+    "value", [None, 7, "", "AAAA", "*" * 172, base64.b64encode(b"\x80" * 128).decode()]
+)
+def test_exponents_that_are_none(value: object, copied: Make, model: Path) -> None:
+    output = set_fold(copied("fold"), "blk.1.ffn_up_exps.2.numa.1.weight", value)
+    failures = found(verified(output, model), "weights", "manifest")
+    assert [(one["expert"], one["projection"]) for one in failures] == [(2, "up"), (2, "down")]
+    words = "ktconv.json cannot say how up of expert 2 in layer 1 is folded: "
+    assert failures[0]["message"].startswith(words)
+
+
+def test_a_fold_that_the_options_do_not_say(copied: Make, model: Path) -> None:
+    output = edit_manifest(copied("fold"), lambda record: record["options"].pop("fold"))
+    assert found(verified(output, model), "weights", "scale")
+
+
+@pytest.mark.parametrize("rule", ["fold", "fold, importance"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_folded_parts_are_cut_anew(
+    before: int, after: int, rule: str, made: Make, model: Path, importance: Path, tmp_path: Path
+) -> None:
+    """Cut with their exponents; joined from the source, by the same rule."""
+    weights, out = given(rule, importance), tmp_path / "out"
+    packed, source = made(rule, "int4", before), str(model) if after < before else None
+    own = weights if source else None
+    reshard(ReshardRequest(packed, out, numa=after, threads=1, source=source, importance=own))
+    result = verified(out, model, weights)
+    assert result.passed, result.failures
+    if source:
+        assert read_model(out) == read_model(made(rule, "int4", after))
+        return
+    name = "blk.0.ffn_down_exps.0.numa.1"
+    set_scale(out, name, 7, np.nextafter(scale_of(out, name)[7], np.float32(0)))
+    (failure,) = found(changed(out, model, weights), "weights", "scale")
+    assert (failure["part"], failure["row"]) == (1, 7)
+
+
+def test_folded_folders_are_merged_with_their_exponents(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "folders", numa=2, layout="layers", fold="up-down")
+    assert verified(tmp_path / "folders", model).passed
+    merge(MergeRequest(tmp_path / "folders", tmp_path / "out", source=str(model), threads=1))
+    assert verified(tmp_path / "out", model).passed

@@ -70,7 +70,7 @@ def codes_in_words(options: Options) -> str:
     words = "search: scales with the smallest squared error of each row"
     if options.importance is not None:
         words += f", weighted by {_one_line(options.importance.file)}"
-    return words
+    return words + (f"; {options.fold} folded" if options.fold else "")
 
 
 def yaml_name(name: str) -> str:

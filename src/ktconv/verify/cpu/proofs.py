@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Projection, TensorId
+from ktconv.formats.folding import FoldError, decode, folded_importance
 from ktconv.formats.multiples import MULTIPLES
 from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.packed.weights import name_of
+from ktconv.system.arrays import I8
 from ktconv.targets.card import codes_in_words
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.writer.journal import Record
@@ -28,14 +32,29 @@ class Proofs:
 
     rule: str
     words: str  # how scales and codes were chosen
+    fold: bool
     records: Mapping[str, Record]  # of the manifest, by tensor
     weights: ExpertWeights | None = None  # of squared errors
     unproven: Sequence[str] = ()
     exact: bool = True
 
-    def of(self, layer: int, expert: int, proj: Projection) -> Proof:
-        """Of a whole matrix; its parts take columns of it."""
+    def exponents(self, layer: int, expert: int, widths: Sequence[int]) -> I8 | None:
+        """Of folding [I], from parts of up with so many rows; None: nothing is folded. FoldError
+        where they are not recorded."""
+        if not self.fold:
+            return None
+        records = [self._record(layer, expert, "up", part) for part in range(len(widths))]
+        if not all("fold" in one for one in records):
+            raise FoldError("it has no exponents of folding for that")
+        return np.concatenate(
+            [decode(one.get("fold"), width) for one, width in zip(records, widths, strict=True)]
+        )
+
+    def of(self, layer: int, expert: int, proj: Projection, exponents: I8 | None = None) -> Proof:
+        """Of a whole matrix; its parts take columns of it. `exponents`: of folding."""
         found = self.weights.of(layer, expert, proj) if self.weights else None
+        if exponents is not None and proj == "down" and self.rule == "search":
+            found = folded_importance(found, exponents)
         proof = Proof(native.Choice(self.rule, found), self.exact)
         if self._record(layer, expert, proj, 0).get(CODES) != COMPENSATED:
             return proof
@@ -69,19 +88,18 @@ class Proofs:
 def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
     """`importance`: the file given. UsageError for one that the output was not made with."""
     rule, recorded = output.options.scale, output.options.importance
-    words = codes_in_words(output.options)
+    words, fold = codes_in_words(output.options), bool(output.options.fold)
     if recorded is None:
         if importance is not None:
             raise UsageError(
                 f"{output.directory} was converted without --importance", "omit --importance"
             )
-        return Proofs(rule, words, output.records)
+        return Proofs(rule, words, fold, output.records)
     if importance is None:
-        return Proofs(
-            rule, words, output.records, exact=False, unproven=[_UNKNOWN.format(file=recorded.file)]
-        )
+        unproven = [_UNKNOWN.format(file=recorded.file)]
+        return Proofs(rule, words, fold, output.records, exact=False, unproven=unproven)
     if output.checkpoint is None or output.plan is None:
-        return Proofs(rule, words, output.records, exact=False)  # nothing is compared
+        return Proofs(rule, words, fold, output.records, exact=False)  # nothing is compared
     from ktconv.quantize_cpu.importance import open_weights
 
     weights = open_weights(importance, output.checkpoint, output.plan.moe_layers)
@@ -92,7 +110,7 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
             f"{weights.record.sha256[:12]}...",
             "give the file that the conversion was given",
         )
-    return Proofs(rule, words, output.records, weights)
+    return Proofs(rule, words, fold, output.records, weights)
 
 
 _UNKNOWN = (

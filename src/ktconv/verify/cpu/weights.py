@@ -13,13 +13,14 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import MoELayer
 from ktconv.formats import FORMATS, KINDS, Projection, TensorId, kinds_of, packed_shape
+from ktconv.formats.folding import FoldError
 from ktconv.packed.matrix_check import ErrorStats, MatrixCheck, Packed, Violation, relative_errors
 from ktconv.packed.proof import ROW_ERROR_BOUND, Proof
 from ktconv.packed.scale_rules import Allowed
 from ktconv.packed.weights import name_of
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import MatrixReader, Scales, chunks, source_bytes
-from ktconv.system.arrays import F32, F64
+from ktconv.reading.matrices import Factors, MatrixReader, Scales, chunks, source_bytes
+from ktconv.system.arrays import F32, F64, I8
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.cpu.proofs import Proofs
 from ktconv.verify.cpu.resharded import PartsBefore, parts_before
@@ -63,26 +64,53 @@ class ExpertMatrixCheck:
         return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        proof = self.proofs.of(self.layer, self.expert, self.proj)
-        numa = self.output.options.numa
+        exponents, numa = self._exponents(), self.output.options.numa
+        proof = self.proofs.of(self.layer, self.expert, self.proj, exponents)
         parts = [_Part(self, part, self._proof_of(part, proof)) for part in range(numa)]
-        comparable = self.source is not None and all(part.complete for part in parts)
-        allowed = self._compare(parts, proof, buffers) if comparable else []
-        self._compare_biases(parts)
+        source = self._folded(exponents)
+        comparable = source is not None and all(part.complete for part in parts)
+        allowed = self._compare(source, parts, proof, buffers) if source and comparable else []
+        self._compare_biases(source, parts)
         checksums = sum(part.read_rest(buffers) for part in parts)
         sums = self._finish(parts, allowed) if comparable else None
         advance(self.nbytes)
         nbytes = sum(part.nbytes for part in parts)
         return ItemResult(nbytes, checksums, 0, self.layer, self.expert, self.proj, sums)
 
+    def _exponents(self) -> I8 | None:
+        """Of folding; None: nothing is folded, or they are not recorded, which is a failure."""
+        if self.source is None or self.proj == "gate":
+            return None
+        geometry = self.output.packed.layers[self.layer]
+        widths = [geometry.shape("up")[0]] * self.output.options.numa
+        try:
+            return self.proofs.exponents(self.layer, self.expert, widths)
+        except FoldError as error:
+            words = f"{MANIFEST} cannot say how {self.proj} of expert {self.expert} in layer "
+            where = {"layer": self.layer, "expert": self.expert, "projection": self.proj}
+            message = f"{words}{self.layer} is folded: {error}."
+            self.context.findings.fail(LEVEL, "manifest", message, file=MANIFEST, **where)
+            return None
+
+    def _folded(self, exponents: I8 | None) -> MatrixReader | None:
+        """The source as it was quantized; None without one, or where that is not known."""
+        if self.source is None or self.context.reader is None:
+            return None
+        if self.proofs.fold and self.proj != "gate" and exponents is None:
+            return None
+        options, factors = self.output.options, None
+        if exponents is not None:
+            factors = Factors.of(self.proj, exponents)
+        matrix = self.source.experts[self.expert][self.proj]
+        return MatrixReader(
+            self.context.reader, matrix, options.compat, options.keep_integers, factors
+        )
+
     def _compare(
-        self, parts: Sequence[_Part], proof: Proof, buffers: Buffers
+        self, source: MatrixReader, parts: Sequence[_Part], proof: Proof, buffers: Buffers
     ) -> Sequence[Allowed | None]:
         """Returns what the scales of each part can be; None: what its own source makes."""
-        assert self.source is not None and self.context.reader is not None
-        matrix = self.source.experts[self.expert][self.proj]
-        options = self.output.options
-        source = MatrixReader(self.context.reader, matrix, options.compat, options.keep_integers)
+        matrix, plain = source.matrix, replace(source, factors=None)
         rows = matrix.rows if self.proj == "down" else parts[0].rows
         wider = PartsBefore(self.output, matrix, proof) if self.proj == "down" else None
         with source.open() as fd:
@@ -98,18 +126,16 @@ class ExpertMatrixCheck:
                     view = source.view(chunk, grid, buffers.source, first_col, part.cols)
                     part.compare(view, chunk.start % rows, buffers)
                     if reading and part is touched[number % len(touched)]:
-                        reading.view(source, grid, chunk, buffers.source, first_col, part.cols)
+                        reading.view(plain, grid, chunk, buffers.source, first_col, part.cols)
         return wider.scales() if wider else [None] * len(parts)
 
-    def _compare_biases(self, parts: Sequence[_Part]) -> None:
+    def _compare_biases(self, source: MatrixReader | None, parts: Sequence[_Part]) -> None:
         """With the source's, if it is read: the same numbers, or zeros where it has none."""
         expected = None
-        if self.source is not None:
-            assert self.context.reader is not None
-            matrix = self.source.experts[self.expert][self.proj]
-            expected = MatrixReader(self.context.reader, matrix).load_bias()
+        if source is not None:
+            expected = source.load_bias()
             if expected is None:
-                expected = np.zeros(matrix.rows, np.float32)
+                expected = np.zeros(source.matrix.rows, np.float32)
         for part in parts:
             first = 0 if self.proj == "down" else part.index * part.rows
             part.compare_bias(None if expected is None else expected[first : first + part.rows])
