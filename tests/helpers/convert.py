@@ -37,6 +37,7 @@ Rule = Literal["amax", "search"]
 SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
 REQUEST_OPTIONS = {
     "layers", "threads", "max_memory", "verify", "overwrite", "finalize", "config", "importance",
+    "calibrate",
 }  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def test_a_full_disk(torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({}, {"experts": "0"}, "sizes in its metadata are impossible"),
         ({}, {"hidden_size": "2000000"}, "sizes in its metadata are impossible"),
         ({}, {"format": "ktconv-importance"}, "is not a file of ktconv stats --hessian"),
-        ({}, {"format_version": "2"}, "has version 2 of its format"),
+        ({}, {"format_version": "3"}, "has version 3 of its format"),
     ],
 )
 def test_damaged_files(

@@ -64,6 +64,14 @@ def quantize_cpu_command(
             "nothing that it computes.",
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        option(
+            "Choose codes that make up for one another's errors (GPTQ): on the second moments in a "
+            "directory of stats --hessian.",
+            "DIR",
+        ),
+    ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
@@ -147,6 +155,7 @@ def quantize_cpu_command(
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
             importance=importance,
+            calibrate=calibrate,
         )
         if estimate and not dry_run:
             raise UsageError(
@@ -159,18 +168,25 @@ def quantize_cpu_command(
                 "omit one of them",
             )
         preflight = prepare(request)
-        facts, lines = _about_importance(preflight)
+        facts, lines = _about_inputs(preflight)
         if estimate:
             predicted = estimated(preflight)
             facts, lines = {**facts, "estimate": predicted}, [*lines, *estimate_lines(predicted)]
         common.convert(request, preflight, quantize_cpu, dry_run, as_json, facts=facts, lines=lines)
 
 
-def _about_importance(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
-    """The JSON and the lines of a plan and a report; empty without a file of importance."""
+def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
+    """The JSON and the lines of a plan and a report about statistics of inputs; empty without."""
+    if preflight.calibration is not None:
+        from ktconv.quantize_cpu.gptq import coverage
+
+        counts, used = preflight.calibration.counts, asdict(preflight.calibration.record)
+        return {"calibrate": used | coverage.coverage_facts(counts)}, coverage.coverage_lines(
+            counts
+        )
     if preflight.weights is None:
         return {}, []
     from ktconv.quantize_cpu.importance_coverage import coverage_facts, coverage_lines
 
-    coverage, record = preflight.weights.coverage, asdict(preflight.weights.record)
-    return {"importance": record | coverage_facts(coverage)}, coverage_lines(coverage)
+    found, record = preflight.weights.coverage, asdict(preflight.weights.record)
+    return {"importance": record | coverage_facts(found)}, coverage_lines(found)

@@ -16,6 +16,8 @@ def integer_notes(layers: Iterable[MoELayer], options: Options) -> Sequence[str]
 
 
 def _note(matrix: ExpertMatrix, options: Options) -> str:
+    if options.calibrate is not None:
+        return "integers of the source are quantized anew: --calibrate"
     if options.requantize or options.compat:
         option = "--requantize" if options.requantize else "--compat"
         return f"integers of the source are quantized anew: {option}"

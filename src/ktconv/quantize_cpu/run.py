@@ -7,15 +7,16 @@ Planning is here and in `plan`; how a run locks, resumes and finishes is in `con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
-from ktconv.conversion.plan import LayerUnit
+from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.conversion.run import (
     BaseRequest,
     Conversion,
@@ -29,6 +30,8 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
+from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
+from ktconv.quantize_cpu.gptq.threads import one_torch_thread
 from ktconv.quantize_cpu.integers import integer_notes
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
@@ -44,6 +47,7 @@ from ktconv.targets.ktransformers import (
 )
 
 if TYPE_CHECKING:
+    from ktconv.quantize_cpu.gptq.inputs import Calibration
     from ktconv.quantize_cpu.importance import ExpertWeights
 
 
@@ -55,6 +59,7 @@ class Request(BaseRequest):
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
     importance: Path | None = None  # a file of it: what squared errors of each channel count
+    calibrate: Path | None = None  # a directory of second moments: codes make up for errors
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Preflight(AnyPreflight[KTransformersTarget]):
 
     request: Request
     weights: ExpertWeights | None = None  # of squared errors; None: all count the same
+    calibration: Calibration | None = None  # None: codes are rounded to the nearest
 
 
 def prepare(request: Request) -> Preflight:
@@ -92,19 +98,29 @@ def prepare(request: Request) -> Preflight:
         layers = {layer.index: len(layer.experts) for layer in checkpoint.layers}
         check_expert_set(excluded, layers, request.exclude_experts)
         options = replace(options, exclude_experts=excluded)
+    calibration = _calibration(request, checkpoint, options)
     weights = _weights(request, checkpoint, options)
-    options = replace(options, importance=weights.record if weights else None)
+    options = replace(
+        options,
+        importance=weights.record if weights else None,
+        calibrate=calibration.record if calibration else None,
+    )
     plan = make_plan(checkpoint, options)
     check_foldable(plan.moe_layers, options)
     notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
     notes += fold_notes(plan.moe_layers, options)
     plan = replace(plan, notes=[*notes, *(weights.notes if weights else ())])
+    plan = replace(plan, notes=[*plan.notes, *(calibration.notes if calibration else ())])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     kept = weights.memory(min(OPEN_UNITS, len(units))) if weights else 0
-    threads, peak = fit_memory(request, _memory(plan), kept)
+    each = _memory(plan)
+    if calibration is not None:
+        kept += calibration.memory(min(OPEN_UNITS, len(units)))
+        each += expert_memory(plan.moe_layers)
+    threads, peak = fit_memory(request, each, kept)
     free = machine.disk_free(request.output)
-    return Preflight(request, plan, units, threads, peak, free, weights)
+    return Preflight(request, plan, units, threads, peak, free, weights, calibration)
 
 
 def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> ExpertWeights | None:
@@ -128,6 +144,46 @@ def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> Expe
 
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     return open_weights(request.importance, checkpoint, layers)
+
+
+def _calibration(request: Request, checkpoint: Checkpoint, options: Options) -> Calibration | None:
+    """The inputs that codes are calibrated on. UsageError for options that exclude one another, and
+    for none where an output that is converted again was calibrated."""
+    if request.calibrate is None:
+        if options.calibrate is None:
+            return None
+        raise UsageError(
+            f"the weights were converted with --calibrate {options.calibrate.name}, without which "
+            "other codes would result",
+            "convert the model again: ktconv quantize-cpu MODEL OUTPUT --calibrate DIR",
+        )
+    if options.scale != "search":
+        given = "--compat" if options.compat else f"--scale {options.scale}"
+        raise UsageError(
+            f"--calibrate chooses scales by search, and cannot be combined with {given}",
+            "omit one of them",
+        )
+    if options.fold:
+        raise UsageError(
+            "--calibrate and --fold cannot be combined: the second moments are of the inputs of "
+            "matrices as they are",
+            "omit one of them",
+        )
+    if request.importance is not None:
+        raise UsageError(
+            "--calibrate knows the importance of each channel, and cannot be combined with "
+            "--importance",
+            "omit --importance",
+        )
+    if find_spec("torch") is None:
+        raise UsageError(
+            "--calibrate needs torch, which is not installed",
+            "install it with: pip install 'ktconv[model]'",
+        )
+    from ktconv.quantize_cpu.gptq.inputs import open_calibration
+
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    return open_calibration(request.calibrate, checkpoint, layers)
 
 
 def quantize_cpu(
@@ -154,13 +210,18 @@ class QuantizeCpu(Conversion):
 
     def __init__(self, preflight: Preflight, observer: Observer) -> None:
         super().__init__(preflight, observer)
-        self._weights = preflight.weights
+        self._weights, self._calibration = preflight.weights, preflight.calibration
 
     def buffers(self) -> BufferSizes:
         return _buffers(self.plan)
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify, options = self.request.verify, self.plan.target.options
+        inputs = self._calibration.layer(unit.layer.index) if self._calibration else None
+        if inputs is not None:
+            for expert in unit.experts:
+                yield CompensatedExpert(reader, unit.layer, expert, verify, options, inputs)
+            return
         weights = self._weights.layer(unit.layer.index) if self._weights else None
         for expert in unit.experts:
             tasks = {
@@ -175,6 +236,13 @@ class QuantizeCpu(Conversion):
                 yield FoldTask(tasks["up"], tasks["down"])
             else:
                 yield from tasks.values()
+
+    def run_pipeline(self, units: Sequence[Unit]) -> None:
+        if self._calibration is None:
+            super().run_pipeline(units)
+            return
+        with one_torch_thread():  # for each worker
+            super().run_pipeline(units)
 
     def card(self) -> str:
         return model_card(self.plan)

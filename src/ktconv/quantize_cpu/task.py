@@ -20,7 +20,7 @@ from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.packed.proof import Proof
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import Factors, MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
-from ktconv.system.arrays import F32, I8
+from ktconv.system.arrays import F32, I8, U8
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -93,7 +93,7 @@ class QuantizeTask(ExpertTask):
         fmt = FORMATS[options.method]
         choice = native.Choice(options.scale, self._importance())
         choice = choice.columns(owned.col_start, owned.col_stop)
-        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, Proof(choice))
+        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, self._proof(choice))
         return Part(index, owned, fmt.layout, choice, check)
 
     def _importance(self) -> F32 | None:
@@ -122,7 +122,7 @@ class QuantizeTask(ExpertTask):
         start, stop = (part.layout.scale_size(rows, cols) for rows in done)
         scale = part.scale[start:stop]
         try:
-            native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
+            self._pack(part, view, packed, scale, buffers)
         except native.NonFiniteError as error:
             raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
         name = self._name(part, "weight")
@@ -135,6 +135,20 @@ class QuantizeTask(ExpertTask):
         part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
         part.rows_done += view.rows
         part.bytes_done += packed.nbytes
+
+    def _pack(
+        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
+    ) -> None:
+        """The next rows of a part into `packed` and `scale`. NonFiniteError for a NaN or Inf."""
+        native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
+
+    def _proof(self, choice: native.Choice) -> Proof:
+        """What must hold of a part whose columns have this choice."""
+        return Proof(choice)
+
+    def _facts(self, part: Part) -> dict[str, Any]:
+        """What the manifest records of a part's weights beside checksum and errors."""
+        return {}
 
     def _write_biases(
         self, parts: Sequence[Part], bias: F32 | None, staging: Staging
@@ -163,6 +177,7 @@ class QuantizeTask(ExpertTask):
                 "max_error_steps": four_digits(errors["max_error_steps"]),
                 "zero_share": four_digits(errors["zero_share"]),
             }
+            records[self._name(part, "weight")] |= self._facts(part)
             if part.check.kept_rows:
                 records[self._name(part, "weight")]["lossless_rows"] = part.check.kept_rows
             if self.exponents is not None and self.proj == "up":

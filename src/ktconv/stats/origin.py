@@ -20,6 +20,14 @@ class Sizes:
     hidden: int
     intermediate: int
 
+    @property
+    def words(self) -> str:
+        """For errors."""
+        return (
+            f"{self.experts} experts of hidden size {self.hidden} and intermediate size "
+            f"{self.intermediate}"
+        )
+
     @classmethod
     def of(cls, layer: MoELayer) -> Sizes:
         return cls(len(layer.experts), layer.hidden_size, layer.intermediate_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
@@ -56,6 +56,17 @@ class ImportanceRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """Which inputs codes were calibrated on."""
+
+    name: str  # of the directory or the text that was given
+    kind: str  # hessian, or text
+    text: str
+    text_sha256: str  # of what was read of it
+    run: str  # identifies the files' state, tokens, dtype and versions, see stats.origin
+
+
+@dataclass(frozen=True, slots=True)
 class Options(BaseOptions):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
@@ -75,6 +86,7 @@ class Options(BaseOptions):
     allow_activation_mismatch: bool = False
     importance: ImportanceRecord | None = None  # of the errors that the search makes small
     fold: Fold = ""  # what is moved between the matrices of an expert
+    calibrate: CalibrationRecord | None = None  # codes make up for one another's errors
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -88,11 +100,18 @@ class Options(BaseOptions):
 
     @property
     def keep_integers(self) -> bool:
-        return not (self.requantize or self.compat)
+        return not (self.requantize or self.compat or self.calibrate)
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
-        for name in (EXCLUDED, "requantize", "allow_activation_mismatch", "importance", "fold"):
+        for name in (
+            EXCLUDED,
+            "requantize",
+            "allow_activation_mismatch",
+            "importance",
+            "fold",
+            "calibrate",
+        ):
             if not record[name]:
                 del record[name]
         return record
@@ -108,6 +127,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         allow_activation_mismatch=True,
         importance=ImportanceRecord("", "", ""),
         fold="up-down",
+        calibrate=CalibrationRecord("", "", "", "", ""),
     ).as_dict()
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
@@ -117,17 +137,25 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     if values.get("fold", "up-down") != "up-down":
         return None
     if "importance" in values:
-        values["importance"] = _importance_of_record(values["importance"])
+        values["importance"] = _record(ImportanceRecord, values["importance"])
         if values["importance"] is None or values.get("scale") != "search":
+            return None
+    if "calibrate" in values:
+        values["calibrate"] = _record(CalibrationRecord, values["calibrate"])
+        if values["calibrate"] is None or values.get("scale") != "search":
             return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
 
-def _importance_of_record(record: Mapping[str, Any]) -> ImportanceRecord | None:
-    names = {one.name for one in fields(ImportanceRecord)}
+R = TypeVar("R", ImportanceRecord, CalibrationRecord)
+
+
+def _record(kind: type[R], record: Mapping[str, Any]) -> R | None:
+    """A record of strings; None for anything else."""
+    names = {one.name for one in fields(kind)}
     if record.keys() != names or not all(type(value) is str for value in record.values()):
         return None
-    return ImportanceRecord(**record)
+    return kind(**record)
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:

@@ -1,0 +1,111 @@
+"""Codes of weights with correlated inputs: GPTQ under given scales, and the choice among them.
+
+With H = X^T X of a matrix's inputs, the squared error of its outputs is the sum over its rows d of
+d H d^T, d the errors of the row's weights. Columns are rounded one after the other, those with the
+largest inputs first, and each error is made up for by the columns that follow (Frantar et al.,
+"GPTQ", https://arxiv.org/abs/2210.17323; the factor is that of their section 3.3). A row is done
+once for each of MULTIPLES of its searched scales, and the result with the smallest error stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ktconv import native
+from ktconv.formats.multiples import MULTIPLES
+from ktconv.native import Layout
+from ktconv.system.arrays import F32, F64, I8, I32, I64
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Added to the diagonal, in units of its mean: the layer's profile times LEAST_DAMPING, and with few
+# tokens n times up to MORE_DAMPING, by K / n: their second moments say little about other tokens.
+LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What follows from H [K, K]: `order` in which columns are rounded, and U, float32 [K, K],
+    upper triangular, with H^-1 = U^T U, H in that order and damped."""
+
+    order: I64
+    upper: Tensor
+
+
+def factor_of(hessian: F32, tokens: int, profile: F64) -> Factor:
+    """Of a symmetric matrix [K, K], the sum over so many tokens, which may have any rank but is not
+    all zero; it is overwritten. `profile` [K], of mean 1: how inputs differ by channel in the whole
+    layer (`channel_weights.layer_profile`).
+
+    Raises ValueError where it is no second moment: not even damping makes it positive definite.
+    """
+    import torch
+
+    diagonal: F64 = hessian.diagonal().astype(np.float64)
+    mean = float(np.cumsum(diagonal)[-1]) / len(diagonal)
+    damping = LEAST_DAMPING + MORE_DAMPING * min(1.0, len(diagonal) / tokens)
+    diagonal = diagonal / mean + damping * profile
+    hessian *= np.float32(1 / mean)
+    np.fill_diagonal(hessian, diagonal)
+    order: I64 = np.argsort(-diagonal, kind="stable")
+    matrix = torch.from_numpy(hessian[np.ix_(order, order)])
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if not failed:
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed:
+        raise ValueError("the matrix is not positive definite")
+    return Factor(order, upper.contiguous())
+
+
+def codes_under(
+    layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
+) -> tuple[I8, F64]:
+    """int8 [N, K], and the squared error of the outputs of each row [N], in units of H.
+
+    `weights` float32 [N, K]; `scale` float32 [N, G], `group_of_col` int32 [K] which of the G scales
+    a column has. The same bits for any number of threads and every instruction set of ours.
+    """
+    import torch
+
+    traits, (rows, cols) = layout.traits, weights.shape
+    step = scale * np.float32(traits.scale_units)
+    left = torch.from_numpy(np.take(weights, factor.order, axis=1))  # changed by compensation
+    groups = np.ascontiguousarray(group_of_col[factor.order])
+    codes, loss = np.empty((rows, cols), np.int8), np.zeros(rows, np.float64)
+    for start in range(0, cols, native.BLOCK_COLS):
+        stop = min(start + native.BLOCK_COLS, cols)
+        block = np.ascontiguousarray(factor.upper[start:stop, start:stop].numpy())
+        found, errors = native.compensate(
+            traits.max_level, left[:, start:stop].numpy(), block, step, groups[start:stop], loss
+        )
+        codes[:, factor.order[start:stop]] = found
+        left[:, stop:].addmm_(torch.from_numpy(errors), factor.upper[start:stop, stop:], alpha=-1)
+    return codes, loss
+
+
+def multiples_of(layout: Layout, scale: F32) -> list[F32]:
+    """The scales that may be chosen instead of `scale`: MULTIPLES of it as the layout stores
+    them."""
+    return [native.stored_scale(layout, scale * np.float32(multiple)) for multiple in MULTIPLES]
+
+
+def best_codes(
+    layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
+) -> tuple[I8, F32]:
+    """Codes int8 [N, K] and scales [N, G]: for each row those of `multiples_of` with the smallest
+    error of its outputs, the first of equal ones."""
+    chosen: tuple[I8, F32] | None = None
+    for candidate in multiples_of(layout, scale):
+        codes, loss = codes_under(layout, weights, factor, candidate, group_of_col)
+        if chosen is None:
+            chosen, least = (codes, candidate), loss
+            continue
+        better = np.flatnonzero(loss < least)
+        least[better] = loss[better]
+        chosen[0][better], chosen[1][better] = codes[better], candidate[better]
+    assert chosen is not None
+    return chosen
