@@ -263,13 +263,6 @@ def test_compat_cannot_be_folded(model: Path, tmp_path: Path) -> None:
         prepare(Request(str(model), tmp_path / "out", Options(numa=1, compat=True, **FOLD)))
 
 
-def test_errors_of_folded_weights_are_not_estimated(model: Path, tmp_path: Path) -> None:
-    done = ktconv("quantize-cpu", model, tmp_path / "out", "--fold", "up-down", "--numa", "1",
-                  "--dry-run", "--estimate")  # fmt: skip
-    assert done.returncode == 2, done.stdout
-    assert "--estimate does not predict the errors of weights that --fold changed" in done.stderr
-
-
 def test_integers_of_up_and_down_are_not_kept(tmp_path: Path) -> None:
     """Those of gate are, as without folding, and the plan says so."""
     rng = np.random.default_rng(4)
