@@ -162,11 +162,6 @@ def quantize_cpu_command(
                 "--estimate predicts the errors of a conversion without converting",
                 "add --dry-run",
             )
-        if estimate and fold:
-            raise UsageError(
-                "--estimate does not predict the errors of weights that --fold changed",
-                "omit one of them",
-            )
         preflight = prepare(request)
         facts, lines = _about_inputs(preflight)
         if estimate:
