@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import write_model
 from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
 from helpers.importance_files import importance_of, write_importance
@@ -397,8 +398,6 @@ def importance_weights(model: Path, file: Path) -> Floats:
 
 def test_parts_that_were_cut_and_joined_across_one_another(tmp_path: Path) -> None:
     """4 -> 1 is refused, as scales differ; 1 -> 2 -> 3 and back keeps those of the whole row."""
-    from helpers.cli import write_model
-
     model = write_model(tmp_path / "model", layers=1, inner=768)
     convert(model, tmp_path / "one", numa=1)
     for before, after in ((1, 2), (2, 3), (3, 1)):
@@ -570,3 +569,109 @@ def test_folded_folders_are_merged_with_their_exponents(model: Path, tmp_path: P
     assert verified(tmp_path / "folders", model).passed
     merge(MergeRequest(tmp_path / "folders", tmp_path / "out", source=str(model), threads=1))
     assert verified(tmp_path / "out", model).passed
+
+
+# ---- compensated codes -----------------------------------------------------------------
+
+
+def as_compensated(output: Path, model: Path, method: str, numa: int) -> Path:
+    """A copy by the search, whose codes are moved as compensation moves them, within a step of the
+    nearest; and recorded so. The scales of every third row are another multiple."""
+    rng, records, fmt = np.random.default_rng(3), {}, FORMATS[method]
+    for (layer, expert, proj), whole in source_matrices(model).items():
+        inner, hidden = whole.shape if proj != "down" else whole.shape[::-1]
+        for part in range(numa):
+            source = whole[split(proj, hidden, inner, part, numa).index].astype(np.float64)
+            name = f"blk.{layer}.ffn_{proj}_exps.{expert}.numa.{part}"
+            scale = scale_of(output, name)
+            scale[::3] *= np.float32(0.92)
+            step = (scale * fmt.traits.scale_units).astype(np.float64)[:, None]
+            moved = np.rint(source / step + rng.normal(0, 0.4, source.shape))
+            top = fmt.traits.max_level
+            codes = np.clip(moved, -top, top).astype(np.int8)
+            set_codes(output, name, method, codes)
+            overwrite(place_of(output, f"{name}.scale"), scale.tobytes())
+            values = (codes * step.astype(np.float32)).astype(np.float64)
+            errors = np.sqrt(((source - values) ** 2).sum(1) / (source**2).sum(1))
+            bound = float(f"{errors.max() * 1.00001:.6g}")
+            records[f"{name}.weight"] = {"codes": "gptq", "row_error_bound": bound}
+
+    def change(record: Any) -> None:
+        for unit in record["units"].values():
+            for name in unit["tensors"].keys() & records.keys():
+                unit["tensors"][name] |= records[name]
+
+    return edit_manifest(output, change)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compensated_codes(method: str, copied: Make, model: Path) -> None:
+    output = as_compensated(copied("search", method), model, method, 2)
+    result = changed(output, model)
+    assert result.passed, result.failures
+    codes, scales = result.facts["weights"]["unproven"]
+    assert "follow from data" in codes and "--calibrate DIR" in scales
+
+
+def test_faults_of_compensated_codes(copied: Make, model: Path) -> None:
+    """An error beyond the recorded one, a bound that nothing reaches, none at all, a level that is
+    none, a scale that cannot be."""
+    output, name = as_compensated(copied("search"), model, "int4", 2), "blk.0.ffn_up_exps.1.numa.0"
+    codes = codes_of(output, name, "int4", 128, 256)
+    worse = codes.copy()
+    worse[5] = -worse[5]
+    set_codes(output, name, "int4", worse)
+    failures = found(changed(output, model), "weights", "error")
+    assert [(one["tensor"], one["row"]) for one in failures] == [(f"{name}.weight", 5)]
+    assert "is recorded as the largest" in failures[0]["message"]
+    worse = codes.copy()
+    worse[5, 6] = -8
+    set_codes(output, name, "int4", worse)
+    assert found(changed(output, model), "weights", "level")[0]["column"] == 6
+    set_codes(output, name, "int4", codes)
+    before = scale_of(output, name)[5]
+    set_scale(output, name, 5, np.float32(6) * before)
+    assert found(changed(output, model), "weights", "scale")[0]["row"] == 5
+    set_scale(output, name, 5, before)
+    for bound, words in ((9.0, "row_error_bound 9 of"), (None, "nan"), ("1", "nan"), (1, "nan")):
+        set_bound(output, f"{name}.weight", bound)
+        failures = found(changed(output, model), "weights", "manifest")
+        assert [one["tensor"] for one in failures] == [f"{name}.weight"]
+        assert words in failures[0]["message"]
+
+
+def set_bound(output: Path, name: str, bound: object) -> None:
+    def change(record: Any) -> None:
+        for unit in record["units"].values():
+            if name in unit["tensors"]:
+                unit["tensors"][name]["row_error_bound"] = bound
+
+    edit_manifest(output, change)
+
+
+@pytest.mark.parametrize("numa", [2, 4])
+def test_compensated_rows_that_were_cut_anew(
+    numa: int, copied: Make, model: Path, tmp_path: Path
+) -> None:
+    """A row of down is held to its error over all columns; cutting it changes none."""
+    if numa == 4:
+        model = write_model(tmp_path / "model", layers=1, inner=512)
+        convert(model, tmp_path / "given", numa=2)
+        output = tmp_path / "given"
+    else:
+        output = copied("search", "int4", 1)
+    reshard(
+        ReshardRequest(
+            signed(as_compensated(output, model, "int4", numa // 2)),
+            tmp_path / "out", numa=numa, threads=1,
+        )
+    )  # fmt: skip
+    result = verified(tmp_path / "out", model)
+    assert result.passed, result.failures
+    name = "blk.0.ffn_down_exps.1.numa.1"
+    rows, cols = open_packed(tmp_path / "out").layers[0].shape("down")
+    codes = codes_of(tmp_path / "out", name, "int4", rows, cols)
+    codes[9] = -codes[9]
+    set_codes(tmp_path / "out", name, "int4", codes)
+    failures = found(changed(tmp_path / "out", model), "weights", "error")
+    assert {one["row"] for one in failures} == {9}

@@ -55,10 +55,10 @@ class Proofs:
         found = self.weights.of(layer, expert, proj) if self.weights else None
         if exponents is not None and proj == "down" and self.rule == "search":
             found = folded_importance(found, exponents)
-        proof = Proof(native.Choice(self.rule, found), self.exact)
-        if self._record(layer, expert, proj, 0).get(CODES) != COMPENSATED:
-            return proof
-        return replace(proof, factors=MULTIPLES)
+        codes = self._record(layer, expert, proj, 0).get(CODES)
+        exact = self.exact and (codes is None or self.weights is not None)
+        proof = Proof(native.Choice(self.rule, found), exact)
+        return replace(proof, factors=MULTIPLES) if codes == COMPENSATED else proof
 
     def row_error(
         self, layer: int, expert: int, proj: Projection, parts: Iterable[int]
@@ -85,6 +85,24 @@ class Proofs:
         return {"codes_by": self.words, "rule": self.rule, "unproven": list(self.unproven)}
 
 
+def _calibrated(output: CpuOutput, given: bool) -> list[str]:
+    """What is not proven of codes that were calibrated, `given` the inputs they follow from."""
+    codes = [record[CODES] for record in output.records.values() if CODES in record]
+    compensated, sentences = codes.count(COMPENSATED), []
+    if compensated:
+        sentences.append(
+            f"the codes of {compensated:,} of {len(codes):,} calibrated tensors follow from data: "
+            "proven are that they are levels, and that no row has a larger error than recorded"
+        )
+    if codes and not given:
+        sentences.append(
+            "the scales of calibrated matrices are proven to be possible, but not that they make "
+            "the error on the calibration data smallest: give its second moments with "
+            "--calibrate DIR"
+        )
+    return sentences
+
+
 def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
     """`importance`: the file given. UsageError for one that the output was not made with."""
     rule, recorded = output.options.scale, output.options.importance
@@ -94,7 +112,8 @@ def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
             raise UsageError(
                 f"{output.directory} was converted without --importance", "omit --importance"
             )
-        return Proofs(rule, words, fold, output.records)
+        unproven = _calibrated(output, given=False)
+        return Proofs(rule, words, fold, output.records, unproven=unproven)
     if importance is None:
         unproven = [_UNKNOWN.format(file=recorded.file)]
         return Proofs(rule, words, fold, output.records, exact=False, unproven=unproven)
