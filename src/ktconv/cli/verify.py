@@ -39,6 +39,10 @@ def verify(
         Path | None,
         option("The file that quantize-cpu --importance was given, to prove scales by.", "FILE"),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        option("Second moments that quantize-cpu --calibrate used, to prove scales by.", "DIR"),
+    ] = None,
     level: Annotated[
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
@@ -104,6 +108,7 @@ def verify(
             map=naming,
             tower=tower,
             importance=importance,
+            calibrate=calibrate,
             level=level,
             sample=sample,
             seed=seed,

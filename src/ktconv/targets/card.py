@@ -70,6 +70,8 @@ def codes_in_words(options: Options) -> str:
     words = "search: scales with the smallest squared error of each row"
     if options.importance is not None:
         words += f", weighted by {_one_line(options.importance.file)}"
+    if options.calibrate is not None:
+        words = f"GPTQ on {_one_line(options.calibrate.text)}, scales by weighted search"
     return words + (f"; {options.fold} folded" if options.fold else "")
 
 

@@ -59,6 +59,7 @@ def _compare(
         ("map", request.map),
         ("tower", request.tower),
         ("importance", request.importance),
+        ("calibrate", request.calibrate),
         ("level", request.level),
         ("text", request.text),
         ("work-dir", request.work_dir),

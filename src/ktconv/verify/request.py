@@ -40,6 +40,7 @@ class VerifyRequest:
     config: Path | None = None  # directory of the source's config.json; None: the source's own
     map: Path | None = None  # of the source's names; None: the one that the manifest records
     importance: Path | None = None  # the file of it that the output was converted with
+    calibrate: Path | None = None  # second moments, likewise
     work_dir: Path | None = None  # of hidden states; None: in the user's cache
     tower: str | None = None  # of the source; None: the one that the manifest records
 

@@ -55,8 +55,9 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
 
 def _level(request: VerifyRequest) -> str:
     check_source_options(request.source, request.config, request.map, request.tower)
-    if request.importance is not None and not request.source:
-        raise UsageError("--importance belongs to --source", "give --source MODEL too")
+    for option, given in (("importance", request.importance), ("calibrate", request.calibrate)):
+        if given is not None and not request.source:
+            raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
     if request.level is None:
         return "layers" if request.source else "structure"
     if request.level not in LEVELS:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,18 @@ from ktconv.formats.folding import FoldError, decode, folded_importance
 from ktconv.formats.multiples import MULTIPLES
 from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.packed.weights import name_of
-from ktconv.system.arrays import I8
+from ktconv.system.arrays import F32, I8
 from ktconv.targets.card import codes_in_words
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.writer.journal import Record
 
-if TYPE_CHECKING:
-    from ktconv.quantize_cpu.importance import ExpertWeights
+
+@dataclass(frozen=True, slots=True)
+class ErrorWeights:
+    """What squared errors count: of a matrix [inputs], None: all the same; and bytes of memory."""
+
+    of: Callable[[int, int, Projection], F32 | None]  # layer, expert, projection
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Proofs:
     words: str  # how scales and codes were chosen
     fold: bool
     records: Mapping[str, Record]  # of the manifest, by tensor
-    weights: ExpertWeights | None = None  # of squared errors
+    weights: ErrorWeights | None = None
     unproven: Sequence[str] = ()
     exact: bool = True
 
@@ -78,61 +83,94 @@ class Proofs:
     @property
     def memory(self) -> int:
         """Bytes."""
-        return self.weights.memory(2) if self.weights else 0
+        return self.weights.memory if self.weights else 0
 
     def as_dict(self) -> dict[str, Any]:
         """For the report."""
         return {"codes_by": self.words, "rule": self.rule, "unproven": list(self.unproven)}
 
 
-def _calibrated(output: CpuOutput, given: bool) -> list[str]:
-    """What is not proven of codes that were calibrated, `given` the inputs they follow from."""
+def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None) -> Proofs:
+    """`importance`, `calibrate`: what is given of that. UsageError for anything that the output was
+    not converted with."""
+    options = output.options
+    for option, given, recorded in (
+        ("importance", importance, options.importance),
+        ("calibrate", calibrate, options.calibrate),
+    ):
+        if given is not None and recorded is None:
+            raise UsageError(
+                f"{output.directory} was converted without --{option}", f"omit --{option}"
+            )
+    known = _importance(output, importance) or _calibration(output, calibrate)
+    return Proofs(
+        rule=options.scale,
+        words=codes_in_words(options),
+        fold=bool(options.fold),
+        records=output.records,
+        weights=known,
+        unproven=_unproven(output, known is not None),
+        exact=options.importance is None or known is not None,
+    )
+
+
+def _importance(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
+    recorded = output.options.importance
+    if path is None or recorded is None or output.checkpoint is None or output.plan is None:
+        return None
+    from ktconv.quantize_cpu.importance import open_weights
+
+    weights = open_weights(path, output.checkpoint, output.plan.moe_layers)
+    if weights.record.sha256 != recorded.sha256:
+        raise UsageError(
+            f"{output.directory} was converted with another file of importance than {path}: its "
+            f"{recorded.file} has the SHA-256 {recorded.sha256[:12]}..., not "
+            f"{weights.record.sha256[:12]}...",
+            "give the file that the conversion was given",
+        )
+    return ErrorWeights(weights.of, weights.memory(_LAYERS_KEPT))
+
+
+def _calibration(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
+    recorded = output.options.calibrate
+    if path is None or recorded is None or output.checkpoint is None or output.plan is None:
+        return None
+    from ktconv.quantize_cpu.gptq.inputs import open_calibration
+
+    found = open_calibration(path, output.checkpoint, output.plan.moe_layers)
+    same = (found.record.text_sha256, found.record.run)
+    if same != (recorded.text_sha256, recorded.run):
+        raise UsageError(
+            f"{output.directory} was converted with other calibration data than {path}: its "
+            f"{recorded.name} was recorded on {recorded.text}",
+            "give the directory that the conversion was given, or record it again: ktconv stats "
+            "MODEL --hessian DIR, with the same text",
+        )
+    return ErrorWeights(found.importance, found.memory(_LAYERS_KEPT))
+
+
+_LAYERS_KEPT = 2  # with weights in memory
+
+
+def _unproven(output: CpuOutput, known: bool) -> list[str]:
+    """Sentences; `known`: what errors count."""
+    sentences, options = [], output.options
     codes = [record[CODES] for record in output.records.values() if CODES in record]
-    compensated, sentences = codes.count(COMPENSATED), []
-    if compensated:
+    if compensated := codes.count(COMPENSATED):
         sentences.append(
             f"the codes of {compensated:,} of {len(codes):,} calibrated tensors follow from data: "
             "proven are that they are levels, and that no row has a larger error than recorded"
         )
-    if codes and not given:
+    if codes and not known:
         sentences.append(
             "the scales of calibrated matrices are proven to be possible, but not that they make "
             "the error on the calibration data smallest: give its second moments with "
             "--calibrate DIR"
         )
-    return sentences
-
-
-def proofs_of(output: CpuOutput, importance: Path | None) -> Proofs:
-    """`importance`: the file given. UsageError for one that the output was not made with."""
-    rule, recorded = output.options.scale, output.options.importance
-    words, fold = codes_in_words(output.options), bool(output.options.fold)
-    if recorded is None:
-        if importance is not None:
-            raise UsageError(
-                f"{output.directory} was converted without --importance", "omit --importance"
-            )
-        unproven = _calibrated(output, given=False)
-        return Proofs(rule, words, fold, output.records, unproven=unproven)
-    if importance is None:
-        unproven = [_UNKNOWN.format(file=recorded.file)]
-        return Proofs(rule, words, fold, output.records, exact=False, unproven=unproven)
-    if output.checkpoint is None or output.plan is None:
-        return Proofs(rule, words, fold, output.records, exact=False)  # nothing is compared
-    from ktconv.quantize_cpu.importance import open_weights
-
-    weights = open_weights(importance, output.checkpoint, output.plan.moe_layers)
-    if weights.record.sha256 != recorded.sha256:
-        raise UsageError(
-            f"{output.directory} was converted with another file of importance than {importance}: "
-            f"its {recorded.file} has the SHA-256 {recorded.sha256[:12]}..., not "
-            f"{weights.record.sha256[:12]}...",
-            "give the file that the conversion was given",
+    if options.importance is not None and not known:
+        sentences.append(
+            "scales are proven to be possible, and codes to be the nearest under them, but not "
+            f"that those scales make the error weighted by {options.importance.file} smallest: "
+            "give it with --importance FILE"
         )
-    return Proofs(rule, words, fold, output.records, weights)
-
-
-_UNKNOWN = (
-    "scales are proven to be possible, and codes to be the nearest under them, but not that those "
-    "scales make the error weighted by {file} smallest: give it with --importance FILE"
-)
+    return sentences

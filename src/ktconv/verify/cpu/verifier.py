@@ -42,7 +42,7 @@ class CpuVerifier(OutputVerifier):
                     f"--{option} applies to GPU experts, but {self.output.directory} contains none",
                     "omit it",
                 )
-        self._proofs = proofs_of(self.output, self.request.importance)
+        self._proofs = proofs_of(self.output, self.request.importance, self.request.calibrate)
 
     def check_more(self) -> Facts:
         """Whether this output and another together contain every expert once, for --with."""

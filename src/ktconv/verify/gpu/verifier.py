@@ -39,9 +39,10 @@ class GpuVerifier(OutputVerifier):
         check_sizes("tp", self.request.tp)
         check_sizes("ep", self.request.ep)
         other, directory = self.request.beside, self.output.directory
-        if self.request.importance is not None:
+        inputs = {"importance": self.request.importance, "calibrate": self.request.calibrate}
+        for option in (name for name, given in inputs.items() if given is not None):
             raise UsageError(
-                f"--importance is for an output of quantize-cpu, and {directory} is one of "
+                f"--{option} is for an output of quantize-cpu, and {directory} is one of "
                 "quantize-gpu",
                 "omit it",
             )
