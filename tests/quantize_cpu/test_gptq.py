@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.convert import all_files, convert, read_json, read_model
+from helpers.corrupt import bytes_of, overwrite, place_of
 from helpers.families import read_matrix
 from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
@@ -27,10 +28,14 @@ from ktconv.quantize_cpu.gptq.codes import best_codes, codes_under, factor_of
 from ktconv.quantize_cpu.gptq.inputs import FEWEST_TOKENS, open_calibration
 from ktconv.quantize_cpu.gptq.task import bound_of
 from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
+from ktconv.repack.reshard import Request as ReshardRequest
+from ktconv.repack.reshard import reshard
 from ktconv.stats.hessian import HessianTap, open_hessians
 from ktconv.stats.origin import Origin, Sizes, source_sha256
 from ktconv.stats.router_sample import router_sample
 from ktconv.targets.ktransformers import Options
+from ktconv.verify import Request as VerifyRequest
+from ktconv.verify import Result, verify
 
 pytest.importorskip("torch")
 
@@ -391,3 +396,71 @@ def test_importance_for_verify(moments: Path, checkpoint: Checkpoint) -> None:
         assert weights is not None and weights.shape == (256,)
         assert weights.mean() == pytest.approx(1) and (weights > 0).all()
     assert calibration.importance(99, 0, "down") is None
+
+
+# ---- verify ----------------------------------------------------------------------------
+
+
+def verified(output: Path, calibrate: Path | None) -> Result:
+    return verify(VerifyRequest(output, str(EXAMPLE), "weights", calibrate=calibrate, threads=1))
+
+
+def test_verify_proves_scales_by_the_second_moments(
+    converted: Path, moments: Path, tmp_path: Path
+) -> None:
+    """Of compensated experts and of those that fell back, to the last bit; without the moments
+    they are only possible, and the report says so."""
+    given, without = verified(converted, moments), verified(converted, None)
+    assert given.passed and without.passed, [*given.failures, *without.failures]
+    assert [len(one.facts["weights"]["unproven"]) for one in (given, without)] == [1, 2]
+    assert "GPTQ on text" in given.facts["weights"]["codes_by"]
+    output = tmp_path / "copy"
+    shutil.copytree(converted, output)
+    for expert in (0, 6):  # without and with enough tokens
+        for proj in ("up", "down"):
+            place = place_of(output, f"blk.0.ffn_{proj}_exps.{expert}.numa.1.scale")
+            scale = np.frombuffer(bytes_of(place), "<f4").copy()
+            scale[9] = np.nextafter(scale[9], np.float32(np.inf))
+            overwrite(place, scale.tobytes())
+    scales = [one for one in verified(output, moments).failures if one.check == "scale"]
+    assert [(one.expert, one.projection, one.part, one.row) for one in scales] == [
+        (0, "up", 1, 9), (0, "down", 1, 9), (6, "up", 1, 9), (6, "down", 1, 9),
+    ]  # fmt: skip
+    assert not [one for one in verified(output, None).failures if one.check == "scale"]
+
+
+def test_verify_proves_codes_of_experts_that_fell_back(
+    converted: Path, moments: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "copy"
+    shutil.copytree(converted, output)
+    place = place_of(output, "blk.1.ffn_gate_exps.1.numa.0.weight")
+    overwrite(place, bytes([bytes_of(place)[77] ^ 0x33]), 77)
+    failures = verified(output, moments).failures
+    assert ("element", 1, "gate") in {(one.check, one.expert, one.projection) for one in failures}
+
+
+def test_verify_refuses_other_second_moments(
+    converted: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    other = record(tmp_path / "other", checkpoint, text_sha256="3" * 64)
+    with pytest.raises(UsageError, match="was converted with other calibration data than"):
+        verified(converted, other)
+    convert(EXAMPLE, tmp_path / "plain")
+    with pytest.raises(UsageError, match="was converted without --calibrate"):
+        verified(tmp_path / "plain", other)
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+def test_calibrated_parts_are_cut_but_not_joined(
+    numa: int, moments: Path, converted: Path, tmp_path: Path
+) -> None:
+    if numa == 2:
+        with pytest.raises(UsageError, match="calibrate"):
+            reshard(ReshardRequest(converted, tmp_path / "out", numa=1, source=str(EXAMPLE)))
+        return
+    convert(EXAMPLE, tmp_path / "one", calibrate=moments, numa=1)
+    reshard(ReshardRequest(tmp_path / "one", tmp_path / "out", numa=2, threads=1))
+    for given in (moments, None):
+        result = verified(tmp_path / "out", given)
+        assert result.passed, result.failures
