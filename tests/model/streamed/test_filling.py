@@ -149,7 +149,11 @@ def test_blocks_of_ggml(
     module = filled(experts_module(experts, hidden, inner), Weights(*stacks), dtype)
     reads = Reads(monkeypatch)
     found, expected, _ = run(checkpoint, module, dtype, chosen=[0, 2])
-    assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
+    # The whole module computes expert 0 for more tokens, and products of another size may add up
+    # in another order.
+    assert torch.equal(found.isnan(), expected.isnan())
+    found, expected = torch.nan_to_num(found).double(), torch.nan_to_num(expected).double()
+    assert ((found - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all()
     assert reads.of(checkpoint, 0) == reads.of(checkpoint, 2) == {1}
     assert reads.of(checkpoint, 1) == {0}  # nobody chose it
 

@@ -32,6 +32,9 @@ from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.run import StreamedPass
 from ktconv.model.streamed.states import Scratch, States
 
+# oneDNN's memory depends on the CPU: with AMX it generates code, and buffers, for every new shape.
+torch.backends.mkldnn.set_flags(False)
+
 WINDOWS = [torch.randint(0, 1024, (1, 32), generator=torch.Generator().manual_seed(n))
            for n in range(4)]
 

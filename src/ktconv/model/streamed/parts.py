@@ -7,6 +7,7 @@ checkpoint become the model's through transformers' own conversions.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -53,6 +54,9 @@ class PartedModel:
         *,
         device: str = "cpu",
     ) -> None:
+        # On CPUs with AMX, oneDNN keeps code and buffers for the last 1024 shapes of products, some
+        # MB each, and each expert has its own number of tokens. It reads this at its first product.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4")
         self.checkpoint, self.name, self.device = checkpoint, checkpoint.path, device
         directory = checkpoint.side_directory or checkpoint.path
         with loading(directory, f"{self.name} as a language model", self.name):
