@@ -30,6 +30,8 @@ from ktconv.quantize_cpu.gptq.task import bound_of
 from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
+from ktconv.stats.command import StatsRequest
+from ktconv.stats.command import run as run_stats
 from ktconv.stats.hessian import HessianTap, open_hessians
 from ktconv.stats.origin import Origin, Sizes, source_sha256
 from ktconv.stats.router_sample import router_sample
@@ -284,6 +286,50 @@ def test_other_second_moments_do_not_go_on(
     other = record(tmp_path / "other", checkpoint, run="3" * 64)
     with pytest.raises(OutputError, match="options"):
         convert(EXAMPLE, converted, calibrate=other, numa=2)
+
+
+# ---- a text ----------------------------------------------------------------------------
+
+
+def tensors_of(output: Path) -> dict[str, bytes]:
+    return {name: bytes(one.data) for name, one in read_model(output).items()}
+
+
+def test_a_text_is_as_good_as_its_second_moments(tmp_path: Path) -> None:
+    """Killed behind the first layer, and continued: the bytes of a directory that was recorded of
+    the same text. Nothing of the pass is left."""
+    text = tmp_path / "text.txt"
+    text.write_text((EXAMPLE.parent / "corpus.txt").read_text()[:3000])
+    recorded = run_stats(StatsRequest(str(EXAMPLE), text, hessian=tmp_path / "moments"))
+    convert(EXAMPLE, tmp_path / "expected", calibrate=tmp_path / "moments")
+    request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=1), threads=2, calibrate=text)
+    with pytest.raises(Killed):
+        quantize_cpu(request, KillsAfterOneLayer())
+    report = quantize_cpu(request)
+    assert report.complete and report.kept == ["layer-00000"]
+    assert list(report.more["calibration_coverage"]["layers"]) == ["1"]
+    assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "expected")
+    assert not (tmp_path / "out" / ".ktconv").exists()
+    runs = [
+        read_json(tmp_path / name / "ktconv.json")["options"]["calibrate"]["run"]
+        for name in ("out", "expected")
+    ]
+    assert recorded and runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        (b"", {}, "is empty"),
+        (b"\xff\xfe", {}, "not UTF-8"),
+        (b"A text.", {"layers": [0]}, "--layers"),
+    ],
+)
+def test_texts_that_are_refused(
+    content: bytes, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    refused(tmp_path / "text.txt", said, **options)
 
 
 # ---- refusals --------------------------------------------------------------------------

@@ -143,8 +143,8 @@ def test_less_memory_gives_the_same(
 
 
 def seen_inputs(torch: Any, source: Path, text: str, limit: int) -> dict[int, dict[int, Any]]:
-    """Layer -> expert -> float64 inputs of gate and up, and of down; by a plain forward pass of
-    transformers with hooks."""
+    """Layer -> expert -> float64 inputs of gate and up, and of down, and weights of tokens; by a
+    plain forward pass of transformers with hooks."""
     from ktconv.model import load_model
     from ktconv.model.sites import experts_watched, find_experts
 
@@ -161,7 +161,10 @@ def seen_inputs(torch: Any, source: Path, text: str, limit: int) -> dict[int, di
             gate, up, _ = own.matrices(expert).values()
             x = rows[(routing.ids == expert).any(dim=1)]
             inner = torch.nn.functional.silu(linear(x, gate)) * linear(x, up)
-            found[layer].setdefault(expert, []).append((x.double(), inner.double()))
+            weights = (routing.weights * (routing.ids == expert)).sum(dim=1, keepdim=True)
+            weights = weights[(routing.ids == expert).any(dim=1)]
+            seen = x.double(), inner.double(), weights.double()
+            found[layer].setdefault(expert, []).append(seen)
 
     with experts_watched(sites, called), torch.inference_mode():
         for window in token_windows(tokenizer, [text], 512, limit):
@@ -196,13 +199,13 @@ def test_inputs_are_those_of_a_plain_forward_pass(source: Path, torch: Any, tmp_
         counts = [len(experts[e][0]) if e in experts else 0 for e in range(about["experts"])]
         assert layer.counts.tolist() == hessians.counts(number).tolist() == counts
         assert counts == about["counts"]
-        for expert, (rows, inner) in experts.items():
+        for expert, (rows, inner, weights) in experts.items():
             for projection in PROJECTIONS:
                 x = inner if projection == "down" else rows
                 np.testing.assert_allclose(
                     layer.of(projection)[expert], np.square(x).mean(axis=0), rtol=1e-6
                 )
-                product = x.T @ x
+                product = (x * weights).T @ (x * weights)
                 matrix = hessians.matrix(number, expert, projection)
                 assert np.abs(matrix - product).max() <= 1e-5 * product.diagonal().max()
 
@@ -335,7 +338,7 @@ def test_a_dry_run_writes_nothing(torch: Any, tmp_path: Path) -> None:
     assert "peak memory about" in done.stdout and "will be written to" in done.stdout
     done = CliRunner().invoke(app, [*map(str, words), "--json"])
     facts = json.loads(done.stdout)
-    assert facts["hessian_bytes"] == 2 * 8 * 4 * (128 * 129 // 2 + 256 * 257 // 2)
+    assert facts["hessian_bytes"] == 2 * 8 * 4 * (128 * 131 // 2 + 256 * 259 // 2)
     assert facts["importance_bytes"] == 2 * 8 * (4 * (128 + 256) + 8)
     assert list(tmp_path.iterdir()) == []
 
@@ -343,7 +346,7 @@ def test_a_dry_run_writes_nothing(torch: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"hessian": "h"}, "--hessian .*h needs 2.6 MB, but only 1.0 MB are free"),
+        ({"hessian": "h"}, "--hessian .*h needs 2.7 MB, but only 1.0 MB are free"),
         ({}, "of hidden states are kept in .*, but only"),
     ],
 )

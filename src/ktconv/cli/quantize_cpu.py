@@ -68,8 +68,8 @@ def quantize_cpu_command(
         Path | None,
         option(
             "Choose codes that make up for one another's errors (GPTQ): on the second moments in a "
-            "directory of stats --hessian.",
-            "DIR",
+            "directory of stats --hessian, or on a text.",
+            "DIR|FILE",
         ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
@@ -176,6 +176,8 @@ def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
         from ktconv.quantize_cpu.gptq import coverage
 
         counts, used = preflight.calibration.counts, asdict(preflight.calibration.record)
+        if not counts:  # a text that was not read yet
+            return {"calibrate": used}, []
         return {"calibrate": used | coverage.coverage_facts(counts)}, coverage.coverage_lines(
             counts
         )

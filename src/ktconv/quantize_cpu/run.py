@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktconv import native
-from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint, read_map
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.conversion.run import (
@@ -28,8 +28,11 @@ from ktconv.conversion.run import (
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
+from ktconv.model import require_packages
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
+from ktconv.quantize_cpu.gptq.coverage import coverage_facts, coverage_lines
+from ktconv.quantize_cpu.gptq.inputs import Calibration
 from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
 from ktconv.quantize_cpu.gptq.threads import one_torch_thread
 from ktconv.quantize_cpu.integers import integer_notes
@@ -45,9 +48,10 @@ from ktconv.targets.ktransformers import (
     Plan,
     make_plan,
 )
+from ktconv.writer.journal import Journal, Record
 
 if TYPE_CHECKING:
-    from ktconv.quantize_cpu.gptq.inputs import Calibration
+    from ktconv.quantize_cpu.gptq.streaming import TextCalibration
     from ktconv.quantize_cpu.importance import ExpertWeights
 
 
@@ -59,7 +63,8 @@ class Request(BaseRequest):
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
     importance: Path | None = None  # a file of it: what squared errors of each channel count
-    calibrate: Path | None = None  # a directory of second moments: codes make up for errors
+    # A directory of second moments, or a text: codes make up for one another's errors.
+    calibrate: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Preflight(AnyPreflight[KTransformersTarget]):
 
     request: Request
     weights: ExpertWeights | None = None  # of squared errors; None: all count the same
-    calibration: Calibration | None = None  # None: codes are rounded to the nearest
+    calibration: Calibration | TextCalibration | None = None  # None: codes are the nearest
 
 
 def prepare(request: Request) -> Preflight:
@@ -146,7 +151,9 @@ def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> Expe
     return open_weights(request.importance, checkpoint, layers)
 
 
-def _calibration(request: Request, checkpoint: Checkpoint, options: Options) -> Calibration | None:
+def _calibration(
+    request: Request, checkpoint: Checkpoint, options: Options
+) -> Calibration | TextCalibration | None:
     """The inputs that codes are calibrated on. UsageError for options that exclude one another, and
     for none where an output that is converted again was calibrated."""
     if request.calibrate is None:
@@ -180,10 +187,32 @@ def _calibration(request: Request, checkpoint: Checkpoint, options: Options) -> 
             "--calibrate needs torch, which is not installed",
             "install it with: pip install 'ktconv[model]'",
         )
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    if request.calibrate.is_file():
+        return _text_calibration(request, request.calibrate, checkpoint, layers)
     from ktconv.quantize_cpu.gptq.inputs import open_calibration
 
-    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     return open_calibration(request.calibrate, checkpoint, layers)
+
+
+def _text_calibration(
+    request: Request, text: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer]
+) -> TextCalibration:
+    """UsageError for options that the model cannot be run with."""
+    for name in ("layers", "map", "tower"):
+        if getattr(request, name) is not None:
+            raise UsageError(
+                f"--{name} cannot be combined with a text for --calibrate, which the whole model "
+                "reads by the names of transformers",
+                "record second moments first: ktconv stats MODEL --hessian DIR; then give DIR",
+            )
+    require_packages()
+    from ktconv.quantize_cpu.gptq.streaming import PASS, TextCalibration
+
+    folder = Journal(request.output).directory / PASS
+    return TextCalibration(
+        text, checkpoint, request.config, layers, request.max_memory // 2, folder
+    )
 
 
 def quantize_cpu(
@@ -207,10 +236,12 @@ class QuantizeCpu(Conversion):
     """One run of a planned conversion."""
 
     plan: Plan
+    preflight: Preflight
 
     def __init__(self, preflight: Preflight, observer: Observer) -> None:
         super().__init__(preflight, observer)
-        self._weights, self._calibration = preflight.weights, preflight.calibration
+        self._weights, found = preflight.weights, preflight.calibration
+        self._calibration = found if isinstance(found, Calibration) else None
 
     def buffers(self) -> BufferSizes:
         return _buffers(self.plan)
@@ -236,6 +267,36 @@ class QuantizeCpu(Conversion):
                 yield FoldTask(tasks["up"], tasks["down"])
             else:
                 yield from tasks.values()
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        """With a text, the layers that it passes come first, each when its inputs are there."""
+        text = self.preflight.calibration
+        if text is None or isinstance(text, Calibration):
+            super().convert(pending)
+            return
+        self.observer.begin([unit.key for unit in pending])
+        units = {unit.layer.index: unit for unit in self.plan.layers}
+        waiting = {index for index in text.layers if units[index] in pending}
+
+        def ready(layer: int, inputs: Calibration) -> None:
+            self._calibration = inputs
+            self.run_pipeline([units[layer]])
+            self._calibration = None
+            waiting.discard(layer)
+
+        if waiting:
+            text.run(lambda layer: units[layer].key in self.done, ready, self.observer.noted)
+            for line in coverage_lines(text.counts):
+                self.observer.noted(line)
+        calibrated = {units[index].key for index in text.layers}
+        self.run_pipeline([unit for unit in pending if unit.key not in calibrated])
+
+    def more(self) -> Record:
+        """Tokens of experts in the layers that a text has passed in this run."""
+        text = self.preflight.calibration
+        if text is None or isinstance(text, Calibration) or not text.counts:
+            return {}
+        return {"calibration_coverage": coverage_facts(text.counts)}
 
     def run_pipeline(self, units: Sequence[Unit]) -> None:
         if self._calibration is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ktconv.model.streamed.parts import PartedModel
     from ktconv.model.streamed.stream import Progression
 
+HessianTaps = Callable[[Mapping[int, Sizes], Origin, Path], HessianTap]
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 
 
@@ -45,6 +46,7 @@ class Wanted:
     importance: Path | None = None
     hessian: Path | None = None
     layers: Sequence[int] | None = None
+    hessian_tap: HessianTaps = HessianTap  # what makes the tap of `hessian`
 
 
 class Recorder:
@@ -146,7 +148,7 @@ class Recording:
         self._hessian = (
             None
             if wanted.hessian is None
-            else HessianTap(self._layers, self._origin, wanted.hessian)
+            else wanted.hessian_tap(self._layers, self._origin, wanted.hessian)
         )
         self._pass = PlannedPass(
             "stats",
@@ -164,7 +166,7 @@ class Recording:
                 "of": list(self._layers),
             },
         )
-        self.plan = self._pass.plan
+        self.plan, self.origin = self._pass.plan, self._origin
         self._check_disks()
 
     # ---- what it takes ----
