@@ -51,7 +51,6 @@ VARIANTS = {
             "--scale search --fold up-down --importance {importance}",
         ),
         _output("gptq", "GPTQ", "int4", "--calibrate {hessian}"),
-        _output("gptq-fold", "GPTQ + fold", "int4", "--calibrate {hessian} --fold up-down"),
         _output("int8-amax", "INT8 amax", "int8", "--scale amax"),
         _output("int8-search", "INT8 search", "int8", "--scale search"),
         _output("int8-gptq", "INT8 GPTQ", "int8", "--calibrate {hessian}"),
