@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ktconv.repack.merge import merge
 from ktconv.repack.recut import carried
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
+from ktconv.targets.ktransformers import CalibrationRecord
 from ktconv.verify import Request, Result, verify
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "tiny-moe"
@@ -299,7 +301,7 @@ def test_without_the_file_scales_must_be_possible(method: str, copied: Make, mod
     source = source_matrices(model)[1, 2, "down"][:, 128:]
     first = reference.scale_of(fmt, np.abs(source).max(axis=1))
     before = scale_of(output, name)
-    for row, factor, possible in ((3, 0.34, False), (4, 2.26, False), (5, 0.36, True)):
+    for row, factor, possible in ((3, 0.34, False), (4, 2.4, False), (5, 0.36, True)):
         set_scale(output, name, row, np.float32(factor) * first[row])
         result = changed(output, model)
         scales = [one for one in result.failures if one.check == "scale"]
@@ -597,6 +599,7 @@ def as_compensated(output: Path, model: Path, method: str, numa: int) -> Path:
             records[f"{name}.weight"] = {"codes": "gptq", "row_error_bound": bound}
 
     def change(record: Any) -> None:
+        record["options"]["calibrate"] = asdict(CalibrationRecord("dir", "hessian", "t", "1", "2"))
         for unit in record["units"].values():
             for name in unit["tensors"].keys() & records.keys():
                 unit["tensors"][name] |= records[name]
@@ -611,6 +614,15 @@ def test_compensated_codes(method: str, copied: Make, model: Path) -> None:
     assert result.passed, result.failures
     codes, scales = result.facts["weights"]["unproven"]
     assert "follow from data" in codes and "--calibrate DIR" in scales
+
+
+def test_records_of_codes_do_not_count_without_calibration(copied: Make, model: Path) -> None:
+    """Codes and scales that only compensation could have chosen, in a conversion without it."""
+    output = as_compensated(copied("search"), model, "int4", 2)
+    edit_manifest(output, lambda record: record["options"].pop("calibrate"))
+    result = changed(output, model)
+    assert found(result, "weights", "element") and found(result, "weights", "scale")
+    assert result.facts["weights"]["unproven"] == []
 
 
 def test_faults_of_compensated_codes(copied: Make, model: Path) -> None:

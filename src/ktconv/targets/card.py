@@ -39,6 +39,8 @@ def command_line(
         words.append("--importance FILE")
     if options.fold:
         words.append(f"--fold {options.fold}")
+    if options.calibrate is not None:
+        words.append(f"--calibrate {'DIR' if options.calibrate.kind == 'hessian' else 'FILE'}")
     if options.layout == "safetensors":
         words.append(f"--max-shard-size {options.max_shard_size}")
     else:

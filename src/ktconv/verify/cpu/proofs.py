@@ -38,6 +38,7 @@ class Proofs:
     rule: str
     words: str  # how scales and codes were chosen
     fold: bool
+    calibrated: bool  # else no record of codes counts: it would ask for less than the rule
     records: Mapping[str, Record]  # of the manifest, by tensor
     weights: ErrorWeights | None = None
     unproven: Sequence[str] = ()
@@ -60,7 +61,7 @@ class Proofs:
         found = self.weights.of(layer, expert, proj) if self.weights else None
         if exponents is not None and proj == "down" and self.rule == "search":
             found = folded_importance(found, exponents)
-        codes = self._record(layer, expert, proj, 0).get(CODES)
+        codes = self._codes(layer, expert, proj, 0)
         exact = self.exact and (codes is None or self.weights is not None)
         proof = Proof(native.Choice(self.rule, found), exact)
         return replace(proof, factors=MULTIPLES) if codes == COMPENSATED else proof
@@ -70,12 +71,17 @@ class Proofs:
     ) -> float | None:
         """What the manifest says that no row of these parts exceeds; None: codes are by the rule.
         NaN where it says nothing that can be."""
-        records = [self._record(layer, expert, proj, part) for part in parts]
-        if not any(record.get(CODES) == COMPENSATED for record in records):
+        parts = list(parts)
+        if all(self._codes(layer, expert, proj, part) != COMPENSATED for part in parts):
             return None
+        records = [self._record(layer, expert, proj, part) for part in parts]
         bounds = [record.get(ROW_ERROR_BOUND, math.nan) for record in records]
         sound = all(type(bound) is float and 0 <= bound < math.inf for bound in bounds)
         return max(bounds) if sound else math.nan
+
+    def _codes(self, layer: int, expert: int, proj: Projection, part: int) -> object:
+        """How those of a calibrated part were chosen; None: by the rule."""
+        return self._record(layer, expert, proj, part).get(CODES) if self.calibrated else None
 
     def _record(self, layer: int, expert: int, proj: Projection, part: int) -> Record:
         return self.records.get(name_of(TensorId(layer, proj, expert, part, "weight")), {})
@@ -107,6 +113,7 @@ def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None
         rule=options.scale,
         words=codes_in_words(options),
         fold=bool(options.fold),
+        calibrated=options.calibrate is not None,
         records=output.records,
         weights=known,
         unproven=_unproven(output, known is not None),
@@ -155,7 +162,8 @@ _LAYERS_KEPT = 2  # with weights in memory
 def _unproven(output: CpuOutput, known: bool) -> list[str]:
     """Sentences; `known`: what errors count."""
     sentences, options = [], output.options
-    codes = [record[CODES] for record in output.records.values() if CODES in record]
+    records = output.records.values() if options.calibrate is not None else ()
+    codes = [record[CODES] for record in records if CODES in record]
     if compensated := codes.count(COMPENSATED):
         sentences.append(
             f"the codes of {compensated:,} of {len(codes):,} calibrated tensors follow from data: "
