@@ -34,6 +34,7 @@ from helpers.families import (
 
 import ktconv
 from ktconv.formats import FORMATS, reference, tensor_name
+from ktconv.targets.ktransformers import Options, options_of_record
 
 SOURCE = "model.layers.{}.mlp.experts"
 SIDECARS = (
@@ -309,3 +310,13 @@ def test_model_in_the_current_directory(
     monkeypatch.chdir(model)
     convert(Path(), tmp_path / "out")
     assert_same(all_files(tmp_path / "out"), all_files(tmp_path / "plain"))
+
+
+def test_the_rule_of_a_record() -> None:
+    """Without one it is the only rule that there was; --compat has no other."""
+    record = Options(scale="search").as_dict()
+    del record["scale"]
+    assert options_of_record(record) == Options(scale="amax")
+    assert options_of_record({**record, "scale": ""}) is None
+    assert options_of_record({**record, "scale": "search", "compat": True}) is None
+    assert options_of_record({**record, "scale": "amax", "compat": True}) == Options(compat=True)

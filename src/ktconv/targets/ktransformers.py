@@ -132,17 +132,18 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None
-    if values.get("scale", "amax") not in get_args(ScaleRule):
+    scale = values.setdefault("scale", "amax")  # the only rule before there was a choice
+    if scale not in get_args(ScaleRule) or (scale != "amax" and values.get("compat")):
         return None
     if values.get("fold", "up-down") != "up-down":
         return None
     if "importance" in values:
         values["importance"] = _record(ImportanceRecord, values["importance"])
-        if values["importance"] is None or values.get("scale") != "search":
+        if values["importance"] is None or scale != "search":
             return None
     if "calibrate" in values:
         values["calibrate"] = _record(CalibrationRecord, values["calibrate"])
-        if values["calibrate"] is None or values.get("scale") != "search":
+        if values["calibrate"] is None or scale != "search":
             return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
