@@ -233,6 +233,18 @@ def test_damaged_files(
     assert str(path) in str(caught.value)
 
 
+def test_versions_say_what_to_do(torch: Any, tmp_path: Path) -> None:
+    """An earlier one cannot be read by a later ktconv either."""
+    path = recorded(torch, tmp_path) / FIRST
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    for version, hint in (("1", "record it again with: "), ("3", "use a later ktconv, or ")):
+        save_file(load_file(path), path, metadata | {"format_version": version})
+        with pytest.raises(UsageError) as caught:
+            open_hessians(tmp_path)
+        assert str(caught.value.hint).startswith(hint)
+
+
 def test_damaged_values(torch: Any, tmp_path: Path) -> None:
     """Found when they are read."""
     path = recorded(torch, tmp_path) / FIRST

@@ -40,9 +40,10 @@ class StatisticsFile:
         if self._metadata.get("format") != kind:
             raise UsageError(f"{path} is not a file of ktconv stats {option}", self._again)
         if (version := self._metadata.get("format_version")) != str(known):
+            older = version in [str(number) for number in range(1, known)]
             raise UsageError(
-                f"{path} has version {version} of its format, which this ktconv does not know",
-                "use a later ktconv, or record it again",
+                f"{path} has version {version} of its format, which this ktconv does not read",
+                self._again if older else "use a later ktconv, or record it again",
             )
         self.origin = Origin(
             model=self.text("model"),
