@@ -625,6 +625,13 @@ def test_records_of_codes_do_not_count_without_calibration(copied: Make, model: 
     assert result.facts["weights"]["unproven"] == []
 
 
+def test_options_that_contradict_one_another(copied: Make, model: Path) -> None:
+    """--compat has the scales of --scale amax: such a manifest is damaged."""
+    output = edit_manifest(copied("search"), lambda record: record["options"].update(compat=True))
+    failures = verified(output, model).failures
+    assert [one.message for one in failures] == ["ktconv.json is damaged."]
+
+
 def test_faults_of_compensated_codes(copied: Make, model: Path) -> None:
     """An error beyond the recorded one, a bound that nothing reaches, none at all, a level that is
     none, a scale that cannot be."""

@@ -137,6 +137,8 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         return None
     if values.get("fold", "up-down") != "up-down":
         return None
+    if values.get("compat") and values.get("scale", "amax") != "amax":
+        return None
     if "importance" in values:
         values["importance"] = _record(ImportanceRecord, values["importance"])
         if values["importance"] is None or scale != "search":
