@@ -504,6 +504,11 @@ def test_calibrated_parts_are_cut_but_not_joined(
     if numa == 2:
         with pytest.raises(UsageError, match="calibrate"):
             reshard(ReshardRequest(converted, tmp_path / "out", numa=1, source=str(EXAMPLE)))
+        with pytest.raises(UsageError, match="cannot be joined") as error:
+            reshard(ReshardRequest(converted, tmp_path / "out", numa=1))
+        assert error.value.hint is not None and "--source" not in error.value.hint
+        for words in (error.value.hint, (converted / "README.md").read_text()):
+            assert "--calibrate DIR" in words
         return
     convert(EXAMPLE, tmp_path / "one", calibrate=moments, numa=1)
     reshard(ReshardRequest(tmp_path / "one", tmp_path / "out", numa=2, threads=1))

@@ -241,7 +241,9 @@ def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], option
         raise UnequalScales(
             f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "
             f"in {name_of(tensors[0])} and {name_of(tensors[-1])} {error}",
-            f"convert again: give --source MODEL, or run {command}",
+            f"convert again: {command}"
+            if options.calibrate is not None  # which this command does not do
+            else f"convert again: give --source MODEL, or run {command}",
         ) from error
 
 

@@ -37,6 +37,8 @@ def command_line(
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
     if options.importance is not None:
         words.append("--importance FILE")
+    if options.calibrate is not None:
+        words.append("--calibrate DIR")
     if options.fold:
         words.append(f"--fold {options.fold}")
     if options.calibrate is not None:
