@@ -260,11 +260,35 @@ def test_damaged_values(torch: Any, tmp_path: Path) -> None:
             found.matrix(3, 3, "down")
 
 
+def test_diagonals_of_other_matrices(torch: Any, tmp_path: Path) -> None:
+    """Scales follow from the diagonals, codes from the matrices, both by how many tokens there are:
+    a file in which they contradict one another is of no use."""
+    path = recorded(torch, tmp_path) / FIRST
+    with safe_open(path, framework="numpy") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    tensors["down.diagonal"][3, 1] *= 2
+    save_file(tensors, path, about)
+    found = open_hessians(tmp_path)
+    found.matrix(3, 1, "down")
+    with pytest.raises(
+        UsageError, match=r"experts\.3\.down has another diagonal than down\.diagonal"
+    ):
+        found.matrix(3, 3, "down")
+    tensors["counts"][3] = 0
+    save_file(tensors, path, about)
+    with pytest.raises(UsageError, match=r"gate_up\.diagonal has values of experts without tokens"):
+        open_hessians(tmp_path).diagonal(3, "up")
+
+
 def test_directories_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no files of ktconv stats --hessian"):
         open_hessians(tmp_path)
-    for path in (tmp_path / "absent", Path(__file__)):
-        with pytest.raises(UsageError, match="is not a directory"):
+    for path, said in (
+        (tmp_path / "absent", "does not exist"),
+        (Path(__file__), "not a directory"),
+    ):
+        with pytest.raises(UsageError, match=said):
             open_hessians(path)
 
 

@@ -74,13 +74,16 @@ class Hessians:
         found: F32 = file.array(f"{kind}.diagonal", "F32", sizes.experts, size)
         if not np.isfinite(found).all() or (found < 0).any():
             raise file.damaged(f"tensor {kind}.diagonal has values that no sum of squares has")
+        if found[self._counts[layer] == 0].any():
+            raise file.damaged(f"tensor {kind}.diagonal has values of experts without tokens")
         return found
 
     def matrix(self, layer: int, expert: int, projection: Projection) -> F32:
         """X^T X [inputs, inputs] of the inputs of a projection; zeros for an expert without tokens.
 
         Raises UsageError for values that are not finite, or not of a second moment (negative on
-        the diagonal); ResourceError where the system refuses to read.
+        the diagonal), or have another diagonal than `diagonal`, by which scales are chosen;
+        ResourceError where the system refuses to read.
         """
         file, sizes = self._files[layer], self.sizes[layer]
         kind, size = _kinds(sizes)[projection == "down"]
@@ -93,6 +96,8 @@ class Hessians:
         matrix = unpacked(packed, size)
         if (matrix.diagonal() < 0).any():
             raise file.damaged(f"tensor {name} has a negative value on its diagonal")
+        if (matrix.diagonal() != self.diagonal(layer, projection)[expert]).any():
+            raise file.damaged(f"tensor {name} has another diagonal than {kind}.diagonal says")
         return matrix
 
 
@@ -122,7 +127,8 @@ def open_hessians(directory: str | Path) -> Hessians:
 def _files(directory: Path) -> dict[int, Path]:
     """The files of layers, by their number. UsageError if it is no directory."""
     if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory", f"give the DIR of {OPTION}")
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise UsageError(f"{directory} {what}", f"give the DIR of ktconv stats MODEL {OPTION}")
     found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return {int(match[1]): path for match, path in found if match}
 
