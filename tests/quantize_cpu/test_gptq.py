@@ -490,10 +490,14 @@ def test_verify_refuses_other_second_moments(
     converted: Path, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     other = record(tmp_path / "other", checkpoint, text_sha256="3" * 64)
-    with pytest.raises(UsageError, match="was converted with other calibration data than"):
+    with pytest.raises(UsageError, match="was converted with other calibration data than") as error:
         verified(converted, other)
+    assert str(error.value.hint).endswith("--text with the same text, with as many tokens")
     convert(EXAMPLE, tmp_path / "plain")
     with pytest.raises(UsageError, match="was converted without --calibrate"):
+        verified(tmp_path / "plain", other)
+    (tmp_path / "plain" / "ktconv.json").unlink()
+    with pytest.raises(UsageError, match=r"has no sound ktconv\.json with --calibrate"):
         verified(tmp_path / "plain", other)
 
 

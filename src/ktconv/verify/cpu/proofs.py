@@ -21,6 +21,7 @@ from ktconv.system.arrays import F32, I8
 from ktconv.targets.card import codes_in_words
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.writer.journal import Record
+from ktconv.writer.manifest import MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,8 @@ def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None
         ("calibrate", calibrate, options.calibrate),
     ):
         if given is not None and recorded is None:
-            raise UsageError(
-                f"{output.directory} was converted without --{option}", f"omit --{option}"
-            )
+            how = "was converted without" if output.manifest else f"has no sound {MANIFEST} with"
+            raise UsageError(f"{output.directory} {how} --{option}", f"omit --{option}")
     known = _importance(output, importance) or _calibration(output, calibrate)
     return Proofs(
         rule=options.scale,
@@ -150,10 +150,18 @@ def _calibration(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
         raise UsageError(
             f"{output.directory} was converted with other calibration data than {path}: its "
             f"{recorded.name} was recorded on {recorded.text}",
-            "give the directory that the conversion was given, or record it again: ktconv stats "
-            "MODEL --hessian DIR, with the same text",
+            "give the directory that the conversion was given, or record it again: "
+            + _recording(recorded.kind),
         )
     return ErrorWeights(found.importance, found.memory(_LAYERS_KEPT))
+
+
+def _recording(kind: str) -> str:
+    """The command that records what a conversion was calibrated on, from a directory or a text."""
+    from ktconv.quantize_cpu.gptq.streaming import MOST_TOKENS
+
+    tokens = f" --max-tokens {MOST_TOKENS}" if kind == "text" else ", with as many tokens"
+    return f"ktconv stats MODEL --hessian DIR --text with the same text{tokens}"
 
 
 _LAYERS_KEPT = 2  # with weights in memory
