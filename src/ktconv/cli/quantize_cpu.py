@@ -49,11 +49,11 @@ def quantize_cpu_command(
         ),
     ] = None,
     importance: Annotated[
-        Path | None,
+        str | None,
         option(
-            "Weigh squared errors by the inputs of each expert: a file of stats --importance, or "
-            "an imatrix of llama.cpp in GGUF form.",
-            "FILE",
+            "Weigh squared errors by the inputs of each expert: a file of stats --importance, an "
+            "imatrix of llama.cpp in GGUF form, or the word weights: by the model's own weights.",
+            "FILE|weights",
         ),
     ] = None,
     fold: Annotated[
@@ -154,7 +154,7 @@ def quantize_cpu_command(
             finalize=finalize,
             exclude_experts=exclude_experts,
             allow_partial=allow_partial,
-            importance=importance,
+            importance=_source_of_importance(importance),
             calibrate=calibrate,
         )
         if estimate and not dry_run:
@@ -168,6 +168,13 @@ def quantize_cpu_command(
             predicted = estimated(preflight)
             facts, lines = {**facts, "estimate": predicted}, [*lines, *estimate_lines(predicted)]
         common.convert(request, preflight, quantize_cpu, dry_run, as_json, facts=facts, lines=lines)
+
+
+def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None:
+    """A file of that name is given as ./weights."""
+    if given == "weights":
+        return "weights"
+    return None if given is None else Path(given)
 
 
 def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
@@ -185,5 +192,7 @@ def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     from ktconv.quantize_cpu.importance_coverage import coverage_facts, coverage_lines
 
-    found, record = preflight.weights.coverage, asdict(preflight.weights.record)
+    found, record = preflight.weights.coverage, preflight.weights.record.as_dict()
+    if not found:  # without a text
+        return {"importance": record}, []
     return {"importance": record | coverage_facts(found)}, coverage_lines(found)

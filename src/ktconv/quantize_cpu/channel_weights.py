@@ -53,6 +53,17 @@ def layer_profile(means: F32, counts: I64) -> F64:
     return profile
 
 
+def normalised(counted: F64) -> F32 | None:
+    """Weights [channels] of mean 1 in proportion to what errors count, at least FLOOR of their
+    mean; None if all are 0."""
+    size = _mean(counted)
+    if size == 0:
+        return None
+    floored = np.maximum(counted / size, FLOOR)
+    weights: F32 = (floored / _mean(floored)).astype(np.float32)
+    return weights
+
+
 def _layer_mean(means: F32, counts: I64) -> F64:
     """[channels], added up expert by expert."""
     total, tokens = np.zeros(means.shape[1]), 0

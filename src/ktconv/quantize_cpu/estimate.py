@@ -33,6 +33,7 @@ from ktconv.targets.ktransformers import Options, ScaleRule
 
 if TYPE_CHECKING:
     from ktconv.quantize_cpu.importance import LayerWeights
+    from ktconv.quantize_cpu.source_weights import NormWeights
 
 # (layer, expert, projection) -> what squared errors count, [cols] of the whole matrix; None: all
 # the same.
@@ -167,7 +168,9 @@ class SampledWeights:
     experts when one is asked for, and kept for those that are sampled."""
 
     def __init__(
-        self, of_layer: Callable[[int], LayerWeights | None], samples: Sequence[Sample]
+        self,
+        of_layer: Callable[[int], LayerWeights | NormWeights | None],
+        samples: Sequence[Sample],
     ) -> None:
         self._of_layer, self._lock = of_layer, threading.Lock()
         self._wanted = {(one.layer.index, one.expert, one.proj) for one in samples}
@@ -186,8 +189,9 @@ class SampledWeights:
         weights = self._of_layer(layer)
         if weights is not None:
             for key in self._wanted:
-                if key[0] == layer:
-                    self._found[key] = weights.of(*key[1:]).copy()
+                own = weights.of(*key[1:]) if key[0] == layer else None
+                if own is not None:
+                    self._found[key] = own.copy()
 
 
 def _stages(count: int) -> dict[str, range]:

@@ -14,7 +14,7 @@ from ktconv.checkpoint import Projection
 from ktconv.conversion.plan import LayerUnit
 from ktconv.formats import FORMATS
 from ktconv.quantize_cpu.sampling import Limits, Sample
-from ktconv.targets.ktransformers import Options, ScaleRule
+from ktconv.targets.ktransformers import BY_WEIGHTS, Options, ScaleRule
 
 F64 = npt.NDArray[np.float64]
 Cell = tuple[int, Projection]
@@ -25,6 +25,11 @@ NOT_SHOWN = {
     "calibrate": "codes of --calibrate follow from all inputs of an expert; the errors are those "
     "of scales alone",
 }
+
+_NOT_OF_DOWN = (
+    "importance of down's inputs follows from whole matrices of up and gate; its errors are those "
+    "of the search without it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,8 @@ class Estimate:
 
 def not_estimated(record: Mapping[str, object]) -> list[str]:
     """A sentence for each option in the record of a conversion whose effect is not predicted."""
-    return [sentence for name, sentence in NOT_SHOWN.items() if name in record]
+    found = [sentence for name, sentence in NOT_SHOWN.items() if name in record]
+    return found + ([_NOT_OF_DOWN] if record.get("importance") == BY_WEIGHTS.as_dict() else [])
 
 
 def _rounded(value: float) -> float:

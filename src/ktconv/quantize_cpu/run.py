@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint, read_map
@@ -36,12 +36,14 @@ from ktconv.quantize_cpu.gptq.inputs import Calibration
 from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
 from ktconv.quantize_cpu.gptq.threads import one_torch_thread
 from ktconv.quantize_cpu.integers import integer_notes
+from ktconv.quantize_cpu.source_weights import SourceWeights, WeighedTask
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.targets.card import model_card
 from ktconv.targets.ktransformers import (
+    BY_WEIGHTS,
     NO_KTRANSFORMERS,
     KTransformersTarget,
     Options,
@@ -62,7 +64,8 @@ class Request(BaseRequest):
     options: Options = field(default_factory=Options)
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out
     allow_partial: bool = False  # with exclude_experts: KTransformers crashes on such an output
-    importance: Path | None = None  # a file of it: what squared errors of each channel count
+    # What squared errors of each channel count: a file of it, or "weights": by the model's own.
+    importance: Path | Literal["weights"] | None = None
     # A directory of second moments, or a text: codes make up for one another's errors.
     calibrate: Path | None = None
 
@@ -72,7 +75,9 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request
-    weights: ExpertWeights | None = None  # of squared errors; None: all count the same
+    weights: ExpertWeights | SourceWeights | None = (
+        None  # of squared errors; None: all count the same
+    )
     calibration: Calibration | TextCalibration | None = None  # None: codes are the nearest
 
 
@@ -128,10 +133,15 @@ def prepare(request: Request) -> Preflight:
     return Preflight(request, plan, units, threads, peak, free, weights, calibration)
 
 
-def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> ExpertWeights | None:
+def _weights(
+    request: Request, checkpoint: Checkpoint, options: Options
+) -> ExpertWeights | SourceWeights | None:
     """What errors count. UsageError for a file that cannot be used, and for none where those of an
     output that is converted again followed from one."""
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     if request.importance is None:
+        if options.importance == BY_WEIGHTS:
+            return SourceWeights(checkpoint, layers)
         if options.importance is None:
             return None
         raise UsageError(
@@ -145,9 +155,10 @@ def _weights(request: Request, checkpoint: Checkpoint, options: Options) -> Expe
             f"be combined with {'--compat' if options.compat else f'--scale {options.scale}'}",
             "omit one of them",
         )
+    if not isinstance(request.importance, Path):
+        return SourceWeights(checkpoint, layers)
     from ktconv.quantize_cpu.importance import open_weights
 
-    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     return open_weights(request.importance, checkpoint, layers)
 
 
@@ -262,11 +273,13 @@ class QuantizeCpu(Conversion):
                 )
                 for proj in unit.layer.projections
             }  # fmt: skip
-            if options.fold:
-                yield tasks["gate"]
-                yield FoldTask(tasks["up"], tasks["down"])
+            down = tasks.pop("down")
+            last = FoldTask(tasks.pop("up"), down) if options.fold else down
+            yield from tasks.values()
+            if isinstance(self._weights, SourceWeights):
+                yield WeighedTask(last, self._weights)
             else:
-                yield from tasks.values()
+                yield last
 
     def convert(self, pending: Sequence[Unit]) -> None:
         """With a text, the layers that it passes come first, each when its inputs are there."""

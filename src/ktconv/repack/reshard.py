@@ -39,7 +39,7 @@ from ktconv.repack.recut import (
 )
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.targets.card import command_line
-from ktconv.targets.ktransformers import Options, Plan
+from ktconv.targets.ktransformers import BY_WEIGHTS, Options, Plan
 from ktconv.writer.journal import Record
 
 
@@ -113,6 +113,12 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
     if request.importance is not None and recorded is None:
         raise UsageError(
             f"{request.packed} was converted without --importance", "omit --importance"
+        )
+    if request.importance is not None and recorded == BY_WEIGHTS:
+        raise UsageError(
+            f"{request.packed} was converted with --importance weights, which follow from the "
+            "source",
+            "omit --importance",
         )
     preflight = quantize_cpu.prepare(source_request(request, packed))
     given = preflight.plan.target.options.importance

@@ -12,7 +12,7 @@ from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.ktransformers import NO_KTRANSFORMERS, Options, Plan
+from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:
@@ -36,7 +36,8 @@ def command_line(
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
     words += [f"--numa {options.numa}", f"--scale {options.scale}"]
     if options.importance is not None:
-        words.append("--importance FILE")
+        by_weights = options.importance == BY_WEIGHTS
+        words.append(f"--importance {BY_WEIGHTS.kind if by_weights else 'FILE'}")
     if options.calibrate is not None:
         words.append("--calibrate DIR")
     if options.fold:
@@ -72,7 +73,9 @@ def codes_in_words(options: Options) -> str:
     if options.scale == "amax":
         return "amax: scales from the largest weight of each row, as KTransformers does"
     words = "search: scales with the smallest squared error of each row"
-    if options.importance is not None:
+    if options.importance == BY_WEIGHTS:
+        words += ", weighted by what the norm, up and gate make of the inputs"
+    elif options.importance is not None:
         words += f", weighted by {_one_line(options.importance.file)}"
     if options.calibrate is not None:
         words = f"GPTQ on {_one_line(options.calibrate.text)}, scales by weighted search"

@@ -48,11 +48,18 @@ ScaleRule = Literal["amax", "search"]
 
 @dataclass(frozen=True, slots=True)
 class ImportanceRecord:
-    """Which file the weights of squared errors come from."""
+    """Where the weights of squared errors come from: a file, or the model's own weights."""
 
-    file: str  # its name, without directories
+    file: str  # its name, without directories; empty without a file, as its checksum is
     sha256: str  # of its bytes
-    kind: str  # its format: ktconv-importance or imatrix
+    kind: str  # its format: ktconv-importance or imatrix; or weights
+
+    def as_dict(self) -> dict[str, str]:
+        """Of the manifest."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+BY_WEIGHTS = ImportanceRecord("", "", "weights")  # `--importance weights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class Options(BaseOptions):
 
     def as_dict(self) -> dict[str, object]:
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
+        record["importance"] = self.importance.as_dict() if self.importance else None
         for name in (
             EXCLUDED,
             "requantize",
@@ -125,7 +133,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     usual = Options(
         requantize=True,
         allow_activation_mismatch=True,
-        importance=ImportanceRecord("", "", ""),
+        importance=BY_WEIGHTS,
         fold="up-down",
         calibrate=CalibrationRecord("", "", "", "", ""),
     ).as_dict()
@@ -140,7 +148,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     if values.get("compat") and values.get("scale", "amax") != "amax":
         return None
     if "importance" in values:
-        values["importance"] = _record(ImportanceRecord, values["importance"])
+        values["importance"] = _importance(values["importance"])
         if values["importance"] is None or scale != "search":
             return None
     if "calibrate" in values:
@@ -148,6 +156,14 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         if values["calibrate"] is None or scale != "search":
             return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
+
+
+def _importance(record: Mapping[str, Any]) -> ImportanceRecord | None:
+    """None for what no conversion records."""
+    if record == BY_WEIGHTS.as_dict():
+        return BY_WEIGHTS
+    found = _record(ImportanceRecord, record)
+    return None if found is not None and found.kind == BY_WEIGHTS.kind else found
 
 
 R = TypeVar("R", ImportanceRecord, CalibrationRecord)

@@ -13,7 +13,6 @@ from threadpoolctl import threadpool_limits
 from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.activations import shared_activation
-from ktconv.families.config import family_of
 from ktconv.families.names import is_gguf
 from ktconv.families.routers import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -21,6 +20,7 @@ from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
 from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import kernel_activation
+from ktconv.reading.norms import norm_scale
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
@@ -198,10 +198,7 @@ class HiddenStates:
         norm = self._tensors[layer.index].norm
         if norm is None or norm.shape != states.shape[1:]:
             return states
-        row = family_of(self._config)
-        less_one = row is not None and row.norm_less_one and not is_gguf(layer.source)
-        scale: F32 = self._source.vector(norm) + np.float32(less_one)
-        return states * scale
+        return states * norm_scale(self._source, self._config, layer, norm)
 
     def _random_routing(self, layer: MoELayer) -> tuple[I64, F32]:
         """Different experts for each token, with weights that add up to 1."""

@@ -22,7 +22,6 @@ from ktconv.families.config import (
 from ktconv.families.family import Projection, RouterSpec
 from ktconv.families.names import (
     is_gguf,
-    norm_tensors,
     router_tensors,
     shared_expert_tensors,
 )
@@ -35,6 +34,7 @@ from ktconv.families.routers import (
     router_of,
     wanted,
 )
+from ktconv.reading.norms import find_norm
 from ktconv.reading.tensors import SourceTensors
 
 WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
@@ -186,7 +186,7 @@ class LayerTensors:
     # ---- norm and shared expert ----
 
     def _norm(self) -> TensorRef | None:
-        tensor = self._tensors.find(norm_tensors(self._layer.source, family_of(self._config)))
+        tensor = find_norm(self._tensors, self._config, self._layer)
         if tensor is None:
             return None
         fitting = ((width,) for width in self._widths if (width,) == tensor.shape)

@@ -19,6 +19,7 @@ from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.packed.weights import name_of
 from ktconv.system.arrays import F32, I8
 from ktconv.targets.card import codes_in_words
+from ktconv.targets.ktransformers import BY_WEIGHTS
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST
@@ -123,6 +124,8 @@ def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None
 
 def _importance(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
     recorded = output.options.importance
+    if recorded == BY_WEIGHTS:
+        return _by_weights(output, path)
     if path is None or recorded is None or output.checkpoint is None or output.plan is None:
         return None
     from ktconv.quantize_cpu.importance import open_weights
@@ -135,6 +138,22 @@ def _importance(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
             f"{weights.record.sha256[:12]}...",
             "give the file that the conversion was given",
         )
+    return ErrorWeights(weights.of, weights.memory(_LAYERS_KEPT))
+
+
+def _by_weights(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
+    """All that they follow from is in the source; `path` must not be given."""
+    if path is not None:
+        raise UsageError(
+            f"{output.directory} was converted with --importance {BY_WEIGHTS.kind}, which follow "
+            "from the source",
+            "omit --importance",
+        )
+    if output.checkpoint is None or output.plan is None:
+        return None
+    from ktconv.quantize_cpu.source_weights import SourceWeights
+
+    weights = SourceWeights(output.checkpoint, output.plan.moe_layers)
     return ErrorWeights(weights.of, weights.memory(_LAYERS_KEPT))
 
 
@@ -183,7 +202,7 @@ def _unproven(output: CpuOutput, known: bool) -> list[str]:
             "the error on the calibration data smallest: give its second moments with "
             "--calibrate DIR"
         )
-    if options.importance is not None and not known:
+    if options.importance not in (None, BY_WEIGHTS) and not known:
         sentences.append(
             "scales are proven to be possible, and codes to be the nearest under them, but not "
             f"that those scales make the error weighted by {options.importance.file} smallest: "
