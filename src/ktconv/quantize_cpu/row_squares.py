@@ -6,7 +6,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix
-from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
+from ktconv.reading.matrices import ROWS_STEP, MatrixReader, Scales, buffer_bytes, chunk_rows
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import F32, F64, U8, Array
 
@@ -28,7 +28,8 @@ def row_squares(reader: SourceReader, matrix: ExpertMatrix, factors: F32) -> F64
     sums = np.empty(matrix.rows, np.float64)
     with source.open() as fd:
         scales = source.load_scales()
-        for chunk in chunks(matrix, matrix.rows):
+        for start in range(0, matrix.rows, _rows(matrix)):
+            chunk = range(start, min(start + _rows(matrix), matrix.rows))
             source.read(fd, chunk, data, bounce)
             sums[chunk.start : chunk.stop] = _of_chunk(source, scales, chunk, data, factors)
     return sums
@@ -41,7 +42,9 @@ def squares_memory(matrix: ExpertMatrix) -> int:
 
 
 def _rows(matrix: ExpertMatrix) -> int:
-    return min(chunk_rows(matrix), matrix.rows)
+    """Of a chunk: few, so that lanes stay in the cache, but for a matrix that is gathered from many
+    short runs."""
+    return min(ROWS_STEP if matrix.col_stride == 1 else chunk_rows(matrix), matrix.rows)
 
 
 def _of_chunk(
