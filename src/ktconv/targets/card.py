@@ -38,8 +38,6 @@ def command_line(
     if options.importance is not None:
         by_weights = options.importance == BY_WEIGHTS
         words.append(f"--importance {BY_WEIGHTS.kind if by_weights else 'FILE'}")
-    if options.calibrate is not None:
-        words.append("--calibrate DIR")
     if options.fold:
         words.append(f"--fold {options.fold}")
     if options.calibrate is not None:
