@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,12 @@ from helpers.families import (
 
 import ktconv
 from ktconv.formats import FORMATS, reference, tensor_name
-from ktconv.targets.ktransformers import Options, options_of_record
+from ktconv.targets.ktransformers import (
+    CalibrationRecord,
+    ImportanceRecord,
+    Options,
+    options_of_record,
+)
 
 SOURCE = "model.layers.{}.mlp.experts"
 SIDECARS = (
@@ -320,3 +326,19 @@ def test_the_rule_of_a_record() -> None:
     assert options_of_record({**record, "scale": ""}) is None
     assert options_of_record({**record, "scale": "search", "compat": True}) is None
     assert options_of_record({**record, "scale": "amax", "compat": True}) == Options(compat=True)
+
+
+def test_a_record_of_options_that_exclude_one_another() -> None:
+    importance, calibrate = (
+        {field.name: "x" for field in fields(kind)}
+        for kind in (ImportanceRecord, CalibrationRecord)
+    )
+    search, compat = (Options(scale="search").as_dict(), Options(compat=True).as_dict())
+    for one in ({"importance": importance}, {"calibrate": calibrate}, {"fold": "up-down"}):
+        assert options_of_record({**search, **one}) is not None
+    for record in (
+        {**search, "importance": importance, "calibrate": calibrate},
+        {**search, "fold": "up-down", "calibrate": calibrate},
+        {**compat, "fold": "up-down"},
+    ):
+        assert options_of_record(record) is None

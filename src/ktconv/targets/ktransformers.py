@@ -145,7 +145,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         return None
     if values.get("fold", "up-down") != "up-down":
         return None
-    if values.get("compat") and values.get("scale", "amax") != "amax":
+    if values.get("fold") and (values.get("compat") or "calibrate" in values):
         return None
     if "importance" in values:
         values["importance"] = _importance(values["importance"])
@@ -153,7 +153,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
             return None
     if "calibrate" in values:
         values["calibrate"] = _record(CalibrationRecord, values["calibrate"])
-        if values["calibrate"] is None or scale != "search":
+        if values["calibrate"] is None or scale != "search" or "importance" in values:
             return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
