@@ -322,6 +322,7 @@ def test_a_text_is_as_good_as_its_second_moments(tmp_path: Path) -> None:
     [
         (b"", {}, "is empty"),
         (b"\xff\xfe", {}, "not UTF-8"),
+        (b"A few words.", {}, "too short to calibrate"),
         (b"A text.", {"layers": [0]}, "--layers"),
     ],
 )

@@ -132,6 +132,7 @@ def open_calibration(
             f"{directory} has no second moments of layer(s) {format_ranges(numbers)}",
             f"record all layers: {_AGAIN}, without --layers",
         )
+    check_enough(max(int(hessians.counts(layer).max()) for layer in hessians.layers), directory)
     notes = notes_on_origin(directory, hessians.origin, checkpoint)
     if missing:
         numbers = [one.index for one in missing]
@@ -141,6 +142,16 @@ def open_calibration(
             "same"
         )
     return Calibration(hessians, record_of("hessian", directory.name, hessians.origin), notes)
+
+
+def check_enough(tokens: int, path: Path) -> None:
+    """UsageError where no expert gets more than `tokens`, and that is too few to calibrate any."""
+    if tokens < FEWEST_TOKENS:
+        raise UsageError(
+            f"{path_text(path)} is too short to calibrate: no expert gets more than {tokens} "
+            f"token(s), and each needs {FEWEST_TOKENS}",
+            "calibrate with a text of thousands of tokens, or omit --calibrate",
+        )
 
 
 def record_of(kind: str, name: str, origin: Origin) -> CalibrationRecord:

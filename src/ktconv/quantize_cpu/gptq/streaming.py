@@ -20,7 +20,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
-from ktconv.quantize_cpu.gptq.inputs import Calibration, record_of
+from ktconv.quantize_cpu.gptq.inputs import Calibration, check_enough, record_of
 from ktconv.stats.hessian import HessianTap, nbytes, open_hessians
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.record import Recorder, Recording, Wanted
@@ -64,6 +64,7 @@ class TextCalibration:
             self._peak = planned.plan.peak_memory
             self.disk = planned.plan.disk + max(nbytes(self._sizes[n]) for n in self.layers)
             tokens = planned.origin.tokens
+        check_enough(tokens, text)
         mtp = [one.index for one in layers if one.is_mtp]
         self.notes = [
             f"{path_text(text)} is read by the model, {tokens} tokens; it takes up to "
