@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from helpers.convert import all_files, convert, read_json, read_model
 from helpers.corrupt import bytes_of, overwrite, place_of
 from helpers.families import read_matrix
 from helpers.paths import EXAMPLE
+from helpers.second_moments import TOKENS, correlated, record
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -32,8 +32,7 @@ from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.stats.command import StatsRequest
 from ktconv.stats.command import run as run_stats
-from ktconv.stats.hessian import HessianTap, open_hessians
-from ktconv.stats.origin import Origin, Sizes, source_sha256
+from ktconv.stats.hessian import open_hessians
 from ktconv.stats.router_sample import router_sample
 from ktconv.targets.ktransformers import Options
 from ktconv.verify import Request as VerifyRequest
@@ -43,39 +42,6 @@ pytest.importorskip("torch")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-TOKENS = (0, 1, FEWEST_TOKENS - 1, FEWEST_TOKENS, 40, 200, 700, 1500)  # of the example's experts
-
-
-def correlated(tokens: int, size: int, seed: int) -> F32:
-    """Inputs with a few directions that many channels share, and channels of different sizes."""
-    rng = np.random.default_rng(seed)
-    shared = rng.standard_normal((tokens, 12)) @ rng.standard_normal((12, size))
-    found = (shared + rng.standard_normal((tokens, size))) * np.exp(rng.standard_normal(size))
-    return found.astype(np.float32)
-
-
-def record(directory: Path, checkpoint: Checkpoint, layers: Any = None, **about: Any) -> Path:
-    """What `ktconv stats --hessian` writes, of made-up inputs."""
-    import torch
-
-    origin = Origin(
-        "model", source_sha256(checkpoint), "text", "1" * 64, 9, "2" * 64, router_sample(checkpoint)
-    )
-    chosen = [one for one in checkpoint.layers if layers is None or one.index in layers]
-    tap = HessianTap(
-        {one.index: Sizes.of(one) for one in chosen}, replace(origin, **about), directory
-    )
-    for layer in chosen:
-        used = [expert for expert, tokens in enumerate(TOKENS) if tokens]
-        tap.chosen(layer.index, 0, torch.tensor([used]), torch.ones(1, len(used)))
-        for expert in used:
-            rows, inner = (
-                torch.from_numpy(correlated(TOKENS[expert], size, 100 * layer.index + expert))
-                for size in (layer.hidden_size, layer.intermediate_size)
-            )
-            tap.inputs(layer.index, expert, rows, inner, torch.ones(len(rows)))
-        tap.layer_done(layer.index)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -295,14 +261,17 @@ def tensors_of(output: Path) -> dict[str, bytes]:
     return {name: bytes(one.data) for name, one in read_model(output).items()}
 
 
-def test_a_text_is_as_good_as_its_second_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fold", ["", "up-down"])
+def test_a_text_is_as_good_as_its_second_moments(fold: Any, tmp_path: Path) -> None:
     """Killed behind the first layer, and continued: the bytes of a directory that was recorded of
     the same text. Nothing of the pass is left."""
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLE.parent / "corpus.txt").read_text()[:3000])
     recorded = run_stats(StatsRequest(str(EXAMPLE), text, hessian=tmp_path / "moments"))
-    convert(EXAMPLE, tmp_path / "expected", calibrate=tmp_path / "moments")
-    request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=1), threads=2, calibrate=text)
+    convert(EXAMPLE, tmp_path / "expected", calibrate=tmp_path / "moments", fold=fold)
+    request = Request(
+        str(EXAMPLE), tmp_path / "out", Options(numa=1, fold=fold), threads=2, calibrate=text
+    )
     with pytest.raises(Killed):
         quantize_cpu(request, KillsAfterOneLayer())
     report = quantize_cpu(request)
@@ -350,7 +319,6 @@ def refused(calibrate: Path, *said: str, **options: Any) -> None:
     [
         ({"compat": True}, "--compat"),
         ({"scale": "amax"}, "--scale amax"),
-        ({"fold": "up-down"}, "--fold"),
         ({"importance": Path("x")}, "cannot be combined with --importance"),
     ],
 )

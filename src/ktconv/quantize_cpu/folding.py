@@ -175,25 +175,27 @@ class FoldTask:
         return [*self.down.spans(), *self.up.spans()]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
-        exponents = self._exponents(buffers)
+        exponents = expert_exponents(self.down, buffers)
         tasks = (replace(task, exponents=exponents) for task in (self.down, self.up))
         results: dict[str, Any] = {}
         for task in tasks:
             results |= task.run(staging, buffers, advance)
         return results
 
-    def _exponents(self, buffers: Buffers) -> I8:
-        """Of all channels; each part, whose rows have scales of their own, for itself."""
-        layer, options = self.down.layer, self.down.options
-        sample = _read_sample(self.down, buffers)
-        layout, weights = FORMATS[options.method].layout, self.down.importance
-        found = []
-        for part in range(options.numa):
-            owned = split("down", layer.hidden_size, layer.intermediate_size, part, options.numa)
-            columns = slice(owned.col_start, owned.col_stop)
-            own = None if weights is None else np.ascontiguousarray(weights[columns])
-            found.append(column_exponents(layout, np.ascontiguousarray(sample[:, columns]), own))
-        return np.concatenate(found)
+
+def expert_exponents(down: QuantizeTask, buffers: Buffers) -> I8:
+    """Of all channels [I] of an expert; those of each part, whose rows have scales of their own, by
+    that part of `down` alone."""
+    layer, options = down.layer, down.options
+    sample = _read_sample(down, buffers)
+    layout, weights = FORMATS[options.method].layout, down.importance
+    found = []
+    for part in range(options.numa):
+        owned = split("down", layer.hidden_size, layer.intermediate_size, part, options.numa)
+        columns = slice(owned.col_start, owned.col_stop)
+        own = None if weights is None else np.ascontiguousarray(weights[columns])
+        found.append(column_exponents(layout, np.ascontiguousarray(sample[:, columns]), own))
+    return np.concatenate(found)
 
 
 def _read_sample(task: QuantizeTask, buffers: Buffers) -> F32:

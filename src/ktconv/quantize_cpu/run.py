@@ -181,12 +181,6 @@ def _calibration(
             f"--calibrate chooses scales by search, and cannot be combined with {given}",
             "omit one of them",
         )
-    if options.fold:
-        raise UsageError(
-            "--calibrate and --fold cannot be combined: the second moments are of the inputs of "
-            "matrices as they are",
-            "omit one of them",
-        )
     if request.importance is not None:
         raise UsageError(
             "--calibrate knows the importance of each channel, and cannot be combined with "

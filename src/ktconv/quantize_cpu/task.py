@@ -67,13 +67,7 @@ class QuantizeTask(ExpertTask):
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         parts = [self._part(index) for index in range(self.options.numa)]
         remaining = self.source_bytes
-        source = MatrixReader(
-            self.reader,
-            self.matrix,
-            self.options.compat,
-            self.options.keep_integers,
-            None if self.exponents is None else Factors.of(self.proj, self.exponents),
-        )
+        source = self._source()
         with source.open() as fd:
             scales = source.load_scales()
             for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
@@ -85,6 +79,16 @@ class QuantizeTask(ExpertTask):
                 advance(count)
         advance(remaining)  # block scales, biases
         return self._finish(parts, staging) | self._write_biases(parts, source.load_bias(), staging)
+
+    def _source(self) -> MatrixReader:
+        """The matrix as it is quantized."""
+        return MatrixReader(
+            self.reader,
+            self.matrix,
+            self.options.compat,
+            self.options.keep_integers,
+            None if self.exponents is None else Factors.of(self.proj, self.exponents),
+        )
 
     def _part(self, index: int) -> Part:
         layer, options = self.layer, self.options

@@ -145,7 +145,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         return None
     if values.get("fold", "up-down") != "up-down":
         return None
-    if values.get("fold") and (values.get("compat") or "calibrate" in values):
+    if values.get("fold") and values.get("compat"):
         return None
     if "importance" in values:
         values["importance"] = _importance(values["importance"])

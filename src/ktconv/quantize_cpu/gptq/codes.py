@@ -36,10 +36,12 @@ class Factor:
     upper: Tensor
 
 
-def factor_of(hessian: F32, tokens: int, profile: F64) -> Factor:
+def factor_of(hessian: F32, tokens: int, profile: F64, stretch: F32 | None = None) -> Factor:
     """Of a symmetric matrix [K, K], the sum over so many tokens, which may have any rank but is not
     all zero; it is overwritten. `profile` [K], of mean 1: how inputs differ by channel in the whole
-    layer (`channel_weights.layer_profile`).
+    layer (`channel_weights.layer_profile`). `stretch` [K]: what inputs are multiplied by, where
+    columns of weights are divided by it; the factor is then that of s_i s_j H_ij, H damped, under
+    which an error of the outputs counts what it does without.
 
     Raises ValueError where it is no second moment: not even damping makes it positive definite.
     """
@@ -51,6 +53,10 @@ def factor_of(hessian: F32, tokens: int, profile: F64) -> Factor:
     diagonal = diagonal / mean + damping * profile
     hessian *= np.float32(1 / mean)
     np.fill_diagonal(hessian, diagonal)
+    if stretch is not None:
+        hessian *= stretch[:, None]
+        hessian *= stretch
+        diagonal = diagonal * np.square(stretch.astype(np.float64))
     order: I64 = np.argsort(-diagonal, kind="stable")
     matrix = torch.from_numpy(hessian[np.ix_(order, order)])
     lower, failed = torch.linalg.cholesky_ex(matrix)

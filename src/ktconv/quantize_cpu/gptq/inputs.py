@@ -16,11 +16,12 @@ import numpy as np
 
 from ktconv.checkpoint import Checkpoint, MoELayer, Projection
 from ktconv.errors import UsageError
+from ktconv.formats.folding import factors
 from ktconv.quantize_cpu.channel_weights import channel_weights, layer_profile
 from ktconv.stats.hessian import Hessians, open_hessians
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.router_sample import notes_on_origin
-from ktconv.system.arrays import F32, F64, I64
+from ktconv.system.arrays import F32, F64, I8, I64
 from ktconv.system.text import path_text
 from ktconv.system.units import format_ranges
 from ktconv.targets.ktransformers import CalibrationRecord
@@ -65,15 +66,23 @@ class LayerInputs:
         """Whether an expert has enough tokens."""
         return bool(self.counts[expert] >= FEWEST_TOKENS)
 
-    def factor(self, expert: int, projection: Projection) -> Factor | None:
-        """None where all inputs are zero. UsageError for a matrix that is no second moment."""
+    def factor(
+        self, expert: int, projection: Projection, exponents: I8 | None = None
+    ) -> Factor | None:
+        """None where all inputs are zero. `exponents` [I]: of folding, by which down's inputs are
+        multiplied. UsageError for a matrix that is no second moment."""
         from ktconv.quantize_cpu.gptq.codes import factor_of
 
         matrix = self._hessians.matrix(self._layer, expert, projection)
         if not matrix.diagonal().any():
             return None
         try:
-            return factor_of(matrix, int(self.counts[expert]), self._profile[projection == "down"])
+            return factor_of(
+                matrix,
+                int(self.counts[expert]),
+                self._profile[projection == "down"],
+                factors(exponents) if exponents is not None and projection == "down" else None,
+            )
         except ValueError as error:
             raise UsageError(
                 f"the second moments of expert {expert} of layer {self._layer} ({projection}) "

@@ -16,11 +16,12 @@ from ktconv.formats import FORMATS, Slice, split
 from ktconv.formats.multiples import MULTIPLES
 from ktconv.packed.matrix_check import relative_errors
 from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
+from ktconv.quantize_cpu.folding import expert_exponents
 from ktconv.quantize_cpu.gptq.codes import Factor, best_codes
 from ktconv.quantize_cpu.gptq.inputs import LayerInputs
 from ktconv.quantize_cpu.task import Part, QuantizeTask
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import MatrixReader, source_bytes, span_of
+from ktconv.reading.matrices import source_bytes, span_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import F32, F64, I8, U8
 from ktconv.targets.ktransformers import Options
@@ -64,21 +65,28 @@ class CompensatedExpert:
         return [span_of(matrix) for matrix in self.layer.experts[self.expert].values()]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        exponents = None
+        if self.options.fold:
+            exponents = expert_exponents(self._matrix("down"), buffers)
         records: dict[str, Any] = {}
         for projections in self._with_same_inputs():
             factor = None
             if self.inputs.is_compensated(self.expert):
-                factor = self.inputs.factor(self.expert, projections[0])
+                factor = self.inputs.factor(self.expert, projections[0], exponents)
             for projection in projections:
-                matrix = CalibratedMatrix(
-                    self.reader, self.layer, self.expert, projection, self.verify, self.options,
-                    self.inputs.importance(self.expert, projection),
-                    tokens=int(self.inputs.counts[self.expert]),
-                )  # fmt: skip
+                matrix = self._matrix(projection, exponents)
                 if factor is not None:
                     matrix = matrix.compensated(factor, buffers)
                 records |= matrix.run(staging, buffers, advance)
         return records
+
+    def _matrix(self, projection: Projection, exponents: I8 | None = None) -> CalibratedMatrix:
+        """With the codes of the search."""
+        return CalibratedMatrix(
+            self.reader, self.layer, self.expert, projection, self.verify, self.options,
+            self.inputs.importance(self.expert, projection), exponents,
+            tokens=int(self.inputs.counts[self.expert]),
+        )  # fmt: skip
 
     def _with_same_inputs(self) -> Iterator[list[Projection]]:
         yield [name for name in self.layer.projections if name != "down"]
@@ -106,8 +114,8 @@ class CalibratedMatrix(QuantizeTask):
         return replace(self, codes=codes, scales=scales)
 
     def _weights(self, buffers: Buffers) -> F32:
-        """The whole matrix. CheckpointError for a NaN or an infinity."""
-        source = MatrixReader(self.reader, self.matrix)
+        """The whole matrix as it is quantized. CheckpointError for a NaN or an infinity."""
+        source = self._source()
         weights = np.empty((self.matrix.rows, self.matrix.cols), np.float32)
         for chunk, values in source.decoded(buffers.source, buffers.bounce):
             if not np.isfinite(values).all():
@@ -134,7 +142,7 @@ class CalibratedMatrix(QuantizeTask):
             weights.reshape(-1).view(np.uint8), "F32", rows, cols,
             start=owned.row_start * whole + owned.col_start, row_stride=whole,
         )  # fmt: skip
-        choice = native.Choice(self.options.scale, self.importance)
+        choice = native.Choice(self.options.scale, self._importance())
         _, scale = native.quantize(layout, view, choice.columns(owned.col_start, owned.col_stop))
         searched: F32 = scale.reshape(rows, -1)
         return searched

@@ -197,9 +197,10 @@ def _unproven(output: CpuOutput, known: bool) -> list[str]:
             "proven are that they are levels, and that no row has a larger error than recorded"
         )
     if codes and not known:
+        factors = ", and the factors of folding of compensated ones," if options.fold else ""
         sentences.append(
-            "the scales of calibrated matrices are proven to be possible, but not that they make "
-            "the error on the calibration data smallest: give its second moments with "
+            f"the scales of calibrated matrices{factors} are proven to be possible, but not that "
+            "they make the error on the calibration data smallest: give its second moments with "
             "--calibrate DIR"
         )
     if options.importance not in (None, BY_WEIGHTS) and not known:
