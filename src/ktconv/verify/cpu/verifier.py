@@ -101,7 +101,9 @@ class CpuVerifier(OutputVerifier):
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {layer: geometry.experts for layer, geometry in self.output.packed.layers.items()}
         options = self.output.options
-        bound = FORMATS[options.method].error_steps(options.scale)
+        bound = None  # of codes that make up for the errors of others
+        if options.calibrate is None:
+            bound = FORMATS[options.method].error_steps(options.scale)
         return totals.as_dict(bound, counts) | self._proofs.as_dict()
 
 
