@@ -58,6 +58,7 @@ VARIANTS = {
             "--scale search --fold up-down --importance weights",
         ),
         _output("gptq", "GPTQ", "int4", "--calibrate {hessian}"),
+        _output("fold-gptq", "GPTQ + fold", "int4", "--fold up-down --calibrate {hessian}"),
         _output("int8-amax", "INT8 amax", "int8", "--scale amax"),
         _output("int8-search", "INT8 search", "int8", "--scale search"),
         _output("int8-gptq", "INT8 GPTQ", "int8", "--calibrate {hessian}"),
