@@ -618,6 +618,8 @@ def test_choices_are_taken_in_any_case(name: str) -> None:
     before = ["x"] * sum(p.param_type_name == "argument" for p in COMMANDS[name].params)
     for parameter in COMMANDS[name].params:
         choices = (parameter.metavar or "").split("|")
+        if {"FILE", "DIR"} & set(choices):  # a path, or a word in place of one
+            continue
         for choice in choices if len(choices) > 1 else []:
             for written in (choice.upper(), choice.lower()):
                 words = [*before, parameter.opts[0], written]

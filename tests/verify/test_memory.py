@@ -114,8 +114,8 @@ def test_level_weights_needs_the_same_for_any_number_of_experts(
 def test_level_layers_stays_below_the_limit(large: tuple[Path, Path]) -> None:
     """Every level of the kernels, on a few experts at a time; in float32 they have 192 MiB."""
     model, output = large
-    facts = measured(output, model, "--level", "layers", "--max-memory", "170MiB")
-    assert facts["peak_rss_bytes"] <= 170 * MIB
+    facts = measured(output, model, "--level", "layers", "--max-memory", "176MiB")
+    assert facts["peak_rss_bytes"] <= 176 * MIB
     (row,) = facts["layers"]["layers"]
     assert row["experts_run"] > 32 and row["routing"] == "router"
     assert all(0 < error < 0.005 for error in row["kernel_error"].values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,30 @@ _POSSIBLE: tuple[Mapping[str, Any], ...] = (
     {"compat": False, "scale": "search"},
     {"compat": False, "scale": "amax"},
 )
+_EXPERTS = 5  # that are looked at
 
 
 def found_rule(packed: PackedWeights, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """The fields of Options that explain most scales of some rows, the first that can be compared;
-    those of the reference converter where none can.
+    """The fields of Options that explain most scales of some rows of the first layer that can be
+    compared; those of the reference converter where none can. A few experts decide together, as one
+    of them can be damaged.
 
     Raises KtconvError for a source that cannot be read.
     """
     for layer in checkpoint.layers if checkpoint else ():
         geometry = packed.layers.get(layer.index)
         there = len(layer.experts), layer.hidden_size, layer.intermediate_size
-        if geometry is None or geometry.format is None:
+        if geometry is None or geometry.format is None or there != _dimensions(geometry):
             continue
-        stored = _first_scales(packed, layer.index, geometry, geometry.format)
-        if stored is not None and there == _dimensions(geometry):
-            return _best(layer.experts[geometry.here[0]]["up"], stored, geometry.format)
+        experts = geometry.here[:: max(1, len(geometry.here) // _EXPERTS)][:_EXPERTS]
+        stored = [_first_scales(packed, layer.index, one, geometry) for one in experts]
+        pairs = [
+            (layer.experts[expert]["up"], scale)
+            for expert, scale in zip(experts, stored, strict=True)
+            if scale is not None
+        ]
+        if pairs:
+            return _best(pairs, geometry.format)
     return _POSSIBLE[0]
 
 
@@ -45,20 +53,25 @@ def _dimensions(geometry: Geometry) -> tuple[int, int, int]:
     return geometry.experts, geometry.hidden, geometry.intermediate
 
 
-def _first_scales(packed: PackedWeights, layer: int, geometry: Geometry, fmt: Format) -> F32 | None:
-    """Of the first rows of the first expert's up; None where they are not there."""
-    tensor = TensorId(layer, "up", geometry.here[0], 0, "scale")
-    shape, place = geometry.shape("up"), packed.tensors.get(tensor)
+def _first_scales(packed: PackedWeights, layer: int, expert: int, geometry: Geometry) -> F32 | None:
+    """Of the first rows of an expert's up; None where they are not there."""
+    fmt, shape = geometry.format, geometry.shape("up")
+    assert fmt is not None
+    tensor = TensorId(layer, "up", expert, 0, "scale")
+    place = packed.tensors.get(tensor)
     if place is None or place.nbytes != fmt.layout.scale_size(*shape):
         return None
     ordered = scales.ordered(fmt, packed.map(tensor).copy(), *shape)
     return scales.values(fmt, ordered)[:ROWS_STEP]
 
 
-def _best(matrix: ExpertMatrix, stored: F32, fmt: Format) -> Mapping[str, Any]:
+def _best(pairs: Sequence[tuple[ExpertMatrix, F32]], fmt: Format) -> Mapping[str, Any]:
     def explained(options: Mapping[str, Any]) -> int:
-        found = _scales_by(matrix, len(stored), fmt, options["scale"], options["compat"])
-        return int(np.count_nonzero(found == stored))
+        rules = options["scale"], options["compat"]
+        return sum(
+            int(np.count_nonzero(_scales_by(matrix, len(stored), fmt, *rules) == stored))
+            for matrix, stored in pairs
+        )
 
     return max(_POSSIBLE, key=explained)  # the first of those that explain as many
 
