@@ -73,7 +73,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
-	$(CC) $(WARNINGS) -Inative/include -fsyntax-only $(filter native/src/%,$(C_SOURCES))
+	$(CC) $(WARNINGS) -O1 -Inative/include -fsyntax-only $(filter native/src/%,$(C_SOURCES))
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
