@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import saved
 from helpers.convert import read_model
-from helpers.family_list import SAVED
-from helpers.family_models import write
 from helpers.gpu import modules, quantize
 
 from ktconv.errors import CheckpointError
@@ -24,10 +23,7 @@ REFUSED = ("aria", "dbrx", "jetmoe")
 
 def written(name: str, directory: Path) -> Path:
     pytest.importorskip("llmcompressor")
-    if not hasattr(pytest.importorskip("transformers"), SAVED[name].saved_by):
-        pytest.skip(f"transformers has no {SAVED[name].saved_by} yet")
-    write(SAVED[name], directory / "model")
-    return directory / "model"
+    return saved.written(name, directory)
 
 
 @pytest.mark.parametrize("name", [*RENAMED, *FUSED, "nemotron_h, latent"])

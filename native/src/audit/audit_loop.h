@@ -147,8 +147,7 @@ INLINE float within(float w, float limit) {
 }
 
 /* Adds `runs` times 64 columns of a row, or 32. The only code that can be beyond the levels is
- * `invalid`, unless it is 0: then none can. With `cut`, levels reach up
- * to `limit`. */
+ * `invalid`, unless it is 0: then none can. With `cut`, levels reach up to `limit`. */
 INLINE void compare_runs(const float *w, const int8_t *codes, float step, float limit,
                          const int cut, const int8_t invalid, const int cols, int64_t runs,
                          row_state *row) {

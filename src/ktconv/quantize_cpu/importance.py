@@ -150,17 +150,10 @@ def _check_sizes(file: ImportanceFile, checkpoint: Checkpoint) -> None:
     for index, sizes in file.sizes.items():
         if sizes != there[index]:
             raise UsageError(
-                f"{file.path} is of another model: layer {index} has {_in_words(sizes)} there, and "
-                f"{_in_words(there[index])} in {checkpoint.path}",
+                f"{file.path} is of another model: layer {index} has {sizes.words} there, and "
+                f"{there[index].words} in {checkpoint.path}",
                 _OTHER,
             )
-
-
-def _in_words(sizes: Sizes) -> str:
-    return (
-        f"{sizes.experts} experts of hidden size {sizes.hidden} and intermediate size "
-        f"{sizes.intermediate}"
-    )
 
 
 def _check_layers(file: ImportanceFile, layers: Sequence[MoELayer]) -> None:

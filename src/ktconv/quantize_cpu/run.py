@@ -75,9 +75,8 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request
-    weights: ExpertWeights | SourceWeights | None = (
-        None  # of squared errors; None: all count the same
-    )
+    # Of squared errors; None: all count the same.
+    weights: ExpertWeights | SourceWeights | None = None
     calibration: Calibration | TextCalibration | None = None  # None: codes are the nearest
 
 
@@ -119,8 +118,8 @@ def prepare(request: Request) -> Preflight:
     check_foldable(plan.moe_layers, options)
     notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
     notes += fold_notes(plan.moe_layers, options)
-    plan = replace(plan, notes=[*notes, *(weights.notes if weights else ())])
-    plan = replace(plan, notes=[*plan.notes, *(calibration.notes if calibration else ())])
+    notes += [note for given in (weights, calibration) if given for note in given.notes]
+    plan = replace(plan, notes=notes)
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     kept = weights.memory(min(OPEN_UNITS, len(units))) if weights else 0
