@@ -37,7 +37,7 @@ typedef enum kt_status {
   KT_ERR_NONFINITE = 6,       /* a NaN or Inf in the matrix; see kt_position */
   KT_ERR_ISA_UNKNOWN = 7,     /* KTCONV_ISA has a name that is no level */
   KT_ERR_ISA_MISSING = 8,     /* this machine does not have that level */
-  KT_ERR_EXPERT = 9,          /* an expert id that is neither -1 nor one of the layer's */
+  KT_ERR_EXPERT = 9,          /* a token goes to an expert that has no weights here */
   KT_ERR_THREADS = 10,        /* threads cannot be created, or belong to another process */
   KT_ERR_ASSUME_UNKNOWN = 11, /* KTCONV_ASSUME has a name that is no level */
   KT_ERR_UNSUPPORTED = 12     /* the function does not do this layout */
@@ -451,25 +451,37 @@ typedef struct kt_moe {
  * those of 2048 tokens, and is the same for 0 and 1. 0 if an argument is impossible. */
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool);
 
-/* y[t] = sum over k of weights[t][k] * expert[ids[t][k]](x[t])
- *   x, y     bf16 [tokens, hidden]       ids      int32 or int64 [tokens, top_k]
- *   weights  float [tokens, top_k]        id_size  4 or 8
- * tokens: any number; of none there is nothing to compute, and no array is looked at. top_k: below
- * 2^20; an expert that a token names twice counts twice.
- * An id of -1 is skipped: that expert lives elsewhere. Experts without tokens cost nothing.
- * Sums run over experts in ascending order, then over parts; results have the same bits for
- * any number of threads, any placement, and whatever other tokens are in the batch (for AMX
- * levels of float formats: up to where the kernel switches from one loop to another).
- * INT8, INT4 and GINT4 results are the same on every level.
+/* One call of a layer:
+ *   y[t] = add[t] + sum over k of weights[t][k] * expert[ids[t][k]](x[t])
+ * x and y may be KT_BF16, KT_F16 or KT_F32, each on its own. x is rounded to bf16 first, ties to
+ * even; sums are binary32, and rounded to y's dtype once. Arrays are aligned to their types.
+ * y may be x or add where the dtypes are the same, else it overlaps nothing that is read. */
+typedef struct kt_moe_call {
+  int64_t tokens, top_k; /* any number of tokens; of none, no array is looked at; top_k < 2^20 */
+  const void *x;         /* [tokens, hidden] */
+  const void *ids;       /* [tokens, top_k] */
+  const float *weights;  /* [tokens, top_k] */
+  const uint8_t *skip;   /* NULL, or [experts]: those that are not 0 count as not chosen; read once,
+                            at the start of the call */
+  const float *add;      /* NULL: zeros; else [tokens, hidden] */
+  void *y;               /* [tokens, hidden] */
+  int32_t id_size;       /* bytes of an id: 4 (int32) or 8 (int64) */
+  int32_t x_dtype, y_dtype;
+} kt_moe_call;
+
+/* Ids that are no expert's, below 0 or from `experts` on, are skipped: such an expert lives
+ * elsewhere. An expert that a token names twice counts twice. Experts without tokens cost nothing.
+ * Sums run over experts in ascending order, then over parts, of which the first begins with `add`;
+ * results have the same bits for any number of threads, any placement, and whatever other tokens
+ * are in the batch (for AMX levels of float formats: up to where the kernel switches from one loop
+ * to another). INT8, INT4 and GINT4 results are the same on every level.
  * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
  * pool (they are done one after the other) and one layer.
- * KT_ERR_EXPERT: an id that is neither -1 nor 0..experts-1, or of an expert whose pointers
- * are NULL. KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a number that
- * kt_activation does not allow, a down bias of another part than 0, a gate where the function has
- * none. */
-kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
-                         const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
-                         uint16_t *y, void *scratch, size_t scratch_size);
+ * KT_ERR_EXPERT: a token goes to an expert whose pointers are NULL, and which is not to be skipped.
+ * KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a number that kt_activation does
+ * not allow, a down bias of another part than 0, a gate where the function has none. */
+kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call, void *scratch,
+                         size_t scratch_size);
 
 /* The first of the pool's nodes, counted from 0, whose threads compute a part of a layer cut into
  * `parts`: its weights should lie there. -1 if there is no such part. */

@@ -12,7 +12,7 @@ const char *kt_strerror(int status) {
   case KT_ERR_NONFINITE: return "the matrix contains a NaN or an infinity";
   case KT_ERR_ISA_UNKNOWN: return "that is not the name of a level";
   case KT_ERR_ISA_MISSING: return "this machine does not support that level";
-  case KT_ERR_EXPERT: return "an expert id is neither -1 nor that of an expert with weights";
+  case KT_ERR_EXPERT: return "a token goes to an expert that has no weights here";
   case KT_ERR_THREADS:
     return "threads cannot be started, or the pool belongs to another process (after a fork)";
   case KT_ERR_UNSUPPORTED: return "the library does not do that with this layout of weights";

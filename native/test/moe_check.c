@@ -229,8 +229,16 @@ static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
   const size_t size = kt_moe_scratch_size(moe, b->tokens, TOP_K, pool);
   void *scratch = guarded(size);
   if (size % 64) failures++;
-  const kt_status status =
-      kt_moe_forward(moe, pool, b->tokens, TOP_K, b->x, b->ids, 8, b->weights, b->y, scratch, size);
+  const kt_moe_call call = {.tokens = b->tokens,
+                            .top_k = TOP_K,
+                            .x = b->x,
+                            .ids = b->ids,
+                            .weights = b->weights,
+                            .y = b->y,
+                            .id_size = 8,
+                            .x_dtype = KT_BF16,
+                            .y_dtype = KT_BF16};
+  const kt_status status = kt_moe_forward(moe, pool, &call, scratch, size);
   if (status != KT_OK) {
     printf("FAILED: %s\n", kt_strerror(status));
     failures++;

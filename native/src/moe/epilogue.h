@@ -53,10 +53,10 @@ typedef struct kt_epilogue {
   kt_activate_fn *activate[KT_GATE_FUNCTIONS]; /* chosen once for a layer */
   /* y[r] = fma(weight, product[r] + bias[r], y[r]), r < 32; bias may be NULL. */
   void (*accumulate)(float weight, const float *product, const float *bias, float *y);
-  /* Exact binary32 of bf16 values; n % 16 == 0, as below. */
-  void (*widen)(const uint16_t *x, int64_t n, float *out);
-  /* y = bf16(part 0 + part 1 + ...), in that order; parts lie `stride` floats apart. */
-  void (*finish)(const float *part, int64_t parts, int64_t stride, int64_t n, uint16_t *y);
+  /* y = (part 0 + add) + part 1 + ..., in that order; parts lie `stride` floats apart; add may be
+   * NULL, or y; n % 16 == 0. */
+  void (*sum)(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+              float *y);
 } kt_epilogue;
 
 /* A level writes one activate(function, activation, inner); these make a function, and its cell, of

@@ -135,26 +135,18 @@ static void accumulate(float weight, const float *product, const float *bias, fl
                      _mm512_fmadd_ps(w, with_bias(product + r, bias, r), _mm512_loadu_ps(y + r)));
 }
 
-static void widen(const uint16_t *x, int64_t n, float *out) {
+static void sum(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+                float *y) {
   for (int64_t i = 0; i < n; i += 16) {
-    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(x + i));
-    _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
-}
-
-static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, uint16_t *y) {
-  for (int64_t i = 0; i < n; i += 16) {
-    __m512 sum = _mm512_loadu_ps(part + i);
+    __m512 total = _mm512_loadu_ps(part + i);
+    if (add) total = _mm512_add_ps(total, _mm512_loadu_ps(add + i));
     for (int64_t p = 1; p < parts; p++)
-      sum = _mm512_add_ps(sum, _mm512_loadu_ps(part + p * stride + i));
-    float values[16];
-    _mm512_storeu_ps(values, sum);
-    kt_rows_bf16_avx512(values, 16, y + i);
+      total = _mm512_add_ps(total, _mm512_loadu_ps(part + p * stride + i));
+    _mm512_storeu_ps(y + i, total);
   }
 }
 
-const kt_epilogue kt_epilogue_avx512 = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, widen, finish};
+const kt_epilogue kt_epilogue_avx512 = {{KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, sum};
 
 KT_TARGET_END
 #endif

@@ -84,22 +84,16 @@ static void accumulate(float weight, const float *product, const float *bias, fl
     y[r] = fmaf(weight, bias ? product[r] + bias[r] : product[r], y[r]);
 }
 
-static void widen(const uint16_t *x, int64_t n, float *out) {
-  for (int64_t i = 0; i < n; i++) out[i] = kt_float((uint32_t)x[i] << 16);
-}
-
-static void finish(const float *part, int64_t parts, int64_t stride, int64_t n, uint16_t *y) {
-  for (int64_t i = 0; i < n; i += 16) {
-    float sum[16];
-    memcpy(sum, part + i, sizeof sum);
-    for (int64_t p = 1; p < parts; p++)
-      for (int j = 0; j < 16; j++) sum[j] += part[p * stride + i + j];
-    kt_rows_bf16_scalar(sum, 16, y + i);
+static void sum(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+                float *y) {
+  for (int64_t i = 0; i < n; i++) {
+    float total = add ? part[i] + add[i] : part[i];
+    for (int64_t p = 1; p < parts; p++) total += part[p * stride + i];
+    y[i] = total;
   }
 }
 
-const kt_epilogue kt_epilogue_scalar = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, widen, finish};
+const kt_epilogue kt_epilogue_scalar = {{KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, sum};
 
 const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_epilogue_scalar,

@@ -7,7 +7,7 @@
  *   3  middle as activation rows                    items: slots
  *   4  down products, weighted sum -> partial       items: strips of hidden, all experts
  * and then all teams together:
- *   5  y = sum of the parts                         items: tokens
+ *   5  y = add + sum of the parts                   items: tokens
  *
  * In 4 a thread owns columns of y for all experts, so sums run in a fixed order without
  * atomics or copies. Items are shared out dynamically: which thread computes one does not
@@ -16,9 +16,10 @@
 #include "../format/scales.h"
 #include "../pool/pool.h"
 #include "../simd/float_mode.h"
+#include "../source/decode.h"
 #include "epilogue.h"
-#include "gemm.h"
 #include "route.h"
+#include "rows.h"
 
 #include <string.h>
 
@@ -43,7 +44,7 @@ typedef struct worker {
   uint8_t *gather;  /* [KT_MAX_TOKENS] activation rows of x */
   float *gate, *up; /* [KT_MAX_PRODUCTS][KT_STRIP] */
   uint8_t *panel;   /* KT_PANEL_SIZE */
-  float *values;    /* one row of x as binary32 */
+  float *values;    /* one row of x or y as binary32 */
   int64_t gathered; /* first slot, or -1 */
 } worker;
 
@@ -63,8 +64,13 @@ typedef struct run {
   int64_t team_count, width; /* width: columns of the middle, intermediate / parts */
   int64_t tokens, gate_up_strips, down_strips; /* the latter two: strips per item */
   int64_t x_stride, mid_stride, partial_size;
-  const uint16_t *x;
-  uint16_t *y;
+  kt_decode_rows_fn *read;
+  kt_matrix x; /* of the whole call, to be rounded to bf16 */
+  const float *add;
+  uint8_t *y;
+  int64_t first_token; /* of the batch */
+  size_t y_size;       /* bytes of a row */
+  int y_dtype;
 } run;
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -92,6 +98,7 @@ static void lay_out_route(arena *a, kt_route *route, int64_t experts, int64_t sl
   route->token = take(a, slots, sizeof *route->token);
   route->weight = take(a, slots, sizeof *route->weight);
   route->count = take(a, experts, sizeof *route->count);
+  route->skip = take(a, experts, sizeof *route->skip);
 }
 
 static void lay_out_team(arena *a, run *r, team *t, int64_t slots) {
@@ -138,7 +145,7 @@ static void make_x_rows(run *r, team *t, worker *w) {
   const int64_t hidden = r->moe->hidden;
   for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
     for (int64_t token = first; token < first + count; token++) {
-      r->epilogue->widen(r->x + token * hidden, hidden, w->values);
+      r->read(&r->x, r->first_token + token, 1, w->values, hidden);
       kt_rows_quantize(r->format->rows_kind, hidden, r->moe->layout.group, w->values,
                        t->x_rows + token * r->x_stride);
     }
@@ -258,12 +265,15 @@ static void compute_part(run *r, team *t, worker *w, int64_t part) {
     for (int64_t i = first; i < first + count; i++) down_item(r, t, w, experts, p->partial, i);
 }
 
-static void finish(run *r) {
+static void finish(run *r, worker *w) {
   const int64_t hidden = r->moe->hidden;
   for (int64_t first, count; kt_share_take(&r->finish, &first, &count);)
-    for (int64_t token = first; token < first + count; token++)
-      r->epilogue->finish(r->parts[0].partial + token * hidden, r->moe->parts, r->partial_size,
-                          hidden, r->y + token * hidden);
+    for (int64_t i = first; i < first + count; i++) {
+      const int64_t token = r->first_token + i;
+      r->epilogue->sum(r->parts[0].partial + i * hidden, r->moe->parts, r->partial_size,
+                       r->add ? r->add + token * hidden : NULL, hidden, w->values);
+      kt_rows_store(r->y_dtype, w->values, hidden, r->y + (size_t)token * r->y_size);
+    }
 }
 
 /* ---- The job ---------------------------------------------------------------
@@ -289,7 +299,7 @@ static void forward_job(void *context, int32_t thread) {
   for (int64_t part = first_part(r, index); part < first_part(r, index + 1); part++)
     compute_part(r, t, w, part);
   kt_barrier_wait(&r->all);
-  finish(r);
+  finish(r, w);
   kt_float_mode_leave(mode);
 }
 
@@ -366,7 +376,7 @@ static kt_status check_expert(const kt_moe *moe, const kt_expert *e, int64_t par
   return good ? KT_OK : KT_ERR_ARGUMENT;
 }
 
-static kt_status check_experts(const run *r) {
+static kt_status check_experts(run *r) {
   for (int64_t part = 0; part < r->moe->parts; part++)
     for (int64_t a = 0; a < r->route.active_count; a++) {
       const kt_expert *e = r->moe->expert + part * r->moe->experts + r->route.active[a];
@@ -409,13 +419,19 @@ static kt_status check_batch(const kt_moe *moe, int64_t tokens, int64_t top_k) {
   return tokens <= most ? KT_OK : KT_ERR_ARGUMENT;
 }
 
-static kt_status check_arrays(const uint16_t *x, const void *ids, int32_t id_size,
-                              const float *weights, const uint16_t *y, const void *scratch) {
-  if (!x || !ids || !weights || !y || !scratch || (id_size != 4 && id_size != 8))
+/* Bytes of an element; 0: not a dtype of x and y. */
+static size_t element_size(int dtype) {
+  return dtype == KT_F32 ? 4 : dtype == KT_BF16 || dtype == KT_F16 ? 2 : 0;
+}
+
+static kt_status check_arrays(const kt_moe_call *c, const void *scratch) {
+  const size_t x_size = element_size(c->x_dtype), y_size = element_size(c->y_dtype);
+  if (!c->x || !c->ids || !c->weights || !c->y || !scratch || !x_size || !y_size ||
+      (c->id_size != 4 && c->id_size != 8))
     return KT_ERR_ARGUMENT;
-  const int good = aligned(x, sizeof *x) && aligned(y, sizeof *y) &&
-                   aligned(ids, (size_t)id_size) && aligned(weights, sizeof *weights) &&
-                   aligned(scratch, LINE);
+  const int good = aligned(c->x, x_size) && aligned(c->y, y_size) &&
+                   aligned(c->ids, (size_t)c->id_size) && aligned(c->weights, sizeof(float)) &&
+                   aligned(c->add, sizeof(float)) && aligned(scratch, LINE);
   return good ? KT_OK : KT_ERR_ARGUMENT;
 }
 
@@ -458,29 +474,56 @@ size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, con
   return lay_out(&r, NULL, top_k);
 }
 
-kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, int64_t tokens, int64_t top_k,
-                         const uint16_t *x, const void *ids, int32_t id_size, const float *weights,
-                         uint16_t *y, void *scratch, size_t scratch_size) {
+/* Experts to skip are copied: the caller may change them meanwhile. */
+static void start_call(run *r, const kt_moe_call *c) {
+  const int64_t experts = r->moe->experts;
+  r->read = kt_decode_rows_best();
+  r->x = (kt_matrix){.data = c->x,
+                     .rows = c->tokens,
+                     .cols = r->moe->hidden,
+                     .row_stride = r->moe->hidden,
+                     .col_stride = 1,
+                     .dtype = c->x_dtype,
+                     .round_to_bf16 = c->x_dtype != KT_BF16};
+  r->add = c->add, r->y = c->y, r->y_dtype = c->y_dtype;
+  r->y_size = (size_t)r->moe->hidden * element_size(c->y_dtype);
+  if (c->skip)
+    memcpy(r->route.skip, c->skip, (size_t)experts);
+  else
+    memset(r->route.skip, 0, (size_t)experts);
+}
+
+static void start_batch(run *r, const kt_moe_call *c, int64_t first) {
+  r->first_token = first;
+  r->tokens = smaller(BATCH, c->tokens - first);
+  kt_route_group(&r->route, (const uint8_t *)c->ids + first * c->top_k * c->id_size, c->id_size,
+                 c->weights + first * c->top_k, r->tokens, c->top_k, r->moe->experts);
+}
+
+static kt_status each_batch(run *r, const kt_moe_call *c, kt_status (*step)(run *)) {
+  kt_status status = KT_OK;
+  for (int64_t first = 0; first < c->tokens && status == KT_OK; first += BATCH) {
+    start_batch(r, c, first);
+    status = step(r);
+  }
+  return status;
+}
+
+kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call, void *scratch,
+                         size_t scratch_size) {
   const kt_status status = check_layer(moe, pool);
   if (status != KT_OK) return status;
-  if (check_batch(moe, tokens, top_k) != KT_OK) return KT_ERR_ARGUMENT;
-  if (tokens == 0) return KT_OK;
-  if (check_arrays(x, ids, id_size, weights, y, scratch) != KT_OK) return KT_ERR_ARGUMENT;
-  if (kt_route_check(ids, id_size, tokens * top_k, moe->experts) != KT_OK) return KT_ERR_EXPERT;
-  if (scratch_size < kt_moe_scratch_size(moe, tokens, top_k, pool)) return KT_ERR_SCRATCH;
-  run r = start_run(moe, pool, tokens);
-  lay_out(&r, scratch, top_k);
-  for (int64_t first = 0; first < tokens; first += BATCH) {
-    r.tokens = smaller(BATCH, tokens - first);
-    r.x = x + first * moe->hidden;
-    r.y = y + first * moe->hidden;
-    kt_route_group(&r.route, (const uint8_t *)ids + first * top_k * id_size, id_size,
-                   weights + first * top_k, r.tokens, top_k, moe->experts);
-    const kt_status good = check_experts(&r);
-    const kt_status ran = good == KT_OK ? forward_batch(&r) : good;
-    if (ran != KT_OK) return ran;
-  }
-  return KT_OK;
+  if (!call || check_batch(moe, call->tokens, call->top_k) != KT_OK) return KT_ERR_ARGUMENT;
+  if (call->tokens == 0) return KT_OK;
+  if (check_arrays(call, scratch) != KT_OK) return KT_ERR_ARGUMENT;
+  if (scratch_size < kt_moe_scratch_size(moe, call->tokens, call->top_k, pool))
+    return KT_ERR_SCRATCH;
+  run r = start_run(moe, pool, call->tokens);
+  lay_out(&r, scratch, call->top_k);
+  start_call(&r, call);
+  /* All is checked before y is written, of which x or add may be a part. */
+  const kt_status good = each_batch(&r, call, check_experts);
+  return good == KT_OK ? each_batch(&r, call, forward_batch) : good;
 }
 
 /* ---- Touching pages --------------------------------------------------------

@@ -3,16 +3,11 @@
 
 #include <string.h>
 
-static int64_t id_at(const void *ids, int32_t id_size, int64_t i) {
-  return id_size == 4 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
-}
-
-kt_status kt_route_check(const void *ids, int32_t id_size, int64_t count, int64_t experts) {
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t id = id_at(ids, id_size, i);
-    if (id < -1 || id >= experts) return KT_ERR_EXPERT;
-  }
-  return KT_OK;
+/* The expert of pair i, or -1 where there is nothing to compute. */
+static int64_t expert_at(const kt_route *route, const void *ids, int32_t id_size, int64_t i,
+                         int64_t experts) {
+  const int64_t id = id_size == 4 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
+  return id >= 0 && id < experts && !route->skip[id] ? id : -1;
 }
 
 /* From counts per expert to the list of active ones and where their slots start; count[e]
@@ -36,12 +31,12 @@ void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const flo
                     int64_t tokens, int64_t top_k, int64_t experts) {
   memset(route->count, 0, (size_t)experts * sizeof *route->count);
   for (int64_t i = 0; i < tokens * top_k; i++) {
-    const int64_t id = id_at(ids, id_size, i);
+    const int64_t id = expert_at(route, ids, id_size, i, experts);
     if (id >= 0) route->count[id]++;
   }
   place_experts(route, experts);
   for (int64_t i = 0; i < tokens * top_k; i++) {
-    const int64_t id = id_at(ids, id_size, i);
+    const int64_t id = expert_at(route, ids, id_size, i, experts);
     if (id < 0) continue;
     const int32_t slot = route->count[id]++;
     route->token[slot] = (int32_t)(i / top_k);

@@ -12,13 +12,12 @@ typedef struct kt_route {
   int32_t *token;  /* [slots] */
   float *weight;   /* [slots] routing weight */
   int32_t *count;  /* [experts] working memory */
+  uint8_t *skip;   /* [experts] not 0: as if no token had chosen it */
   int64_t active_count, slots;
 } kt_route;
 
-/* KT_ERR_EXPERT unless every id is -1 or below `experts`. */
-kt_status kt_route_check(const void *ids, int32_t id_size, int64_t count, int64_t experts);
-
-/* Groups checked ids [tokens, top_k]; the arrays have room. */
+/* Groups ids [tokens, top_k], of which those beyond the experts, and of experts to be skipped, are
+ * left out; the arrays have room. */
 void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const float *weights,
                     int64_t tokens, int64_t top_k, int64_t experts);
 

@@ -34,6 +34,22 @@ void kt_rows_bf16_scalar(const float *x, int64_t n, uint16_t *out) {
   }
 }
 
+/* Beyond 65520 the nearest number is infinity; below 2^-14 steps are 2^-24, which adding 1/2 (whose
+ * own steps they are) rounds to. */
+static uint16_t half_of(float x) {
+  const uint32_t bits = kt_bits(x), magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  if (magnitude > KT_NONFINITE_BITS) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+  if (magnitude < 0x38800000u)
+    return (uint16_t)(sign | (kt_bits(kt_float(magnitude) + 0.5f) - kt_bits(0.5f)));
+  return (uint16_t)(sign | ((rounded >> 13) - ((127u - 15u) << 10)));
+}
+
+void kt_rows_f16_scalar(const float *x, int64_t n, uint16_t *out) {
+  for (int64_t i = 0; i < n; i++) out[i] = half_of(x[i]);
+}
+
 static kt_rows_codes_fn *const to_codes[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_rows_codes_scalar,
 #if KT_X86
@@ -41,12 +57,26 @@ static kt_rows_codes_fn *const to_codes[KT_LEVELS] = {
 #endif
 };
 
-static kt_rows_bf16_fn *const to_bf16[KT_LEVELS] = {
+static kt_rows_16_fn *const to_bf16[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_rows_bf16_scalar,
 #if KT_X86
     [KT_ISA_AVX512] = kt_rows_bf16_avx512,
 #endif
 };
+
+static kt_rows_16_fn *const to_f16[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_rows_f16_scalar,
+#if KT_X86
+    [KT_ISA_AVX512] = kt_rows_f16_avx512,
+#endif
+};
+
+void kt_rows_store(int dtype, const float *x, int64_t n, void *out) {
+  if (dtype == KT_F32)
+    memcpy(out, x, (size_t)n * sizeof *x);
+  else
+    (dtype == KT_F16 ? KT_CELL(to_f16) : KT_CELL(to_bf16))(x, n, out);
+}
 
 static void quantize_groups(int64_t cols, int64_t group, const float *x, uint8_t *row) {
   const int64_t groups = cols / group;

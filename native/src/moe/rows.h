@@ -23,7 +23,13 @@ typedef void kt_rows_codes_fn(const float *x, int64_t cols, int8_t *codes, float
 kt_rows_codes_fn kt_rows_codes_scalar, kt_rows_codes_avx512;
 
 /* bf16, ties to even; a NaN stays a NaN. n % 16 == 0. */
-typedef void kt_rows_bf16_fn(const float *x, int64_t n, uint16_t *out);
-kt_rows_bf16_fn kt_rows_bf16_scalar, kt_rows_bf16_avx512;
+typedef void kt_rows_16_fn(const float *x, int64_t n, uint16_t *out);
+kt_rows_16_fn kt_rows_bf16_scalar, kt_rows_bf16_avx512;
+
+/* binary16, ties to even; a NaN stays one, with the upper bits of its payload. n % 16 == 0. */
+kt_rows_16_fn kt_rows_f16_scalar, kt_rows_f16_avx512;
+
+/* n values in the dtype KT_BF16, KT_F16 or KT_F32. */
+void kt_rows_store(int dtype, const float *x, int64_t n, void *out);
 
 #endif

@@ -50,5 +50,11 @@ void kt_rows_bf16_avx512(const float *x, int64_t n, uint16_t *out) {
   }
 }
 
+void kt_rows_f16_avx512(const float *x, int64_t n, uint16_t *out) {
+  for (int64_t i = 0; i < n; i += 16)
+    _mm256_storeu_si256((__m256i *)(void *)(out + i),
+                        _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+}
+
 KT_TARGET_END
 #endif

@@ -57,6 +57,16 @@ DECODE_ROWS(avx2, KT_ISA_AVX2)
 DECODE_ROWS(avx512, KT_ISA_AVX512)
 #endif
 
+static kt_decode_rows_fn *const of_level[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_decode_rows_scalar,
+#if KT_X86
+    [KT_ISA_AVX2] = kt_decode_rows_avx2,
+    [KT_ISA_AVX512] = kt_decode_rows_avx512,
+#endif
+};
+
+kt_decode_rows_fn *kt_decode_rows_best(void) { return KT_CELL(of_level); }
+
 kt_status kt_decode(const kt_matrix *matrix, float *out) {
   const kt_status status = kt_matrix_check(matrix);
   if (status) return status;

@@ -10,6 +10,7 @@ typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t cou
 
 /* By the decoder that the dtype has for the level, else by its scalar one. */
 kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx2, kt_decode_rows_avx512;
+kt_decode_rows_fn *kt_decode_rows_best(void); /* that of the level in use */
 
 /* The cells of the table in decode.c. */
 kt_decode_rows_fn kt_decode_bf16_scalar, kt_decode_f16_scalar, kt_decode_f32_scalar,

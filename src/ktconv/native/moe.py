@@ -33,6 +33,13 @@ GATE_FUNCTIONS = {
     "softcap": lib.KT_SOFTCAP,
 }
 
+# dtypes of x and y; uint16 are the bits of bf16.
+_VALUES = {
+    np.dtype(np.uint16): lib.KT_BF16,
+    np.dtype(np.float16): lib.KT_F16,
+    np.dtype(np.float32): lib.KT_F32,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:
@@ -191,41 +198,68 @@ class Layer:
         check(lib.kt_moe_touch(self.c, open_pool(pool)))
 
     def call(
-        self, pool: Pool, x: Array, ids: Array, weights: Array, y: Array, scratch: Array
+        self,
+        pool: Pool,
+        x: Array,
+        ids: Array,
+        weights: Array,
+        y: Array,
+        scratch: Array,
+        *,
+        skip: Array | None = None,
+        add: Array | None = None,
     ) -> Callable[[], None]:
         """A function that computes y from these arrays each time it is called.
 
-        x, y: uint16 (bf16 bits) [M, H]; ids: int32 or int64 [M, K], -1 is skipped; weights:
-        float32 [M, K]. Nothing but a look at the pool (ValueError once it is closed) and the C
-        call happens in it, so it can be timed.
+        x, y: uint16 (bf16 bits), float16 or float32 [M, H]; ids: int32 or int64 [M, K], skipped
+        where no expert has them; weights: float32 [M, K]; skip: bool [E], experts that count as not
+        chosen; add: float32 [M, H], may be y. See kt_moe_call. Nothing but a look at the pool
+        (ValueError once it is closed) and the C call happens in it, so it can be timed.
         """
+        self._check(x, ids, weights, y, scratch, skip, add)
+        c = ffi.new("kt_moe_call *")
+        c.tokens, c.top_k = ids.shape
+        c.id_size = ids.itemsize
+        c.x_dtype, c.y_dtype = _VALUES[x.dtype], _VALUES[y.dtype]
+        places = {"x": x, "ids": ids, "weights": weights, "skip": skip, "add": add, "y": y}
+        for name, array in places.items():
+            if array is not None:
+                setattr(c, name, ffi.cast("void *", array.ctypes.data))
+        memory, size = ffi.cast("void *", scratch.ctypes.data), scratch.nbytes
+        layer = self.c
+
+        def run(_keep: object = (self, places, scratch)) -> None:
+            status = lib.kt_moe_forward(layer, open_pool(pool), c, memory, size)
+            if status != lib.KT_OK:
+                check(status)
+
+        return run
+
+    def _check(
+        self,
+        x: Array,
+        ids: Array,
+        weights: Array,
+        y: Array,
+        scratch: Array,
+        skip: Array | None,
+        add: Array | None,
+    ) -> None:
+        """ValueError for arrays that kt_moe_forward must not get."""
         if ids.dtype not in (np.int32, np.int64) or not ids.flags.c_contiguous or ids.ndim != 2:
             raise ValueError(
                 "ids must be contiguous int32 or int64 [M, K], "
                 f"got {ids.dtype.name} {list(ids.shape)}"
             )
-        expect_rows("x", x, np.uint16, (len(ids), self.hidden))
-        expect_rows("y", y, np.uint16, (len(ids), self.hidden))
+        for name, array in (("x", x), ("y", y)):
+            if array.dtype not in _VALUES:
+                raise ValueError(f"{name} must be uint16, float16 or float32, got {array.dtype}")
+            expect_rows(name, array, array.dtype.type, (len(ids), self.hidden))
         expect_rows("weights", weights, np.float32, ids.shape)
+        if skip is not None:
+            expect_rows("skip", skip, np.bool_, (self.experts,))
+        if add is not None:
+            expect_rows("add", add, np.float32, (len(ids), self.hidden))
         for what, written in (("y", y), ("scratch", scratch)):
             if not written.flags.writeable:
                 raise ValueError(f"{what} cannot be written to")
-        keep = (x, ids, weights, y, scratch)
-        layer = self.c
-        arguments = (
-            *ids.shape,
-            ffi.cast("uint16_t *", x.ctypes.data),
-            ffi.cast("void *", ids.ctypes.data),
-            ids.itemsize,
-            ffi.cast("float *", weights.ctypes.data),
-            ffi.cast("uint16_t *", y.ctypes.data),
-            ffi.cast("void *", scratch.ctypes.data),
-            scratch.nbytes,
-        )
-
-        def run(_keep: object = keep) -> None:
-            status = lib.kt_moe_forward(layer, open_pool(pool), *arguments)
-            if status != lib.KT_OK:
-                check(status)
-
-        return run
