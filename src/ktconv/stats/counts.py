@@ -12,6 +12,7 @@ import numpy as np
 
 from ktconv.errors import UsageError
 from ktconv.placement.expert_sets import COUNTS, ExpertSet, expert_set
+from ktconv.placement.hot import hot_experts, padded
 from ktconv.system.arrays import I64
 
 SCHEMA = 1
@@ -116,16 +117,15 @@ class Statistics:
 
     def _hottest_of_all(self, total: int) -> dict[int, list[int]]:
         """As sglang-kt's placement by frequency; of equally used ones the lower layer and id."""
-        keys = [(-count, one.layer, e) for one in self.layers for e, count in enumerate(one.counts)]
-        if total > len(keys):
+        experts = [one.experts for one in self.layers]
+        if total > sum(experts):
             raise UsageError(
-                f"--hot-total {total} is more than the {len(keys)} experts of all layers",
-                f"use at most {len(keys)}",
+                f"--hot-total {total} is more than the {sum(experts)} experts of all layers",
+                f"use at most {sum(experts)}",
             )
-        found: dict[int, list[int]] = {one.layer: [] for one in self.layers}
-        for _, layer, expert in sorted(keys)[:total]:
-            found[layer].append(expert)
-        return found
+        chosen = hot_experts(padded([one.counts for one in self.layers]), total, experts=experts)
+        numbers = chosen.sum(axis=1).tolist()
+        return {one.layer: one.hottest(n) for one, n in zip(self.layers, numbers, strict=True)}
 
     def tied(self, total: int) -> int:
         """Experts beyond the `total` most used of all layers that are used as often as the last

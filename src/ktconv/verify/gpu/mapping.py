@@ -17,7 +17,13 @@ from ktconv.checkpoint import Projection
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.families.family import USUAL
-from ktconv.placement.parallel import LayerShape, Split, expert_parallel, tensor_parallel
+from ktconv.placement.parallel import (
+    Grain,
+    LayerShape,
+    Split,
+    expert_parallel,
+    tensor_parallel,
+)
 from ktconv.targets.pack_quantized.scheme import PARTS
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.gpu.output import GpuOutput, Module
@@ -147,5 +153,8 @@ def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
         if module.layer is None or packed is None or len(packed.shape) != 2 or group is None:
             continue
         seen.add(module.layer)
-        cols = packed.shape[1] * 32 // group.bits
-        yield LayerShape(layers[module.layer], cols, group.bits, group.group_size)
+        word = 32 // group.bits
+        grains = [Grain(word, f"the {word} weights of an int32 word")]
+        if group.group_size is not None:
+            grains.insert(0, Grain(group.group_size, f"the group size {group.group_size}"))
+        yield LayerShape(layers[module.layer], packed.shape[1] * word, grains)
