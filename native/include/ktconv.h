@@ -403,13 +403,17 @@ kt_status kt_product_check(const kt_layout *layout, int64_t rows, int64_t cols);
  * as at the next lower level, or there is no such level or no kernel for the layout. */
 int kt_moe_has_kernels(const kt_layout *layout, int isa);
 
+/* Experts have a gate matrix where the formula has a g, or a gate. */
 typedef enum kt_gate_function {
-  KT_SWIGLU = 0,         /* h = g * sigmoid(alpha * g) * (u + beta) */
-  KT_GELU = 1,           /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
-  KT_GELU_TANH = 2,      /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
-  KT_RELU2 = 3,          /* h = max(u, 0)^2: experts of this function have no gate */
-  KT_SWIGLU_CLAMPED = 4, /* h = min(gate * sigmoid(gate), limit) * u: the gate itself is not cut */
-  KT_SOFTCAP = 5         /* h = alpha * tanh(g / alpha) * sigmoid(g) * (beta * tanh(u / beta)) */
+  KT_SWIGLU = 0,           /* h = g * sigmoid(alpha * g) * (u + beta) */
+  KT_GELU = 1,             /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
+  KT_GELU_TANH = 2,        /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
+  KT_RELU2 = 3,            /* h = max(u, 0)^2 */
+  KT_SWIGLU_CLAMPED = 4,   /* h = min(gate * sigmoid(gate), limit) * u: the gate is not cut */
+  KT_SOFTCAP = 5,          /* h = alpha * tanh(g / alpha) * sigmoid(g) * (beta * tanh(u / beta)) */
+  KT_RELU = 6,             /* h = max(u, 0) */
+  KT_UNGATED_GELU = 7,     /* h = u * (1 + erf(u / sqrt(2))) / 2 */
+  KT_UNGATED_GELU_TANH = 8 /* h = u * sigmoid(sqrt(8 / pi) * (u + 0.044715 u^3)) */
 } kt_gate_function;
 
 /* 1 if experts of this function have a gate matrix, 0 if not, -1 for a number that is none. */
@@ -422,6 +426,7 @@ int kt_function_has_gate(int function);
  *   DeepSeek-V4 and others       {KT_SWIGLU, 1, 0, limit}
  *   gpt-oss, MiniMax-M3          {KT_SWIGLU, 1.702, 1, 7}
  *   Nemotron-3                   {KT_RELU2, 0, 0, INFINITY}
+ *   nomic-embed-text-v2-moe      {KT_UNGATED_GELU, 0, 0, INFINITY}
  *   Step-3.7                     {KT_SWIGLU_CLAMPED, 0, 0, limit}
  *   Kimi-K3 (situ)               {KT_SOFTCAP, 4, 25, INFINITY} */
 typedef struct kt_activation {

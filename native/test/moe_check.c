@@ -46,6 +46,9 @@ static const kt_activation silu = {KT_SWIGLU, 1.0f, 0.0f, INFINITY},
                                {KT_GELU_TANH, 0.0f, 0.0f, 1.0f},
                                {KT_SWIGLU_CLAMPED, 0.0f, 0.0f, 0.25f},
                                {KT_SOFTCAP, 0.5f, 2.0f, INFINITY},
+                               {KT_RELU, 0.0f, 0.0f, 0.5f},
+                               {KT_UNGATED_GELU, 0.0f, 0.0f, 1.0f},
+                               {KT_UNGATED_GELU_TANH, 0.0f, 0.0f, INFINITY},
                            };
 
 static int failures;
@@ -268,13 +271,21 @@ static float dot(const float *a, const float *b, int64_t n) {
 
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+static float gelu(float x) { return x * (1.0f + erff(x * sqrtf(0.5f))) / 2.0f; }
+
+static float gelu_tanh(float x) {
+  return x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) / 2.0f;
+}
+
 static float activated(const kt_activation *a, float gate, float up) {
   const float g = fminf(gate, a->limit), u = fmaxf(fminf(up, a->limit), -a->limit);
   switch (a->function) {
-  case KT_GELU: return g * (1.0f + erff(g * sqrtf(0.5f))) / 2.0f * u;
-  case KT_GELU_TANH:
-    return g * (1.0f + tanhf(0.7978845608f * (g + 0.044715f * g * g * g))) / 2.0f * u;
+  case KT_GELU: return gelu(g) * u;
+  case KT_GELU_TANH: return gelu_tanh(g) * u;
   case KT_RELU2: return u > 0.0f ? u * u : 0.0f;
+  case KT_RELU: return u > 0.0f ? u : 0.0f;
+  case KT_UNGATED_GELU: return gelu(u);
+  case KT_UNGATED_GELU_TANH: return gelu_tanh(u);
   case KT_SWIGLU_CLAMPED: return fminf(gate * sigmoid(gate), a->limit) * u;
   case KT_SOFTCAP:
     return a->alpha * tanhf(g / a->alpha) * sigmoid(g) * a->beta * tanhf(u / a->beta);

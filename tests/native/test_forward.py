@@ -342,6 +342,9 @@ ACTIVATIONS = {
     "swiglu_clamped": Activation("swiglu_clamped", limit=0.5),
     "softcap": Activation("softcap", 4.0, 25.0),
     "softcap of the gate": Activation("softcap", 1.0, math.inf),
+    "relu": Activation("relu"),
+    "ungated_gelu": Activation("ungated_gelu"),
+    "ungated_gelu_tanh": Activation("ungated_gelu_tanh", limit=2.0),
 }
 UNGATED = ACTIVATIONS["relu2"]
 
@@ -414,8 +417,10 @@ def test_a_gate_too_many_or_too_few(pools: dict[str, Pool]) -> None:
 
 def test_which_functions_have_a_gate() -> None:
     found = {name: lib.kt_function_has_gate(code) for name, code in native.GATE_FUNCTIONS.items()}
-    assert found.pop("relu2") == 0 and set(found.values()) == {1}
-    assert lib.kt_function_has_gate(-1) == lib.kt_function_has_gate(len(found) + 1) == -1
+    ungated = {name for name, has in found.items() if not has}
+    assert ungated == {"relu2", "relu", "ungated_gelu", "ungated_gelu_tanh"}
+    assert set(found.values()) == {0, 1}
+    assert lib.kt_function_has_gate(-1) == lib.kt_function_has_gate(len(found)) == -1
     assert Activation("relu2").products == 2 and Activation("softcap").products == 3
 
 
@@ -442,7 +447,7 @@ def test_unknown_functions(pools: dict[str, Pool], number: int) -> None:
     layer.c.activation.function = lib.KT_SWIGLU
 
 
-@pytest.mark.parametrize("name", ["silu", "relu2", "softcap"])
+@pytest.mark.parametrize("name", ["silu", "relu2", "softcap", "ungated_gelu"])
 def test_biases(isa: str, pools: dict[str, Pool], name: str) -> None:
     """gpt-oss: every matrix has one; that of down is added once, whatever the parts."""
     hidden, intermediate, parts = 128, 256, 2

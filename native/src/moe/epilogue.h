@@ -31,15 +31,19 @@ static const float kt_erf_poly[] = {1.061405429f,  -1.453152027f, 1.421413741f,
                                     -0.284496736f, 0.254829592f,  0.0f};
 enum { KT_EXP_TERMS = 8, KT_ERF_TERMS = 6 };
 
-#define KT_FOR_GATE_FUNCTIONS(DO)                                                                  \
-  DO(KT_SWIGLU) DO(KT_GELU) DO(KT_GELU_TANH) DO(KT_RELU2) DO(KT_SWIGLU_CLAMPED) DO(KT_SOFTCAP)
-enum { KT_GATE_FUNCTIONS = KT_SOFTCAP + 1 };
+#define KT_FOR_GATED_FUNCTIONS(DO)                                                                 \
+  DO(KT_SWIGLU) DO(KT_GELU) DO(KT_GELU_TANH) DO(KT_SWIGLU_CLAMPED) DO(KT_SOFTCAP)
+#define KT_FOR_UNGATED_FUNCTIONS(DO)                                                               \
+  DO(KT_RELU2) DO(KT_RELU) DO(KT_UNGATED_GELU) DO(KT_UNGATED_GELU_TANH)
+#define KT_FOR_GATE_FUNCTIONS(DO) KT_FOR_GATED_FUNCTIONS(DO) KT_FOR_UNGATED_FUNCTIONS(DO)
+enum { KT_GATE_FUNCTIONS = KT_UNGATED_GELU_TANH + 1 };
 
-static inline int kt_has_gate(int function) { return function != KT_RELU2; }
+#define KT_OR_IS(other) || function == (other)
+static inline int kt_has_gate(int function) { return !(0 KT_FOR_UNGATED_FUNCTIONS(KT_OR_IS)); }
 
 /* Products of the gate and up matrices of one expert, and where their activation goes. */
 typedef struct kt_inner {
-  const float *gate, *up;           /* [strips][tokens][32]; gate is not read for KT_RELU2 */
+  const float *gate, *up;           /* [strips][tokens][32]; gate: if there is one */
   const float *gate_bias, *up_bias; /* [strips][32], or NULL */
   int64_t strips, tokens;
   float *out; /* [tokens][strips][32], a token `stride` floats after the other */

@@ -70,17 +70,17 @@ KT_INLINE __m512 error_function(__m512 x) {
   return with_sign_of(x, _mm512_sub_ps(one, rest));
 }
 
-KT_INLINE __m512 gelu(__m512 g, __m512 u) {
+KT_INLINE __m512 gelu(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f);
   const __m512 step =
-      _mm512_add_ps(one, error_function(_mm512_mul_ps(g, _mm512_set1_ps(KT_SQRT_HALF))));
-  return _mm512_mul_ps(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), g), step), u);
+      _mm512_add_ps(one, error_function(_mm512_mul_ps(x, _mm512_set1_ps(KT_SQRT_HALF))));
+  return _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), x), step);
 }
 
-KT_INLINE __m512 gelu_tanh(__m512 g, __m512 u) {
-  const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), g), g);
-  const __m512 z = _mm512_mul_ps(_mm512_set1_ps(KT_SQRT_8_OVER_PI), _mm512_fmadd_ps(square, g, g));
-  return _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(z)), u);
+KT_INLINE __m512 gelu_tanh(__m512 x) {
+  const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), x), x);
+  const __m512 z = _mm512_mul_ps(_mm512_set1_ps(KT_SQRT_8_OVER_PI), _mm512_fmadd_ps(square, x, x));
+  return _mm512_mul_ps(x, sigmoid(z));
 }
 
 KT_INLINE __m512 capped(float cap, __m512 x) {
@@ -94,9 +94,12 @@ KT_INLINE __m512 squared(__m512 x) { return _mm512_mul_ps(x, x); }
 KT_INLINE __m512 inner(int function, const kt_activation *a, __m512 gate, __m512 up) {
   const __m512 g = at_most(a->limit, gate), u = at_most(a->limit, at_least(-a->limit, up));
   switch (function) {
-  case KT_GELU: return gelu(g, u);
-  case KT_GELU_TANH: return gelu_tanh(g, u);
+  case KT_GELU: return _mm512_mul_ps(gelu(g), u);
+  case KT_GELU_TANH: return _mm512_mul_ps(gelu_tanh(g), u);
   case KT_RELU2: return squared(at_least(0.0f, u));
+  case KT_RELU: return at_least(0.0f, u);
+  case KT_UNGATED_GELU: return gelu(u);
+  case KT_UNGATED_GELU_TANH: return gelu_tanh(u);
   case KT_SWIGLU_CLAMPED:
     return _mm512_mul_ps(at_most(a->limit, _mm512_mul_ps(gate, sigmoid(gate))), u);
   case KT_SOFTCAP:

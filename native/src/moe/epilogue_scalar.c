@@ -49,14 +49,23 @@ static float capped(float cap, float x) {
   return cap == INFINITY ? x : cap * hyperbolic_tangent(x / cap);
 }
 
+static float gelu(float x) { return (0.5f * x) * (1.0f + error_function(x * KT_SQRT_HALF)); }
+
+static float gelu_tanh(float x) {
+  return x * sigmoid(KT_SQRT_8_OVER_PI * fmaf((0.044715f * x) * x, x, x));
+}
+
 static float squared(float x) { return x * x; }
 
 static float inner(int function, const kt_activation *a, float gate, float up) {
   const float g = at_most(a->limit, gate), u = at_most(a->limit, at_least(-a->limit, up));
   switch (function) {
-  case KT_GELU: return (0.5f * g) * (1.0f + error_function(g * KT_SQRT_HALF)) * u;
-  case KT_GELU_TANH: return g * sigmoid(KT_SQRT_8_OVER_PI * fmaf((0.044715f * g) * g, g, g)) * u;
+  case KT_GELU: return gelu(g) * u;
+  case KT_GELU_TANH: return gelu_tanh(g) * u;
   case KT_RELU2: return squared(at_least(0.0f, u));
+  case KT_RELU: return at_least(0.0f, u);
+  case KT_UNGATED_GELU: return gelu(u);
+  case KT_UNGATED_GELU_TANH: return gelu_tanh(u);
   case KT_SWIGLU_CLAMPED: return at_most(a->limit, gate * sigmoid(gate)) * u;
   case KT_SOFTCAP: return capped(a->alpha, g) * sigmoid(g) * capped(a->beta, u);
   default: return g * sigmoid(a->alpha * g) * (u + a->beta);

@@ -218,22 +218,40 @@ def gated(activation: Activation, gate: F32 | None, up: F32) -> F32:
     limit, alpha, beta = map(np.float32, (activation.limit, activation.alpha, activation.beta))
     u: F32 = np.clip(up, -limit, limit)
     if gate is None:
-        squared: F32 = np.square(np.maximum(u, np.float32(0)))
-        return squared
+        return _ungated(activation.function, u)
     g: F32 = np.minimum(gate, limit)
     match activation.function:
         case "gelu":
-            steps = np.vectorize(erf)(g / sqrt(2)).astype(np.float32)
-            result: F32 = g * (1 + steps) / 2 * u
+            result: F32 = _gelu(g) * u
         case "gelu_tanh":
-            inner = np.float32(np.sqrt(2 / np.pi)) * (g + np.float32(0.044715) * g**3)
-            result = g * (1 + np.tanh(inner)) / 2 * u
+            result = _gelu_tanh(g) * u
         case "swiglu_clamped":
             result = np.minimum(gate * _sigmoid(gate), limit) * u
         case "softcap":
             result = _capped(g, alpha) * _sigmoid(g) * _capped(u, beta)
         case _:
             result = g * _sigmoid(alpha * g) * (u + beta)
+    return result
+
+
+def _ungated(function: str, u: F32) -> F32:
+    if function == "ungated_gelu":
+        return _gelu(u)
+    if function == "ungated_gelu_tanh":
+        return _gelu_tanh(u)
+    positive: F32 = np.maximum(u, np.float32(0))
+    return np.square(positive) if function == "relu2" else positive
+
+
+def _gelu(x: F32) -> F32:
+    steps = np.vectorize(erf, otypes=[np.float64])(x / sqrt(2)).astype(np.float32)
+    result: F32 = x * (1 + steps) / 2
+    return result
+
+
+def _gelu_tanh(x: F32) -> F32:
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
+    result: F32 = x * (1 + np.tanh(inner)) / 2
     return result
 
 

@@ -31,6 +31,9 @@ GATE_FUNCTIONS = {
     "relu2": lib.KT_RELU2,
     "swiglu_clamped": lib.KT_SWIGLU_CLAMPED,
     "softcap": lib.KT_SOFTCAP,
+    "relu": lib.KT_RELU,
+    "ungated_gelu": lib.KT_UNGATED_GELU,
+    "ungated_gelu_tanh": lib.KT_UNGATED_GELU_TANH,
 }
 
 # dtypes of x and y; uint16 are the bits of bf16.

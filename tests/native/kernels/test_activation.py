@@ -11,6 +11,7 @@ from native.kernels.product import F32, F64, Activation, Products
 
 SWIGLU, GELU, GELU_TANH = lib.KT_SWIGLU, lib.KT_GELU, lib.KT_GELU_TANH
 RELU2, CLAMPED, SOFTCAP = lib.KT_RELU2, lib.KT_SWIGLU_CLAMPED, lib.KT_SOFTCAP
+RELU, GELU_ALONE, TANH_ALONE = lib.KT_RELU, lib.KT_UNGATED_GELU, lib.KT_UNGATED_GELU_TANH
 KINDS = {
     "silu": Activation(SWIGLU, 1, 0, inf),
     "gpt-oss": Activation(SWIGLU, 1.702, 1, 7),
@@ -20,6 +21,12 @@ KINDS = {
     "gelu_tanh": Activation(GELU_TANH, 1, 0, inf),
     "relu2": Activation(RELU2, nan, nan, inf),  # alpha and beta are not looked at
     "relu2 limit": Activation(RELU2, 0, 0, 3),
+    "relu": Activation(RELU, nan, nan, inf),
+    "relu limit": Activation(RELU, 0, 0, 3),
+    "ungated gelu": Activation(GELU_ALONE, nan, nan, inf),
+    "ungated gelu limit": Activation(GELU_ALONE, 0, 0, 0.5),
+    "ungated gelu_tanh": Activation(TANH_ALONE, nan, nan, inf),
+    "ungated gelu_tanh limit": Activation(TANH_ALONE, 0, 0, 0.5),
     "clamped": Activation(CLAMPED, nan, nan, 7),
     "clamped at 0": Activation(CLAMPED, 0, 0, 0),
     "softcap": Activation(SOFTCAP, 4, 25, inf),
@@ -27,6 +34,7 @@ KINDS = {
     "softcap of up": Activation(SOFTCAP, inf, 0.25, inf),
     "softcap limit": Activation(SOFTCAP, 1e-3, 1e6, 2),
 }
+UNGATED = [kind for kind, one in KINDS.items() if not lib.kt_function_has_gate(one.function)]
 LEVELS = ("scalar", "avx512")  # AMX has none of its own
 BOUND = 1e-6  # relative: exp to 3e-7, tanh to 2.4e-7, erf to 5e-7 (epilogue.h), some roundings
 TINY = 1e-32  # times BOUND: what sigmoid has at -87 and below, where it should go on to 0
@@ -57,18 +65,32 @@ def exact(a: Activation, gate: F32, up: F32) -> tuple[F64, F64]:
     g, u = np.minimum(wide, a.limit), np.clip(up.astype(np.float64), -a.limit, a.limit)
     size = np.abs(g * (u + a.beta if a.function == SWIGLU else u))
     if a.function == GELU:
-        return g * (1 + np.vectorize(erf)(g / np.sqrt(2))) / 2 * u, size
+        return gelu(g) * u, size
     if a.function == GELU_TANH:
-        return g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2 * u, size
+        return gelu_tanh(g) * u, size
+    if a.function in (GELU_ALONE, TANH_ALONE):
+        return (gelu if a.function == GELU_ALONE else gelu_tanh)(u), np.abs(u)
     if a.function == SWIGLU:
         return g / (1 + np.exp(-a.alpha * g)) * (u + a.beta), size
     if a.function == RELU2:
         value = np.where(u > 0, u * u, 0)
+    elif a.function == RELU:
+        value = np.where(u > 0, u, 0)
     elif a.function == CLAMPED:
         value = np.minimum(wide / (1 + np.exp(-wide)), a.limit) * u
     else:
         value = capped(g, a.alpha) / (1 + np.exp(-g)) * capped(u, a.beta)
     return value, np.abs(value) + TINY * np.abs(wide * u)
+
+
+def gelu(x: F64) -> F64:
+    value: F64 = x * (1 + np.vectorize(erf)(x / np.sqrt(2))) / 2
+    return value
+
+
+def gelu_tanh(x: F64) -> F64:
+    value: F64 = x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    return value
 
 
 def capped(x: F64, cap: float) -> F64:
@@ -106,7 +128,7 @@ def test_tanh_is_relative_near_0(products: Products, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["gpt-oss", "relu2 limit", "clamped", "softcap"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "relu2 limit", "clamped", "softcap", *UNGATED])
 def test_biases_come_first(products: Products, level: str, kind: str) -> None:
     """Those of a row for all its tokens."""
     gate, up = (of.reshape(3, 256) for of in numbers(768, 2))
@@ -146,17 +168,34 @@ def test_a_nan_stays_one(products: Products, level: str, kind: str) -> None:
     gate, up = np.full(64, 1.5, np.float32), np.full(64, 0.25, np.float32)
     gate[[3, 40]], up[[7, 50]] = nan, nan
     found = products.activate(level, KINDS[kind], gate, up)
-    where = [7, 50] if KINDS[kind].function == RELU2 else [3, 7, 40, 50]
+    where = [7, 50] if kind in UNGATED else [3, 7, 40, 50]
     assert np.flatnonzero(np.isnan(found)).tolist() == where
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["relu2", "relu2 limit"])
+@pytest.mark.parametrize("kind", UNGATED)
 def test_no_gate_is_read(products: Products, level: str, kind: str) -> None:
     gate, up = numbers(256, 7)
     found = products.activate(level, KINDS[kind], None, up)
     assert bits(found) == bits(products.activate(level, KINDS[kind], gate, up))
-    assert (found[up <= 0] == 0).all() and (found[up > 1e-15] > 0).all()
+    assert (found[up > 1e-15] > 0).all()
+    if "relu" in kind:
+        assert (found[up <= 0] == 0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("alone", "beside"), [(GELU_ALONE, GELU), (TANH_ALONE, GELU_TANH)])
+def test_gelu_is_the_same_with_and_without_a_gate(
+    products: Products, level: str, alone: int, beside: int
+) -> None:
+    """Of up what it is of a gate beside an up of 1, limits included."""
+    _, up = numbers(4096, 8)
+    ones = np.ones_like(up)
+    for limit in (inf, 7.0):
+        found = products.activate(level, Activation(alone, 0, 0, limit), None, up)
+        gate = np.maximum(up, np.float32(-limit))  # which a limit does not cut from below
+        same = products.activate(level, Activation(beside, 0, 0, limit), gate, ones)
+        assert bits(found) == bits(same)
 
 
 EXTREMES = [  # kind, gate, up, h
@@ -165,6 +204,16 @@ EXTREMES = [  # kind, gate, up, h
     ("relu2", nan, -inf, 0),
     ("relu2", nan, 3e38, inf),
     ("relu2 limit", nan, inf, 9),
+    ("relu", nan, inf, inf),
+    ("relu", nan, -inf, 0),
+    ("relu limit", nan, inf, 3),
+    ("ungated gelu", nan, inf, inf),
+    ("ungated gelu", nan, 3e38, 3e38),
+    ("ungated gelu limit", nan, inf, 0.3457312),
+    ("ungated gelu limit", nan, -inf, -0.1542688),
+    ("ungated gelu_tanh", nan, inf, inf),
+    ("ungated gelu_tanh limit", nan, inf, 0.3457140),
+    ("ungated gelu_tanh limit", nan, -inf, -0.1542860),
     ("clamped", inf, inf, 49),
     ("clamped", 3e38, -inf, -49),
     ("clamped", 7.1, 8, 49),
@@ -187,4 +236,5 @@ def test_extremes(
     found = products.activate(level, KINDS[kind], *values)
     assert found.tolist() == pytest.approx([expected] * 32, rel=1e-6, abs=1e-36)
     if "limit" in kind or kind == "clamped":
-        assert np.abs(found).max() <= KINDS[kind].limit ** 2
+        factors = 1 if kind.startswith(("relu ", "ungated")) else 2
+        assert np.abs(found).max() <= KINDS[kind].limit ** factors
