@@ -50,10 +50,15 @@ def soft(gate_cap: float, up_cap: float) -> Callable[[F64, F64], F64]:
     return capped
 
 
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
 _FORMULAS: Mapping[str, Callable[[F64, F64], F64]] = {
     "silu": silu,
     "gelu_tanh": gelu_tanh,
     "relu2": lambda _, up: np.maximum(up, 0) ** 2,
+    "relu": lambda _, up: np.maximum(up, 0),
+    "ungated gelu": lambda _, up: up * (1 + _erf(up / math.sqrt(2))) / 2,
+    "ungated gelu_tanh": lambda _, up: gelu_tanh(up, np.ones_like(up)),
     "clamp": clamp,
     "oai": oai,
     "situ": soft(4.0, 25.0),

@@ -253,6 +253,20 @@ def test_relu2_has_no_gate() -> None:
             gated(activation, gate, up)
 
 
+@pytest.mark.parametrize("name", ["relu", "ungated_gelu", "ungated_gelu_tanh"])
+def test_functions_without_a_gate(name: str) -> None:
+    """ReLU by its definition, GELU as of a gate beside an up of 1."""
+    up = np.array([-100, -0.5, -0.0, 0, 0.5, 3, np.nan], np.float32)
+    expected = np.where(up < 0, 0, up)
+    if name != "relu":
+        expected = gated(Activation(name.removeprefix("ungated_")), up, np.ones_like(up))
+    assert np.array_equal(gated(Activation(name), None, up), expected, equal_nan=True)
+    limited = gated(Activation(name, limit=2.0), None, up)
+    assert np.array_equal(limited, gated(Activation(name), None, np.clip(up, -2, 2)), True)
+    with pytest.raises(ValueError, match=f"experts with {name}: a gate too"):
+        gated(Activation(name), up, up)
+
+
 def test_gelu_is_the_integral_and_its_approximation() -> None:
     g, u = np.linspace(-5, 5, 41, dtype=np.float32), np.full(41, 2, np.float32)
     exact, close = (gated(Activation(name), g, u) for name in ("gelu", "gelu_tanh"))
@@ -403,6 +417,9 @@ def test_activations_of_configs(config: dict[str, Any], expected: Activation) ->
 def test_an_activation_that_the_kernels_lack() -> None:
     with pytest.raises(CheckpointError, match="'relu', which the kernels do not support"):
         activation_of({"hidden_act": "relu"})
+    with pytest.raises(CheckpointError, match="'silu' of experts without a gate, which") as caught:
+        activation_of({"model_type": "nemotron_h", "mlp_hidden_act": "silu"})
+    assert "gelu, gelu_tanh, relu, relu2" in str(caught.value.hint)
     with pytest.raises(CheckpointError, match="clamped to 7, which the kernels do not support"):
         activation_of({"swiglu_alpha": 1.5, "swiglu_limits": [7.0]}, 0)
 

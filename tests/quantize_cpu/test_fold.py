@@ -225,7 +225,7 @@ def test_exponents_follow_the_columns() -> None:
 @pytest.mark.parametrize(
     ("activation", "why"),
     [
-        (ExpertActivation("relu2"), "without a gate"),
+        (ExpertActivation("relu2", gated=False), "without a gate"),
         (ExpertActivation(limit=10), "clamps"),
         (ExpertActivation(limit=10, limit_after=True), "clamps"),
         (ExpertActivation(gate_cap=4.0), "bounds"),

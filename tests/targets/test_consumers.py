@@ -48,7 +48,7 @@ OAI = ExpertActivation(alpha=1.702, limit=7.0)
         (ExpertActivation(alpha=1.702, limit=7.0, biases=True), ["gpt_oss"], []),
         (ExpertActivation(limit=7.0, limit_after=True), ["step3p5"], []),
         (ExpertActivation(gate_cap=4.0, up_cap=25.0), ["kimi_k3"], []),
-        (ExpertActivation("relu2"), ["nemotron_h"], []),
+        (ExpertActivation("relu2", gated=False), ["nemotron_h"], []),
         (ExpertActivation("gelu_tanh"), ["gemma4"], []),
         (ExpertActivation(weight_on_input=True), ["llama4"], []),
         (ExpertActivation(post_norm=True), ["muse_spark"], []),

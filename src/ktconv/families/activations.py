@@ -29,7 +29,7 @@ NAMES: Mapping[str, ExpertActivation] = {
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh"), ExpertActivation("gelu_tanh")
     ),
-    **dict.fromkeys(("relu2", "relu_squared"), ExpertActivation("relu2")),
+    **dict.fromkeys(("relu2", "relu_squared"), ExpertActivation("relu2", gated=False)),
     "swigluoai": ExpertActivation(alpha=1.702, limit=_BETA_LIMIT),
     "situ": ExpertActivation(gate_cap=4.0, up_cap=25.0),
 }
@@ -119,6 +119,7 @@ def _named(
     return replace(
         usual,
         function=named.function,
+        gated=usual.gated and named.gated,
         alpha=named.alpha,
         gate_cap=named.gate_cap,
         up_cap=named.up_cap,

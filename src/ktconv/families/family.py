@@ -91,7 +91,9 @@ class Router:
     never: tuple[str, ...] = ()  # settings that must not be switched on
 
 
-FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+# What kernels compute of the gate's outputs, and of up's where there is no gate.
+GATED_FUNCTIONS = ("silu", "gelu", "gelu_tanh")
+UNGATED_FUNCTIONS = ("relu2", "relu", "gelu", "gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +101,16 @@ class ExpertActivation:
     """What an expert computes around its products: g are the outputs of gate, u those of up, s is
     the logistic function, f what `function` names, and h meets the down projection.
 
-        silu    h = f(g) * u with f(g) = g * s(alpha * g)
-        gelu, gelu_tanh          f(g) = GELU, by erf or by tanh
-        relu2   h = max(u, 0)^2, without a gate
+        silu, gelu, gelu_tanh    h = f(g) * u, f(g) = g * s(alpha * g), or GELU by erf or tanh
+        without a gate           h = f(u), also with relu: max(u, 0), and relu2: max(u, 0)^2
 
     In this order: biases are added to g and u; `limit` bounds g from above and u on both sides
     (`limit_after`: f(g) instead of g); caps replace the factor g by gate_cap * tanh(g / gate_cap),
     u by up_cap * tanh(u / up_cap); with an `alpha` u is u + 1.
     """
 
-    function: str = "silu"  # of FUNCTIONS, or a name of config.json's that nothing computes
+    function: str = "silu"  # of those above, or a name of config.json's that nothing computes
+    gated: bool = True  # whether experts have a gate projection
     alpha: float | None = None
     limit: float = math.inf
     limit_after: bool = False
@@ -117,10 +119,6 @@ class ExpertActivation:
     biases: bool = False
     weight_on_input: bool = False  # the router's weight multiplies the input, not the output
     post_norm: bool = False  # each expert's output is normalised (RMS) before its weight
-
-    @property
-    def gated(self) -> bool:
-        return self.function != "relu2"
 
     @property
     def capped(self) -> bool:
@@ -132,10 +130,11 @@ class ExpertActivation:
 
     @property
     def supported(self) -> bool:
-        """Whether ktconv's kernels have it: a function of FUNCTIONS, and with SiLU at most one of
-        alpha, caps and a limit after it."""
+        """Whether ktconv's kernels have it: one of the functions above, and with SiLU at most one
+        of alpha, caps and a limit after it."""
         factors = (self.alpha is not None) + self.capped + self.limit_after
-        return self.function in FUNCTIONS and factors <= (self.function == "silu")
+        functions = GATED_FUNCTIONS if self.gated else UNGATED_FUNCTIONS
+        return self.function in functions and factors <= (self.function == "silu")
 
     def __str__(self) -> str:
         """In words: SiLU, gate and up clamped to 10."""
@@ -149,9 +148,10 @@ class ExpertActivation:
             "silu": "SiLU",
             "gelu": "GELU",
             "gelu_tanh": "GELU (tanh)",
-            "relu2": "squared ReLU without a gate",
+            "relu": "ReLU",
+            "relu2": "squared ReLU",
         }
-        return words.get(self.function, self.function)
+        return words.get(self.function, self.function) + ("" if self.gated else " without a gate")
 
     @property
     def _bounds(self) -> Iterator[str]:
@@ -189,6 +189,8 @@ def activation_of_record(record: object) -> ExpertActivation | None:
         return None
     usual = ExpertActivation(alpha=0.0)
     values = {one.name: record[one.name] for one in fields(usual) if one.name in record}
+    if record.get("function") == "relu2":
+        values.setdefault("gated", False)  # which older records do not say
     if any(type(value) is not type(getattr(usual, name)) for name, value in values.items()):
         return None
     return ExpertActivation(**values)

@@ -412,7 +412,7 @@ ROWS = (
            released=(Released("muse_spark", "Muse-Spark", "F1", prefix=_VISION),)),
     Family(("nemotron_h",), block="mixer", norm="norm",
            latent=("fc1_latent_proj", "fc2_latent_proj"),
-           activation=ExpertActivation("relu2"),
+           activation=ExpertActivation("relu2", gated=False),
            routing=_noaux(),
            keys={"activation": ("mlp_hidden_act",)},
            released=(

@@ -34,7 +34,11 @@ from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
 from ktconv.system.arrays import Array
 from ktconv.writer.manifest import read_manifest
 
-_FUNCTIONS = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2"}
+# Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
+_GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_UNGATED = {
+    "relu2": "relu2", "relu": "relu", "gelu": "ungated_gelu", "gelu_tanh": "ungated_gelu_tanh",
+}  # fmt: skip
 
 
 def activation_of(config: Mapping[str, Any], layer: int | None = None) -> Activation:
@@ -45,11 +49,13 @@ def activation_of(config: Mapping[str, Any], layer: int | None = None) -> Activa
 
 def kernel_activation(found: ExpertActivation) -> Activation:
     """The kernels' name for it. Biases, weights and norms are not part of that."""
-    if found.function not in _FUNCTIONS:
+    functions = _GATED if found.gated else _UNGATED
+    if found.function not in functions:
+        where = "" if found.gated else " of experts without a gate"
         raise CheckpointError(
-            f"config.json names the activation {found.function!r}, which the kernels "
+            f"config.json names the activation {found.function!r}{where}, which the kernels "
             "do not support",
-            f"supported: {', '.join(sorted(NAMES))}",
+            f"supported: {', '.join(sorted(NAMES if found.gated else _UNGATED))}",
         )
     if not found.supported:
         raise CheckpointError(
@@ -63,7 +69,7 @@ def kernel_activation(found: ExpertActivation) -> Activation:
         return Activation("softcap", found.gate_cap, found.up_cap, found.limit)
     if found.limit_after:
         return Activation("swiglu_clamped", limit=found.limit)
-    return Activation(_FUNCTIONS[found.function], limit=found.limit)
+    return Activation(functions[found.function], limit=found.limit)
 
 
 def expert_activation_of(kernels: Activation) -> ExpertActivation:
@@ -74,8 +80,9 @@ def expert_activation_of(kernels: Activation) -> ExpertActivation:
         return ExpertActivation(limit=kernels.limit, limit_after=True)
     if kernels.beta:
         return ExpertActivation(alpha=kernels.alpha, limit=kernels.limit)
-    (function,) = (ours for ours, name in _FUNCTIONS.items() if name == kernels.function)
-    return ExpertActivation(function, limit=kernels.limit)
+    functions = _GATED if kernels.gated else _UNGATED
+    (function,) = (ours for ours, name in functions.items() if name == kernels.function)
+    return ExpertActivation(function, kernels.gated, limit=kernels.limit)
 
 
 def experts_per_token(directory: Path, layer: int | None = None) -> int:

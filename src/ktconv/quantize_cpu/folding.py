@@ -16,7 +16,7 @@ from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer
 from ktconv.conversion.tasks import Advance
 from ktconv.errors import UsageError
-from ktconv.families.family import FUNCTIONS, ExpertActivation
+from ktconv.families.family import GATED_FUNCTIONS, ExpertActivation
 from ktconv.formats import FORMATS, split
 from ktconv.formats.folding import LARGEST, factors, folded_importance, nearest_exponents
 from ktconv.native import Layout
@@ -67,7 +67,7 @@ def why_not(activation: ExpertActivation) -> str:
         return "their activation bounds the output of up"
     if activation.alpha is not None:
         return "their activation adds 1 to the output of up"
-    if activation.function not in FUNCTIONS:
+    if activation.function not in GATED_FUNCTIONS:
         return "their activation is not known to be linear in the output of up"
     return ""
 

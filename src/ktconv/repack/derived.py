@@ -173,11 +173,13 @@ def plan_alone(
 
 
 def _activation(layer: TreeLayer, config: Mapping[str, Any]) -> ExpertActivation:
-    """By the config.json beside packed weights. Without one, experts that have no gate compute the
-    one function that is known without it, and others SiLU."""
+    """By the config.json beside packed weights, and by whether they have gates. Where that leaves
+    no function that kernels have, as without a config.json, it is that of most models: squared
+    ReLU without a gate, and SiLU with one."""
     stated = expert_activation(config, layer.index)
     if stated.gated and not layer.gated:
-        stated = ExpertActivation("relu2")
+        ungated = replace(stated, gated=False)
+        stated = ungated if ungated.supported else ExpertActivation("relu2", gated=False)
     return replace(stated, biases=layer.biased)
 
 
