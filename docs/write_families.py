@@ -30,6 +30,7 @@ LAYOUTS = {
     "F9": (".mlp.{w1,v1,w2}", "gate, up and the transposed down, `[E * I, H]` each"),
     "F11": (".{up_proj,down_proj}", "`[E, I, H]` and `[E, H, I]`, without a gate"),
     "F12": (".{w13_weight,w2_weight}", "as F1, under other names"),
+    "F13": (".mlp.{w1,w2}", "up and the transposed down, `[E * I, H]` each, without a gate"),
 }  # fmt: skip
 
 HEAD = """\

@@ -84,6 +84,7 @@ def test_an_activation_that_nothing_names(stored: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not name their activation") as caught:
         opened(tmp_path, stored(weights_of()), **UNKNOWN, mlp_hidden_act=None)
     assert '"mlp_hidden_act": "relu2"' in str(caught.value.hint)
+    assert 'like = "nomic_bert"' in str(caught.value.hint)
 
 
 def test_sizes_of_the_tensors_alone(tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from ktconv.families.activations import (
 )
 from ktconv.families.family import PLAIN, ExpertActivation, activation_of_record
 from ktconv.moe.experts import OutputNorm, expert_output
-from ktconv.moe.load import activation_of, kernel_activation
+from ktconv.moe.load import activation_of, expert_activation_of, kernel_activation
 from ktconv.native import Activation
 from ktconv.reading.streamed import whole
 
 HIDDEN, INNER, EXPERTS, TOKENS = 32, 48, 2, 24
 CLAMP10, OAI = ExpertActivation(limit=10.0), ExpertActivation(alpha=1.702, limit=7.0)
+SQUARED = ExpertActivation("relu2", gated=False)
 STEP = {"num_hidden_layers": 4, "swiglu_limits": [0.0, None, 7.0, 5]}
 
 
@@ -66,9 +67,17 @@ STEP = {"num_hidden_layers": 4, "swiglu_limits": [0.0, None, 7.0, 5]}
           "hidden_activation": "gelu_pytorch_tanh"}, 0, ExpertActivation("gelu_tanh")),
         ({"model_type": "dbrx", "ffn_config": {"ffn_act_fn": "gelu"}}, 0,
          ExpertActivation("gelu")),
-        ({"model_type": "nemotron_h", "hidden_act": "silu"}, 0, ExpertActivation("relu2")),
-        ({"model_type": "nemotron_h", "mlp_hidden_act": "gelu"}, 0, ExpertActivation("gelu")),
-        ({"mlp_hidden_act": "relu2"}, 0, ExpertActivation("relu2")),
+        ({"model_type": "nemotron_h", "hidden_act": "silu"}, 0, SQUARED),
+        ({"model_type": "nemotron_h", "mlp_hidden_act": "gelu"}, 0,
+         ExpertActivation("gelu", gated=False)),
+        ({"model_type": "nemotron_h", "mlp_hidden_act": "silu"}, 0, ExpertActivation(gated=False)),
+        ({"model_type": "nomic_bert"}, 0, ExpertActivation("gelu", gated=False)),
+        ({"model_type": "nomic_bert", "activation_function": "gelu_new"}, 0,
+         ExpertActivation("gelu_tanh", gated=False)),
+        # of its class in transformers, which has no experts
+        ({"model_type": "nomic_bert", "hidden_act": "silu"}, 0,
+         ExpertActivation("gelu", gated=False)),
+        ({"mlp_hidden_act": "relu2"}, 0, SQUARED),
         ({"model_type": "jetmoe", "activation_function": "gelu"}, 0, ExpertActivation("gelu")),
         ({"model_type": "dbrx", "ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, 0,
          ExpertActivation("gelu")),
@@ -102,7 +111,7 @@ def test_settings(config: dict[str, Any], layer: int, expected: ExpertActivation
          ExpertActivation(limit=16.0, limit_after=True)),
         ({"model_type": "muse_spark"}, PLAIN),
         ({"model_type": "llama4"}, PLAIN),
-        ({"model_type": "nemotron_h"}, ExpertActivation("relu2")),
+        ({"model_type": "nemotron_h"}, SQUARED),
     ],
 )  # fmt: skip
 def test_settings_of_shared_experts(config: dict[str, Any], expected: ExpertActivation) -> None:
@@ -159,8 +168,20 @@ def test_an_assumption_is_noted(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_record_from_before_other_functions_had_no_gate() -> None:
+    assert activation_of_record({"description": "squared", "function": "relu2"}) == SQUARED
+
+
 def test_a_record_that_is_damaged() -> None:
-    damaged: list[Any] = [None, [], {"alpha": "1"}, {"limit": 7}, {"biases": 1}, {"function": None}]
+    damaged: list[Any] = [
+        None,
+        [],
+        {"alpha": "1"},
+        {"limit": 7},
+        {"biases": 1},
+        {"function": None},
+        {"gated": 0},
+    ]
     for record in damaged:
         assert activation_of_record(record) is None
 
@@ -172,14 +193,19 @@ def test_what_kernels_call_it() -> None:
         OAI: Activation("swiglu", 1.702, 1.0, 7.0),
         ExpertActivation(limit=7.0, limit_after=True): Activation("swiglu_clamped", limit=7.0),
         ExpertActivation(gate_cap=4.0): Activation("softcap", 4.0, math.inf),
-        ExpertActivation("relu2"): Activation("relu2"),
-    }
+        SQUARED: Activation("relu2"),
+        ExpertActivation("relu", gated=False): Activation("relu"),
+        ExpertActivation("gelu", gated=False): Activation("ungated_gelu"),
+        ExpertActivation("gelu_tanh", gated=False, limit=3.0): Activation(
+            "ungated_gelu_tanh", limit=3.0),
+    }  # fmt: skip
     assert {one: kernel_activation(one) for one in kernel} == kernel
+    assert {expert_activation_of(one): one for one in kernel.values()} == kernel
     for name, one in NAMES.items():
         assert one.supported, name
         assert kernel_activation(one).gated == one.gated
-    for odd in ({"function": "relu"}, {"function": "gelu", "alpha": 1.0},
-                {"alpha": 1.0, "gate_cap": 4.0}):  # fmt: skip
+    for odd in ({"function": "relu"}, {"function": "gelu", "alpha": 1.0}, {"gated": False},
+                {"alpha": 1.0, "gate_cap": 4.0}, {"function": "relu2"}):  # fmt: skip
         odd_one = ExpertActivation(**odd)
         assert not odd_one.supported
         with pytest.raises(CheckpointError, match="the kernels do not support"):
@@ -201,7 +227,8 @@ DEFAULTS: dict[str, ExpertActivation] = {
     "llama4": ExpertActivation(weight_on_input=True),
     "minimax_m3_vl": OAI,
     "muse_spark": ExpertActivation(post_norm=True),
-    "nemotron_h": ExpertActivation("relu2"),
+    "nemotron_h": SQUARED,
+    "nomic_bert": ExpertActivation("gelu", gated=False),
     "openai_privacy_filter": ExpertActivation(alpha=1.702, limit=7.0, biases=True),
 }
 
@@ -302,9 +329,18 @@ def test_shared_experts_of_transformers(name: str) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_experts_of_transformers(name: str) -> None:
+# What Nemotron's class computes without a gate, by what config.json calls it.
+_UNGATED: dict[str, dict[str, Any]] = {
+    f"nemotron_h:{function}": {"mlp_hidden_act": function}
+    for function in ("relu2", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+}
+
+
+@pytest.mark.parametrize("case", [*MODULES, *_UNGATED])
+def test_experts_of_transformers(case: str) -> None:
+    name = case.partition(":")[0]
     _, kind, settings, arguments = MODULES[name]
+    settings = settings | _UNGATED.get(case, {})
     module, weights, config = module_of(name, kind, settings, **arguments)
     import torch
 

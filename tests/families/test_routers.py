@@ -346,6 +346,11 @@ def kolibri(z: Array, b: Array) -> Choice:
     return ids, list(sigmoid(z)[ids])
 
 
+def nomic(z: Array, b: Array) -> Choice:
+    p = np.exp(z) / sum(np.exp(z))
+    return best(p, 4), sorted(p, reverse=True)[:4]
+
+
 def muse(z: Array, b: Array) -> Choice:
     return deepseek(z * 32**-0.5, b, 1, 1, 1.0)
 
@@ -378,6 +383,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
     "flint": ({}, flint),
     "kolibri1": ({}, kolibri),
     "muse_spark": ({}, muse),
+    "nomic_bert": ({"moe_normalize_expert_weights": False, "expert_choice_router": False}, nomic),
     "mistral_large4": ({**GROUPS, "routed_scaling_factor": 3.0}, mistral_large),
 }
 

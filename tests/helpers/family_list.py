@@ -287,6 +287,11 @@ _VISION_TOWER: Shapes = {
 }
 
 
+def _of_fp32(rng: Rng, rows: int, cols: int) -> Stored:
+    values = rng.standard_normal((rows, cols), np.float32) / np.float32(8)
+    return {"weight": values}, values
+
+
 def _gpt_oss_blocks(rng: Rng, rows: int, cols: int) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
     scale = rng.integers(110, 130, (rows, cols // 32), np.uint8)
@@ -553,6 +558,22 @@ MADE: dict[str, Model] = {
         more={"backbone.layers.0.mixer.in_proj.weight": (512, HIDDEN)},
         config=_deepseek("nemotron_h", hybrid_override_pattern="ME", mlp_hidden_act="relu2",
                          first_k_dense_replace=None, hidden_act=None)),
+    "nomic-embed-text-v2-moe": _made(
+        "nomic_bert", "encoder.layers.{}.mlp.experts", layout="F13", router="S1",
+        activation="ungated gelu", beside={
+            "norm1.weight": (HIDDEN,), "norm1.bias": (HIDDEN,), "norm2.weight": (HIDDEN,),
+            "mlp.router.layer.weight": (EXPERTS, HIDDEN), "mlp.experts.bias": (HIDDEN,)},
+        more={"encoder.layers.0.mlp.fc1.weight": (INNER, HIDDEN),
+              "encoder.layers.0.mlp.fc1.bias": (INNER,),
+              "encoder.layers.0.mlp.fc2.weight": (HIDDEN, INNER),
+              "encoder.layers.0.mlp.fc2.bias": (HIDDEN,)},
+        config={
+            "model_type": "nomic_bert", "activation_function": "gelu", "n_embd": HIDDEN,
+            "n_inner": INNER, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "ffn_div": 1,
+            "num_experts": EXPERTS, "moe_top_k": TOP_K, "moe_every_n_layers": 2,
+            "moe_normalize_expert_weights": False, "expert_choice_router": False,
+            "num_shared_experts": 0, "layer_norm_epsilon": 1e-05},
+        of=_of_fp32, encoding="fp32"),
     "dots3-note": _made(
         "dots3_note_text", QWEN, router="G", beside=_beside(), more={
             **_dense("model.layers.0.mlp."), "vision_encoder.blocks.0.mlp.gate_weight": (2, 64),

@@ -75,7 +75,7 @@ class Model:
 
     @property
     def gated(self) -> bool:
-        return self.layout not in ("U", "F11")
+        return self.layout not in ("U", "F11", "F13")
 
     @property
     def for_ktransformers(self) -> bool:

@@ -148,6 +148,10 @@ LAYOUTS: Mapping[str, Layout] = {
         dict.fromkeys(("mlp.w1", "mlp.v1", "mlp.w2"), lambda i, h: (i, h)),
         lambda gate, up, down: (gate, up, _turned(down)),
     ),
+    "F13": Rows(
+        dict.fromkeys(("mlp.w1", "mlp.w2"), lambda i, h: (i, h)),
+        lambda up, down: (up, _turned(down)),
+    ),
     "F11": Stacked(
         {"up_proj": lambda i, h: (i, h), "down_proj": lambda i, h: (h, i)},
         lambda *stored: stored,

@@ -18,8 +18,8 @@ in scales and biases. Shapes do not show it: MXFP4 blocks are gpt-oss's own, oth
 type decides, for the name that its row gives the tensor: Inkling's w13_weight is interleaved, but
 Hy4's is not, nor Inkling's gate_up_proj.
 
-DBRX has the rows of all experts in one axis, [E * I, H] in all three tensors: gate and up are
-stored [out, in], down [in, out]. config.json has E.
+DBRX and, without a gate, Nomic have the rows of all experts in one axis, [E * I, H] in all tensors:
+gate and up are stored [out, in], down [in, out]. config.json has E.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _found_parts(
     """The names of the tensors, and these. `gated`: whether there must be a gate; None: the
     tensors decide."""
     ways, pattern = table.FAMILIES.stacked, _pattern()
+    if gated:
+        ways = tuple(way for way in ways if "gate" in way)
     found: dict[str, dict[str, TensorRef]] = {}
     for rest, tensor in stack.tensors.items():
         match = pattern.fullmatch(rest)
@@ -139,7 +141,12 @@ def _found_parts(
                 "Remove one of them from the checkpoint.",
             )
         owner[part] = tensor
-    way = max(ways, key=lambda way: len(found.keys() & way.values()))  # the first of several
+
+    def fits(way: Mapping[Projection, str]) -> tuple[int, bool]:
+        """How many of its tensors are there, and whether all: of DBRX's names, Nomic has two."""
+        return len(found.keys() & way.values()), found.keys() >= {*way.values()}
+
+    way = max(ways, key=fits)  # the first of several
     first = next(iter(way.values()))
     if not gated and way.get("gate") not in found and way["up"] in found:
         way = {what: name for what, name in way.items() if what != "gate"}

@@ -202,7 +202,8 @@ def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
             raise CheckpointError(
                 f"the experts of {layers[0].source} have no gate projection, and config.json does "
                 "not name their activation",
-                'If they compute down(relu(up x)^2), add "mlp_hidden_act": "relu2" to config.json.',
+                'If they compute down(relu(up x)^2), add "mlp_hidden_act": "relu2" to config.json; '
+                'if down(gelu(up x)), give a map with like = "nomic_bert" (docs/maps.md).',
             )
         return
     name = gated.experts[0]["gate"].tensor.name

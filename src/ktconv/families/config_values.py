@@ -65,7 +65,9 @@ _WORDS = _Rule(
     "a list of names",
 )
 _EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
-_POSITIVE = _Rule(lambda value: _is_number(value) and value > 0, "a number above 0")
+_NORM = _Rule(
+    lambda value: value is False or (_is_number(value) and value > 0), "a number above 0 or false"
+)
 _SHARED = _Rule(_each(lambda value: value is False or is_whole(value)), "a number of experts")
 _FACTOR = _Rule(
     _each(lambda value: value is None or value is False or _is_number(value)), "a finite number"
@@ -112,10 +114,10 @@ _TOP_K = _Rule(
 # By names of settings in table.KEYS.
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("model type", "activation", "scoring", "method"), _NAME),
-    **dict.fromkeys(("renormalise", "correction", "weight on input"), _FLAG),
+    **dict.fromkeys(("renormalise", "correction", "weight on input", "experts choose"), _FLAG),
     **dict.fromkeys(("scale", "activation alpha", "logit scale"), _FACTOR),
     **dict.fromkeys(("norm epsilon", "least sum", "logit softcap", "router jitter"), _EPSILON),
-    "p-norm": _POSITIVE,
+    "p-norm": _NORM,
     "top_k": _TOP_K,
     **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
     "zero experts": _COUNT,

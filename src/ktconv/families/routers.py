@@ -153,7 +153,8 @@ def _read(router: Router, text: Mapping[str, Any], row: Family | None, layer: in
         value = _of_layer(value_of(text, setting, row), layer)
         if value is not None and (value is not False or kind is bool):  # false: there is none
             found[field] = kind(value)
-    if "p-norm" in router.reads and any(text.get(key, 1) is None for key in _keys("p-norm")):
+    norms = (text.get(key, 1) for key in _keys("p-norm"))
+    if "p-norm" in router.reads and any(norm in (None, False) for norm in norms):
         found["renormalise"] = False
     # A greedy choice looks at no groups, even where config.json has a number of them.
     grouped = (

@@ -420,6 +420,17 @@ ROWS = (
                         "bf16 fp8-tensor nvfp4", prefix="backbone.", shared=True),
                Released("nemotron_h", "the same, stacked", "F11", prefix="backbone.",
                         shared=True))),
+    # whose dense layers, which its class in transformers has alone, are ordinary MLPs
+    Family(("nomic_bert",), no_gpu=True, router="router.layer", norm="norm1",
+           matrices=Matrices("", "mlp.w1", "mlp.w2", rows_of_all=True), beside=("bias",),
+           activation=ExpertActivation("gelu", gated=False),
+           routing=Router(_PLAIN, never=("p-norm", "experts choose")),
+           keys={"layers": ("n_layer",), "hidden size": ("n_embd",),
+                 "plain intermediate size": ("n_inner",), "top_k": ("moe_top_k",),
+                 "activation": ("activation_function",)},
+           released=(
+               Released("nomic_bert", "nomic-embed-text-v2-moe", "F13", "fp32",
+                        prefix="encoder."),)),
     Family(("olmoe", "flex_olmo"),
            routing=_router(_PLAIN, "renormalise"),
            released=(
@@ -436,5 +447,6 @@ ROWS = (
     _GGUF,
     replace(_GGUF, norm="post_attention_norm"),  # where `ffn_norm` is not there
     replace(_GGUF, norm="attn_norm"),  # of layers that have no attention, as in Nemotron-H
+    replace(_GGUF, norm="attn_output_norm"),  # of Nomic's, which is behind attention
 )
 # fmt: on

@@ -51,6 +51,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "norm epsilon": ("rms_norm_eps",),
     "least sum": ("moe_norm_min",),
     "p-norm": ("moe_normalize_expert_weights",),
+    "experts choose": ("expert_choice_router",),  # their tokens, instead of tokens their experts
     "logit scale": ("output_multiplier",),
     "logit softcap": ("moe_router_logit_softcapping",),
     "router jitter": ("router_jitter_noise",),
@@ -109,7 +110,8 @@ class Families:
     @cached_property
     def projections(self) -> Mapping[str, Projection]:
         """gate_proj -> gate, w3 -> up: of matrices that each expert has for itself."""
-        return {name: what for one in self.matrices for name, what in one.projections.items()}
+        own = (one for one in self.matrices if not one.rows_of_all)
+        return {name: what for one in own for name, what in one.projections.items()}
 
     @cached_property
     def fused(self) -> Mapping[str, str]:

@@ -49,9 +49,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture("minimax_m2"),
     "mistral4": Architecture("mistral4"),
     "nemotron_h_moe": Architecture("nemotron_h"),
-    "nomic-bert-moe": Architecture(
-        "nomic_bert", refused="its experts have no gate projection, and GELU"
-    ),
+    "nomic-bert-moe": Architecture("nomic_bert"),
     "olmoe": Architecture("olmoe"),
     "phimoe": Architecture("phimoe"),
     "qwen2moe": Architecture("qwen2_moe"),

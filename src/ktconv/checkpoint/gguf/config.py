@@ -75,7 +75,7 @@ def known_architecture(header: Header) -> Architecture:
             f"{header.file} is a model of architecture {name}, which is not supported: "
             f"{found.refused}",
             "Models whose experts have gate, up and down projections can be converted, and those "
-            "without a gate if their activation is relu2.",
+            "without a gate.",
         )
     return found
 
