@@ -59,8 +59,9 @@ class Experts:
 
     Expert e has the matrices `origins[e]`: the reference computes experts that share them
     together. `streams(o)` are the dequantized weights of origin o, `source(o)` those that they
-    were quantized from, where known. `norm` is that of their outputs, if there is one. `release()`
-    gives pages of mapped weights back to the system;
+    were quantized from, where known. `norm` is that of their outputs, if there is one;
+    `weight_on_input`: the model multiplies inputs by the router's weights, which callers of
+    `forward` do themselves. `release()` gives pages of mapped weights back to the system;
     they are read again when they are needed.
     """
 
@@ -74,8 +75,9 @@ class Experts:
         source: Callable[[int], Matrices] | None = None,
         release: Callable[[], None] = lambda: None,
         norm: OutputNorm | None = None,
+        weight_on_input: bool = False,
     ) -> None:
-        self.norm = norm
+        self.norm, self.weight_on_input = norm, weight_on_input
         self.format, self.layer, self.activation = format, layer, activation
         self.streams, self.source, self.release = streams, source, release
         self.origins = np.array([-1 if origin is None else origin for origin in origins])
@@ -102,11 +104,18 @@ class Experts:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
         if self.norm is None:
             return self._forward(x, ids, weights, pool)
+        return f32_to_bf16(self.normed(x, ids, weights, pool))
+
+    def normed(self, x: U16, ids: Array, weights: F32, pool: Pool) -> F32:
+        """As `forward`, in float32, of experts whose outputs are normalised."""
+        assert self.norm is not None
         # The kernels add up experts: each slot is a token of its own until outputs are normalised.
         each = np.ones((ids.size, 1), np.float32)
         alone = self._forward(np.repeat(x, ids.shape[1], axis=0), ids.reshape(-1, 1), each, pool)
         outputs = self.norm.of(bf16_to_f32(alone)).reshape(*ids.shape, -1)
-        return f32_to_bf16(np.einsum("tkh,tk->th", outputs, weights))
+        chosen = np.where(ids < 0, np.float32(0), weights)
+        summed: F32 = np.einsum("tkh,tk->th", outputs, chosen)
+        return summed
 
     def _forward(self, x: U16, ids: Array, weights: F32, pool: Pool) -> U16:
         y = np.empty_like(x)

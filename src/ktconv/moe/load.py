@@ -88,7 +88,7 @@ def expert_activation_of(kernels: Activation) -> ExpertActivation:
 def experts_per_token(directory: Path, layer: int | None = None) -> int:
     """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
     not say."""
-    return top_k_of(_config(directory), layer) or USUAL_TOP_K
+    return top_k_of(output_config(directory), layer) or USUAL_TOP_K
 
 
 def moe_layers(directory: Path) -> list[int]:
@@ -156,13 +156,20 @@ def output_activation(
 ) -> Activation:
     """Of a layer of packed experts: by the manifest, since a map of names may have given it; where
     that does not say it by config.json, else by `settings`, else SiLU."""
-    stated = expert_activation(_config(directory) or settings or {}, layer)
+    return kernel_activation(stated_activation(directory, layer, settings))
+
+
+def stated_activation(
+    directory: Path, layer: int, settings: Mapping[str, Any] | None = None
+) -> ExpertActivation:
+    """`output_activation`, with what surrounds the kernels: norms, weights on inputs."""
+    stated = expert_activation(output_config(directory) or settings or {}, layer)
     manifest = read_manifest(directory)
     recorded = of_records(manifest.geometry) if manifest else None
-    return kernel_activation((recorded or {}).get(layer, stated))
+    return (recorded or {}).get(layer, stated)
 
 
-def _config(directory: Path) -> Mapping[str, Any]:
+def output_config(directory: Path) -> Mapping[str, Any]:
     """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
     if not (directory / CONFIG_NAME).exists():
         return {}

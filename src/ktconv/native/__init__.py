@@ -9,7 +9,15 @@ from ktconv.native.build import check_build
 check_build()  # before any module looks for a function that an old build lacks
 
 # ruff: noqa: E402
-from ktconv.native.arrays import Array, NonFiniteError, aligned_bytes
+from ktconv.native.arrays import (
+    Array,
+    NonFiniteError,
+    NoWeightsError,
+    ScratchError,
+    address_of,
+    aligned_bytes,
+    array_at,
+)
 from ktconv.native.auditing import Audit, audit, audit_codes
 from ktconv.native.compensation import BLOCK_COLS, compensate
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale
@@ -18,7 +26,9 @@ from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
 from ktconv.native.moe import (
     GATE_FUNCTIONS,
     MAX_COLS,
+    VALUE_DTYPES,
     Activation,
+    Call,
     Expert,
     Layer,
     PackedMatrix,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ class NonFiniteError(CheckpointError):
     def __init__(self, row: int, col: int) -> None:
         super().__init__(f"the matrix contains a NaN or an infinity at row {row}, column {col}")
         self.row, self.col = row, col
+
+
+class NoWeightsError(ValueError):
+    """A token goes to an expert whose weights are not here."""
+
+
+class ScratchError(ValueError):
+    """Less scratch than a call needs."""
 
 
 def aligned_bytes(size: int) -> Array:
@@ -46,6 +55,18 @@ def expect_aligned(what: str, array: Array, size: int) -> None:
         raise ValueError(f"{what} must be aligned to {size} bytes")
 
 
+def address_of(array: Array) -> int:
+    """Of the first element of a contiguous array."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+
+
+def array_at(address: int, dtype: Any, shape: tuple[int, ...]) -> Array:
+    """A view of memory that its owner must keep alive."""
+    found = np.dtype(dtype)
+    memory = ffi.buffer(ffi.cast("char *", address), math.prod(shape) * found.itemsize)
+    return np.frombuffer(memory, found).reshape(shape)
+
+
 def byte_pointer(array: Array, writable: bool = False) -> Any:
     return ffi.cast("uint8_t *", ffi.from_buffer(array, require_writable=writable))
 
@@ -64,4 +85,7 @@ def check(status: int, bad: Any = None) -> None:
         return
     if status == lib.KT_ERR_NONFINITE:
         raise NonFiniteError(int(bad.row), int(bad.col))
-    raise ValueError(words(status))
+    raise _KINDS.get(status, ValueError)(words(status))
+
+
+_KINDS = {lib.KT_ERR_EXPERT: NoWeightsError, lib.KT_ERR_SCRATCH: ScratchError}

@@ -36,11 +36,10 @@ GATE_FUNCTIONS = {
     "ungated_gelu_tanh": lib.KT_UNGATED_GELU_TANH,
 }
 
-# dtypes of x and y; uint16 are the bits of bf16.
-_VALUES = {
-    np.dtype(np.uint16): lib.KT_BF16,
-    np.dtype(np.float16): lib.KT_F16,
-    np.dtype(np.float32): lib.KT_F32,
+VALUE_DTYPES = {"bf16": lib.KT_BF16, "fp16": lib.KT_F16, "fp32": lib.KT_F32}  # of x and y
+_VALUES = {  # uint16 are the bits of bf16
+    np.dtype(dtype): VALUE_DTYPES[name]
+    for dtype, name in ((np.uint16, "bf16"), (np.float16, "fp16"), (np.float32, "fp32"))
 }
 
 
@@ -109,6 +108,48 @@ def _check_activation(activation: Activation) -> None:
     alpha, beta = activation.alpha, activation.beta
     if activation.function == "softcap" and not (alpha > 0 and beta > 0):
         raise ValueError(f"alpha and beta of softcap must be above 0, not {alpha} and {beta}")
+
+
+_CALL, _ADDRESS = ffi.typeof("kt_moe_call *"), ffi.typeof("void *")
+
+
+class Call:
+    """struct kt_moe_call: numbers and addresses of a call's arrays, 0 for one that is not there."""
+
+    __slots__ = ("c",)
+
+    def __init__(
+        self,
+        tokens: int,
+        top_k: int,
+        x: int,
+        ids: int,
+        weights: int,
+        skip: int,
+        add: int,
+        y: int,
+        *,
+        id_size: int,
+        x_dtype: int,
+        y_dtype: int,
+    ) -> None:
+        at, none = ffi.cast, ffi.NULL
+        self.c = ffi.new(
+            _CALL,
+            (
+                tokens,
+                top_k,
+                at(_ADDRESS, x),
+                at(_ADDRESS, ids),
+                at(_ADDRESS, weights),
+                at(_ADDRESS, skip) if skip else none,
+                at(_ADDRESS, add) if add else none,
+                at(_ADDRESS, y),
+                id_size,
+                x_dtype,
+                y_dtype,
+            ),
+        )
 
 
 class Layer:
@@ -220,23 +261,27 @@ class Layer:
         (ValueError once it is closed) and the C call happens in it, so it can be timed.
         """
         self._check(x, ids, weights, y, scratch, skip, add)
-        c = ffi.new("kt_moe_call *")
-        c.tokens, c.top_k = ids.shape
-        c.id_size = ids.itemsize
-        c.x_dtype, c.y_dtype = _VALUES[x.dtype], _VALUES[y.dtype]
-        places = {"x": x, "ids": ids, "weights": weights, "skip": skip, "add": add, "y": y}
-        for name, array in places.items():
-            if array is not None:
-                setattr(c, name, ffi.cast("void *", array.ctypes.data))
-        memory, size = ffi.cast("void *", scratch.ctypes.data), scratch.nbytes
-        layer = self.c
+        places = (x, ids, weights, skip, add, y)
+        made = Call(
+            *ids.shape,
+            *(0 if array is None else array.ctypes.data for array in places),
+            id_size=ids.itemsize,
+            x_dtype=_VALUES[x.dtype],
+            y_dtype=_VALUES[y.dtype],
+        )
 
-        def run(_keep: object = (self, places, scratch)) -> None:
-            status = lib.kt_moe_forward(layer, open_pool(pool), c, memory, size)
-            if status != lib.KT_OK:
-                check(status)
+        def run(_keep: object = (places, scratch)) -> None:
+            self.run(pool, made, scratch)
 
         return run
+
+    def run(self, pool: Pool, call: Call, scratch: Array) -> None:
+        """Computes y of `call`, whose arrays must be those of ktconv.h's kt_moe_call: they are not
+        looked at here."""
+        memory = ffi.from_buffer(scratch)
+        status = lib.kt_moe_forward(self.c, open_pool(pool), call.c, memory, scratch.nbytes)
+        if status != lib.KT_OK:
+            check(status)
 
     def _check(
         self,

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ktconv import native
 from ktconv.errors import ResourceError
@@ -24,6 +28,9 @@ class Pool(native.Pool):
 
     def __init__(self, threads: int | None = None, nodes: int | None = None) -> None:
         place = machine.placement(threads, nodes)
+        self.workspaces: deque[Array] = deque()  # of the runtime, that no call uses
+        self._queue: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
         self.os_nodes = place.os_nodes  # by the system's numbers
         try:
             super().__init__(place.threads, place.cpus, place.nodes)
@@ -42,6 +49,22 @@ class Pool(native.Pool):
         """Asks for `memory` to be where the threads of node `node`, from 0 on, run."""
         if self.nodes > 1:
             native.bind_memory(memory, self.os_nodes[node])
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Runs `work` in a thread of its own, after all that was submitted before."""
+        with self._starting:
+            if self._queue is None:
+                self._queue = ThreadPoolExecutor(1, "ktconv")
+        return self._queue.submit(work)
+
+    def close(self) -> None:
+        """Ends the threads, once what was submitted is done; the pool cannot be used afterwards."""
+        with self._starting:
+            queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.shutdown()
+        self.workspaces.clear()
+        super().close()
 
     def __enter__(self) -> Pool:
         return self

@@ -1,0 +1,57 @@
+"""The arguments of one call, checked."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from ktconv.errors import UsageError
+from ktconv.runtime.arrays import FLOATS, INTEGERS, Operand, new_result, operand, result
+
+_SMALL_INTEGERS = ("int8", "uint8", "int16")
+
+
+class Arguments(NamedTuple):
+    """x and y [tokens, H] of a dtype of FLOATS, ids [tokens, top_k] int32 or int64, weights
+    [tokens, top_k] and add [tokens, H] fp32, skip [E] bool."""
+
+    tokens: int
+    top_k: int
+    x: Operand
+    ids: Operand
+    weights: Operand
+    skip: Operand | None
+    add: Operand | None
+    y: Operand
+
+
+def arguments(
+    hidden: int, experts: int, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any
+) -> Arguments:
+    """Those of `MoELayer.__call__`. UsageError names the one that does not fit."""
+    shape = tuple(getattr(x, "shape", ()))
+    if not shape or shape[-1] != hidden:
+        raise UsageError(f"x must have the shape [..., {hidden}], got {list(shape)}")
+    top_k = _top_k(ids, shape)
+    chosen = (*shape[:-1], top_k)
+    given = operand("x", x, shape, FLOATS)
+    return Arguments(
+        shape[0] if len(shape) == 2 else prod(shape[:-1]),
+        top_k,
+        given,
+        operand("ids", ids, chosen, INTEGERS, _SMALL_INTEGERS),
+        operand("weights", weights, chosen, ("fp32",), ("bf16", "fp16")),
+        None if skip is None else operand("skip", skip, (experts,), ("bool",)),
+        None if add_to is None else operand("add_to", add_to, shape, ("fp32",), FLOATS),
+        new_result(x, shape, given.dtype) if out is None else result("out", out, shape),
+    )
+
+
+def _top_k(ids: Any, shape: tuple[int, ...]) -> int:
+    found = tuple(getattr(ids, "shape", ()))
+    if len(found) != len(shape) or found[:-1] != shape[:-1]:
+        raise UsageError(
+            f"ids must have the shape {[*shape[:-1], 'top-k']}, as x is {list(shape)}; "
+            f"got {list(found)}"
+        )
+    return int(found[-1])

@@ -1,0 +1,121 @@
+"""Calls of layers on the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktconv import native
+from ktconv.errors import UsageError
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.moe import Experts
+from ktconv.native import VALUE_DTYPES
+from ktconv.runtime import workspace
+from ktconv.runtime.arguments import Arguments
+from ktconv.runtime.arrays import Operand, of_numpy
+from ktconv.system.arrays import F32, Array
+from ktconv.system.pool import Pool
+
+_ID_SIZES = {"int32": 4, "int64": 8}
+_DTYPES = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "int32": np.int32,
+           "int64": np.int64, "bool": np.bool_}  # fmt: skip
+
+
+def compute(packed: Experts, pool: Pool, call: Arguments) -> None:
+    """Writes y of `call`."""
+    if not call.tokens:
+        return
+    if packed.weight_on_input:
+        call = _weighted_inputs(packed, call)
+    if packed.norm is not None:
+        _store(call, _normed(packed, pool, call))
+    elif not call.top_k:
+        _store(call, np.zeros((call.tokens, packed.hidden), np.float32))
+    else:
+        _run(packed.layer, pool, call)
+
+
+def workspace_size(layer: native.Layer, pool: Pool, tokens: int, top_k: int) -> int:
+    """Bytes; UsageError for numbers that cannot be computed."""
+    try:
+        return layer.scratch_size(tokens, top_k, pool)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _run(layer: native.Layer, pool: Pool, call: Arguments) -> None:
+    try:
+        _forward(layer, pool, call)
+    except native.NoWeightsError as error:
+        hint = "mark such experts in `skip`, or give -1 as their id"
+        raise UsageError(str(error), hint) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _forward(layer: native.Layer, pool: Pool, call: Arguments) -> None:
+    made = native.Call(
+        call.tokens,
+        call.top_k,
+        call.x.address,
+        call.ids.address,
+        call.weights.address,
+        call.skip.address if call.skip else 0,
+        call.add.address if call.add else 0,
+        call.y.address,
+        id_size=_ID_SIZES[call.ids.dtype],
+        x_dtype=VALUE_DTYPES[call.x.dtype],
+        y_dtype=VALUE_DTYPES[call.y.dtype],
+    )
+    memory = workspace.take(pool)
+    try:
+        layer.run(pool, made, memory)
+    except native.ScratchError:  # its size is not asked for each time
+        memory = workspace.take(pool, workspace_size(layer, pool, call.tokens, call.top_k))
+        layer.run(pool, made, memory)
+    finally:
+        workspace.give(pool, memory)
+
+
+# ---- experts with something around them: seldom, so in NumPy ----------------
+
+
+def _weighted_inputs(packed: Experts, call: Arguments) -> Arguments:
+    """The router's weight on the input instead of the output (Llama 4): with one expert per token
+    only, as otherwise each has another input."""
+    if call.top_k != 1:
+        raise UsageError(
+            f"this model's router weights multiply inputs, which needs one expert per token, not "
+            f"{call.top_k}"
+        )
+    x = _values(call.x, (call.tokens, packed.hidden))
+    weights = _array(call.weights, (call.tokens, 1))
+    return call._replace(x=of_numpy(x * weights), weights=of_numpy(np.ones_like(weights)))
+
+
+def _normed(packed: Experts, pool: Pool, call: Arguments) -> F32:
+    shape = call.tokens, call.top_k
+    ids, weights = _array(call.ids, shape), _array(call.weights, shape)
+    here = (ids >= 0) & (ids < packed.count)
+    if call.skip:
+        here &= ~_array(call.skip, (packed.count,))[np.where(here, ids, 0)]
+    x = f32_to_bf16(_values(call.x, (call.tokens, packed.hidden)))
+    return packed.normed(x, np.where(here, ids, -1), weights, pool)
+
+
+def _store(call: Arguments, y: F32) -> None:
+    """y, with what is to be added, rounded once."""
+    if call.add:
+        y = y + _array(call.add, y.shape)
+    into = _array(call.y, y.shape)
+    with np.errstate(over="ignore"):
+        into[:] = f32_to_bf16(y) if call.y.dtype == "bf16" else y.astype(into.dtype)
+
+
+def _values(found: Operand, shape: tuple[int, ...]) -> F32:
+    array = _array(found, shape)
+    return bf16_to_f32(array) if found.dtype == "bf16" else array.astype(np.float32)
+
+
+def _array(found: Operand, shape: tuple[int, ...]) -> Array:
+    """The memory of an operand, whatever it belongs to."""
+    return native.array_at(found.address, _DTYPES[found.dtype], shape)

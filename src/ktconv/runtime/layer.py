@@ -1,0 +1,193 @@
+"""One MoE layer that can be called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktconv.errors import KtconvError, UsageError
+from ktconv.moe import Experts
+from ktconv.native import Activation
+from ktconv.runtime import sources
+from ktconv.runtime.arguments import Arguments, arguments
+from ktconv.runtime.compute import compute, workspace_size
+from ktconv.runtime.handle import Handle
+from ktconv.system.arrays import Array
+from ktconv.system.pool import Pool
+
+_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+class MoELayer:
+    """The routed experts of one layer, in memory or mapped, on the kernels.
+
+    Calls change nothing in it: any threads may call it, and any other layer, at the same time. On
+    one pool calls are computed one after the other, each by all threads; on several pools at the
+    same time. `experts` are its slots, whose numbers are the ids of calls.
+
+    Without `pool` calls use the process's own, in a child process the child's own.
+    """
+
+    def __init__(self, packed: Experts, pool: Pool | None = None) -> None:
+        self._packed, self._pool = packed, pool
+
+    # ---- where weights come from
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        layer: int | None = None,
+        *,
+        method: str | None = None,
+        parts: int | None = None,
+        pool: Pool | None = None,
+    ) -> MoELayer:
+        """Layer `layer` (None: the first with experts) of what `path` is:
+
+        - an OUTPUT of `ktconv quantize-cpu`, shards or layer folders, or of KTransformers' scripts:
+          mapped, so that processes share the pages;
+        Raises CheckpointError for weights that are damaged, UsageError for a layer or options that
+        do not fit.
+        """
+        packed = sources.loaded(Path(path), layer, method, parts)
+        return cls(packed, pool)
+
+    @classmethod
+    def load_all(cls, path: str | Path, *, pool: Pool | None = None) -> Mapping[int, MoELayer]:
+        """Every layer of `path`, by its number; headers are read once."""
+        found = sources.loaded_all(Path(path))
+        return {number: cls(packed, pool) for number, packed in found}
+
+    # ---- what it is
+
+    @property
+    def hidden(self) -> int:
+        """H, elements of an input and of an output."""
+        return self._packed.hidden
+
+    @property
+    def intermediate(self) -> int:
+        """I, of all parts together."""
+        return self._packed.intermediate
+
+    @property
+    def experts(self) -> int:
+        """E, the number of slots."""
+        return self._packed.count
+
+    @property
+    def parts(self) -> int:
+        """NUMA parts that I is cut into."""
+        return self._packed.parts
+
+    @property
+    def method(self) -> str:
+        """The key of its format."""
+        return self._packed.format.key
+
+    @property
+    def activation(self) -> Activation:
+        """Between the products of gate and up and that of down."""
+        return self._packed.activation
+
+    @property
+    def slots(self) -> Array:
+        """[E] the expert of each slot; -1: its weights are not here, so it must be skipped."""
+        return np.array(self._packed.origins)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes and scales, once for each expert."""
+        return len(np.unique(self._packed.origins[self._packed.origins >= 0])) * (
+            self._packed.expert_bytes
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"MoELayer({self.experts} experts of {self.method}, hidden {self.hidden}, "
+            f"intermediate {self.intermediate}, {self.parts} parts)"
+        )
+
+    # ---- calls
+
+    @property
+    def pool(self) -> Pool:
+        """The threads of its calls."""
+        return self._pool or Pool.shared()
+
+    def __call__(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        *,
+        skip: Any = None,
+        add_to: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """y[t] = add_to[t] + sum over k of weights[t, k] * expert ids[t, k] of x[t].
+
+        x [..., H] and the result have any leading dimensions, ids and weights [..., K] the same.
+        x       bf16, fp16 or fp32 (NumPy: uint16 for the bits of bf16); is rounded to bf16
+        ids     int64, int32 (other integers are converted); those of no expert contribute nothing
+        weights fp32 (others are converted)
+        skip    bool [E]: experts that contribute nothing, whatever the ids; read when the call is
+                computed
+        add_to  like x, any of its dtypes, itself not changed
+        out     where the result goes, of any dtype of x; it may be x or add_to. Default: new
+                memory of the kind and dtype of x
+
+        Sums are fp32, rounded once; the bits do not depend on other tokens, threads or placement.
+        Returns out. Raises UsageError for arrays that do not fit, or on another device, and where a
+        token goes to an expert whose weights are not here; `out` is untouched then.
+        """
+        found = self._arguments(x, ids, weights, skip, add_to, out)
+        compute(self._packed, self.pool, found)
+        return found.y.owner
+
+    def submit(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        *,
+        skip: Any = None,
+        add_to: Any = None,
+        out: Any = None,
+    ) -> Handle:
+        """As a call, in a background thread of the pool, in the order of submissions. The arguments
+        must not change until `wait()` has returned, which raises what the call would have."""
+        pool, packed = self.pool, self._packed
+        try:
+            found = self._arguments(x, ids, weights, skip, add_to, out)
+        except KtconvError as error:
+            return Handle.failed(error)
+
+        def run() -> Any:
+            compute(packed, pool, found)
+            return found.y.owner
+
+        return Handle(pool.submit(run))
+
+    def plan_bytes(self, tokens: int, top_k: int, dtype: str = "bf16") -> int:
+        """Bytes that a call of so many tokens takes beyond its arguments: the result, and workspace
+        of the pool, which does not grow beyond 2048 tokens. UsageError for impossible numbers."""
+        if dtype not in _SIZES:
+            raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")
+        size = workspace_size(self._packed.layer, self.pool, tokens, top_k)
+        return size + tokens * self.hidden * _SIZES[dtype]
+
+    def touch(self) -> None:
+        """Reads a byte of each page of the weights by the threads that will use them: those of
+        mapped files come into memory, on the right NUMA nodes."""
+        self._packed.layer.touch(self.pool)
+
+    def _arguments(
+        self, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any
+    ) -> Arguments:
+        packed = self._packed
+        return arguments(packed.hidden, packed.count, x, ids, weights, skip, add_to, out)
