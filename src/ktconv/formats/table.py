@@ -197,14 +197,16 @@ INT8 = Format(
 )
 
 
-def _group_int4(group: int, *aliases: str) -> Format:
-    """Scales in bf16, as checkpoints of this kind have them."""
+def _group_int4(group: int, *aliases: str, scale_dtype: str = "bf16") -> Format:
+    """Checkpoints of this kind have scales in bf16, or in fp16, which float32 has exactly."""
+    variant = "" if scale_dtype == "bf16" else f"-{scale_dtype}"
+    key = f"gint4-{group}{variant}"
     return Format(
-        f"gint4-{group}",
-        f"GINT4_{group}",
+        key,
+        key.replace("-", "_").upper(),
         "gint4",
         group,
-        "bf16",
+        scale_dtype,
         activations="int8",
         tolerance=0.05,
         max_error_steps=GINT4_ERROR_STEPS,
@@ -224,6 +226,7 @@ FORMATS: dict[str, Format] = {
         _group_int4(32, "gint4", "gint4-g32", "rawint4"),
         _group_int4(64, "gint4-g64"),
         _group_int4(128, "gint4-g128", "gptq-int4"),
+        *(_group_int4(group, scale_dtype="f32") for group in (32, 64, 128)),
     )
 }
 
