@@ -119,7 +119,7 @@ def test_norms_that_are_wrong(lengths: tuple[int, ...], says: str, tmp_path: Pat
     convert(model, tmp_path / "out", method="int8", allow_activation_mismatch=True)
     with pytest.raises(CheckpointError, match=says) as caught:
         prepare(Request(tmp_path / "out", str(model), threads=1))
-    assert caught.value.hint == "run --level weights"
+    assert caught.value.hint == "run --level weights, which does not need it"
 
 
 def test_outputs_are_normalised_before_their_weights() -> None:

@@ -14,7 +14,8 @@ from ktconv.errors import UsageError
 from ktconv.formats import Format, formats_for, reference
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16, round_to_bf16
 from ktconv.formats.groups import grouped
-from ktconv.native import Activation, Expert, PackedMatrix, Pool
+from ktconv.moe.blocks import Block, part_shapes
+from ktconv.native import Activation, Expert, Pool
 from ktconv.reading.streamed import Streamed, Streams, whole
 from ktconv.system.arrays import F32, U16, Array
 
@@ -27,7 +28,6 @@ GatedMatrices = tuple[F32, F32, F32]
 KERNEL_BOUND = 0.005
 TOKENS_AT_ONCE = 512  # of an expert in float32: what one token more takes is not needed twice
 _KEPT = 4  # experts whose quantized matrices are kept as numbers
-_LINE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,94 +299,52 @@ def pack_experts(
     check_shape(fmt, hidden, intermediate, parts)
     chosen = activation or Activation()
     of_parts = lru_cache(_KEPT)(lambda origin: _quantize(fmt, source(origin), parts))
-    rows: list[list[Expert | None]] = [[None] * len(origins) for _ in range(parts)]
-    shapes = _shapes(hidden, intermediate // parts, chosen.gated)
-    blocks = [_Block(fmt, shapes, origins) for _ in range(parts)]
-    for part, block in enumerate(blocks):
+    here = [index for index, origin in enumerate(origins) if origin is not None]
+    places: list[dict[int, Expert]] = []  # of each part
+    for part in range(parts):
+        block = Block(fmt, part_shapes(hidden, intermediate // parts, chosen.gated), len(here))
         if bind:
             bind(block.memory, part)
+        places.append({index: block.expert(n) for n, index in enumerate(here)})
     for origin in sorted({origin for origin in origins if origin is not None}):
-        same = [index for index, other in enumerate(origins) if other == origin]
-        for row, block, matrices in zip(rows, blocks, of_parts(origin), strict=True):
-            first = block.pack(same[0], matrices)
-            for index in same:
-                row[index] = block.copy(index, first)
+        first, *copies = (index for index, other in enumerate(origins) if other == origin)
+        for own, matrices in zip(places, of_parts(origin), strict=True):
+            _pack(fmt, own[first], matrices)
+            for index in copies:
+                _copy(own[index], own[first])
 
+    rows = [[own.get(index) for index in range(len(origins))] for own in places]
     layer = native.Layer(fmt.layout, chosen, hidden, intermediate, rows)
     return Experts(
         fmt, layer, chosen, origins, lambda origin: _whole(_joined(of_parts(origin))), source
     )
 
 
-Shape = tuple[int, int]
-Shapes = tuple[Shape | None, Shape, Shape]
-
-
-def _shapes(hidden: int, width: int, gated: bool) -> Shapes:
-    wide = (width, hidden)
-    return wide if gated else None, wide, (hidden, width)
-
-
-class _Block:
-    """The memory of all experts of a part, each in its place."""
-
-    def __init__(self, fmt: Format, shapes: Shapes, origins: Sequence[int | None]) -> None:
-        self._layout, self._shapes = fmt.layout, shapes
-        self._expert_size = sum(
-            _whole_lines(size) for shape in shapes if shape for size in self._sizes(shape)
+def _pack(fmt: Format, place: Expert, matrices: Sequence[Quantized | None]) -> None:
+    for projection, matrix in zip(place, matrices, strict=True):
+        if projection is None or matrix is None:
+            continue  # the gate, of all three
+        rows, cols = matrix.values.shape
+        scale = native.pack_weight(
+            fmt.layout, rows, cols, matrix.codes, matrix.scale, projection.codes
         )
-        here = [index for index, origin in enumerate(origins) if origin is not None]
-        self._starts = {index: n * self._expert_size for n, index in enumerate(here)}
-        self.memory = native.aligned_bytes(self._expert_size * len(here))
-
-    def _sizes(self, shape: Shape) -> tuple[int, int]:
-        """Bytes of codes and of scales."""
-        return self._layout.weight_size(*shape), self._layout.scale_size(*shape)
-
-    def _place(self, index: int) -> Expert:
-        start = self._starts[index]
-
-        def following(shape: Shape) -> PackedMatrix:
-            nonlocal start
-            weight, scale = self._sizes(shape)
-            first, middle = start, start + _whole_lines(weight)
-            start = middle + _whole_lines(scale)
-            scales = self.memory[middle : middle + scale] if scale else None
-            return PackedMatrix(self.memory[first : first + weight], scales)
-
-        gate, up, down = self._shapes
-        return None if gate is None else following(gate), following(up), following(down)
-
-    def pack(self, index: int, matrices: Sequence[Quantized | None]) -> Expert:
-        place = self._place(index)
-        for projection, shape, matrix in zip(place, self._shapes, matrices, strict=True):
-            if projection is None or shape is None or matrix is None:
-                continue  # the gate, of all three
-            scale = native.pack_weight(
-                self._layout, *shape, matrix.codes, matrix.scale, projection.codes
-            )
-            if projection.scale is not None:
-                projection.scale[:] = scale
-        return place
-
-    def copy(self, index: int, packed: Expert) -> Expert:
-        """`packed` once more, unless that is its place already."""
-        place = self._place(index)
-        for new, old in zip(place, packed, strict=True):
-            if new is None or old is None or new.codes.ctypes.data == old.codes.ctypes.data:
-                continue
-            new.codes[:] = old.codes
-            if new.scale is not None:
-                new.scale[:] = old.scale
-        return place
+        if projection.scale is not None:
+            projection.scale[:] = scale
 
 
-def _whole_lines(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+def _copy(place: Expert, packed: Expert) -> None:
+    for new, old in zip(place, packed, strict=True):
+        if new is None or old is None:
+            continue
+        new.codes[:] = old.codes
+        if new.scale is not None and old.scale is not None:
+            new.scale[:] = old.scale
 
 
 def check_shape(fmt: Format, hidden: int, intermediate: int, parts: int) -> None:
     """UsageError that names the dimension which the format or its kernels do not allow."""
+    if parts < 1:
+        raise UsageError(f"{parts} parts: at least 1 is needed", "choose 1 or more parts")
     if fmt.multiplies(hidden, intermediate, parts):
         return
     if intermediate % parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,13 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import NAMES, expert_activation
 from ktconv.families.config import USUAL_TOP_K, top_k_of
 from ktconv.families.family import ExpertActivation
-from ktconv.formats import (
-    KINDS,
-    Format,
-    TensorId,
-    kinds_of,
-    matrix_shape,
-    scales,
-    split,
-)
+from ktconv.formats import Kind, Projection, TensorId, kinds_of, scales
 from ktconv.moe.experts import Experts, OutputNorm
+from ktconv.moe.slots import Slots, slot_origins
+from ktconv.moe.unpacked import packed_streams
 from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
-from ktconv.packed.weights import Geometry, PackedWeights, map_pages, name_of, open_packed
-from ktconv.reading.streamed import Piece, Streamed, Streams, piece_rows
+from ktconv.packed.weights import PackedWeights, map_pages, name_of, open_packed
 from ktconv.system.arrays import Array
 from ktconv.writer.manifest import read_manifest
 
@@ -97,21 +90,28 @@ def moe_layers(directory: Path) -> list[int]:
 
 
 def open_experts(
-    directory: Path, layer: int | None = None, settings: Mapping[str, Any] | None = None
+    directory: Path,
+    layer: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    slots: Slots | None = None,
 ) -> Experts:
     """One layer's experts (the first that has some, if not told), of shards or layer folders.
 
     `settings`: those of the model's config.json, where `directory` does not say what experts
-    compute. Method, sizes and number of parts follow from the tensors' sizes. The norm that some
-    models apply to each expert's output is not part of it. Raises CheckpointError if tensors are
-    missing, contradict each other or have scales that are no numbers, UsageError if there is no
-    such layer.
+    compute. `slots`: see `slot_origins`; slots of the same expert share its memory. Method, sizes
+    and number of parts follow from the tensors' sizes. The norm that some models apply to each
+    expert's output is not part of it. Raises CheckpointError if tensors are missing, contradict
+    each other or have scales that are no numbers, UsageError if there is no such layer, or for
+    `slots` that it cannot have.
     """
-    return open_layer(directory, layer, settings)[1]
+    return open_layer(directory, layer, settings, slots)[1]
 
 
 def open_layer(
-    directory: Path, layer: int | None = None, settings: Mapping[str, Any] | None = None
+    directory: Path,
+    layer: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    slots: Slots | None = None,
 ) -> tuple[int, Experts]:
     """open_experts, with the layer's number."""
     packed = open_packed(directory)
@@ -125,14 +125,15 @@ def open_layer(
     wanted = layers[0] if layer is None else layer
     if wanted not in layers:
         raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    experts = packed_experts(packed, wanted, output_activation(directory, wanted, settings))
+    activation = output_activation(directory, wanted, settings)
+    experts = packed_experts(packed, wanted, activation, slots=slots)
     _expect_finite_scales(packed, wanted)
     return wanted, experts
 
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     """Another one makes its row NaN whenever its expert has a token, and only then."""
-    geometry, mapped = packed.geometry(layer), _Mapped(packed)
+    geometry, mapped = packed.geometry(layer), _Mapped(packed, layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
     for tensor in geometry.tensors(layer):
@@ -178,59 +179,59 @@ def output_config(directory: Path) -> Mapping[str, Any]:
 
 
 def packed_experts(
-    packed: PackedWeights, layer: int, activation: Activation, norm: OutputNorm | None = None
+    packed: PackedWeights,
+    layer: int,
+    activation: Activation,
+    norm: OutputNorm | None = None,
+    slots: Slots | None = None,
 ) -> Experts:
-    """One layer of packed weights that are open already. Experts that were left out of it have
-    no origin."""
+    """One layer of packed weights that are open already. Slots of experts that were left out of it
+    have no origin. UsageError for `slots` that it cannot have."""
     geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
-    mapped, alignment = _Mapped(packed), fmt.layout.scale_array.itemsize
-
-    def projection(proj: Any, expert: int, part: int) -> PackedMatrix:
-        weight, scale = (mapped.get(TensorId(layer, proj, expert, part, k)) for k in KINDS)
-        bias = None
-        if "bias" in kinds_of(proj, part, geometry.biased):
-            stored = mapped.get(TensorId(layer, proj, expert, part, "bias"))
-            bias = aligned_to(stored, 4).view(np.float32)
-        return PackedMatrix(weight, aligned_to(scale, alignment), bias)
-
-    def expert(e: int, p: int) -> Expert | None:
-        if e in geometry.elsewhere:
-            return None
-        gate = projection("gate", e, p) if geometry.gated else None
-        return gate, projection("up", e, p), projection("down", e, p)
-
-    if geometry.gated != activation.gated:
-        found = "have no gate" if activation.gated else "have gates"
-        raise CheckpointError(
-            f"the experts in layer {layer} of {packed.directory} {found}, but the activation "
-            f"{activation.function} {'needs one' if activation.gated else 'has none'}",
-            "check that config.json belongs to these weights",
-        )
-    rows = [[expert(e, p) for e in range(geometry.experts)] for p in range(geometry.parts)]
+    expect_gates(geometry.gated, activation, f"layer {layer} of {packed.directory}")
+    wanted, mapped = slot_origins(slots, geometry.experts), _Mapped(packed, layer)
+    experts = {e: mapped.parts(e) for e in set(wanted) - geometry.elsewhere}
+    rows = [
+        [experts[e][part] if e in experts else None for e in wanted]
+        for part in range(geometry.parts)
+    ]
     try:
         made = native.Layer(fmt.layout, activation, geometry.hidden, geometry.intermediate, rows)
     except ValueError as error:
         raise CheckpointError(
             f"layer {layer} of {packed.directory}: {error}", "convert it again"
         ) from None
+
+    sizes = geometry.hidden, geometry.intermediate
     return Experts(
         fmt,
         made,
         activation,
-        [None if e in geometry.elsewhere else e for e in range(geometry.experts)],
-        lambda e: _streams([expert for row in rows if (expert := row[e])], geometry),
+        [e if e in experts else None for e in wanted],
+        lambda e: packed_streams(fmt, *sizes, experts[e]),
         release=mapped.release,
         norm=norm,
     )
 
 
-class _Mapped:
-    """Tensors, each file mapped once."""
+def expect_gates(gated: bool, activation: Activation, where: str) -> None:
+    """CheckpointError unless experts have gates exactly if their activation needs them."""
+    if gated == activation.gated:
+        return
+    raise CheckpointError(
+        f"the experts in {where} {'have gates' if gated else 'have no gate'}, but the activation "
+        f"{activation.function} {'needs one' if activation.gated else 'has none'}",
+        "check that config.json belongs to these weights",
+    )
 
-    def __init__(self, packed: PackedWeights) -> None:
-        self._packed = packed
+
+class _Mapped:
+    """The tensors of a layer, each file mapped once."""
+
+    def __init__(self, packed: PackedWeights, layer: int) -> None:
+        self._packed, self._layer, self._geometry = packed, layer, packed.geometry(layer)
         self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
 
     def get(self, tensor: TensorId) -> Array:
@@ -240,51 +241,33 @@ class _Mapped:
             self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
         return self._files[place.file][1][place.offset : place.offset + place.nbytes]
 
+    def parts(self, expert: int) -> list[Expert]:
+        """The matrices of each part of an expert."""
+
+        def of(proj: Projection, part: int) -> PackedMatrix:
+            return self._matrix(proj, expert, part)
+
+        gated = self._geometry.gated
+        return [
+            (of("gate", part) if gated else None, of("up", part), of("down", part))
+            for part in range(self._geometry.parts)
+        ]
+
+    def _matrix(self, proj: Projection, expert: int, part: int) -> PackedMatrix:
+        fmt = self._geometry.format
+        assert fmt is not None  # what geometry() sees to
+        found: dict[Kind, Array] = {
+            kind: self.get(TensorId(self._layer, proj, expert, part, kind))
+            for kind in kinds_of(proj, part, self._geometry.biased)
+        }
+        bias = found.get("bias")
+        return PackedMatrix(
+            found["weight"],
+            aligned_to(found["scale"], fmt.layout.scale_array.itemsize),
+            None if bias is None else aligned_to(bias, 4).view(np.float32),
+        )
+
     def release(self) -> None:
         """Pages that were read do not count as this process's memory any more."""
         for pages, _ in self._files.values():
             pages.madvise(mmap.MADV_DONTNEED)
-
-
-def _streams(parts: Sequence[Expert], geometry: Geometry) -> Streams:
-    """What the packed matrices of an expert's parts stand for, unpacked by a path of its own."""
-
-    def streamed(index: int, proj: Any) -> Streamed:
-        rows, cols = matrix_shape(proj, geometry.hidden, geometry.intermediate)
-        matrices = [matrix for part in parts if (matrix := part[index]) is not None]
-        biases = [bias for matrix in matrices if (bias := matrix.bias) is not None]
-        return Streamed(
-            rows,
-            cols,
-            lambda: _pieces(matrices, proj, geometry),
-            np.concatenate(biases) if biases else None,
-        )
-
-    gate = None if parts[0][0] is None else streamed(0, "gate")
-    return gate, streamed(1, "up"), streamed(2, "down")
-
-
-def _pieces(matrices: Sequence[PackedMatrix], proj: Any, geometry: Geometry) -> Iterator[Piece]:
-    fmt = geometry.format
-    assert fmt is not None
-    for part, matrix in enumerate(matrices):
-        place = split(proj, geometry.hidden, geometry.intermediate, part, len(matrices))
-        rows, cols = place.shape
-        for first in range(0, rows, piece_rows(cols)):
-            here = slice(first, min(first + piece_rows(cols), rows))
-            values = _unpacked(fmt, matrix, here, cols)
-            start = place.row_start
-            yield Piece(slice(start + here.start, start + here.stop), place.index[1], values)
-
-
-def _unpacked(fmt: Format, matrix: PackedMatrix, rows: slice, cols: int) -> Array:
-    """The values of some rows: whole row blocks, which are consecutive in memory."""
-    assert matrix.scale is not None
-    layout, count = fmt.layout, rows.stop - rows.start
-    start, stop = (layout.weight_size(row, cols) for row in (rows.start, rows.stop))
-    codes = native.audit_codes(layout, matrix.codes[start:stop], count, cols)
-    start, stop = (layout.scale_size(row, cols) for row in (rows.start, rows.stop))
-    stored = scales.ordered(fmt, matrix.scale[start:stop], count, cols)
-    step = scales.values(fmt, stored) * np.float32(fmt.traits.scale_units)
-    values: Array = codes * np.repeat(step, cols // step.shape[1], axis=1)
-    return values

@@ -25,13 +25,11 @@ def norm_tensor(tensors: SourceTensors, layer: MoELayer) -> TensorRef | None:
     if found is None:
         raise CheckpointError(
             f"layer {layer.index} has no norm of its experts' outputs: {' or '.join(names)} does "
-            "not exist",
-            "run --level weights",
+            "not exist"
         )
     if found.shape != (layer.hidden_size,):
         raise CheckpointError(
-            f"{found.name} has shape {list(found.shape)}, not [{layer.hidden_size}]",
-            "run --level weights",
+            f"{found.name} has shape {list(found.shape)}, not [{layer.hidden_size}]"
         )
     return found
 

@@ -20,6 +20,7 @@ from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
 from ktconv.moe.experts import expert_output, in_blocks
 from ktconv.moe.load import kernel_activation
+from ktconv.moe.output_norms import norm_tensor
 from ktconv.reading.norms import norm_scale
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
@@ -36,7 +37,6 @@ from ktconv.verify.layer_tensors import (
 )
 from ktconv.verify.memory import Budget
 from ktconv.verify.output import OpenedOutput
-from ktconv.verify.output_norms import norm_tensor
 from ktconv.verify.request import VerifyRequest
 
 LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the model has them

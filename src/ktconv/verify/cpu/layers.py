@@ -15,12 +15,12 @@ from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.moe.load import kernel_activation, packed_experts
+from ktconv.moe.output_norms import output_norm
 from ktconv.system.arrays import F32
 from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
-from ktconv.verify.output_norms import output_norm
 
 
 class CpuLayersCheck(LayersCheck):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ktconv.checkpoint import MoELayer, Projection
 from ktconv.moe.experts import expert_output
 from ktconv.moe.load import kernel_activation
+from ktconv.moe.output_norms import output_norm
 from ktconv.reading.streamed import Streamed, Streams
 from ktconv.system.arrays import F32
 from ktconv.verify.findings import Facts
@@ -15,7 +16,6 @@ from ktconv.verify.gpu.output import GpuOutput
 from ktconv.verify.gpu.weights import dequantized
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs
-from ktconv.verify.output_norms import output_norm
 
 
 class GpuLayersCheck(LayersCheck):
