@@ -245,10 +245,11 @@ def of_msmodelslim(rng: Rng, rows: int, cols: int, asymmetric: bool = False) -> 
 
 
 def of_gptq(
-    rng: Rng, rows: int, cols: int, bits: int, v2: bool, order: str | None = None, group: int = 64
-) -> Stored:
+    rng: Rng, rows: int, cols: int, bits: int, v2: bool, order: str | None = None, group: int = 64,
+    asymmetric: bool = True,
+) -> Stored:  # fmt: skip
     codes = rng.integers(0, 1 << bits, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, bits, rows, cols // group, True)
+    scale, zero = scales_and_zeros(rng, bits, rows, cols // group, asymmetric)
     stored_zero = zero if v2 else (zero - 1) & ((1 << bits) - 1)
     parts: dict[str, Tensor] = {
         "qweight": np.ascontiguousarray(stream(codes, bits).T).view(np.int32),
@@ -261,9 +262,9 @@ def of_gptq(
     return parts, dequantized(codes, scale, zero, index)
 
 
-def of_awq(rng: Rng, rows: int, cols: int, group: int = 64) -> Stored:
+def of_awq(rng: Rng, rows: int, cols: int, group: int = 64, asymmetric: bool = True) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, True)
+    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, asymmetric)
     parts: dict[str, Tensor] = {
         "qweight": np.ascontiguousarray(awq_words(codes).T).view(np.int32),
         "scales": halves(np.ascontiguousarray(scale.T)),
@@ -376,6 +377,7 @@ KINDS: dict[str, Kind] = {
         for bits in (2, 3, 4, 8)
         for v2 in (False, True)
     },
+    "gptq symmetric": Kind("gptq-int4", partial(of_gptq, bits=4, v2=False, asymmetric=False), _V1),
     "gptq in order": Kind("gptq-int4", partial(of_gptq, bits=4, v2=True, order="given"), _V2),
     "gptq by activation": Kind(
         "gptq-int4", partial(of_gptq, bits=4, v2=False, order="shuffled"), _V1
@@ -391,6 +393,11 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
     ),
     "awq": Kind("awq-int4", of_awq, {"quant_method": "awq", "version": "gemm"}),
+    "awq symmetric": Kind(
+        "awq-int4",
+        partial(of_awq, asymmetric=False, group=128),
+        {"quant_method": "awq", "version": "gemm"},
+    ),
 }
 
 # ---- a whole model ---------------------------------------------------------------------

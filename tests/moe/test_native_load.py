@@ -1,0 +1,461 @@
+"""Layers straight from checkpoints: every number is the source's, in each encoding that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import encoded
+from helpers.encoded import HIDDEN, INNER, KINDS, SOURCE, encoded_model
+from helpers.families import (
+    Tensor,
+    Weights,
+    fp8,
+    fp8_values,
+    fused,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+)
+from helpers.gpt_oss import SIZES as GPT_OSS_SIZES
+from helpers.gpt_oss import Blocks
+from helpers.nemotron import write_nemotron
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.checkpoint import open_checkpoint
+from ktconv.errors import CheckpointError, KtconvError
+from ktconv.formats import FORMATS
+from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.moe import KERNEL_BOUND, Experts, native_experts, native_formats
+from ktconv.native import Activation
+from ktconv.system.pool import Pool
+
+F32 = NDArray[np.float32]
+
+# The format that a layer in each encoding is held in; None: no format has its numbers.
+HELD: dict[str, str | None] = {
+    "fp8 tensor": "fp8-channel",
+    "fp8 tensor, scalar": "fp8-channel",
+    "fp8 channel": "fp8-channel",
+    "fp8 channel, 1-D": "fp8-channel",
+    "fp8 group": None,
+    "fp8 block": "fp8",
+    "fp8 block, ModelOpt": "fp8",
+    "fp8 block, Qwen": "fp8",
+    "fp8 block, DeepSeek-V4": "fp8",
+    "mxfp8": None,
+    "mxfp4, DeepSeek-V4": "mxfp4",
+    "mxfp4, compressed-tensors": "mxfp4",
+    "mxfp4, Quark": "mxfp4",
+    "mxfp4, Ling": "mxfp4",
+    "mxint4, AutoRound": "gint4-32",  # quarters of a power of two
+    "nvfp4, compressed-tensors": None,
+    "nvfp4, ModelOpt": None,
+    "int4 packed, group 32": "gint4-32",
+    "int4 packed, channel": "gint4-128",  # INT4 has no -8
+    "int8 packed, channel": None,  # INT8 has no -128
+    "int2 packed, asymmetric": "gint4-64",  # no code is more than 3 from its zero point
+    "int3 packed, asymmetric": "gint4-64",
+    **{f"int{bits} packed, asymmetric": None for bits in range(4, 9)},
+    **{f"int{bits} packed": "gint4-64" if bits < 4 else None for bits in (2, 3, 5, 6, 7)},
+    "int4 packed by activation": None,
+    "int4 packed, unused index": "gint4-64",
+    "int8 channel": None,
+    "int8 group": None,
+    "int4, AngelSlim": "gint4-128-f32",
+    "int8, msModelSlim": None,
+    "int8 asymmetric, msModelSlim": None,
+    "int8 asymmetric": None,
+    **{f"gptq int{bits}, v{v}": None for bits in (4, 8) for v in (1, 2)},
+    **{f"gptq int{bits}, v{v}": "gint4-64-f32" for bits in (2, 3) for v in (1, 2)},
+    "gptq symmetric": "gint4-64-f32",  # its scales are fp16
+    "gptq in order": None,  # asymmetric, as those below
+    "gptq by activation": None,
+    "AutoRound": None,
+    "AutoRound, auto_gptq": None,
+    "awq": None,
+    "awq symmetric": "gint4-128-f32",
+}
+
+
+def kernel_error(experts: Experts) -> float:
+    """Of a forward, relative to float32 arithmetic with activations rounded as kernels do."""
+    rng = np.random.default_rng(4)
+    x = f32_to_bf16(rng.standard_normal((5, experts.hidden), np.float32))
+    ids = rng.integers(-1, experts.count, (5, 3))
+    weights = rng.random(ids.shape, np.float32)
+    with Pool(1) as pool:
+        y = bf16_to_f32(experts.forward(x, ids, weights, pool))
+    expected = experts.reference(x, ids, weights, rounded=True)
+    return float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
+
+
+def values_of(experts: Experts, expert: int) -> list[F32]:
+    """Gate, where there is one, up and down."""
+    return [matrix.values() for matrix in experts.streams(expert) if matrix is not None]
+
+
+def expect_values(experts: Experts, weights: Weights) -> None:
+    for expert in range(len(weights.up)):
+        found = values_of(experts, expert)
+        for values, expected in zip(found, (one[expert] for one in weights), strict=True):
+            np.testing.assert_array_equal(values, expected)
+
+
+def test_every_encoding_is_decided() -> None:
+    assert HELD.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])
+def test_numbers_are_the_sources(kind: str, tmp_path: Path) -> None:
+    model, weights, _ = encoded_model(tmp_path / "model", kind)
+    checkpoint = open_checkpoint(model)
+    for parts in (1, 2, 3):
+        fmt = FORMATS[HELD[kind] or ""]
+        if not fmt.multiplies(HIDDEN, INNER, parts):  # 192 columns: fp8, groups of 128
+            assert parts == 2
+            continue
+        experts = native_experts(checkpoint, 0, parts=parts, threads=2)
+        assert (experts.format, experts.parts) == (fmt, parts)
+        expect_values(experts, weights)
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+@pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if not key])
+def test_what_no_format_has_is_refused(kind: str, tmp_path: Path) -> None:
+    model, _, _ = encoded_model(tmp_path / "model", kind)
+    named = rf"({KINDS[kind].name} \(|{SOURCE}\.0\.gate_proj\.).*"
+    reason = r"(which no weight format of the kernels has exactly|has the number|g_idx)"
+    with pytest.raises(CheckpointError, match=named + reason) as caught:
+        native_experts(model, threads=1)
+    assert caught.value.hint is not None
+    assert "ktconv quantize-cpu" in caught.value.hint and "MoELayer.pack" in caught.value.hint
+
+
+# ---- floats ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["numbered", "fused", "transposed"])
+def test_bf16_in_each_layout(layout: str, tmp_path: Path) -> None:
+    weights, source = random_weights(256, 192, 3), SOURCE
+    tensors = {
+        "numbered": partial(numbered, source, weights),
+        "fused": partial(fused, source, weights, False),
+        "transposed": partial(fused, source, weights, True),
+    }[layout]()
+    config = simple_config(hidden_size=256, moe_intermediate_size=192, num_experts=3)
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    for parts in (1, 2, 3):
+        experts = native_experts(model, parts=parts)
+        assert experts.format.key == "bf16" and experts.activation == Activation()
+        expect_values(experts, weights)
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+@pytest.mark.parametrize(("name", "encode"), [("fp16", np.float16), ("fp32", np.float32)])
+def test_other_floats_would_be_rounded(name: str, encode: Any, tmp_path: Path) -> None:
+    tensors = numbered(SOURCE, random_weights(), encode=lambda one: one.astype(encode))
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config())
+    with pytest.raises(CheckpointError, match=rf"are {name} \(.*gate_proj.weight is F"):
+        native_experts(model)
+
+
+def test_transposed_fp8(tmp_path: Path) -> None:
+    """Fused experts [in, out], as Qwen3-VL has them, with a scale for each output."""
+    rng = np.random.default_rng(5)
+    shapes = {"gate_up_proj": (2, 128, 384), "down_proj": (2, 192, 128)}
+    tensors: dict[str, Tensor] = {}
+    values = {}
+    for name, (count, cols, rows) in shapes.items():
+        codes = rng.integers(0, 0x7F, (count, cols, rows), np.uint8)
+        scale = rng.uniform(0.1, 2, (count, 1, rows)).astype(np.float32)
+        tensors |= {f"{SOURCE}.{name}": fp8(codes), f"{SOURCE}.{name}_scale": scale}
+        values[name] = (fp8_values()[codes] * scale).swapaxes(1, 2)
+    config = simple_config(
+        moe_intermediate_size=192, num_experts=2,
+        quantization_config={"quant_method": "compressed-tensors"},
+    )  # fmt: skip
+    experts = native_experts(write_checkpoint(tmp_path / "model", tensors, config), parts=3)
+    assert experts.format.key == "fp8-channel"
+    gate, up = np.split(values["gate_up_proj"], 2, axis=1)
+    expect_values(experts, Weights(gate, up, values["down_proj"]))
+
+
+def test_all_powers_of_two_are_scales_of_mxfp4(tmp_path: Path) -> None:
+    """0 of E8M0 is 2^-127, a denormal; 252 is the last whose weights float32 has, 255 is a NaN."""
+    scale = np.resize(np.arange(253, dtype=np.uint8), (INNER, HIDDEN // 32))
+    name = f"{SOURCE}.0.up_proj.weight"
+    model, _, _ = encoded_model(tmp_path / "all", "mxfp4, Quark", **{f"{name}_scale": scale})
+    powers = np.ldexp(1.0, scale.astype(int) - 127).astype(np.float32).repeat(32, axis=1)
+    levels = encoded.e2m1(codes_of(model, name))
+    np.testing.assert_array_equal(values_of(native_experts(model), 0)[1], levels * powers)
+    for code, says in ((253, r"has the scale 8\.5.*e\+37, under which"), (255, "is nan")):
+        scale[100, 3] = code
+        model, _, _ = encoded_model(
+            tmp_path / str(code), "mxfp4, Quark", **{f"{name}_scale": scale}
+        )
+        with pytest.raises(CheckpointError, match=says):
+            native_experts(model)
+
+
+def codes_of(model: Path, name: str) -> NDArray[np.uint8]:
+    """Nibbles of a tensor."""
+    from safetensors.numpy import load_file
+
+    stored = load_file(model / "model.safetensors")[name]
+    return np.stack([stored & 15, stored >> 4], axis=2).reshape(len(stored), -1)
+
+
+# ---- gpt-oss, experts without gates, norms ---------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+def test_gpt_oss(encoding: str, tmp_path: Path) -> None:
+    """Outputs of gate and up alternate; all matrices have biases; swiglu is clamped."""
+    blocks = Blocks()
+    config = simple_config(**GPT_OSS_SIZES, model_type="gpt_oss", num_local_experts=3)
+    model = write_checkpoint(tmp_path / "model", getattr(blocks, encoding), config)
+    for parts in (1, 2, 3):
+        experts = native_experts(model, parts=parts)
+        assert experts.format.key == encoding and experts.biased
+        assert experts.activation == Activation("swiglu", 1.702, 1.0, 7.0)
+        expect_values(experts, blocks.weights)
+        gate_up, down = blocks.biases
+        for expert in range(3):
+            expected = gate_up[expert, 0::2], gate_up[expert, 1::2], down[expert]
+            for one, bias in zip(experts.streams(expert), expected, strict=True):
+                assert one is not None and one.bias is not None
+                np.testing.assert_array_equal(one.bias, bias)
+        assert kernel_error(experts) < KERNEL_BOUND
+
+
+@pytest.mark.parametrize("kind", [None, "fp8 block", "int4 packed, group 32"])
+def test_experts_without_gates(kind: str | None, tmp_path: Path) -> None:
+    model, matrices = write_nemotron(tmp_path / "model", kind)
+    experts = native_experts(model, 1, parts=3)
+    assert experts.activation.function == "relu2"
+    for expert in range(experts.count):
+        for values, proj in zip(values_of(experts, expert), ("up", "down"), strict=True):
+            np.testing.assert_array_equal(values, matrices[1, expert, proj])
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+def test_norms_of_outputs(tmp_path: Path) -> None:
+    weights = random_weights()
+    norm = np.linspace(0.5, 2, 128).astype(np.float16).astype(np.float32)
+    tensors = numbered(SOURCE, weights)
+    name = f"{SOURCE}.post_expert_norm.weight"
+    config = simple_config(model_type="muse_spark")
+    model = write_checkpoint(tmp_path / "with", {**tensors, name: norm}, config)
+    experts = native_experts(model)
+    assert experts.norm is not None and np.array_equal(experts.norm.weight, norm)
+    assert kernel_error(experts) < KERNEL_BOUND
+    without = write_checkpoint(tmp_path / "without", tensors, config)
+    with pytest.raises(CheckpointError, match="layer 0 has no norm of its experts' outputs"):
+        native_experts(without)
+
+
+# ---- which format ----------------------------------------------------------------------
+
+
+def integers(low: int, store: Callable[[F32], Tensor]) -> encoded.Kind:
+    """INT4 with a scale for each row, of codes from `low` on."""
+
+    def of(rng: np.random.Generator, rows: int, cols: int) -> encoded.Stored:
+        codes = rng.integers(low + 8, 16, (rows, cols), np.uint8)
+        scale = encoded.truncated(rng.uniform(0.1, 1, (rows, 1)).astype(np.float32))
+        parts: dict[str, Tensor] = {
+            "weight_packed": encoded.stream(codes, 4).view(np.int32),
+            "weight_scale": store(scale),
+        }
+        return parts, (codes.astype(np.float32) - 8) * scale
+
+    return encoded.Kind("int4-packed", of, {"quant_method": "compressed-tensors"})
+
+
+@pytest.mark.parametrize(
+    ("low", "parts", "key"), [(-7, 1, "int4"), (-8, 1, "gint4-128"), (-7, 2, "gint4-64")]
+)
+def test_int4_with_a_scale_for_each_row(
+    low: int, parts: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INT4 itself where it has all codes and allows the shape; a step of it is 16 scales."""
+    monkeypatch.setitem(KINDS, "own", integers(low, encoded.halves))
+    model, weights, _ = encoded_model(tmp_path / "model", "own")
+    experts = native_experts(model, parts=parts)
+    assert experts.format.key == key
+    expect_values(experts, weights)
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+def test_int8_with_a_scale_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(rng: np.random.Generator, rows: int, cols: int) -> encoded.Stored:
+        return encoded.in_int8(rng.standard_normal((rows, cols)).astype(np.float32))
+
+    kind = encoded.Kind("int8", of, {"quant_method": "compressed-tensors"})
+    monkeypatch.setitem(KINDS, "own", kind)
+    model, weights, _ = encoded_model(tmp_path / "model", "own")
+    experts = native_experts(model, parts=2)
+    assert experts.format.key == "int8"
+    expect_values(experts, weights)
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+def test_a_method_can_be_chosen(tmp_path: Path) -> None:
+    """Scales that more columns share are written for each group."""
+    model, weights, _ = encoded_model(tmp_path / "model", "int4 packed, channel")
+    for method in ("gint4-32", "gint4-64-f32", "rawint4", "INT8"):
+        experts = native_experts(model, method=method)
+        assert method.lower() in (experts.format.key, *experts.format.aliases)
+        expect_values(experts, weights)
+    layer = open_checkpoint(model).layers[0]
+    assert native_formats(layer)[0] == "int4" and native_formats(layer)[-1] == "int8"
+
+
+NO_BF16 = r"gate_proj.scales has the scale 0.[0-9]+, which is not a number in bf16"
+NO_EXPERT = "slot 1 is to have expert 2, but the layer has experts 0 to 1"
+PARTS = "parts that it allows: 1, 3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says", "hint"),
+    [
+        ("gptq symmetric", {"method": "gint4-64"}, NO_BF16, "quantize-cpu"),
+        ("int4 packed, channel", {"method": "int4"}, "-8, but int4 has -7 to 7", "MoELayer.pack"),
+        (
+            "fp8 block",
+            {"method": "fp8-channel"},
+            "are fp8-block .* not have exactly",
+            "give fp8 or",
+        ),
+        ("fp8 block", {"method": "int5"}, "unknown method 'int5'", "available"),
+        ("fp8 block", {"parts": 2}, r"a part 192.*layer 0, fp8-block", PARTS),
+        ("fp8 block", {"parts": 5}, "cannot be split into 5 parts", PARTS),
+        ("fp8 block", {"parts": 0}, "0 parts", PARTS),
+        ("fp8 block", {"layer": 7}, "has no experts of layer 7", "it has [0]"),
+        ("fp8 block", {"slots": []}, "a map of slots must be", "give integers"),
+        ("fp8 block", {"slots": [0, 2]}, NO_EXPERT, "correct the map"),
+        ("fp8 block", {"slots": [0, -1]}, "slot 1 is to have expert -1", "correct the map"),
+        ("fp8 block", {"slots": [0.0, 1.0]}, "not float64", "give integers"),
+    ],
+)
+def test_refusals(kind: str, options: dict[str, Any], says: str, hint: str, tmp_path: Path) -> None:
+    model, _, _ = encoded_model(tmp_path / "model", kind)
+    with pytest.raises(KtconvError, match=says) as caught:
+        native_experts(model, **options)
+    assert caught.value.hint is not None and hint in caught.value.hint
+
+
+def test_encodings_that_differ(tmp_path: Path) -> None:
+    """Down in FP8 by row, gate and up by block: no format has both."""
+    rng = np.random.default_rng(2)
+    changes: dict[str, Any] = {}
+    for expert in range(2):
+        parts, _ = KINDS["fp8 channel"].of(rng, HIDDEN, INNER)
+        changes |= {f"{SOURCE}.{expert}.down_proj.{name}": one for name, one in parts.items()}
+    model, _, _ = encoded_model(tmp_path / "model", "fp8 block", **changes)
+    with pytest.raises(CheckpointError, match=r"are fp8-block and fp8-channel .* no weight format"):
+        native_experts(model)
+
+
+def test_experts_that_are_not_used_need_no_format(tmp_path: Path) -> None:
+    parts, _ = KINDS["fp8 group"].of(np.random.default_rng(2), HIDDEN, INNER)
+    changes = {f"{SOURCE}.1.down_proj.{name}": one for name, one in parts.items()}
+    model, weights, _ = encoded_model(tmp_path / "model", "fp8 tensor", **changes)
+    with pytest.raises(CheckpointError, match="fp8-tensor and fp8-group"):
+        native_experts(model)
+    experts = native_experts(model, slots=[0, 0, 0])
+    np.testing.assert_array_equal(values_of(experts, 0)[2], weights.down[0])
+
+
+# ---- damage ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_bf16_that_is_not_finite(value: float, tmp_path: Path) -> None:
+    weights = random_weights(256, 192, 2)
+    weights.down[1, 200, 70] = value
+    tensors = numbered(SOURCE, weights)
+    config = simple_config(hidden_size=256, moe_intermediate_size=192, num_experts=2)
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    with pytest.raises(CheckpointError, match=r"1\.down_proj\.weight .* at \[200, 70\]"):
+        native_experts(model, parts=2)
+
+
+def test_fp8_that_is_not_finite(tmp_path: Path) -> None:
+    codes = np.zeros((INNER, HIDDEN), np.uint8)
+    codes[300, 5] = 0xFF
+    changes: dict[str, Any] = {f"{SOURCE}.1.gate_proj.weight": fp8(codes)}
+    model, _, _ = encoded_model(tmp_path / "model", "fp8 block", **changes)
+    with pytest.raises(CheckpointError, match=r"1\.gate_proj\.weight .* at \[300, 5\]"):
+        native_experts(model, parts=3)
+
+
+# ---- memory and threads ----------------------------------------------------------------
+
+
+def addresses(experts: Experts) -> dict[tuple[int, int], int]:
+    """Of the up matrix of each slot of each part."""
+    return {
+        (part, slot): expert[1].codes.ctypes.data
+        for part, row in enumerate(experts.layer._keep)
+        for slot, expert in enumerate(row)
+        if expert is not None
+    }
+
+
+def test_slots_share_memory(tmp_path: Path) -> None:
+    model, weights, _ = encoded_model(tmp_path / "model", "fp8 block")
+    experts = native_experts(model, parts=3, slots=np.array([1, 0, 1, 1]))
+    assert experts.count == 4 and experts.origins.tolist() == [1, 0, 1, 1]
+    found = addresses(experts)
+    assert len(set(found.values())) == 2 * 3
+    assert all(found[part, 0] == found[part, 2] == found[part, 3] for part in range(3))
+    np.testing.assert_array_equal(values_of(experts, 1)[0], weights.gate[1])
+    assert kernel_error(experts) < KERNEL_BOUND
+
+
+def test_memory_is_bound_before_it_is_written(tmp_path: Path) -> None:
+    """What `bind` leaves in it is overwritten."""
+    model, weights, _ = encoded_model(tmp_path / "model", "mxfp4, Ling")
+    bound: list[tuple[int, range]] = []
+
+    def bind(memory: Any, part: int) -> None:
+        start = memory.ctypes.data
+        bound.append((part, range(start, start + memory.nbytes)))
+        memory[:] = 0xEE
+
+    experts = native_experts(model, parts=2, bind=bind)
+    assert [part for part, _ in bound] == [0, 1]
+    for (part, _), address in addresses(experts).items():
+        assert address in bound[part][1] and address % 64 == 0
+    expect_values(experts, weights)
+
+
+def test_any_number_of_threads_gives_the_same_bytes(tmp_path: Path) -> None:
+    model, _, _ = encoded_model(tmp_path / "model", "awq symmetric")
+    packed = []
+    for threads in (1, 2, 20):
+        experts = native_experts(model, threads=threads)
+        packed.append(
+            [m.codes.tobytes() for row in experts.layer._keep for e in row if e for m in e if m]
+        )
+    assert packed[0] == packed[1] == packed[2]
+
+
+def test_kernels_compute_the_same_on_each_level(tmp_path: Path, tiles: Any) -> None:
+    model, _, _ = encoded_model(tmp_path / "model", "gptq symmetric")
+    experts = native_experts(model)
+    before = native.isa()
+    try:
+        for isa in native.kernel_levels(experts.layer.layout):
+            native.use_isa(isa)
+            assert kernel_error(experts) < KERNEL_BOUND
+    finally:
+        native.use_isa(before)
