@@ -1,9 +1,8 @@
 /* epilogue.h - what happens to the products of a strip: activation, weighted sum.
  *
  * Every operation is spelled out (which are fused, in which order), so that each level gives
- * the same bits. exp(x): x in [-87, 88]; n = round(x / ln 2), r = x - n ln 2 in two steps,
- * Taylor's polynomial of degree 7 for exp(r), |r| <= 0.347, times 2^n: relative error below
- * 3e-7. erf: Abramowitz and Stegun 7.1.26, absolute error below 5e-7.
+ * the same bits. exp(x): as ../simd/exponential.h has it, x in [-87, 88]. erf: Abramowitz and
+ * Stegun 7.1.26, absolute error below 5e-7.
  *
  * tanh(|x|) = e / (e + 2) with e = exp(2 |x|) - 1 = fma(2^n, p, 2^n - 1), p = r times the same
  * polynomial without its last term. Nothing cancels in p, so small x have the same relative error:
@@ -12,12 +11,9 @@
 #ifndef KT_EPILOGUE_H
 #define KT_EPILOGUE_H
 
+#include "../simd/exponential.h"
 #include "gemm.h"
 
-#define KT_LOG2_E 1.44269504f
-#define KT_LN2_HIGH 0.693359375f /* 9 bits: n times it is exact */
-#define KT_LN2_LOW -2.12194440e-4f
-#define KT_ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
 #define KT_EXP_MIN -87.0f
 #define KT_EXP_MAX 88.0f
 #define KT_SQRT_HALF 0.70710678f
@@ -25,11 +21,9 @@
 #define KT_ERF_P 0.3275911f
 
 /* Coefficients from the highest power down. */
-static const float kt_exp_taylor[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24,
-                                      1.0f / 6,    1.0f / 2,   1.0f,       1.0f};
 static const float kt_erf_poly[] = {1.061405429f,  -1.453152027f, 1.421413741f,
                                     -0.284496736f, 0.254829592f,  0.0f};
-enum { KT_EXP_TERMS = 8, KT_ERF_TERMS = 6 };
+enum { KT_ERF_TERMS = 6 };
 
 #define KT_FOR_GATED_FUNCTIONS(DO)                                                                 \
   DO(KT_SWIGLU) DO(KT_GELU) DO(KT_GELU_TANH) DO(KT_SWIGLU_CLAMPED) DO(KT_SOFTCAP)

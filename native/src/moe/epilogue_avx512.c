@@ -7,14 +7,9 @@
 #include <math.h>
 
 KT_TARGET_BEGIN(AVX512)
+#include "../simd/exponential_avx512.h"
 #include "epilogue.h"
 #include "rows.h"
-
-KT_INLINE __m512 horner(const float *terms, int count, __m512 x) {
-  __m512 sum = _mm512_set1_ps(terms[0]);
-  for (int i = 1; i < count; i++) sum = _mm512_fmadd_ps(sum, x, _mm512_set1_ps(terms[i]));
-  return sum;
-}
 
 KT_INLINE __m512 flip_sign(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
 
@@ -22,25 +17,9 @@ KT_INLINE __m512 flip_sign(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0
 KT_INLINE __m512 at_least(float limit, __m512 x) { return _mm512_max_ps(_mm512_set1_ps(limit), x); }
 KT_INLINE __m512 at_most(float limit, __m512 x) { return _mm512_min_ps(_mm512_set1_ps(limit), x); }
 
-/* exp(x) = exp(r) * power, a power of two. */
-typedef struct reduced {
-  __m512 r, power;
-} reduced;
-
-KT_INLINE reduced reduce(__m512 x) {
-  const __m512 rounder = _mm512_set1_ps(KT_ROUNDER);
-  const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(KT_LOG2_E), rounder);
-  const __m512 n = _mm512_sub_ps(shifted, rounder);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(KT_LN2_HIGH), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(KT_LN2_LOW), r);
-  const __m512i biased =
-      _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000 - 127));
-  return (reduced){r, _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
-}
-
 KT_INLINE __m512 exponential(__m512 x) {
-  const reduced e = reduce(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
-  return _mm512_mul_ps(horner(kt_exp_taylor, KT_EXP_TERMS, e.r), e.power);
+  const kt_reduced16 e = kt_reduce16(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
+  return _mm512_mul_ps(kt_horner16(kt_exp_taylor, KT_EXP_TERMS, e.r), kt_power_of_two16(e.n));
 }
 
 KT_INLINE __m512 with_sign_of(__m512 x, __m512 size) {
@@ -50,9 +29,11 @@ KT_INLINE __m512 with_sign_of(__m512 x, __m512 size) {
 
 KT_INLINE __m512 hyperbolic_tangent(__m512 x) {
   const __m512 size = _mm512_abs_ps(x), one = _mm512_set1_ps(1.0f);
-  const reduced e = reduce(at_most(KT_EXP_MAX, _mm512_mul_ps(_mm512_set1_ps(2.0f), size)));
-  const __m512 p = _mm512_mul_ps(horner(kt_exp_taylor, KT_EXP_TERMS - 1, e.r), e.r);
-  const __m512 less_one = _mm512_fmadd_ps(e.power, p, _mm512_sub_ps(e.power, one));
+  const kt_reduced16 e =
+      kt_reduce16(at_most(KT_EXP_MAX, _mm512_mul_ps(_mm512_set1_ps(2.0f), size)));
+  const __m512 power = kt_power_of_two16(e.n);
+  const __m512 p = _mm512_mul_ps(kt_horner16(kt_exp_taylor, KT_EXP_TERMS - 1, e.r), e.r);
+  const __m512 less_one = _mm512_fmadd_ps(power, p, _mm512_sub_ps(power, one));
   const __m512 more_one = _mm512_add_ps(less_one, _mm512_set1_ps(2.0f));
   return with_sign_of(x, _mm512_div_ps(less_one, more_one));
 }
@@ -66,7 +47,7 @@ KT_INLINE __m512 error_function(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f), size = _mm512_abs_ps(x);
   const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(KT_ERF_P), size, one));
   const __m512 decay = exponential(flip_sign(_mm512_mul_ps(size, size)));
-  const __m512 rest = _mm512_mul_ps(horner(kt_erf_poly, KT_ERF_TERMS, t), decay);
+  const __m512 rest = _mm512_mul_ps(kt_horner16(kt_erf_poly, KT_ERF_TERMS, t), decay);
   return with_sign_of(x, _mm512_sub_ps(one, rest));
 }
 

@@ -4,36 +4,20 @@
 #include "epilogue.h"
 #include "rows.h"
 
-static float horner(const float *terms, int count, float x) {
-  float sum = terms[0];
-  for (int i = 1; i < count; i++) sum = fmaf(sum, x, terms[i]);
-  return sum;
-}
-
 /* Comparisons as written let a NaN pass through. */
 static float at_most(float limit, float x) { return limit < x ? limit : x; }
 static float at_least(float limit, float x) { return limit > x ? limit : x; }
 
-/* exp(x) = exp(r) * power, a power of two. */
-typedef struct reduced {
-  float r, power;
-} reduced;
-
-static reduced reduce(float x) {
-  const float shifted = fmaf(x, KT_LOG2_E, KT_ROUNDER), n = shifted - KT_ROUNDER;
-  const float r = fmaf(-n, KT_LN2_LOW, fmaf(-n, KT_LN2_HIGH, x));
-  return (reduced){r, kt_float((kt_bits(shifted) - 0x4b400000u + 127u) << 23)};
-}
-
 static float exponential(float x) {
-  const reduced e = reduce(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
-  return horner(kt_exp_taylor, KT_EXP_TERMS, e.r) * e.power;
+  const kt_reduced e = kt_reduce(at_most(KT_EXP_MAX, at_least(KT_EXP_MIN, x)));
+  return kt_horner(kt_exp_taylor, KT_EXP_TERMS, e.r) * kt_power_of_two(e.n);
 }
 
 static float hyperbolic_tangent(float x) {
-  const reduced e = reduce(at_most(KT_EXP_MAX, 2.0f * fabsf(x)));
-  const float p = horner(kt_exp_taylor, KT_EXP_TERMS - 1, e.r) * e.r;
-  const float less_one = fmaf(e.power, p, e.power - 1.0f);
+  const kt_reduced e = kt_reduce(at_most(KT_EXP_MAX, 2.0f * fabsf(x)));
+  const float power = kt_power_of_two(e.n);
+  const float p = kt_horner(kt_exp_taylor, KT_EXP_TERMS - 1, e.r) * e.r;
+  const float less_one = fmaf(power, p, power - 1.0f);
   return copysignf(less_one / (less_one + 2.0f), x);
 }
 
@@ -41,7 +25,7 @@ static float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 static float error_function(float x) {
   const float size = fabsf(x), t = 1.0f / fmaf(KT_ERF_P, size, 1.0f);
-  const float rest = horner(kt_erf_poly, KT_ERF_TERMS, t) * exponential(-(size * size));
+  const float rest = kt_horner(kt_erf_poly, KT_ERF_TERMS, t) * exponential(-(size * size));
   return copysignf(1.0f - rest, x);
 }
 

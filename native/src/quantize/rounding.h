@@ -13,27 +13,13 @@
 #error "the format's roundings need -std=c11, which leaves products unfused"
 #endif
 
-#include <stdint.h>
-#include <string.h>
+#include "../simd/bits.h"
 
 enum { KT_NONFINITE_BITS = 0x7f800000 }; /* magnitudes from here on are Inf or NaN */
 
 /* Rows whose maximum is below this need kt_flush element by element; above it (2^-100) a
  * denormal is less than 2^-18 of a step and rounds to zero by itself. */
 enum { KT_FLUSH_BITS = 0x0d800000 };
-
-static inline uint32_t kt_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-/* The float of these bits. */
-static inline float kt_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 /* Flush to zero: the format knows no denormals, neither in weights nor in scales. */
 static inline float kt_flush(float value) {
