@@ -496,6 +496,69 @@ int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool);
  * a mapped file that are not in memory yet come to the right NUMA node. */
 kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool);
 
+/* ---- Routers --------------------------------------------------------------- *
+ *
+ * What a router does with its logits: which experts each token goes to, and with what weights. */
+
+enum { KT_MAX_ROUTED = 4096 }; /* logits of a token */
+
+/* The score s of a logit z. */
+typedef enum kt_scoring {
+  KT_SOFTMAX = 0,      /* exp(z - m) / sum of exp(z - m) over the experts; m is the largest z */
+  KT_SIGMOID = 1,      /* 1 / (1 + exp(-z)) */
+  KT_SQRT_SOFTPLUS = 2 /* sqrt(log(1 + exp(z))) */
+} kt_scoring;
+
+/* Experts are chosen by c = s + correction, or z + correction with `by_logits`. With `groups` > 1,
+ * groups of experts / groups neighbours, a group's mark is the sum of its group_score (1 or 2) best
+ * c (of a group of one: its c). Experts outside the `keep` best groups cannot be chosen, or compete
+ * with c = `masked` where that is not -INFINITY. The weight of a chosen expert is its s, without
+ * the correction; with `by_logits`, softmax is over the chosen experts alone. Then, in this order:
+ *   renormalise    s / max(norm + epsilon, least_sum), or 0 where that divisor is 0
+ *   factor         times factor
+ *   expert_factor  times the chosen expert's
+ * norm is the p-norm of the chosen s and of the scores of the sinks: the last `sinks` logits of a
+ * token, which are no experts and count nowhere else. Softmax has none; with KT_SIGMOID, scores too
+ * small for binary32 still have their shares.
+ *
+ * `jitter` >= 0 is SparseMixer-v2 (arXiv 2409.12136): the best expert, then the best of the others,
+ * and so on. A weight is the expert's share of the softmax over it and those worse ones that have
+ * (best - z) / max(|z|, best) <= 2 * jitter. It takes KT_SOFTMAX, one group, and neither
+ * correction, sinks, by_logits nor renormalise. */
+typedef struct kt_router {
+  int64_t experts, sinks, top_k; /* together at most KT_MAX_ROUTED logits */
+  int32_t scoring;               /* kt_scoring */
+  int32_t by_logits;
+  const float *correction; /* NULL: zeros; else [experts] */
+  int64_t groups, keep;    /* 1, 1: all experts */
+  int32_t group_score;
+  int32_t renormalise;
+  float masked;
+  float jitter; /* below 0: none */
+  float p_norm; /* above 0; 1: sum, 2: Euclidean, INFINITY: largest; others by pow() */
+  float epsilon, least_sum, factor;
+  const float *expert_factor; /* NULL: ones; else [experts] */
+} kt_router;
+
+/* Experts of each token and their weights.
+ *   logits   float [tokens, experts + sinks]
+ *   given    NULL, or int64 [tokens, top_k] experts that are not to be chosen, only weighed
+ *   ids      int64 [tokens, top_k] out: best first and all different, or as given; may be `given`
+ *   weights  float [tokens, top_k] out
+ *   pool     NULL: the calling thread
+ * Of equal c, and of equal groups, the lowest number is chosen. NaN counts as -INFINITY there, and
+ * all weights of a token with a NaN logit are NaN, as are those whose arithmetic gives NaN: softmax
+ * of logits of which one is INFINITY or all are -INFINITY. All operations are binary32 (the norm:
+ * binary64) and spelled out: the same bits on every level and for any number of threads, except
+ * where p_norm needs pow(). tokens: any number.
+ * KT_ERR_ARGUMENT: sizes that do not fit each other (groups that do not divide the experts, top_k
+ * above what the kept groups have), a number that is NaN or outside its range, what jitter
+ * (`given`, too) and softmax's sinks do not take. KT_ERR_EXPERT: an id in `given` that is not one
+ * of 0 .. experts - 1. */
+kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t tokens,
+                            const float *logits, const int64_t *given, int64_t *ids,
+                            float *weights);
+
 /* ---- Limits of the machine ------------------------------------------------- *
  *
  * Loops to be timed by the caller; all threads of the pool work, at the level in use. */

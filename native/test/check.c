@@ -12,6 +12,7 @@
 #include "ktconv.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -20,7 +21,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static const uint64_t EXPECTED_HASH = 0x0be47d6b5b6918bcu;
+static const uint64_t EXPECTED_HASH = 0x7ab089de6713326bu;
 
 static const char *const FORMAT_NAMES[] = {"int8", "int4"};
 static const char *const RULE_NAMES[] = {"amax", "search", "search with importance"};
@@ -606,6 +607,84 @@ static void check_packed_dtypes(void) {
         check_packed_decode(dtype, transposed, (placement)where);
 }
 
+/* ---- Routers ------------------------------------------------------------- */
+
+/* Some of them ties, infinities and NaN. */
+static guarded random_logits(int64_t count, placement where) {
+  static const uint32_t odd[] = {0x7f800000, 0xff800000, 0x7fc00000, 0x80000000, 0x42b10000};
+  guarded g = guarded_new((size_t)count * 4, where, 4);
+  for (int64_t i = 0; i < count; i++) {
+    const uint64_t z = random64();
+    const uint32_t ordinary = float_bits((float)((int)(z % 4001) - 2000) / 128.0f);
+    const uint32_t bits = z >> 58 ? ordinary : odd[(z >> 32) % 5];
+    memcpy(g.data + 4 * i, &bits, 4);
+  }
+  return g;
+}
+
+static void check_router(kt_router r, placement where) {
+  enum { TOKENS = 5 };
+  static int64_t first_ids[TOKENS * KT_MAX_ROUTED];
+  static float first_weights[TOKENS * KT_MAX_ROUTED];
+  snprintf(current, sizeof current, "router of %d in %d, %d groups, scoring %d, place %d",
+           (int)r.top_k, (int)r.experts, (int)r.groups, (int)r.scoring, (int)where);
+  guarded logits = random_logits(TOKENS * (r.experts + r.sinks), where);
+  guarded correction = random_logits(r.experts, where), factor = random_logits(r.experts, where);
+  if (r.jitter < 0) r.correction = (const float *)correction.data;
+  r.expert_factor = (const float *)factor.data;
+  const size_t count = (size_t)(TOKENS * r.top_k);
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
+    use_level(kt_isa_at(i));
+    guarded ids = guarded_new(count * 8, where, 8), weights = guarded_new(count * 4, where, 4);
+    expect_status("choose_experts",
+                  kt_choose_experts(&r, NULL, TOKENS, (const float *)logits.data, NULL,
+                                    (int64_t *)ids.data, (float *)weights.data),
+                  KT_OK);
+    if (i == 0) {
+      add_hash(&ids);
+      add_hash(&weights);
+      memcpy(first_ids, ids.data, ids.size);
+      memcpy(first_weights, weights.data, weights.size);
+    }
+    expect_bytes("ids", ids.data, first_ids, ids.size);
+    expect_bytes("weights", weights.data, first_weights, weights.size);
+    guarded_end(&ids, "ids");
+    guarded_end(&weights, "weights");
+  }
+  guarded_end(&logits, "logits");
+  guarded_end(&correction, "correction");
+  guarded_end(&factor, "factor");
+  cases++;
+}
+
+/* Of every number of experts around whole blocks, and the largest. */
+static void check_routers(void) {
+  static const int64_t experts[] = {1, 6, 15, 16, 18, 40, 96, KT_MAX_ROUTED - 3};
+  random_state = 11000;
+  for (int size = 0; size < 8; size++)
+    for (int kind = 0; kind < 16; kind++) {
+      const int64_t e = experts[size], groups = kind & 4 && e % 3 == 0 ? 3 : 1;
+      const int64_t keep = groups == 3 ? 2 : 1, most = e / groups * keep;
+      const int64_t some = (most + 3) / 4 % 9 + 1;
+      const int scoring = kind % 4 % 3, mixed = kind == 12;
+      const kt_router r = {.experts = e,
+                           .sinks = scoring != KT_SOFTMAX && kind & 8 ? 3 : 0,
+                           .top_k = most < some || (kind == 5 && e < 100) ? most : some,
+                           .scoring = mixed ? KT_SOFTMAX : scoring,
+                           .by_logits = kind == 7,
+                           .groups = mixed ? 1 : groups,
+                           .keep = mixed ? 1 : keep,
+                           .group_score = 1 + kind % 2,
+                           .renormalise = !mixed && kind % 5 != 0,
+                           .masked = kind % 2 ? 0.0f : -INFINITY,
+                           .jitter = mixed ? 0.1f : -1.0f,
+                           .p_norm = kind & 8 ? 2.0f : 1.0f,
+                           .epsilon = 1e-20f,
+                           .factor = 2.5f};
+      check_router(r, (placement)((size + kind) % PLACEMENTS));
+    }
+}
+
 /* The functions without a matrix, and refusals that must not touch memory. */
 static void check_rest(void) {
   kt_cpu cpu;
@@ -636,6 +715,12 @@ static void check_rest(void) {
   expect_status("audit_codes", kt_audit_codes(&int8, &byte, 32, 32, (int8_t *)&byte), KT_ERR_SHAPE);
   expect_status("audit_codes", kt_audit_codes(&bf16, &byte, 32, 32, (int8_t *)&byte),
                 KT_ERR_UNSUPPORTED);
+  const kt_router router = {.experts = 4, .top_k = 1, .groups = 3, .keep = 1, .group_score = 1};
+  int64_t id = 0;
+  expect_status("choose_experts", kt_choose_experts(&router, NULL, 1, &row, NULL, &id, &row),
+                KT_ERR_ARGUMENT);
+  expect_status("choose_experts", kt_choose_experts(NULL, NULL, 1, &row, NULL, &id, &row),
+                KT_ERR_ARGUMENT);
   expect_status("isa_use", kt_isa_use(KT_ISA_COUNT), KT_ERR_ARGUMENT);
 }
 
@@ -654,6 +739,7 @@ int main(void) {
   check_format(KT_FORMAT_INT4);
   check_ragged_decode();
   check_packed_dtypes();
+  check_routers();
   snprintf(current, sizeof current, "all cases");
   level_name = kt_isa_name(KT_ISA_SCALAR);
   if (hash != EXPECTED_HASH) fail("hash is %016" PRIx64 ", not %016" PRIx64, hash, EXPECTED_HASH);

@@ -1,4 +1,4 @@
-"""NumPy's routers against those of transformers, and what holds for every router."""
+"""Our routers against those of transformers, and what holds for every router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.families.family import SCORINGS, Router, RouterSpec
 from ktconv.families.names import router_tensors, shared_expert_tensors
-from ktconv.families.routers import Stored, find_router, route, router_of, wanted
+from ktconv.families.routers import find_router, router_of
+from ktconv.families.routing import Stored, route, wanted
 from ktconv.system.arrays import Array
 
 TOKENS, HIDDEN, EXPERTS, VOCABULARY = 40, 32, 16, 64

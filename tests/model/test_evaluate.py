@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 
 from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.families.names import router_tensors
-from ktconv.families.routers import route, router_of
+from ktconv.families.routers import router_of
+from ktconv.families.routing import route
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.model import load_model, replace_experts
 from ktconv.model.evaluate import (

@@ -46,5 +46,6 @@ from ktconv.native.packing import (
     unpack_weight,
 )
 from ktconv.native.pool import Pool, bind_memory
+from ktconv.native.routing import MAX_ROUTED, SCORINGS, Router, choose_experts
 from ktconv.native.rules import RULES, Choice
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit

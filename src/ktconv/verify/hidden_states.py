@@ -14,7 +14,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.activations import shared_activation
 from ktconv.families.names import is_gguf
-from ktconv.families.routers import Stored, route
+from ktconv.families.routing import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text

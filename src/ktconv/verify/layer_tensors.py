@@ -26,14 +26,13 @@ from ktconv.families.names import (
     shared_expert_tensors,
 )
 from ktconv.families.routers import (
-    PARTS,
     FoundRouter,
     UnknownRouter,
     check_experts,
     find_router,
     router_of,
-    wanted,
 )
+from ktconv.families.routing import PARTS, wanted
 from ktconv.reading.norms import find_norm
 from ktconv.reading.tensors import SourceTensors
 
@@ -44,7 +43,7 @@ WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
 class Router:
     """A router that can be run. `weight` is [E, width], or [width, E] where it is `transposed`;
     `width` differs from that of the experts' inputs where those are latent. `stored`: what else
-    its spec has, by the fields of `routers.Stored`."""
+    its spec has, by the fields of `routing.Stored`."""
 
     spec: RouterSpec
     weight: TensorRef

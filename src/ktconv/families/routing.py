@@ -1,0 +1,212 @@
+"""A router at work: which experts a token goes to, and with what weights.
+
+Used where a model's own code is not available. Everything is float32, as in most families' own
+routers; a model that computes its logits in bf16 may choose differently between experts with nearly
+equal scores. What follows the logits is kt_choose_experts of the C library.
+
+    spec = router_of(config, layer)
+    ids, weights = route(spec, x, gate)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktconv import native
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.family import RouterSpec
+from ktconv.families.routers import check_experts
+from ktconv.system.arrays import F32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a router has in addition to its gate; None for what its spec does not have."""
+
+    bias: F32 | None = None  # [rows of the gate]
+    correction: F32 | None = None  # [E]
+    input_scale: F32 | None = None  # [H]
+    scale: F32 | None = None  # [1]
+    expert_scale: F32 | None = None  # [E]
+    table: I64 | None = None  # [vocabulary, K]: experts of each token
+
+
+def wanted(spec: RouterSpec) -> Mapping[str, bool]:
+    """For each field of `Stored`, whether `spec` has it."""
+    return {
+        "bias": spec.bias,
+        "correction": spec.correction,
+        "input_scale": spec.input_norm is not None,
+        "scale": spec.stored_scale,
+        "expert_scale": spec.expert_scale,
+        "table": spec.by_token,
+    }
+
+
+PARTS: Mapping[str, str] = {  # of these fields, in messages
+    "bias": "bias",
+    "correction": "correction bias",
+    "input_scale": "input scale",
+    "scale": "scale",
+    "expert_scale": "scale per expert",
+    "table": "table of tokens",
+}
+
+
+def route(
+    spec: RouterSpec,
+    x: F32,
+    weight: F32,
+    stored: Stored | None = None,
+    tokens: I64 | None = None,
+) -> tuple[I64, F32]:
+    """Experts of each token, best first, and their weights: int64 and float32 [M, K].
+
+    x [M, H] is what goes into the router, weight [E, H] the gate; of its rows, the last ones
+    belong to `spec.identity_experts`, and behind those to `spec.sinks`. The rest as in `choose`.
+    """
+    stored = stored or Stored()
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise UsageError(f"x {list(x.shape)} and a gate {list(weight.shape)} do not fit")
+    _check_stored(spec, stored, {"bias": (len(weight),), "input_scale": (x.shape[1],)})
+    return choose(spec, _logits(spec, x, weight, stored), stored, tokens)
+
+
+def choose(
+    spec: RouterSpec,
+    logits: F32,
+    stored: Stored | None = None,
+    tokens: I64 | None = None,
+    pool: native.Pool | None = None,
+) -> tuple[I64, F32]:
+    """Experts of each token, best first, and their weights, int64 and float32 [M, K], by logits
+    [M, E + sinks].
+
+    Of `stored`, what made the logits is not looked at. tokens [M] are needed for a table only,
+    whose experts come in its order. Of two equal scores the lower expert is chosen. `pool`: its
+    threads work, else the calling one. Raises UsageError for arrays that do not fit each other,
+    CheckpointError for ones that do not fit `spec`, and a spec that no router can have.
+    """
+    stored = stored or Stored()
+    experts = logits.shape[1] - spec.sinks
+    check_experts(spec, experts - spec.identity_experts)
+    _check_steps(spec, logits.shape[1])
+    _check_stored(
+        spec,
+        stored,
+        {"correction": (experts,), "scale": (1,), "expert_scale": (experts,), "table": None},
+    )
+    given = None
+    if stored.table is not None:
+        _check_table(spec, stored.table, tokens, len(logits), experts)
+        given = np.ascontiguousarray(stored.table[tokens], np.int64)
+    return native.choose_experts(
+        _rule(spec),
+        np.ascontiguousarray(logits, np.float32),
+        correction=_floats(stored.correction),
+        expert_factor=_factors(stored, experts),
+        given=given,
+        pool=pool,
+    )
+
+
+def _rule(spec: RouterSpec) -> native.Router:
+    return native.Router(
+        spec.scoring,
+        spec.top_k,
+        sinks=spec.sinks,
+        by_logits=spec.by_logits,
+        groups=spec.n_group,
+        keep=spec.topk_group,
+        group_score=1 if spec.group_score == "max" else 2,
+        renormalise=spec.renormalise and spec.jitter is None,  # whose weights are shares already
+        masked=spec.masked,
+        jitter=spec.jitter,
+        p_norm=spec.p_norm,
+        epsilon=spec.epsilon,
+        least_sum=spec.least_sum,
+        factor=spec.routed_scaling_factor,
+    )
+
+
+def _floats(array: F32 | None) -> F32 | None:
+    return None if array is None else np.ascontiguousarray(array, np.float32)
+
+
+def _factors(stored: Stored, experts: int) -> F32 | None:
+    """Both scales as one factor for each expert."""
+    if stored.scale is None:
+        return _floats(stored.expert_scale)
+    each = np.float32(1) if stored.expert_scale is None else stored.expert_scale
+    return np.ascontiguousarray(np.broadcast_to(stored.scale * each, (experts,)), np.float32)
+
+
+def _check_steps(spec: RouterSpec, logits: int) -> None:
+    """CheckpointError for steps that do not go together, and numbers outside their ranges."""
+    if logits > native.MAX_ROUTED:
+        raise CheckpointError(
+            f"{logits} logits of a token are more than the {native.MAX_ROUTED} that are supported"
+        )
+    if spec.sinks and spec.scoring == "softmax":
+        raise CheckpointError("a softmax router has no sinks", "sigmoid and sqrtsoftplus have")
+    others = (spec.n_group > 1, spec.correction, spec.by_logits, spec.by_token, spec.sinks)
+    if spec.jitter is not None and (spec.scoring != "softmax" or any(others)):
+        raise CheckpointError(
+            "sparsemixer chooses by softmax alone, without groups, a correction bias, a choice by "
+            "logits, a table or sinks"
+        )
+    for name in ("jitter", "p_norm", "epsilon", "least_sum", "routed_scaling_factor", "masked"):
+        value = getattr(spec, name)
+        if value is not None and not _possible(name, value):
+            raise CheckpointError(f"{name} of a router cannot be {value}")
+
+
+def _possible(name: str, value: float) -> bool:
+    if name in ("masked", "routed_scaling_factor"):
+        return (
+            value == -np.inf if name == "masked" and np.isinf(value) else bool(np.isfinite(value))
+        )
+    return value > 0 if name == "p_norm" else value >= 0
+
+
+def _check_stored(
+    spec: RouterSpec, stored: Stored, shapes: Mapping[str, tuple[int, ...] | None]
+) -> None:
+    for field, shape in shapes.items():
+        needed, array = wanted(spec)[field], getattr(stored, field)
+        if needed != (array is not None):
+            state = "has no" if needed else "must not have a"
+            raise CheckpointError(f"the router {state} {PARTS[field]}")
+        if array is not None and shape is not None and array.shape != shape:
+            raise UsageError(f"the {PARTS[field]} {list(array.shape)} must be {list(shape)}")
+
+
+def _check_table(spec: RouterSpec, ids: I64, tokens: I64 | None, count: int, experts: int) -> None:
+    if ids.ndim != 2 or ids.shape[1] != spec.top_k:
+        raise UsageError(f"the table of tokens {list(ids.shape)} must be [tokens, {spec.top_k}]")
+    if ids.size and not 0 <= ids.min() <= ids.max() < experts:
+        raise CheckpointError(
+            f"the table of tokens has experts from {ids.min()} to {ids.max()}, but there are "
+            f"{experts}"
+        )
+    if tokens is None or tokens.shape != (count,):
+        raise UsageError("a table of tokens needs the token of each row of x")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(ids):
+        raise UsageError(f"tokens must be from 0 to {len(ids) - 1}, as in the table")
+
+
+def _logits(spec: RouterSpec, x: F32, weight: F32, stored: Stored) -> F32:
+    x = x.astype(np.float32)
+    if spec.input_norm is not None:
+        squares = np.mean(x * x, axis=1, keepdims=True) + np.float32(spec.input_norm)
+        x = x / np.sqrt(squares) * stored.input_scale * np.float32(x.shape[1] ** -0.5)
+    logits = x @ weight.astype(np.float32).T
+    if stored.bias is not None:
+        logits += stored.bias
+    logits *= np.float32(spec.logit_scale)
+    if spec.softcap > 0:
+        logits = np.tanh(logits / spec.softcap) * spec.softcap
+    return np.asarray(logits, np.float32)
