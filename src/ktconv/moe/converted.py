@@ -12,6 +12,7 @@ from ktconv.families.names import post_norm_tensors
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.moe.experts import Experts, OutputNorm
 from ktconv.moe.load import open_layer, output_config, stated_activation
+from ktconv.moe.slots import Slots
 from ktconv.packed.weights import PackedWeights, map_file, open_packed
 from ktconv.system.arrays import F32
 from ktconv.writer.manifest import read_manifest
@@ -19,12 +20,14 @@ from ktconv.writer.manifest import read_manifest
 _VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-def open_converted(directory: Path, layer: int | None = None) -> Experts:
+def open_converted(
+    directory: Path, layer: int | None = None, slots: Slots | None = None
+) -> Experts:
     """As `open_experts`, and with the norm of the experts' outputs where the model has one.
 
     Raises CheckpointError also where that norm is not in `directory`.
     """
-    number, experts = open_layer(directory, layer)
+    number, experts = open_layer(directory, layer, slots=slots)
     stated = stated_activation(directory, number)
     experts.weight_on_input = stated.weight_on_input
     if stated.post_norm:

@@ -60,6 +60,9 @@ class Kind(Protocol):
     def of_numpy(self, array: Array) -> Any:
         """One of this kind with the memory of `array`."""
 
+    def stored(self, name: str, array: Any) -> Array:
+        """A view of its memory, bf16 as uint16. UsageError where the CPU cannot read it."""
+
 
 class NumPyArrays:
     """uint16 are the bits of bf16, which NumPy does not have."""
@@ -103,6 +106,9 @@ class NumPyArrays:
         return bf16_to_f32(array) if array.dtype == np.uint16 else array
 
     def of_numpy(self, array: Array) -> Array:
+        return array
+
+    def stored(self, name: str, array: Array) -> Array:
         return array
 
 
@@ -157,6 +163,16 @@ class TorchTensors:
 
     def of_numpy(self, array: Array) -> Any:
         return self._torch.from_numpy(array)
+
+    def stored(self, name: str, array: Any) -> Array:
+        own = array.detach()
+        if (reason := self.refusal(own)) is not None:
+            raise UsageError(f"{name} {reason}")
+        if own.dtype == self._torch.bfloat16:
+            bits: Array = own.view(self._torch.int16).numpy()
+            return bits.view(np.uint16)
+        values: Array = own.numpy()
+        return values
 
 
 _NUMPY = NumPyArrays()

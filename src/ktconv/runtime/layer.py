@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class MoELayer:
         path: str | Path,
         layer: int | None = None,
         *,
+        slots: Sequence[int] | Array | None = None,
         method: str | None = None,
         parts: int | None = None,
         pool: Pool | None = None,
@@ -49,18 +50,62 @@ class MoELayer:
         """Layer `layer` (None: the first with experts) of what `path` is:
 
         - an OUTPUT of `ktconv quantize-cpu`, shards or layer folders, or of KTransformers' scripts:
-          mapped, so that processes share the pages;
-        Raises CheckpointError for weights that are damaged, UsageError for a layer or options that
-        do not fit.
+          mapped, so that processes share its pages;
+        - a checkpoint, as for `ktconv quantize-cpu`, with weights that a kernel computes with as
+          they are (BF16, FP8 by 128 x 128 blocks, rows or tensors, MXFP4, INT4 by groups): codes
+          and scales are copied into the kernels' order, bit for bit, and cut into `parts` (default:
+          one for each NUMA node of the pool, where sizes allow it). `method` chooses where several
+          formats have the same numbers.
+
+        `slots` [P]: slot p has the weights of expert slots[p], of which there may be several;
+        default: expert p. Raises CheckpointError for weights that are damaged or that no kernel has
+        exactly, UsageError for a layer, slots or options that do not fit.
         """
-        packed = sources.loaded(Path(path), layer, method, parts)
-        return cls(packed, pool)
+        found = sources.loaded(Path(path), layer, slots, method, parts, pool or Pool.shared())
+        return cls(found, pool)
 
     @classmethod
-    def load_all(cls, path: str | Path, *, pool: Pool | None = None) -> Mapping[int, MoELayer]:
-        """Every layer of `path`, by its number; headers are read once."""
-        found = sources.loaded_all(Path(path))
+    def load_all(
+        cls,
+        path: str | Path,
+        *,
+        method: str | None = None,
+        parts: int | None = None,
+        pool: Pool | None = None,
+    ) -> Mapping[int, MoELayer]:
+        """Every layer of `path`, by its number; as `load`, but headers are read once."""
+        found = sources.loaded_all(Path(path), method, parts, pool or Pool.shared())
         return {number: cls(packed, pool) for number, packed in found}
+
+    @classmethod
+    def pack(
+        cls,
+        gate: Any,
+        up: Any,
+        down: Any,
+        method: str = "int4",
+        *,
+        activation: Activation | None = None,
+        biases: tuple[Any, Any, Any] | None = None,
+        scale: str = "search",
+        slots: Sequence[int] | Array | None = None,
+        parts: int | None = None,
+        pool: Pool | None = None,
+    ) -> MoELayer:
+        """Packs weights that are in memory; they are not needed afterwards.
+
+        gate and up [E, I, H], down [E, H, I]: NumPy arrays or torch tensors of bf16, fp16 or fp32
+        on the CPU, or lists of E matrices; gate is None for an `activation` (default: SiLU) without
+        a gate. `method` is a key of `ktconv.formats.FORMATS`. int4, int8 and gint4-32, -64 and -128
+        are quantized as `quantize-cpu` does, to the same bytes, with `scale` "search" or "amax".
+        `biases` of gate, up and down: fp32 [E, I], [E, I] and [E, H]. `slots` and `parts` as for
+        `load`. Raises UsageError for weights that do not fit each other or the method, a NaN or an
+        infinity.
+        """
+        found = sources.packed(
+            gate, up, down, method, activation, biases, scale, slots, parts, pool or Pool.shared()
+        )
+        return cls(found, pool)
 
     # ---- what it is
 

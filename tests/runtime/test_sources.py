@@ -1,0 +1,119 @@
+"""Where a layer's weights come from: a converted model, a checkpoint, arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.paths import EXAMPLE
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.runtime import MoELayer, Pool
+from ktconv.targets.ktransformers import Options
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((7, 128), np.float32)
+IDS = np.ascontiguousarray(np.argsort(RNG.random((7, 8)), axis=1)[:, :2])
+WEIGHTS = RNG.random((7, 2), np.float32)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The example by the layout of its output."""
+    paths = {}
+    for layout in ("safetensors", "layers"):
+        path = paths[layout] = tmp_path_factory.mktemp(layout) / "out"
+        quantize_cpu(Request(str(EXAMPLE), path, Options("int4", 2, layout=layout)))
+    return paths
+
+
+def values(layer: MoELayer, expert: int, which: int) -> Any:
+    matrix = layer._packed.streams(expert)[which]
+    assert matrix is not None
+    return matrix.values()
+
+
+def test_all_ways_lead_to_the_same_numbers(converted: dict[str, Path], pool: Pool) -> None:
+    """Shards, layer folders, and the checkpoint's own weights packed in memory."""
+    own = MoELayer.load(EXAMPLE, 1, pool=pool)
+    assert own.method == "bf16"
+    gate, up, down = ([values(own, e, which) for e in range(own.experts)] for which in range(3))
+    layers = [
+        MoELayer.load(converted["safetensors"], 1, pool=pool),
+        MoELayer.load(converted["layers"], 1, pool=pool),
+        MoELayer.pack(gate, up, down, "int4", parts=2, pool=pool),
+    ]
+    assert {repr(layer) for layer in layers} == {
+        "MoELayer(8 experts of int4, hidden 128, intermediate 256, 2 parts)"
+    }
+    first, *others = [layer(X, IDS, WEIGHTS) for layer in layers]
+    assert all(np.array_equal(first, other) for other in others)
+    exact = own(X, IDS, WEIGHTS)
+    assert np.linalg.norm(first - exact) < 0.3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("source", ["safetensors", "checkpoint", "arrays"])
+def test_slots_hold_any_expert(source: str, converted: dict[str, Path], pool: Pool) -> None:
+    """A permutation with replicas; ids are slots (D5)."""
+    slots = [5, 0, 3, 3, 7, 5]
+
+    def made(**more: Any) -> MoELayer:
+        if source == "arrays":
+            rng = np.random.default_rng(1)
+            shapes = (8, 256, 128), (8, 256, 128), (8, 128, 256)
+            gate, up, down = (rng.random(shape, np.float32) for shape in shapes)
+            return MoELayer.pack(gate, up, down, pool=pool, **more)
+        path = EXAMPLE if source == "checkpoint" else converted[source]
+        return MoELayer.load(path, 0, pool=pool, **more)
+
+    plain, mapped = made(), made(slots=slots)
+    assert mapped.experts == 6 and mapped.slots.tolist() == slots
+    chosen = np.ascontiguousarray(IDS % 6)
+    expected = plain(X, np.array(slots)[chosen], WEIGHTS)
+    assert np.allclose(mapped(X, chosen, WEIGHTS), expected, rtol=1e-5, atol=1e-6)
+    assert mapped.weight_bytes == plain.weight_bytes // 2
+    for wrong in ([8], [-1], [], [0.5], [[0]]):
+        with pytest.raises(UsageError, match="slot"):
+            made(slots=wrong)
+
+
+def test_every_layer_at_once(converted: dict[str, Path], pool: Pool) -> None:
+    for path in (EXAMPLE, converted["safetensors"], converted["layers"]):
+        layers = MoELayer.load_all(path, pool=pool)
+        assert list(layers) == [0, 1]
+        for number, layer in layers.items():
+            alone = MoELayer.load(path, number, pool=pool)
+            assert np.array_equal(layer(X, IDS, WEIGHTS), alone(X, IDS, WEIGHTS))
+
+
+def test_parts_of_a_checkpoint_are_those_of_the_pools_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pool(2) as pool:
+        monkeypatch.setattr(pool, "os_nodes", (0, 0))
+        bound: list[int] = []
+        monkeypatch.setattr(pool, "bind", lambda memory, node: bound.append(node))
+        assert MoELayer.load(EXAMPLE, pool=pool).parts == 2
+        monkeypatch.setattr(pool, "os_nodes", (0,) * 3)
+        assert MoELayer.load(EXAMPLE, pool=pool).parts == 1  # 256 columns are not three parts
+        assert MoELayer.load(EXAMPLE, parts=4, pool=pool).parts == 4
+        assert len(bound) == 2 + 1 + 4
+
+
+def test_refusals(converted: dict[str, Path], tmp_path: Path, pool: Pool) -> None:
+    path = converted["safetensors"]
+    for match, error, arguments in (
+        ("has no experts of layer 9", UsageError, {"path": path, "layer": 9}),
+        ("method .* is int4, not int8", UsageError, {"path": path, "method": "int8"}),
+        ("number of parts .* is 2, not 1", UsageError, {"path": path, "parts": 1}),
+        ("unknown method 'q4'", UsageError, {"path": path, "method": "q4"}),
+        ("does not exist", CheckpointError, {"path": tmp_path / "nothing"}),
+        ("no experts of layer 2", UsageError, {"path": EXAMPLE, "layer": 2}),
+        ("int4 does not have exactly", UsageError, {"path": EXAMPLE, "method": "int4"}),
+        ("cannot be split into 3 parts", UsageError, {"path": EXAMPLE, "parts": 3}),
+    ):
+        with pytest.raises(error, match=match):
+            MoELayer.load(**arguments, pool=pool)
