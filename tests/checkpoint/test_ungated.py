@@ -21,11 +21,13 @@ from helpers.families import (
 
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError
+from ktconv.packed.inspection import inspect_path
 
 USUAL = "model.layers.0.mlp.experts"
 HIDDEN, INNER = 128, 192
 UNGATED = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2"}
 UNKNOWN = {"model_type": "nobody_knows"}
+NOMIC = {"model_type": "nomic_bert", "mlp_hidden_act": None}
 
 
 def weights_of(seed: int = 0) -> Weights:
@@ -43,9 +45,18 @@ def in_stacks(weights: Weights, transposed: bool = False) -> dict[str, Tensor]:
     return {f"{USUAL}.{name}": bf16(one.transpose(order)) for name, one in stacks.items()}
 
 
+def in_rows(weights: Weights) -> dict[str, Tensor]:
+    """Of all experts in one axis, those of down turned: Nomic's, of which DBRX's are a superset."""
+    rows = {"mlp.w1": weights.up, "mlp.w2": weights.down.transpose(0, 2, 1)}
+    return {f"{USUAL}.{name}": bf16(one.reshape(-1, HIDDEN)) for name, one in rows.items()}
+
+
 def in_gguf(weights: Weights) -> dict[str, Tensor]:
     stacks = {"up": weights.up, "down": weights.down}
     return {f"blk.0.ffn_{name}_exps.weight": bf16(one) for name, one in stacks.items()}
+
+
+STORED = [by_number, in_stacks, in_rows, in_gguf]
 
 
 def opened(directory: Path, tensors: dict[str, Tensor], **config: Any) -> Checkpoint:
@@ -67,7 +78,7 @@ def assert_has(checkpoint: Checkpoint, weights: Weights) -> None:
     assert layer.activation.function == "relu2"
 
 
-@pytest.mark.parametrize("stored", [by_number, in_stacks, in_gguf])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
     "config",
     [UNGATED, {**UNGATED, "mlp_hidden_act": None}, UNKNOWN],
@@ -78,11 +89,12 @@ def test_up_and_down(stored: Any, config: dict[str, Any], tmp_path: Path) -> Non
     assert_has(opened(tmp_path, stored(weights), **config), weights)
 
 
-@pytest.mark.parametrize("stored", [by_number, in_stacks, in_gguf])
-def test_an_activation_that_nothing_names(stored: Any, tmp_path: Path) -> None:
-    """It is not SiLU, as it would be of experts with a gate."""
-    with pytest.raises(CheckpointError, match="does not name their activation") as caught:
-        opened(tmp_path, stored(weights_of()), **UNKNOWN, mlp_hidden_act=None)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("named", [None, "gelu", "gelu_new", "relu"])
+def test_an_activation_that_nothing_names(stored: Any, named: str | None, tmp_path: Path) -> None:
+    """It is not SiLU, as it would be of experts with a gate; GELU and ReLU are usual with one."""
+    with pytest.raises(CheckpointError, match="say that they have none") as caught:
+        opened(tmp_path, stored(weights_of()), **UNKNOWN, mlp_hidden_act=None, hidden_act=named)
     assert '"mlp_hidden_act": "relu2"' in str(caught.value.hint)
     assert 'like = "nomic_bert"' in str(caught.value.hint)
 
@@ -113,11 +125,11 @@ def test_stacks_that_do_not_fit(tmp_path: Path) -> None:
         opened(tmp_path, tensors)
 
 
-@pytest.mark.parametrize("stored", [by_number, in_stacks, in_gguf])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("config", [{"model_type": "qwen3_moe"}, {**UNKNOWN, "hidden_act": "silu"}])
 def test_gates_are_missing(stored: Any, config: dict[str, str], tmp_path: Path) -> None:
     """Of a family that has them, or by the activation in config.json."""
-    with pytest.raises(CheckpointError, match=r"gate_(proj|exps)\S* is missing"):
+    with pytest.raises(CheckpointError, match=r"(gate_(proj|exps)\S*|mlp\.v1) is missing"):
         opened(tmp_path, stored(weights_of()), **{"mlp_hidden_act": None, **config})
 
 
@@ -153,6 +165,31 @@ def test_gates_that_the_family_does_not_have(gates: int, tmp_path: Path) -> None
     expected = "is missing" if gates == 1 else "0.gate_proj.weight is the gate of an expert, but"
     with pytest.raises(CheckpointError, match=expected):
         opened(tmp_path, tensors)
+
+
+def test_rows_with_a_gate_that_the_family_does_not_have(tmp_path: Path) -> None:
+    weights = weights_of()
+    gate = {f"{USUAL}.mlp.v1": bf16(weights.gate.reshape(-1, HIDDEN))}
+    with pytest.raises(CheckpointError, match=r"mlp\.w1 is the gate of an expert, but experts of"):
+        opened(tmp_path, in_rows(weights) | gate, **NOMIC)
+
+
+@pytest.mark.parametrize("gone", ["mlp.w1", "mlp.w2"])
+def test_rows_that_are_missing(gone: str, tmp_path: Path) -> None:
+    tensors = in_rows(weights_of())
+    del tensors[f"{USUAL}.{gone}"]
+    with pytest.raises(CheckpointError, match=r"mlp\.\S+ is missing, although"):
+        opened(tmp_path, tensors, **NOMIC)
+
+
+def test_a_bias_of_all_experts_together(tmp_path: Path) -> None:
+    """Nomic's is added to their sum, by whoever has the other tensors."""
+    tensors = in_rows(weights_of()) | {f"{USUAL}.bias": np.ones(HIDDEN, np.float32)}
+    checkpoint = opened(tmp_path, tensors, **NOMIC)
+    assert not checkpoint.layers[0].biased
+    assert [one.name for one in checkpoint.other_tensors] == [f"{USUAL}.bias"]
+    explained = inspect_path(str(tmp_path), explained=True)["explained"]
+    assert not explained["left_over"]
 
 
 def test_layers_that_differ(tmp_path: Path) -> None:

@@ -200,10 +200,10 @@ def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
     if gated is None:
         if config.gated is None:
             raise CheckpointError(
-                f"the experts of {layers[0].source} have no gate projection, and config.json does "
-                "not name their activation",
+                f"the experts of {layers[0].source} have no gate projection, and neither family "
+                "nor activation in config.json say that they have none",
                 'If they compute down(relu(up x)^2), add "mlp_hidden_act": "relu2" to config.json; '
-                'if down(gelu(up x)), give a map with like = "nomic_bert" (docs/maps.md).',
+                'if GELU or ReLU of up, give a map with like = "nomic_bert" (docs/maps.md).',
             )
         return
     name = gated.experts[0]["gate"].tensor.name

@@ -164,9 +164,14 @@ def _key(text: Mapping[str, Any], setting: str) -> str:
 
 
 def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
-    """By their activation; None where config.json names neither a known family nor a function."""
-    named = _name(_settings(config), "activation", family_of(config))
-    return expert_activation(config).gated if named or family_of(config) else None
+    """By the family, else by the function that config.json names; None where it names none, or one
+    that experts have with and without a gate."""
+    row = family_of(config)
+    if row is None and not _name(_settings(config), "activation", None):
+        return None
+    found = expert_activation(config)
+    open_to_both = row is None and found.gated and replace(found, gated=False).supported
+    return None if open_to_both else found.gated
 
 
 def _number(text: Mapping[str, Any], setting: str) -> float | None:

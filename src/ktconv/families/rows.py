@@ -420,7 +420,7 @@ ROWS = (
                         "bf16 fp8-tensor nvfp4", prefix="backbone.", shared=True),
                Released("nemotron_h", "the same, stacked", "F11", prefix="backbone.",
                         shared=True))),
-    # whose dense layers, which its class in transformers has alone, are ordinary MLPs
+    # `bias` is added to the sum of the experts; its class in transformers has dense layers alone
     Family(("nomic_bert",), no_gpu=True, router="router.layer", norm="norm1",
            matrices=Matrices("", "mlp.w1", "mlp.w2", rows_of_all=True), beside=("bias",),
            activation=ExpertActivation("gelu", gated=False),

@@ -23,7 +23,12 @@ from ktconv.families.activations import expert_activation
 from ktconv.families.config import family_of, sections_of
 from ktconv.families.config_values import check_values
 from ktconv.families.family import RouterSpec
-from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
+from ktconv.families.names import (
+    norm_tensors,
+    router_tensors,
+    shared_expert_tensors,
+    split_name,
+)
 from ktconv.families.routers import find_router
 from ktconv.system.units import format_ranges
 
@@ -189,6 +194,7 @@ def _names_beside(source: str) -> Iterator[tuple[str, Sequence[str]]]:
 def _left_over(others: Sequence[NamePattern], beside: Sequence[NamePattern]) -> list[NamePattern]:
     """Other tensors that look like experts."""
     known = {tensor.name for one in beside for tensor in one.tensors}
+    known |= {tensor.name for one in others for tensor in one.tensors if _is_beside(tensor.name)}
     latent = frozenset(table.FAMILIES.latent)  # between the model's width and the experts'
     return [
         one
@@ -198,6 +204,12 @@ def _left_over(others: Sequence[NamePattern], beside: Sequence[NamePattern]) -> 
         and latent.isdisjoint(one.text.split("."))
         and not any(tensor.name in known for tensor in one.tensors)
     ]
+
+
+def _is_beside(name: str) -> bool:
+    """Whether it is known to belong to all experts of a layer, as an output bias does."""
+    found = split_name(name)
+    return found is not None and found[1] in table.FAMILIES.beside
 
 
 # ---- config.json -------------------------------------------------------------------------
