@@ -169,9 +169,10 @@ def test_gates_that_the_family_does_not_have(gates: int, tmp_path: Path) -> None
 
 def test_rows_with_a_gate_that_the_family_does_not_have(tmp_path: Path) -> None:
     weights = weights_of()
-    gate = {f"{USUAL}.mlp.v1": bf16(weights.gate.reshape(-1, HIDDEN))}
+    tensors = in_rows(weights)
+    tensors[f"{USUAL}.mlp.v1"] = bf16(weights.gate.reshape(-1, HIDDEN))
     with pytest.raises(CheckpointError, match=r"mlp\.w1 is the gate of an expert, but experts of"):
-        opened(tmp_path, in_rows(weights) | gate, **NOMIC)
+        opened(tmp_path, tensors, **NOMIC)
 
 
 @pytest.mark.parametrize("gone", ["mlp.w1", "mlp.w2"])

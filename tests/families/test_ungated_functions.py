@@ -13,14 +13,19 @@ import pytest
 from helpers.convert import assert_same, convert, read_json, read_model
 from helpers.family_list import MODELS, SAVED
 from helpers.family_models import EXPERTS, HIDDEN, INNER, TOP_K, write
+from helpers.nemotron import write_nemotron
 from numpy.typing import NDArray
 
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.routers import UnknownRouter, router_of
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
+from ktconv.moe.experts import KERNEL_BOUND
 from ktconv.moe.load import open_experts
+from ktconv.moe.native_load import native_experts
+from ktconv.moe.online import pack_online
+from ktconv.native import Activation
 from ktconv.packed.inspection import inspect_path
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.system.pool import Pool
@@ -67,6 +72,41 @@ def test_a_model_on_packed_experts(function: str, tmp_path: Path) -> None:
         error = float((logits() - own).norm() / own.norm())
     assert 1e-5 < error < INT8_ERROR
     assert torch.equal(logits(), own)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("method", ["bf16", "fp8"])
+def test_layers_without_a_conversion(function: str, method: str, tmp_path: Path) -> None:
+    """From a checkpoint whose encoding kernels compute, and from the same numbers as arrays."""
+    kind = {"bf16": None, "fp8": "fp8 block"}[method]
+    model, matrices = write_nemotron(tmp_path / "model", kind)
+    settings = read_json(model / "config.json") | {"mlp_hidden_act": function}
+    (model / "config.json").write_text(json.dumps(settings))
+    loaded = native_experts(model, 1, parts=3)
+    assert loaded.format.key == method and loaded.activation.function == FUNCTIONS[function]
+    up, down = ([matrices[1, e, proj] for e in range(EXPERTS)] for proj in ("up", "down"))
+    packed = pack_online(
+        None, up, down, "bf16", parts=3, activation=Activation(FUNCTIONS[function])
+    )
+    rng = np.random.default_rng(3)
+    x = f32_to_bf16(rng.standard_normal((20, loaded.hidden), np.float32))
+    ids = np.argsort(rng.random((20, EXPERTS)), axis=1)[:, :2].copy()
+    weights = rng.random((20, 2), np.float32)
+    with Pool(2) as pool:
+        found = [one.forward(x, ids, weights, pool) for one in (loaded, packed)]
+    if method == "bf16":
+        assert np.array_equal(found[0], found[1])
+    for experts, y in zip((loaded, packed), map(bf16_to_f32, found), strict=True):
+        expected = experts.reference(x, ids, weights, rounded=True)
+        assert np.linalg.norm(y - expected) < KERNEL_BOUND * np.linalg.norm(expected)
+
+
+def test_a_gate_that_the_function_does_not_take() -> None:
+    up, down = np.ones((2, 128, 128), np.float32), np.ones((2, 128, 128), np.float32)
+    with pytest.raises(UsageError, match="the activation ungated_gelu have no gate"):
+        pack_online(up, up, down, "int8", activation=Activation("ungated_gelu"))
+    with pytest.raises(UsageError, match="the activation gelu have a gate"):
+        pack_online(None, up, down, "int8", activation=Activation("gelu"))
 
 
 # ---- names that only a map knows --------------------------------------------------------

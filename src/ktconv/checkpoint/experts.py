@@ -25,6 +25,7 @@ from ktconv.families.names import known_spellings, matrix_name
 _NUMBER = re.compile("[0-9]{1,6}")
 _SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; incomplete layers are not converted."
+_NO_GATE = 'If they have none by design, give a map with like = "nomic_bert" (docs/maps.md).'
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 # Expert id -> projection -> part name -> tensor.
@@ -174,11 +175,11 @@ def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
         if len(projections) != len(wanted):
             absent = next(one for one in wanted if one not in projections)
             more = _missing_experts(found, expected)
+            hint = _INCOMPLETE
             if not more and not any(absent in own for own in found.values()):
                 more = f": no expert of the layer has a matrix {absent}"
-            raise CheckpointError(
-                f"{_name_of(stack, expert, absent)} is missing{more}", _INCOMPLETE
-            )
+                hint = f"{_INCOMPLETE} {_NO_GATE}" if absent == "gate" else hint
+            raise CheckpointError(f"{_name_of(stack, expert, absent)} is missing{more}", hint)
 
 
 def _missing_experts(found: _Found, expected: int) -> str:
