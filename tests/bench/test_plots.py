@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from bench.reports import report, row
 
-from ktconv.bench.plots import check_plot, plot
+from ktconv.bench.plots import plot
 from ktconv.errors import ResourceError, UsageError
+from ktconv.system.pictures import check_plot
 
 pytest.importorskip("matplotlib")
 

@@ -10,13 +10,14 @@ from ktconv.bench.cases import Request
 from ktconv.bench.compare import compare, read_report
 from ktconv.bench.measure import Effort
 from ktconv.bench.pack_stage import bench_packing, render_packing
-from ktconv.bench.plots import check_plot, plot
+from ktconv.bench.plots import plot
 from ktconv.bench.presets import Shape, parse_shape
 from ktconv.bench.render import render
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, Format, format_named, output_formats
 from ktconv.system import machine
+from ktconv.system.pictures import check_plot
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
 

@@ -9,46 +9,18 @@ import numpy as np
 
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
-from ktconv.errors import ResourceError, UsageError
-from ktconv.system.files import check_writable
+from ktconv.system.pictures import picture
 
 _SIZE = (9.0, 6.0)
-_DPI = 120
-
-
-def check_plot(path: Path) -> None:
-    """UsageError before anything is measured if this picture could not be drawn."""
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path} is not a picture file", "end it with .png, .svg or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
-    if path.is_dir():
-        raise UsageError(f"--plot {path} is a directory", "give the name of a file in it")
-    check_writable(path, "--plot")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("--plot needs matplotlib", "pip install 'ktconv[plot]'") from None
 
 
 def plot(report: Report, path: Path) -> None:
     """A file whose name starts with "sweep" shows tokens/s over tokens, any other the roofline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=_SIZE, layout="constrained")
-    if path.stem.lower().startswith("sweep"):
-        _sweep(axes, report)
-    else:
-        _roofline(axes, report)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ResourceError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)
+    with picture(path, _SIZE) as axes:
+        if path.stem.lower().startswith("sweep"):
+            _sweep(axes, report)
+        else:
+            _roofline(axes, report)
 
 
 def _series(report: Report) -> dict[str, list[Row]]:
