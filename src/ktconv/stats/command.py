@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import check_headers, locate_model
-from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
 from ktconv.placement.expert_sets import write_expert_set
-from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics, from_facts
-from ktconv.stats.files import PLACEMENT, read_trace, write_placement, write_trace
+from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics
+from ktconv.stats.files import PLACEMENT, read_statistics, write_placement, write_trace
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
-from ktconv.system.files import check_directory, check_writable, translated
+from ktconv.system.files import check_directory, check_writable
 from ktconv.system.text import Notify, silent
 
 if TYPE_CHECKING:
@@ -159,11 +158,7 @@ def _earlier(request: StatsRequest) -> Statistics | None:
                 f"--{name.replace('_', '-')} does not apply to counts read from {path}",
                 "omit it, or give the model itself",
             )
-    if path.suffix == ".safetensors":
-        return read_trace(path)
-    with translated("read", path):
-        data = path.read_bytes()
-    return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
+    return read_statistics(path)
 
 
 def _prepared(request: StatsRequest) -> Recording:

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from ktconv.checkpoint.config import MAX_SIZE
+from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
-from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics
+from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
-from ktconv.system.files import write_durably
+from ktconv.system.files import translated, write_durably
 from ktconv.system.units import parse_ranges
 from ktconv.writer.shards import Tensor, plan_shard
 
@@ -43,6 +44,16 @@ def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) 
     # safetensors would write the metadata in another order each time.
     header = plan_shard(path.name, [tensor], metadata).header
     write_durably(path, [header, array.tobytes()], path.absolute().parent)
+
+
+def read_statistics(path: Path) -> Statistics:
+    """Counts that `ktconv stats` wrote: with --json, or as a trace. Raises a KtconvError for any
+    other file."""
+    if path.suffix == ".safetensors":
+        return read_trace(path)
+    with translated("read", path):
+        data = path.read_bytes()
+    return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
 
 
 def read_trace(path: Path) -> Statistics:
