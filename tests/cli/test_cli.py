@@ -343,6 +343,7 @@ PLACES = {
     "verify": ("README.md", "Verify"),
     "inspect": ("README.md", "Look"),
     "stats": ("docs/hot-experts.md", "Counting"),
+    "plan": ("README.md", "Plan"),
     "bench": ("README.md", "Measure"),
     "doctor": ("README.md", "Look"),
 }

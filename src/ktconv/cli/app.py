@@ -12,6 +12,7 @@ from ktconv.cli.bench import bench
 from ktconv.cli.doctor import doctor
 from ktconv.cli.inspect import inspect
 from ktconv.cli.parsing import Command, Group
+from ktconv.cli.plan import plan
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
 from ktconv.cli.repack import merge_command, reshard_command
@@ -53,6 +54,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "inspect": inspect,
     "stats": stats,
+    "plan": plan,
     "bench": bench,
     "doctor": doctor,
 }

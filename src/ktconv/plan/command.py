@@ -1,0 +1,144 @@
+"""`ktconv plan` behind its options: open a model, place its experts, say who has what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ktconv.errors import UsageError
+from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.placement.parallel import expert_parallel, tensor_parallel
+from ktconv.plan.cpu import cpu_side
+from ktconv.plan.document import document
+from ktconv.plan.lines import lines_of
+from ktconv.plan.load import Load, load_of
+from ktconv.plan.planned import Planned
+from ktconv.plan.ranks import (
+    LayerPlacement,
+    Sizes,
+    cut_sizes,
+    place_balanced,
+    place_in_turn,
+    rank_bytes,
+)
+from ktconv.plan.request import PlanRequest, check
+from ktconv.plan.sizes import Model, open_model
+from ktconv.plan.split import Split, check_memory, check_others
+from ktconv.system.files import check_writable
+from ktconv.system.pictures import check_plot
+from ktconv.system.text import Notify, silent
+from ktconv.system.units import format_ranges
+
+
+def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], list[str]]:
+    """The JSON document and the lines for people; writes what the request names. Raises
+    KtconvError, with exit code 2 for what is impossible."""
+    check(request)
+    if request.plot is not None:
+        check_plot(request.plot)
+    if request.write is not None:
+        check_writable(request.write, "--write")
+    planned = make_plan(request)
+    if request.write is not None:
+        chosen = expert_set(planned.on_gpus)
+        if not chosen:
+            raise UsageError("no expert fits on the GPUs", "omit --write")
+        write_expert_set(chosen, request.write)
+        notify(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {request.write}")
+    if request.plot is not None:
+        from ktconv.plan.plots import plot
+
+        plot(planned, request.plot)
+        notify(f"wrote {request.plot}")
+    return document(planned), list(lines_of(planned))
+
+
+def make_plan(request: PlanRequest) -> Planned:
+    """Everything that is known of the placement that was asked for."""
+    check(request)
+    model = open_model(request.model, request.config, request.naming, request.tower)
+    _check_possible(model, request)
+    load = load_of(model, request.load)
+    sizes = cut_sizes(model, request.tp)
+    placements = _placements(model, load, request, sizes)
+    totals = rank_bytes(placements, sizes)
+    if request.placed == "balanced":
+        check_memory(model, request, totals)
+    cpu, warnings = cpu_side(model, placements, request.method, request.numa, request.splits)
+    warnings = [*_warnings(model, load, request, placements), *warnings]
+    return Planned(request, model, load, placements, totals, cpu, warnings)
+
+
+def _check_possible(model: Model, request: PlanRequest) -> None:
+    """UsageError for a number of GPUs that cannot share the experts."""
+    if model.packed is not None:
+        for option, given in (("--tp", request.tp > 1), ("--gpu-memory", request.gpu_memory)):
+            if given:
+                raise UsageError(
+                    f"{option} is for experts on GPUs, and {model.path} has experts for CPUs",
+                    "plan with the checkpoint that the GPUs load",
+                )
+    for layer in model.layers:
+        split = tensor_parallel([layer.shape], request.tp)
+        if not split.possible:
+            sizes = [size for size in range(1, 65) if _all_cut(model, size)]
+            raise UsageError(
+                f"--tp {request.tp} cannot cut the experts of layer {layer.index}: {split.reason}",
+                f"possible for this model: {', '.join(map(str, sizes))}",
+            )
+
+
+def _all_cut(model: Model, size: int) -> bool:
+    return tensor_parallel([layer.shape for layer in model.layers], size).possible
+
+
+def _placements(
+    model: Model, load: Load, request: PlanRequest, sizes: Sizes
+) -> list[LayerPlacement]:
+    if request.placed == "balanced":
+        check_others(model, request)
+        return place_balanced(model, load, request.ep, request.redundant, request.nodes)
+    if request.splits:
+        return Split(model, load, request, sizes).chosen()
+    ids = {layer.index: layer.ids for layer in model.layers}
+    return place_in_turn(model, ids, load, request.ep, request.placed)
+
+
+# ---- warnings --------------------------------------------------------------------------
+
+
+def _warnings(
+    model: Model, load: Load, request: PlanRequest, placements: Sequence[LayerPlacement]
+) -> Iterator[str]:
+    """What is possible, but perhaps not what was wanted."""
+    if load.uncounted:
+        layers = format_ranges(list(load.uncounted))
+        yield f"layers {layers} (MTP) were not counted: their experts are taken as equally used"
+    if request.splits:
+        if not any(rank for one in placements for rank in one.places):
+            yield "no expert fits on the GPUs"
+        elif model.packed is not None:
+            yield "sizes are those of experts for CPUs; GPUs load them in another format"
+    elif request.placed != "balanced":
+        yield from _uneven(model, request.ep)
+    elif request.nodes > 1:
+        yield from _ungrouped(model, request.nodes)
+
+
+def _uneven(model: Model, ep: int) -> Iterator[str]:
+    """Numbers of experts that GPUs cannot share out evenly."""
+    reason = expert_parallel([layer.shape for layer in model.layers], ep).reason
+    if reason is not None:
+        yield f"--ep {ep}: {reason}, the first GPUs more than the last"
+    most = max(len(layer.ids) for layer in model.layers)
+    if most < ep:
+        yield f"{ep - most} of {ep} ranks hold no expert"
+
+
+def _ungrouped(model: Model, nodes: int) -> Iterator[str]:
+    """Groups of experts that nodes cannot share out."""
+    groups = min(model.groups(layer.index) for layer in model.layers)
+    if groups % nodes:
+        what = f"{groups} groups of experts, which nodes cannot share out"
+        what = what if groups > 1 else "no groups of experts"
+        yield f"--nodes {nodes} has no effect: the router has {what}"
