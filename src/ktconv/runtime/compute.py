@@ -19,37 +19,54 @@ _ID_SIZES = {"int32": 4, "int64": 8}
 _DTYPES = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "int32": np.int32,
            "int64": np.int64, "bool": np.bool_}  # fmt: skip
 
+_ROWS = 2048  # the kernels' batch
+# Bytes of temporary arrays for each element of x, and of a row of one token and one expert.
+_WEIGHTED_BYTES, _NORMED_BYTES, _NORMED_ROW_BYTES = 8, 14, 20
+
 
 def compute(packed: Experts, pool: Pool, call: Arguments) -> None:
     """Writes y of `call`."""
-    if not call.tokens:
-        return
+    try:
+        _compute(packed, pool, call)
+    except native.NoWeightsError as error:
+        hint = "mark such experts in `skip`, or give -1 as their id"
+        raise UsageError(str(error), hint) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def working_bytes(packed: Experts, pool: Pool, tokens: int, top_k: int) -> int:
+    """Memory that `compute` takes; UsageError for numbers that cannot be computed."""
+    size = workspace_size(packed.layer, pool, tokens, top_k)
     if packed.weight_on_input:
-        call = _weighted_inputs(packed, call)
+        size += tokens * packed.hidden * _WEIGHTED_BYTES
     if packed.norm is not None:
-        _store(call, _normed(packed, pool, call))
-    elif not call.top_k:
-        _store(call, np.zeros((call.tokens, packed.hidden), np.float32))
-    else:
-        _run(packed.layer, pool, call)
+        rows = min(tokens, _tokens_at_once(top_k)) * top_k
+        size = workspace_size(packed.layer, pool, rows, 1)
+        size += packed.hidden * (rows * _NORMED_ROW_BYTES + tokens * _NORMED_BYTES)
+    return size
 
 
 def workspace_size(layer: native.Layer, pool: Pool, tokens: int, top_k: int) -> int:
     """Bytes; UsageError for numbers that cannot be computed."""
     try:
         return layer.scratch_size(tokens, top_k, pool)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(str(error)) from None
 
 
-def _run(layer: native.Layer, pool: Pool, call: Arguments) -> None:
-    try:
-        _forward(layer, pool, call)
-    except native.NoWeightsError as error:
-        hint = "mark such experts in `skip`, or give -1 as their id"
-        raise UsageError(str(error), hint) from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def _compute(packed: Experts, pool: Pool, call: Arguments) -> None:
+    if not call.tokens:
+        return
+    if not call.top_k:
+        _store(call, np.zeros((call.tokens, packed.hidden), np.float32))
+        return
+    if packed.weight_on_input:
+        call = _weighted_inputs(packed, call)
+    if packed.norm is not None:
+        _store(call, _normed(packed, pool, call))
+    else:
+        _forward(packed.layer, pool, call)
 
 
 def _forward(layer: native.Layer, pool: Pool, call: Arguments) -> None:
@@ -99,7 +116,14 @@ def _normed(packed: Experts, pool: Pool, call: Arguments) -> F32:
     if call.skip:
         here &= ~_array(call.skip, (packed.count,))[np.where(here, ids, 0)]
     x = f32_to_bf16(_values(call.x, (call.tokens, packed.hidden)))
-    return packed.normed(x, np.where(here, ids, -1), weights, pool)
+    ids, count = np.where(here, ids, -1), _tokens_at_once(call.top_k)
+    blocks = [slice(first, first + count) for first in range(0, call.tokens, count)]
+    return np.concatenate([packed.normed(x[b], ids[b], weights[b], pool) for b in blocks])
+
+
+def _tokens_at_once(top_k: int) -> int:
+    """Of experts whose outputs are normalised: each is a row, and rows take memory."""
+    return max(1, _ROWS // max(1, top_k))
 
 
 def _store(call: Arguments, y: F32) -> None:

@@ -15,19 +15,19 @@ from ktconv.errors import UsageError
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layer import MoELayer
+from ktconv.system.arrays import Array
 
 
 def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
-    """`now` and `later`, both [..., K] like ids: each token's `keep` experts of largest weight, and
-    the others; -1 where an expert is in the other one.
+    """`now` and `later`, both [..., K] like ids (int64 for unsigned ones): each token's `keep`
+    experts of largest weight, and the others; -1 where an expert is in the other one.
 
     Of equal weights the first is kept; ids below 0 count as the smallest. UsageError for shapes
     that differ, or a `keep` below 0.
     """
     if type(keep) is not int or keep < 0:
         raise UsageError(f"keep must be a number of experts per token, not {keep!r}")
-    kind = kind_of("ids", ids)
-    chosen, order = kind.numpy(ids), kind_of("weights", weights).numpy(weights)
+    chosen, order = _values("ids", ids, "iu"), _values("weights", weights, "f")
     if chosen.shape != order.shape or not chosen.ndim:
         raise UsageError(
             f"ids {list(chosen.shape)} and weights {list(order.shape)} must have one shape [..., K]"
@@ -36,8 +36,20 @@ def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
     first = np.argsort(-order, axis=-1, kind="stable")[..., :keep]
     kept = np.zeros(chosen.shape, bool)
     np.put_along_axis(kept, first, True, axis=-1)
-    now, later = (np.where(these, chosen, -1).astype(chosen.dtype) for these in (kept, ~kept))
-    return kind.of_numpy(now), kind.of_numpy(later)
+    now, later = (np.where(these, chosen, chosen.dtype.type(-1)) for these in (kept, ~kept))
+    of_numpy = kind_of("ids", ids).of_numpy
+    return of_numpy(now), of_numpy(later)
+
+
+def _values(name: str, array: Any, kinds: str) -> Array:
+    """As NumPy has them. UsageError for other kinds of numbers; unsigned ones become signed."""
+    try:
+        found = kind_of(name, array).numpy(array)
+    except TypeError as error:
+        raise UsageError(f"{name} cannot be read: {error}") from None
+    if found.dtype.kind not in kinds:
+        raise UsageError(f"{name} must not be {found.dtype.name}")
+    return found.astype(np.int64) if found.dtype.kind == "u" else found
 
 
 class DeferredExperts:
@@ -71,24 +83,25 @@ class DeferredExperts:
         last: bool = False,
     ) -> Any:
         """As `layer(x, ids, weights, skip=skip, out=out)`, less what is deferred and plus what the
-        call before deferred. x, ids and weights may change once it returns.
+        call before deferred. The arguments may change once it returns.
 
         UsageError where the tokens are not as many as in the call before: nothing is lost, and
         `flush()` returns its sum.
         """
         carried = self._pending.wait() if self._pending else None
-        if carried is not None and tuple(carried.shape) != tuple(x.shape):
+        shape = tuple(getattr(x, "shape", ()))
+        if carried is not None and tuple(carried.shape) != shape:
             raise UsageError(
-                f"x is {list(x.shape)}, but the deferred sum of the layer before is "
+                f"x is {list(shape)}, but the deferred sum of the layer before is "
                 f"{list(carried.shape)}",
                 "add flush() to the result of the layer before",
             )
         now, later = (ids, None) if last else split_deferred(ids, weights, self.keep)
-        kept = (x, weights) if last else (_copied(x), _copied(weights))  # out may be x
+        kept = None if last else (_copied(x), _copied(weights), _copied(skip))  # out may be x
         found = layer(x, now, weights, skip=skip, add_to=carried, out=out)
         self._pending = None
-        if not last:
-            x, weights = kept
+        if kept:
+            x, weights, skip = kept
             self._pending = layer.submit(x, later, weights, skip=skip, out=_sum_of(x))
         return found
 
@@ -114,7 +127,9 @@ class DeferredExperts:
 
 
 def _copied(array: Any) -> Any:
-    return array.copy() if isinstance(array, np.ndarray) else array.clone()
+    """None, and what `layer` will refuse, as it is."""
+    copy = getattr(array, "clone", None) or getattr(array, "copy", None)
+    return copy() if copy else array
 
 
 def _sum_of(x: Any) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from typing import Any
 
+from ktconv.errors import UsageError
+
 
 class Handle:
-    """What `MoELayer.submit` returns. Any thread may wait, any number of times."""
+    """What `MoELayer.submit` returns. Any thread of the process may wait, any number of times."""
 
     def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+        self._future, self._process = future, os.getpid()
 
     @classmethod
     def failed(cls, error: BaseException) -> Handle:
@@ -22,8 +25,13 @@ class Handle:
     @property
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._future.done()
+        return self._process != os.getpid() or self._future.done()
 
     def wait(self) -> Any:
-        """The result, once it is there; raises what the call raised."""
+        """The result, once it is there; raises what the call raised. UsageError in a child process,
+        where no thread would ever finish the call."""
+        if self._process != os.getpid():
+            raise UsageError(
+                "the call was submitted by the parent process", "call the layer in this process"
+            )
         return self._future.result()

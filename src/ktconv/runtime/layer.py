@@ -13,7 +13,7 @@ from ktconv.moe import Experts
 from ktconv.native import Activation
 from ktconv.runtime import sources
 from ktconv.runtime.arguments import Arguments, arguments
-from ktconv.runtime.compute import compute, workspace_size
+from ktconv.runtime.compute import compute, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
@@ -179,7 +179,7 @@ class MoELayer:
         x [..., H] and the result have any leading dimensions, ids and weights [..., K] the same.
         x       bf16, fp16 or fp32 (NumPy: uint16 for the bits of bf16); is rounded to bf16
         ids     int64, int32 (other integers are converted); those of no expert contribute nothing
-        weights fp32 (others are converted)
+        weights fp32 (fp16 and bf16 are converted)
         skip    bool [E]: experts that contribute nothing, whatever the ids; read when the call is
                 computed
         add_to  like x, any of its dtypes, itself not changed
@@ -209,27 +209,31 @@ class MoELayer:
         pool, packed = self.pool, self._packed
         try:
             found = self._arguments(x, ids, weights, skip, add_to, out)
+
+            def run() -> Any:
+                compute(packed, pool, found)
+                return found.y.owner
+
+            return Handle(pool.submit(run))
         except KtconvError as error:
             return Handle.failed(error)
 
-        def run() -> Any:
-            compute(packed, pool, found)
-            return found.y.owner
-
-        return Handle(pool.submit(run))
-
     def plan_bytes(self, tokens: int, top_k: int, dtype: str = "bf16") -> int:
         """Bytes that a call of so many tokens takes beyond its arguments: the result, and workspace
-        of the pool, which does not grow beyond 2048 tokens. UsageError for impossible numbers."""
+        of the pool, which does not grow beyond 2048 tokens; at most so many where a model has norms
+        of experts' outputs or weights on inputs. UsageError for impossible numbers."""
         if dtype not in _SIZES:
             raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")
-        size = workspace_size(self._packed.layer, self.pool, tokens, top_k)
+        size = working_bytes(self._packed, self.pool, tokens, top_k)
         return size + tokens * self.hidden * _SIZES[dtype]
 
     def touch(self) -> None:
         """Reads a byte of each page of the weights by the threads that will use them: those of
-        mapped files come into memory, on the right NUMA nodes."""
-        self._packed.layer.touch(self.pool)
+        mapped files come into memory, on the right NUMA nodes. UsageError if the pool is closed."""
+        try:
+            self._packed.layer.touch(self.pool)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
     def _arguments(
         self, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ktconv import native
-from ktconv.errors import ResourceError
+from ktconv.errors import ResourceError, UsageError
 from ktconv.system import machine
 from ktconv.system.arrays import Array
 
@@ -30,7 +30,9 @@ class Pool(native.Pool):
         place = machine.placement(threads, nodes)
         self.workspaces: deque[Array] = deque()  # of the runtime, that no call uses
         self._queue: ThreadPoolExecutor | None = None
-        self._starting = threading.Lock()
+        self._closed = False
+        self._submitting = threading.Lock()
+        self._process = os.getpid()
         self.os_nodes = place.os_nodes  # by the system's numbers
         try:
             super().__init__(place.threads, place.cpus, place.nodes)
@@ -51,20 +53,34 @@ class Pool(native.Pool):
             native.bind_memory(memory, self.os_nodes[node])
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Runs `work` in a thread of its own, after all that was submitted before."""
-        with self._starting:
+        """Runs `work` in a thread of its own, after all that was submitted before. UsageError for a
+        pool that is closed or the parent process's, and where the interpreter is about to end."""
+        if not self._is_here():
+            raise UsageError("the pool belongs to the parent process", "make one in this process")
+        with self._submitting:
+            if self._closed:
+                raise UsageError("the pool is closed")
             if self._queue is None:
                 self._queue = ThreadPoolExecutor(1, "ktconv")
-        return self._queue.submit(work)
+            try:
+                return self._queue.submit(work)
+            except RuntimeError as error:
+                raise UsageError(f"the call cannot be submitted: {error}") from None
 
     def close(self) -> None:
-        """Ends the threads, once what was submitted is done; the pool cannot be used afterwards."""
-        with self._starting:
-            queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.shutdown()
+        """Ends the threads, once what was submitted is done, and what other threads compute at the
+        moment; the pool cannot be used afterwards."""
+        if self._is_here():
+            with self._submitting:
+                self._closed = True
+            if self._queue is not None:
+                self._queue.shutdown()
         self.workspaces.clear()
         super().close()
+
+    def _is_here(self) -> bool:
+        """False in a child process, which has neither the threads nor who would unlock."""
+        return self._process == os.getpid()
 
     def __enter__(self) -> Pool:
         return self
