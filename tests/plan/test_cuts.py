@@ -145,3 +145,8 @@ def test_biases_count(tmp_path: Path) -> None:
     down = 4 * expert["down"].rows
     rest = cut_bytes(expert, 1) - bias - down
     assert cut_bytes(expert, 2) == (rest + bias) // 2 + down
+    cut = slices(expert, 2)
+    rows, width = expert["up"].rows, expert["down"].rows
+    assert cut["w3"]["bias"][1]["source"] == [[rows // 2, rows]]
+    assert cut["w3"]["bias"][1]["destination"] == [[rows // 2, rows]]
+    assert cut["w2"]["bias"][1]["source"] == [[0, width]]

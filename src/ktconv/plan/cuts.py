@@ -105,7 +105,7 @@ def _cut_bytes(down: bool, matrix: ExpertMatrix, tp: int) -> int:
 
 
 def slices(expert: Expert, tp: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """By shard and tensor (weight, scale, zero_point, g_idx) what each of `tp` GPUs takes, as
+    """By shard and tensor (weight, scale, zero_point, g_idx, bias) what each of `tp` GPUs takes, as
     `TensorSlice.as_dict`. Positions count weights, and numbers of grids, as [out, in]."""
     gated = "gate" in expert
     return {
@@ -135,3 +135,5 @@ def _slices(
         yield name, of(shape, kind, block[1] if down else block[0])
     if act_order:
         yield "g_idx", of((matrix.cols,), "g_idx")
+    if matrix.bias is not None:
+        yield "bias", of((matrix.rows,), "channel")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ktconv.plan.cpu import CpuSide
 from ktconv.plan.load import Load
 from ktconv.plan.ranks import LayerPlacement, overall_evenness
@@ -36,9 +38,8 @@ class Planned:
     @property
     def rank_loads(self) -> list[float]:
         """Share of the load of experts on GPUs that each rank has."""
-        totals = sum(one.loads for one in self.layers)
-        whole = float(totals.sum())  # type: ignore[union-attr]
-        return [float(one) / whole if whole else 0.0 for one in totals]  # type: ignore[union-attr]
+        totals = np.sum([one.loads for one in self.layers], axis=0)
+        return [float(one) / float(totals.sum() or 1) for one in totals]
 
     @property
     def rank_places(self) -> list[int]:

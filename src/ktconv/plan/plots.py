@@ -14,6 +14,7 @@ from ktconv.system.pictures import picture
 
 _SIZE = (11.0, 7.0)
 _COLOURS = "viridis"
+_MOST_LINES = 16  # more would hide what is between them
 Places = Sequence[Sequence[int]]
 Loaded = tuple[Places, F64]  # ids by rank, and the load of each place of an expert
 
@@ -69,9 +70,9 @@ def _pair(axes: Sequence[Any], planned: Planned, tables: Sequence[F64], label: s
 
 
 def _separate_ranks(axes: Any, layers: Sequence[Places]) -> None:
-    """Lines between ranks, where all layers have as many experts on each."""
+    """Lines between a few ranks, where all layers have as many experts on each."""
     counts = {tuple(map(len, places)) for places in layers}
-    if len(counts) == 1:
+    if len(counts) == 1 and len(layers[0]) <= _MOST_LINES:
         for end in np.cumsum(counts.pop())[:-1]:
             axes.axvline(end - 0.5, color="white", linewidth=1)
 
