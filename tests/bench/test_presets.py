@@ -21,6 +21,7 @@ PUBLISHED = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "gpt-oss-120b": (2880, 2880, 128, 4),
     "nemotron-3-nano": (2688, 1856, 128, 6),
+    "nomic-embed-text-v2-moe": (768, 3072, 8, 2),
 }
 
 
@@ -30,10 +31,11 @@ def test_presets_have_the_published_dimensions() -> None:
 
 
 def test_activations_of_presets() -> None:
-    others = {"deepseek-v4-flash", "gpt-oss-120b", "nemotron-3-nano"}
+    others = {"deepseek-v4-flash", "gpt-oss-120b", "nemotron-3-nano", "nomic-embed-text-v2-moe"}
     assert all(PRESETS[name].activation == Activation() for name in PRESETS.keys() - others)
     assert PRESETS["nemotron-3-nano"].activation == Activation("relu2")
     assert PRESETS["nemotron-3-nano"].operations == 4 * 2688 * 1856
+    assert PRESETS["nomic-embed-text-v2-moe"].activation == Activation("ungated_gelu")
     assert PRESETS["deepseek-v4-flash"].activation == Activation(limit=10.0)
     assert PRESETS["gpt-oss-120b"].activation == Activation("swiglu", 1.702, 1.0, 7.0)
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.activations import computed
 from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, overwrite, place_of
 from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.nemotron import write_nemotron
 from numpy.typing import NDArray
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS, Projection, reference, split, tensor_name
+from ktconv.formats.decode import bf16_to_f32
 from ktconv.formats.search import Choice
 from ktconv.quantize_cpu.channel_weights import FLOOR, normalised
 from ktconv.quantize_cpu.estimate import Estimation
@@ -85,6 +88,28 @@ def test_weights_follow_from_norm_up_and_gate(model: Path, layer: int, proj: Pro
             assert found is not None
             np.testing.assert_allclose(found, wanted, rtol=2e-6)
             assert found.max() > 10 * np.median(found)  # so that they matter
+
+
+@pytest.mark.parametrize("function", ["relu2", "relu", "gelu"])
+def test_weights_without_a_gate(function: str, tmp_path: Path) -> None:
+    """They follow the mean squares of what goes into down, for normal inputs."""
+    model, matrices = write_nemotron(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"mlp_hidden_act": function}
+    (model / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(model)
+    found = SourceWeights(checkpoint, checkpoint.layers).of(1, 2, "down")
+    assert found is not None
+    raw = read_model(model)["backbone.layers.1.norm.weight"].data
+    norm = bf16_to_f32(np.frombuffer(raw, np.uint16)).astype(np.float64)
+    up = matrices[1, 2, "up"] * norm
+    size = (up**2).sum(axis=1)
+    size = size**2 if function == "relu2" else size
+    np.testing.assert_allclose(found, size / size.mean(), rtol=2e-6)
+    x = np.random.default_rng(4).standard_normal((1 << 14, len(norm)))
+    inner = computed({"gelu": "ungated gelu"}.get(function, function), x, x @ up.T, {}, 1)
+    means = np.mean(inner**2, axis=0)
+    assert np.corrcoef(np.log(means), np.log(found))[0, 1] > 0.95
+    assert np.polyfit(np.log(found), np.log(means), 1)[0] == pytest.approx(1, abs=0.15)
 
 
 def test_a_norm_stored_less_1(tmp_path: Path) -> None:

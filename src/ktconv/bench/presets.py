@@ -30,7 +30,7 @@ class Shape:
 
 
 # From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7; experts of
-# Nemotron-3 have no gate.
+# Nemotron-3 and Nomic's embedding model have no gate.
 PRESETS = {
     shape.name: shape
     for shape in (
@@ -44,6 +44,7 @@ PRESETS = {
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
         Shape("gpt-oss-120b", 2880, 2880, 128, 4, Activation("swiglu", 1.702, 1.0, 7.0)),
         Shape("nemotron-3-nano", 2688, 1856, 128, 6, Activation("relu2")),
+        Shape("nomic-embed-text-v2-moe", 768, 3072, 8, 2, Activation("ungated_gelu")),
     )
 }
 

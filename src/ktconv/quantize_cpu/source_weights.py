@@ -6,7 +6,8 @@ of an output of up and the activation of one of gate, and these have mean square
 those of their rows: with u_i and g_i row i of up and gate,
 
     v_c = n_c^2 for gate and up
-    v_i = sum((u_i n)^2) sum((g_i n)^2) for down; sum((u_i n)^2)^2 of experts without gate
+    v_i = sum((u_i n)^2) sum((g_i n)^2) for down; of experts without a gate sum((u_i n)^2), and its
+          square where they square it (relu2)
 
 docs/calibration.md has what this gains.
 """
@@ -93,11 +94,12 @@ class SourceWeights:
         if norm is None:
             norm = np.ones(matrices["up"].cols, np.float32)
         with self._places:
-            up = row_squares(self._reader, matrices["up"], norm)
-            gate = up
+            squares = row_squares(self._reader, matrices["up"], norm)
             if "gate" in matrices:
-                gate = row_squares(self._reader, matrices["gate"], norm)
-        return normalised(up * gate)
+                squares = squares * row_squares(self._reader, matrices["gate"], norm)
+        if self._layers[layer].activation.function == "relu2":
+            squares = squares * squares
+        return normalised(squares)
 
 
 def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]:
