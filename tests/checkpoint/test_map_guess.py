@@ -189,6 +189,23 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
     names = {key: f"h.{{layer}}.z.{{expert}}.{key}.weight" for key in ("up", "down")}
     text = assert_guess(tmp_path, layers_of(), names, hidden_act="relu2")
     assert "gate =" not in text.partition("[others]")[0]
+    assert '# like = "nomic_bert"' in text and "qwen3_moe" not in text
+
+
+def test_biased_experts_without_a_gate(tmp_path: Path) -> None:
+    """Of Phixtral: its map, once it says what the model is like."""
+    names = {"up": "h.{layer}.moe.mlp.{expert}.fc1.weight",
+             "down": "h.{layer}.moe.mlp.{expert}.fc2.weight"}  # fmt: skip
+    tensors = tensors_of(layers_of(), names)
+    for name, (_, shape, _) in list(tensors.items()):
+        tensors[name.replace(".weight", ".bias")] = np.ones(shape[0], np.float32)
+    config = config_of(LAYERS, activation_function="gelu_new")
+    guess = guessed(tmp_path, tensors, config)
+    assert guess.map is not None
+    chosen = guess.map.replace("# like = ", "like = ")
+    for layer in open_checkpoint(tmp_path, naming=parse_map(chosen, "guess")).layers:
+        assert str(layer.activation) == "GELU (tanh) without a gate, with biases"
+        assert layer.projections == ("up", "down") and layer.biased
 
 
 def test_scales_are_no_experts_of_their_own(tmp_path: Path) -> None:

@@ -408,7 +408,10 @@ def _lines(
     known = [kind for kind in config.model_types if table.FAMILIES.of(kind) is not None]
     if not known:
         yield "# Router and activation are those of a known family only if you name it:"
-        yield '# like = "qwen3_moe"'
+        if {"gate", "gate_up"} & main.lines.keys():
+            yield '# like = "qwen3_moe"'
+        else:
+            yield '# like = "nomic_bert"  # without a gate; squared ReLU: "nemotron_h"'
         if nearest is not None:
             yield f"# (The most similar names are those of {nearest}.)"
         yield ""
