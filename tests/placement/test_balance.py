@@ -111,6 +111,45 @@ def test_random_loads(groups: int, nodes: int, gpus: int) -> None:
         assert (loads.max(axis=1) <= before.max(axis=1) + 1e-9).all()
 
 
+Loads = list[float]
+
+
+def packed(loads: Loads, bins: int) -> list[list[int]]:
+    """Items of each bin, as `pack`'s docstring says it, one after the other."""
+    size = len(loads) // bins
+    if size == 1:
+        return [[item] for item in range(bins)]
+    found: list[list[int]] = [[] for _ in range(bins)]
+    for item in sorted(range(len(loads)), key=lambda one: (-loads[one], one)):
+        free = [one for one in range(bins) if len(found[one]) < size]
+        found[min(free, key=lambda one: sum(loads[i] for i in found[one]))].append(item)
+    return found
+
+
+def balanced(load: Loads, physical: int, groups: int, nodes: int, gpus: int) -> list[int]:
+    """The expert at each place, by the three steps of docs/plan.md."""
+    size, places = len(load) // groups, []
+    sums = [sum(load[group * size : (group + 1) * size]) for group in range(groups)]
+    for held in packed(sums, nodes):
+        ids = sorted(group * size + member for group in held for member in range(size))
+        copies = list(ids)
+        while len(copies) < physical // nodes:
+            copies.append(max(ids, key=lambda one: load[one] / copies.count(one)))
+        shares = [load[one] / copies.count(one) for one in copies]
+        places += [copies[item] for gpu in packed(shares, gpus // nodes) for item in gpu]
+    return places
+
+
+@pytest.mark.parametrize("groups, nodes, gpus", [(1, 1, 4), (8, 2, 8), (4, 4, 16), (8, 4, 4)])
+@pytest.mark.parametrize("most", [3, 1000])
+def test_the_steps_one_by_one(groups: int, nodes: int, gpus: int, most: int) -> None:
+    """Whole numbers, so that sums are exact; small ones, so that many are equal."""
+    load = np.random.default_rng(most + gpus).integers(0, most, (5, 32))
+    found = balance(load, 48, groups, nodes, gpus).physical_to_logical
+    for row, places in zip(load.tolist(), found.tolist(), strict=True):
+        assert places == balanced(row, 48, groups, nodes, gpus)
+
+
 def test_the_best_copies() -> None:
     """No other numbers of copies have a lower load per copy."""
     load = np.array([7.0, 1, 4, 2])

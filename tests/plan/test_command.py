@@ -18,7 +18,7 @@ from plan.models import OTHER_BYTES, write_counts
 
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
-from ktconv.placement.expert_sets import read_expert_set
+from ktconv.placement.expert_sets import expert_set, read_expert_set
 from ktconv.plan import balance, expert_map, hot_experts
 from ktconv.plan.command import make_plan, run
 from ktconv.plan.request import Hot, PlanRequest, parse_hot
@@ -247,6 +247,23 @@ def test_groups_of_scales(tmp_path: Path) -> None:
     line = refused(result, 2, "--tp 8 cannot cut the experts of layer 0: each of 8 GPUs would have")
     assert f"48 of the intermediate size {INNER}, which is not divisible by the group" in line
     assert "possible for this model: 1, 2, 3, 4, 6, 12" in result.stderr
+
+
+def test_the_way_out_of_too_many(model: Path) -> None:
+    result = ktconv("plan", model, "--hot", "50%", "--gpu-memory", "500kB")
+    refused(result, 2, "--hot 50% does not fit")
+    assert "the largest number that fits is 4" in result.stderr
+    assert planned(model, hot="4", gpu_memory=500_000)["gpu"]["experts"] == 4
+
+
+def test_experts_that_were_never_used(model: Path, tmp_path: Path) -> None:
+    """All that an output has, because the used ones run elsewhere."""
+    counts = write_counts(tmp_path / "c.json", {n: [1, 1, 0, 0, 0, 0, 0, 0] for n in (0, 1)})
+    hot = expert_set({0: [0, 1], 1: [0, 1]})
+    convert(model, tmp_path / "out", method="int8", exclude_experts=hot)
+    facts = planned(tmp_path / "out", load=counts, ep=2, hot="3")
+    assert facts["gpu"]["load_share"] == 0 and facts["evenness"]["after"] == 1
+    assert [layer["gpu_mask"][2:5] for layer in facts["layers"]] == [[True] * 3, [False] * 3]
 
 
 def test_gguf(tmp_path: Path) -> None:

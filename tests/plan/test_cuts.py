@@ -118,9 +118,14 @@ def test_bytes_that_every_gpu_has(tmp_path: Path) -> None:
 
 def test_blocks_of_ggml(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    layer = open_checkpoint(gguf_files.model(tmp_path)).layers[0]
-    assert grains(layer.experts[0]) == []
-    assert list(slices(layer.experts[0], 2)) == ["w1", "w3", "w2"]
+    path = gguf_files.model(tmp_path, types={"down_exps": "Q4_0", "up_exps": "Q8_0"})
+    expert = open_checkpoint(path).layers[0].experts[0]
+    # Those of up are along its inputs, which are not cut.
+    assert [one.words for one in grains(expert)] == ["the 32 weights that Q4_0 stores together"]
+    assert list(slices(expert, 2)) == ["w1", "w3", "w2"]
+    rows, cols = expert["down"].rows, expert["down"].cols
+    whole = 4 * rows * cols + rows * cols // 32 * (34 + 18)
+    assert cut_bytes(expert, 2) == whole // 2
 
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:

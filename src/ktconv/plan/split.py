@@ -47,7 +47,7 @@ class Split:
                 f"--hot {request.hot} does not fit: a GPU would hold "
                 f"{format_size(self._bytes(placements))}, more than --gpu-memory "
                 f"{format_size(request.gpu_memory or 0)}",
-                f"at most --hot {self._most_that_fit()} fits",
+                f"the largest number that fits is {self._most_that_fit()}",
             )
         return placements
 
@@ -118,4 +118,4 @@ def hot_share(placements: Sequence[LayerPlacement]) -> float:
     """Of all choices of experts that are there, those of experts on GPUs."""
     taken = sum(float(one.load[one.copies > 0].sum()) for one in placements)
     routed = sum(float(one.load[list(one.layer.ids)].sum()) for one in placements)
-    return taken / routed
+    return taken / routed if routed else 0.0
