@@ -64,7 +64,7 @@ class Evaluation:
         self.sites = find_experts(model)
         self.calls: dict[int, list[tuple[tuple[Any, ...], Tensor]]] = {n: [] for n in self.sites}
         self._logits = self._first_pass()
-        self._own = {n: [t.clone() for t in site.own.tensors] for n, site in self.sites.items()}
+        self._own = {n: [t.clone() for t in site.stored.tensors] for n, site in self.sites.items()}
 
     @property
     def source(self) -> Values:
@@ -84,7 +84,7 @@ class Evaluation:
             return self._found()
         finally:
             for layer, tensors in self._own.items():
-                for now, own in zip(self.sites[layer].own.tensors, tensors, strict=True):
+                for now, own in zip(self.sites[layer].stored.tensors, tensors, strict=True):
                     now.data.copy_(own)
 
     def of_output(self, output: Path) -> Found:

@@ -79,7 +79,7 @@ def test_fewer_quantized_experts_are_closer(
 
 def test_llama4_experts(torch: Any, part: Path) -> None:
     """Every expert is given all tokens: rows of excluded ones go to the model's own."""
-    from ktconv.model.module import SortedExperts
+    from ktconv.model.forms import SortedExperts
     from ktconv.model.stored import stored_in
 
     experts: Experts = open_experts(part, 0)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ktconv.formats import FORMATS
-from ktconv.model.module import PackedExperts, packed_class
+from ktconv.model.forms import packed_class
+from ktconv.model.module import PackedExperts
 from ktconv.model.sites import find_experts
 from ktconv.model.stored import StoredExperts, stored_in
 from ktconv.moe.experts import pack_experts
@@ -154,6 +155,35 @@ def test_packed_experts_answer_as_the_module(
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     # Of random numbers INT8 loses 1.2 % by the two matrices in a row, and as much by activations.
     assert 1e-4 < float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
+@pytest.mark.parametrize("missing", [(), (1, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_inputs_from_another_device(
+    name: str, missing: tuple[int, ...], torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are there, too, and the same; so they are if the model's own experts are there."""
+    from helpers.far import FAR, FarTensor, far_device
+
+    module, case = make(name, torch)
+    module.requires_grad_(False)
+    own = stored_in(module)
+    assert own is not None
+    ours, given = packed(own, case, missing), arguments(torch, case)
+    with torch.no_grad():
+        expected = ours(*given)
+        with far_device(monkeypatch) as device:
+            module.to(FAR)
+            own = stored_in(module)
+            assert own is not None
+            ours.own = (own,) if missing else ()
+            if name == "jetmoe":  # its block has the router
+                ours.router, ours.bias = module.router, module.bias
+            found = ours(*(one.to(FAR) for one in given))
+            assert isinstance(found, FarTensor) and found.dtype == expected.dtype
+            assert device.pinned > 1
+            found = found.to("cpu")
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["aria", "jetmoe", "dbrx", "llama4", "longcat_flash"])

@@ -1,11 +1,12 @@
-"""Run transformers models on packed experts, and compare their predictions with the original's.
+"""Run models on packed experts, and compare their predictions with the original's.
 
     model, tokenizer = load_model(source)
     with replace_experts(model, output, keep=True) as replaced:
         report = predictions_of_both(model, replaced, windows(tokenizer, text, 512, 40)).result()
 
-`evaluate` loads and compares models, `replace` puts packed experts into them, `load` keeps the
-code of checkpoints out. PyTorch and transformers are imported when a name is first used.
+`evaluate` loads and compares models, `replace` puts packed experts into them, `devices` moves what
+is no expert, `load` keeps the code of checkpoints out. PyTorch and transformers are imported when a
+name is first used.
 """
 
 from __future__ import annotations
@@ -17,14 +18,25 @@ from typing import TYPE_CHECKING, Any
 from ktconv.errors import UsageError
 
 if TYPE_CHECKING:
+    from ktconv.model.devices import Moved, expert_device, move_non_experts
     from ktconv.model.evaluate import load_model
     from ktconv.model.replace import replace_experts
     from ktconv.model.streamed.stream import stream
 
-__all__ = ["load_model", "replace_experts", "stream"]
+__all__ = [
+    "Moved",
+    "expert_device",
+    "load_model",
+    "move_non_experts",
+    "replace_experts",
+    "stream",
+]
 _PACKAGES = ("torch", "transformers", "greenlet")
 _MODULES = {
+    "Moved": "devices",
+    "expert_device": "devices",
     "load_model": "evaluate",
+    "move_non_experts": "devices",
     "replace_experts": "replace",
     "stream": "streamed.stream",
 }

@@ -410,7 +410,7 @@ def _renamed(
 
 def _as_parameters(layer: MoELayer, site: Site) -> dict[str, Weight]:
     """The experts of a layer as those of a model; nothing where they do not fit into it."""
-    own, first = site.own, layer.experts[0]
+    own, first = site.stored, layer.experts[0]
     ours = len(layer.experts), first["up"].rows, first["up"].cols, layer.gated
     biased = any(matrix.bias is not None for matrix in first.values())
     if biased or ours != (own.count, own.intermediate, own.hidden, own.gated):

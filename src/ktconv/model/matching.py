@@ -12,12 +12,15 @@ from torch import Tensor
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.config import family_of, text_section
-from ktconv.model.stored import StoredExperts
-from ktconv.moe import Experts, open_experts
+from ktconv.model.own import OwnExperts
+from ktconv.moe import Experts, expert_output, open_experts
 from ktconv.moe.load import activation_of, moe_layers, output_activation, packed_experts
 from ktconv.packed.weights import open_packed
+from ktconv.reading.streamed import whole
+from ktconv.system.arrays import F32
 
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
+_MOST_APART = 0.03  # relative, of the same weights; bf16 rounds to 0.01, GELU for SiLU gives 0.1
 
 
 class UnlikeExperts(CheckpointError):
@@ -45,9 +48,12 @@ def _layers(settings: Mapping[str, Any]) -> int | None:
     return next((value for value in given if isinstance(value, int)), None)
 
 
-def check_layers(settings: Mapping[str, Any], layers: Collection[int], directory: Path) -> None:
+def check_layers(
+    settings: Mapping[str, Any], layers: Collection[int], directory: Path, built: int = 0
+) -> None:
     """CheckpointError unless `directory` has the experts of these layers, which are all that the
-    model has, and of no others but such for multi-token prediction."""
+    model has, and of no others but such for multi-token prediction. `built`: how many layers the
+    model has, with experts or without, where `settings` do not say that."""
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(
@@ -59,7 +65,7 @@ def check_layers(settings: Mapping[str, Any], layers: Collection[int], directory
             f"{directory} does not contain the experts of layers {lacking} of the model",
             "convert all layers of the checkpoint that the model was loaded from",
         )
-    count = _layers(settings) or max(layers) + 1
+    count = _layers(settings) or built or max(layers) + 1
     extra = sorted(layer for layer in set(converted) - set(layers) if layer < count)
     if extra:
         raise CheckpointError(
@@ -71,7 +77,7 @@ def check_layers(settings: Mapping[str, Any], layers: Collection[int], directory
 def check_match(
     settings: Mapping[str, Any],
     layer: int,
-    own: StoredExperts,
+    own: OwnExperts,
     experts: Experts,
     directory: Path,
 ) -> None:
@@ -100,15 +106,43 @@ def check_match(
         )
 
 
-def _features(own: StoredExperts, experts: Experts) -> Iterator[tuple[str, bool, bool]]:
+def _features(own: OwnExperts, experts: Experts) -> Iterator[tuple[str, bool, bool]]:
     yield "biases", own.biased, experts.biased
     yield "a gate projection", own.gated, experts.activation.gated
 
 
-def trial_token(hidden: int, dtype: torch.dtype) -> Tensor:
-    """A random token [1, H], always the same."""
+def trial_token(hidden: int, dtype: torch.dtype, tokens: int = 1) -> Tensor:
+    """Random tokens [M, H], always the same."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((1, hidden), generator=generator).to(dtype)
+    return torch.randn((tokens, hidden), generator=generator).to(dtype)
+
+
+def check_function(
+    own: OwnExperts, answer: Tensor, expert: int, tokens: Tensor, experts: Experts, layer: int
+) -> None:
+    """CheckpointError unless the model's own expert answers `tokens` [M, H] as its matrices do with
+    the activation of the packed ones. For models whose config does not say what experts compute."""
+    biases = {name: _array(bias) for name, bias in own.biases(expert).items()}
+    matrices = {
+        name: whole(_array(matrix), biases.get(name))
+        for name, matrix in own.matrices(expert).items()
+    }
+    streams = matrices.get("gate"), matrices["up"], matrices["down"]
+    ours = torch.from_numpy(expert_output(streams, experts.activation, _array(tokens)))
+    theirs = answer.detach().float().cpu()
+    apart = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+    if bool((apart > _MOST_APART).any()):
+        raise CheckpointError(
+            f"the model's experts in layer {layer} do not compute what those that were converted "
+            f"do: {experts.activation.function} between the products",
+            "compare the activation in the model's code with hidden_act in the config.json that "
+            "the checkpoint was converted with",
+        )
+
+
+def _array(tensor: Tensor) -> F32:
+    found: F32 = tensor.detach().float().cpu().numpy()
+    return found
 
 
 def check_likeness(theirs: Tensor, ours: Tensor, layer: int, directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""Puts packed experts into a loaded model of transformers."""
+"""Puts packed experts into a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,19 @@ import torch
 from torch import nn
 
 from ktconv import native
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.model.forms import packed_class
+from ktconv.model.listed import ListedExperts
+from ktconv.model.load import first_line
 from ktconv.model.matching import (
+    check_function,
     check_layers,
     check_likeness,
     check_match,
     open_layers,
     trial_token,
 )
-from ktconv.model.module import PackedExperts, packed_class
+from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
 from ktconv.moe import Experts
 from ktconv.system.pool import Pool
@@ -27,7 +31,9 @@ from ktconv.system.pool import Pool
 
 class ReplacedExperts:
     """What `replace_experts` did. `layers` are on packed experts, `method` is their format;
-    `own` are the ids, by layer, of experts that run on the model's own weights as before.
+    `own` are the ids, by layer, of experts that run on the model's own weights as before. `untried`
+    are layers whose packed experts could not be compared with the model's own, since those are not
+    loaded, or are codes that only the library which made them can read.
 
     As a context manager it puts the model's own experts back at the end if they were kept, and
     is closed.
@@ -39,7 +45,9 @@ class ReplacedExperts:
         packed: Mapping[int, PackedExperts],
         keep: bool,
         used: ExitStack,
+        untried: Sequence[int] = (),
     ) -> None:
+        self.untried = tuple(untried)
         self.layers = tuple(sorted(sites))
         self.method = packed[self.layers[0]].experts.format.key
         self.own = {layer: _elsewhere(packed[layer].experts) for layer in self.layers}
@@ -101,38 +109,53 @@ def replace_experts(
 ) -> ReplacedExperts:
     """Run the experts of every MoE layer of `model` on the packed weights in `output`.
 
-    `model` is a transformers model on the CPU, `output` what ktconv quantize-cpu made of its
-    checkpoint. Layers of `output` beyond the model's own (multi-token prediction) are left out.
-    Experts that `output` leaves out (quantize-cpu --exclude-experts) run on the model's own
-    weights. The replaced parameters are freed, unless `keep` or such experts need them.
-    `threads`: size of a thread pool of its own, else the shared one is used; `isa` applies to the
-    whole process until the result is closed.
+    `model` is of transformers or of your own code, bare or wrapped (PEFT, DistributedDataParallel,
+    torch.compile); its experts are one module per layer with the matrices of all, or a list of
+    modules. The model's own routers stay. Its parts may be on any device: experts get their inputs
+    from there, run on the CPU, and send outputs back. Its own experts need not be loaded (meta).
+
+    `output` is what ktconv quantize-cpu made of the model's checkpoint. Layers of `output` beyond
+    the model's own (multi-token prediction) are left out. Experts that `output` leaves out
+    (quantize-cpu --exclude-experts) run on the model's own weights. The replaced parameters are
+    freed, unless `keep` or such experts need them. `threads`: size of a thread pool of its own,
+    else the shared one is used; `isa` applies to the whole process until the result is closed.
 
     The result computes in bf16, has no gradients, and cannot be saved as a model.
 
     Raises CheckpointError, and leaves the model as it was, where no experts are found, or layers,
-    sizes, activation or the experts' answers to a trial do not match; UsageError for options or
-    devices that cannot be used.
+    sizes, activation or the experts' answers to a trial do not match; UsageError for options that
+    cannot be used and for experts under an adapter.
     """
     directory = Path(output)
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
     sites = find_experts(model)
-    config: Any = getattr(model, "config", None)
-    settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    check_layers(settings, sites, directory)
+    settings = _settings(model)
+    layers = model.get_submodule(next(iter(sites.values())).layers_path)
+    check_layers(settings, sites, directory, built=len(list(layers.children())))
     experts = open_layers(directory, sites, settings)
     for layer, site in sites.items():
-        _check_place(site)
+        _check_place(site, experts[layer])
         check_match(settings, layer, site.own, experts[layer], directory)
     with ExitStack() as used:
         if isa is not None:
             _use_isa(isa, used)
         pool = used.enter_context(Pool(threads)) if threads is not None else None
         packed = {layer: _packed(site, experts[layer], pool) for layer, site in sites.items()}
-        for layer, site in sites.items():
-            _check_likeness(site, packed[layer], directory)
-        return ReplacedExperts(sites, packed, keep, used.pop_all())
+        untried = [layer for layer, site in sites.items() if not site.own.runs]
+        for layer in sites.keys() - set(untried):
+            _try(sites[layer], packed[layer], directory, bool(settings))
+        return ReplacedExperts(sites, packed, keep, used.pop_all(), untried)
+
+
+def _settings(model: nn.Module) -> Mapping[str, Any]:
+    """config.json of the model, or of what is in its wrappers; empty where none of them has one."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            found: Mapping[str, Any] = config.to_dict()
+            return found
+    return {}
 
 
 def _use_isa(name: str, used: ExitStack) -> None:
@@ -155,22 +178,38 @@ def _elsewhere(experts: Experts) -> list[int]:
     return [index for index, origin in enumerate(experts.origins) if origin < 0]
 
 
-def _check_place(site: Site) -> None:
-    """The model's own experts are there, on the CPU."""
+def _check_place(site: Site, experts: Experts) -> None:
+    """UsageError unless the model's own experts are there, as far as they are needed."""
     if isinstance(site.module, PackedExperts):
         raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
-    if site.own.tensors[-1].device.type != "cpu":
-        raise UsageError(f"{site.path} is not on the CPU", "load the model with device_map='cpu'")
+    if site.adapted:
+        raise UsageError(
+            f"the experts {site.path} have an adapter, which packed experts would leave out",
+            "merge it into the model and convert that, or let the adapter leave out experts",
+        )
+    missing = _elsewhere(experts)
+    if missing and site.own.device.type == "meta":
+        raise UsageError(
+            f"layer {site.layer} leaves experts {missing} to the model's own weights, which are "
+            "not loaded",
+            "load the model's experts, or convert all of them",
+        )
 
 
-def _check_likeness(site: Site, packed: PackedExperts, directory: Path) -> None:
-    """UnlikeExperts where the first packed expert answers unlike the model's own."""
+def _try(site: Site, packed: PackedExperts, directory: Path, has_settings: bool) -> None:
+    """UnlikeExperts where the first packed expert answers unlike the model's own; CheckpointError
+    where that computes something else. Of modules of transformers settings have told what."""
     own = site.own
-    dtype = own.tensors[-1].dtype
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return  # experts that transformers has quantized itself: only it knows how to run them
     first = int((packed.experts.origins >= 0).argmax())
-    token = trial_token(own.hidden, dtype)
-    with torch.no_grad():
-        theirs, ours = packed.compared(own, first, token)
+    token = trial_token(own.hidden, own.dtype)
+    try:
+        with torch.no_grad():
+            theirs, ours = packed.compared(own, first, token)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the model's own experts {site.path} could not be tried: {first_line(error)}",
+            "check that the model runs, and that its experts take hidden states, ids and weights",
+        ) from error
     check_likeness(theirs, ours, site.layer, directory)
+    if not has_settings or isinstance(own, ListedExperts):
+        check_function(own, theirs, first, token, packed.experts, site.layer)

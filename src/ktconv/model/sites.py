@@ -1,4 +1,4 @@
-"""Where a model of transformers has the experts of its layers."""
+"""Where a model has the experts of its layers, also under wrappers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from typing import Any
 
 from torch import nn
 
-from ktconv.errors import CheckpointError
-from ktconv.families.names import layer_number
-from ktconv.model.module import PackedExperts, Routing, packed_class
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families import table
+from ktconv.families.names import known_spellings, layer_number
+from ktconv.model.forms import EachExperts, packed_class
+from ktconv.model.listed import ListedExperts, listed_in
+from ktconv.model.module import PackedExperts, Routing
+from ktconv.model.own import OwnExperts
 from ktconv.model.stored import StoredExperts, stored_in
 
 # Words in the paths of parts that are not the language model, but may have experts too.
 OTHER_PARTS = re.compile(r"vision|visual|audio|talker")
+_SHARED = "shared"  # in the names of experts that all tokens go through
+# What wrappers call the module in them: DistributedDataParallel, torch.compile, FSDP, activation
+# checkpointing.
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_ADAPTED = "base_layer"  # the module under an adapter, as PEFT calls it
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a model has the experts of a layer."""
+    """Where a model has the experts of a layer: `module` is what is replaced, the experts or a
+    wrapper of them alone."""
 
     layer: int
     path: str
@@ -35,18 +45,41 @@ class Site:
         return found
 
     @property
-    def own(self) -> StoredExperts:
+    def own(self) -> OwnExperts:
         """The model's own experts. CheckpointError where packed ones are in their place."""
-        found = stored_in(self.module)
+        found = _own_in(_unwrapped(self.module))
         if found is None:
             raise CheckpointError(f"{self.path} has no experts of its own")
         return found
+
+    @property
+    def stored(self) -> StoredExperts:
+        """`own` where they are parameters of one module, which transformers 5 has; else
+        CheckpointError."""
+        found = self.own
+        if not isinstance(found, StoredExperts):
+            raise CheckpointError(
+                f"{self.path} has a module for each expert, not one with all of them",
+                "load the model with transformers 5",
+            )
+        return found
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter such as LoRA changes what the experts compute."""
+        return _ADAPTED in self.path.split(".") or self.own.adapted
 
     @property
     def count(self) -> int:
         """The number of experts."""
         module = self.module
         return module.experts.count if isinstance(module, PackedExperts) else self.own.count
+
+    @property
+    def layers_path(self) -> str:
+        """Where the list of layers is that this one belongs to: model.layers."""
+        words = self.path.split(".")
+        return ".".join(words[: words.index(str(self.layer))])
 
     def routing(self, arguments: Sequence[Any]) -> Routing:
         """Which experts a call with these arguments chooses."""
@@ -62,42 +95,90 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
     CheckpointError if there are none, if experts are not in a numbered layer, or if a layer has
     two.
     """
-    found = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, PackedExperts) or stored_in(module) is not None
-    ]
+    found = [path for path, module in model.named_modules() if _has_experts(model, path, module)]
     if not found:
         raise CheckpointError(
             f"no experts were found in this {type(model).__name__}",
-            "a Mixture-of-Experts model of transformers 5 has a module with the matrices of all "
-            "experts in each layer",
+            "experts are known as one module with the matrices of all of them, or as a list of "
+            f"modules with linear layers {known_spellings()}",
         )
     sites: dict[int, Site] = {}
     for path in [path for path in found if not OTHER_PARTS.search(path)] or found:
         site = _site(model, path)
         other = sites.setdefault(site.layer, site)
-        if other is not site:
+        if other.path != site.path:  # a wrapper has the attributes of what is in it
             raise CheckpointError(f"{other.path} and {path} both are layer {site.layer}")
     return sites
+
+
+def _has_experts(model: nn.Module, path: str, module: nn.Module) -> bool:
+    if isinstance(module, PackedExperts) or stored_in(module) is not None:
+        return True
+    place, _, name = path.rpartition(".")
+    if _SHARED in name or (listed := listed_in(module)) is None:
+        return False
+    return name in table.FAMILIES.containers or _routes(model.get_submodule(place), listed)
+
+
+def _routes(block: nn.Module, listed: ListedExperts) -> bool:
+    """Whether a matrix in the block, but not in the list, has a row for each expert. LongCat has
+    lists of two MLPs that all tokens go through."""
+    own = {id(one) for one in listed.module.parameters()}
+    counts = listed.count, listed.count + listed.identities
+    matrices = (one for one in block.parameters() if one.ndim == 2 and id(one) not in own)
+    return any(one.shape[0] in counts for one in matrices)
+
+
+def _own_in(module: nn.Module) -> OwnExperts | None:
+    return stored_in(module) or listed_in(module)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def _inner(wrapper: nn.Module) -> nn.Module | None:
+    """What a wrapper has in it and nothing beside; None for other modules."""
+    children = dict(wrapper.named_children())
+    if len(children) == 1 and children.keys() <= set(_WRAPPED):
+        return next(iter(children.values()))
+    return None
 
 
 def _site(model: nn.Module, path: str) -> Site:
     number = layer_number(path)
     if number is None:
+        number = _only_number(path)
+    if number is None:
         raise CheckpointError(f"the experts {path} are not in a numbered layer")
-    parent, _, name = path.rpartition(".")
-    return Site(number, path, model.get_submodule(parent), name)
+    place, _, name = path.rpartition(".")
+    parent = model.get_submodule(place)
+    while _inner(parent) is not None:  # else a compiled module would go on with its own experts
+        place, _, name = place.rpartition(".")
+        parent = model.get_submodule(place)
+    return Site(number, f"{place}.{name}", parent, name)
+
+
+def _only_number(path: str) -> int | None:
+    """Of a layer in a list whose name no family has."""
+    numbers = [word for word in path.split(".") if word.isdecimal()]
+    return int(numbers[0]) if len(numbers) == 1 else None
 
 
 @contextmanager
 def experts_watched(
     sites: Mapping[int, Site], called: Callable[[int, Routing], None]
 ) -> Iterator[None]:
-    """Meanwhile `called(layer, routing)` runs before each call of a layer's experts."""
+    """Meanwhile `called(layer, routing)` runs before each call of a layer's experts.
+
+    UsageError where experts are called one by one, so that none of the calls shows the routing.
+    """
 
     def watch(site: Site) -> Any:
-        module = site.module
+        module = _unwrapped(site.module)
+        _check_called(site, module)
         signature = inspect.signature(type(module).forward)  # of the object it may be a wrapper
 
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -109,3 +190,11 @@ def experts_watched(
         for site in sites.values():
             stack.callback(watch(site).remove)
         yield
+
+
+def _check_called(site: Site, module: nn.Module) -> None:
+    if type(module).forward is nn.Module.forward or isinstance(module, EachExperts):
+        raise UsageError(
+            f"each expert of {site.path} is called alone, so no call shows how tokens are routed",
+            "load the model with transformers 5",
+        )

@@ -6,16 +6,12 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
 
 from torch import Tensor, nn
 
 from ktconv.families.family import Projection
+from ktconv.model.own import Call, OwnExperts
 
-# What an experts module gets: hidden states, ids and weights; each expert's inputs, already times
-# their weights (Llama 4); hidden states and the router's logits (Aria); or it is the whole block
-# with its router (JetMoE).
-Call = Literal["routed", "sorted", "logits", "block"]
 _CALLS: Mapping[int, Call] = {3: "routed", 1: "sorted"}  # by number of arguments
 _PAIR: tuple[tuple[Projection, ...], ...] = (("gate", "up"), ("down",))
 
@@ -40,7 +36,7 @@ _WAYS = (
 )
 
 
-class StoredExperts:
+class StoredExperts(OwnExperts):
     """The experts that a module has as parameters."""
 
     def __init__(self, module: nn.Module, way: _Way, tensors: tuple[Tensor, ...]) -> None:
@@ -56,18 +52,23 @@ class StoredExperts:
 
     @property
     def gated(self) -> bool:
-        """Whether experts have a gate projection."""
         return self._way.matrices[0] != ("up",)
 
     @property
     def biased(self) -> bool:
-        """Whether their matrices have biases."""
         return bool(getattr(self.module, "has_bias", False))
 
     @property
     def alternating(self) -> bool:
         """Whether every second output of the parameter with gate and up is of the gate."""
         return not getattr(self.module, "is_concatenated", True)
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        yield from self.tensors
+        if self.biased:
+            for name in self._way.parameters:
+                yield getattr(self.module, bias_name(name))
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -83,23 +84,21 @@ class StoredExperts:
 
     @property
     def identities(self) -> int:
-        """How many further ids there are whose outputs are their inputs."""
         return int(getattr(self.module, "zero_expert_num", 0) or 0)
 
     @property
     def norm(self) -> nn.Module | None:
-        """What normalizes the output of each expert."""
         found: nn.Module | None = getattr(self.module, "post_expert_norm", None)
         return found
 
     @property
     def call(self) -> Call | None:
-        """What the module is called with; None if that is not known."""
+        if self._way.call == "block" and not hasattr(self.module, "bias"):
+            return None  # of transformers 4
         return self._way.call or _CALLS.get(len(inspect.signature(self.module.forward).parameters))
 
     def matrices(self, expert: int) -> dict[Projection, Tensor]:
-        """Views of the parameters: gate [I, H], up [I, H] and down [H, I] of an expert, without
-        gate where there is none."""
+        """Views of the parameters."""
         found: dict[Projection, Tensor] = {}
         for tensor, projections in zip(self.tensors, self._way.matrices, strict=True):
             whole = self._of(tensor.data, expert, projections)
@@ -108,7 +107,7 @@ class StoredExperts:
         return found
 
     def biases(self, expert: int) -> dict[Projection, Tensor]:
-        """Views of the parameters: what is added to the outputs of each matrix, if something is."""
+        """Views of the parameters."""
         found: dict[Projection, Tensor] = {}
         if self.biased:
             for name, projections in zip(self._way.parameters, self._way.matrices, strict=True):

@@ -40,7 +40,7 @@ class ExpertLayer:
     own: StoredExperts = field(init=False)  # of `site`, whatever is in their place later
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "own", self.site.own)
+        object.__setattr__(self, "own", self.site.stored)
 
 
 class ExpertRunner(Protocol):

@@ -19,8 +19,9 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError
+from ktconv.model.forms import packed_class
 from ktconv.model.load import running
-from ktconv.model.module import PackedExperts, packed_class
+from ktconv.model.module import PackedExperts
 from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.model.streamed.parts import NotCut, PartedModel
 from ktconv.model.streamed.probe import (
@@ -300,13 +301,14 @@ def _forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 def _parked(layer: ExpertLayer, ask: Callable[[Asked], Tensor]) -> Iterator[None]:
     """A module in place of a layer's experts that asks for their outputs."""
     site = layer.site
-    own, before = site.own, site.module
+    own, before = site.stored, site.module
 
     class Parked(packed_class(own)):  # type: ignore[misc]
         """Has no experts."""
 
-        def _check(self, *_: Tensor) -> None:
+        def _fetched(self, *inputs: Tensor) -> list[Tensor]:
             """Wherever the model is."""
+            return list(inputs)
 
         def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             return ask(Asked(rows, ids, weights))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
+from ktconv.model.forms import packed_class
 from ktconv.model.matching import (
     check_layers,
     check_likeness,
@@ -19,7 +20,7 @@ from ktconv.model.matching import (
     open_layers,
     trial_token,
 )
-from ktconv.model.module import PackedExperts, packed_class
+from ktconv.model.module import PackedExperts
 from ktconv.model.streamed.calls import Call, ExpertLayer
 from ktconv.model.streamed.experts import SourceExperts
 from ktconv.model.streamed.one_expert import OneExpert

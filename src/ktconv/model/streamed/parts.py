@@ -78,7 +78,7 @@ class PartedModel:
             experts = {
                 f"{layer.site.path}.{name}"
                 for layer in self.experts.values()
-                for name in layer.site.own.parameter_names
+                for name in layer.site.stored.parameter_names
             }
             targets = {name: self._conversions.renamed(name) for name in weights}
             # Of a second tower: those of the first one are not there, and each converts with both.
@@ -294,7 +294,7 @@ class _Conversions:
 
 
 def _check_sizes(site: Site, layer: MoELayer) -> None:
-    own = site.own
+    own = site.stored
     ours = own.count, own.hidden, own.intermediate, own.gated
     theirs = len(layer.experts), layer.hidden_size, layer.intermediate_size, layer.gated
     if ours != theirs:
@@ -308,16 +308,10 @@ def _check_sizes(site: Site, layer: MoELayer) -> None:
 
 def _list_of(name: Any, sites: Mapping[int, Site]) -> str:
     """The path of the list with all layers that have experts."""
-    lists = {_layer_list(site) for site in sites.values()}
+    lists = {site.layers_path for site in sites.values()}
     if len(lists) > 1:
         raise NotCut(name, f"its experts are in several lists of layers ({', '.join(lists)})")
     return lists.pop()
-
-
-def _layer_list(site: Site) -> str:
-    """`site` is in a numbered layer: model.layers of model.layers.3.mlp.experts."""
-    parts = site.path.split(".")
-    return ".".join(parts[: parts.index(str(site.layer))])
 
 
 class NotCut(CheckpointError):

@@ -205,7 +205,9 @@ class _Sizes:
             _parameters(layer, _stacked(parted, index)) for index, layer in enumerate(parted.layers)
         ]
         self.first_experts = min(parted.experts, default=len(self.layers))
-        self.experts = max((layer.site.own.count for layer in parted.experts.values()), default=0)
+        self.experts = max(
+            (layer.site.stored.count for layer in parted.experts.values()), default=0
+        )
         embedding, head = parted.model.get_input_embeddings(), parted.model.get_output_embeddings()
         self.embedding = sum(_nbytes(one) for one in embedding.parameters())
         self.head = 0 if head is None else sum(_nbytes(one) for one in head.parameters())
@@ -235,7 +237,7 @@ def _nbytes(parameter: torch.Tensor) -> int:
 
 def _stacked(parted: PartedModel, index: int) -> set[int]:
     layer = parted.experts.get(index)
-    return set() if layer is None else {id(one) for _, one, _ in layer.site.own.parameters}
+    return set() if layer is None else {id(one) for _, one, _ in layer.site.stored.parameters}
 
 
 def _parameters(layer: torch.nn.Module, but: set[int]) -> list[torch.Tensor]:
