@@ -22,7 +22,7 @@ from ktconv.placement.parallel import Grain, why_not_cut
 
 Shard = Literal["w1", "w2", "w3"]
 # weight: codes or weights; group, block: scales or zero points along inputs too; channel: one per
-# output; tensor: one in all; g_idx: the group of each input.
+# output; tensor: one in all, scales of inputs too; g_idx: the group of each input.
 Kind = Literal["weight", "group", "block", "channel", "tensor", "g_idx"]
 Index: TypeAlias = "tuple[slice | int, ...]"
 
