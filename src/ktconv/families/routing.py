@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -92,8 +93,7 @@ def choose(
     """
     stored = stored or Stored()
     experts = logits.shape[1] - spec.sinks
-    check_experts(spec, experts - spec.identity_experts)
-    _check_steps(spec, logits.shape[1])
+    rule = _rule(spec, experts)
     _check_stored(
         spec,
         stored,
@@ -104,7 +104,7 @@ def choose(
         _check_table(spec, stored.table, tokens, len(logits), experts)
         given = np.ascontiguousarray(stored.table[tokens], np.int64)
     return native.choose_experts(
-        _rule(spec),
+        rule,
         np.ascontiguousarray(logits, np.float32),
         correction=_floats(stored.correction),
         expert_factor=_factors(stored, experts),
@@ -113,7 +113,11 @@ def choose(
     )
 
 
-def _rule(spec: RouterSpec) -> native.Router:
+@lru_cache(maxsize=64)
+def _rule(spec: RouterSpec, experts: int) -> native.Router:
+    """CheckpointError for a spec that no router with so many experts can have."""
+    check_experts(spec, experts - spec.identity_experts)
+    _check_steps(spec, experts + spec.sinks)
     return native.Router(
         spec.scoring,
         spec.top_k,
@@ -175,8 +179,9 @@ def _possible(name: str, value: float) -> bool:
 def _check_stored(
     spec: RouterSpec, stored: Stored, shapes: Mapping[str, tuple[int, ...] | None]
 ) -> None:
+    parts = wanted(spec)
     for field, shape in shapes.items():
-        needed, array = wanted(spec)[field], getattr(stored, field)
+        needed, array = parts[field], getattr(stored, field)
         if needed != (array is not None):
             state = "has no" if needed else "must not have a"
             raise CheckpointError(f"the router {state} {PARTS[field]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,28 +40,30 @@ class Router:
     least_sum: float = 0.0
     factor: float = 1.0
 
-    def c(self, experts: int) -> Any:
-        """As kt_router, without its arrays."""
-        return ffi.new(
-            "kt_router *",
-            {
-                "experts": experts,
-                "sinks": self.sinks,
-                "top_k": self.top_k,
-                "scoring": SCORINGS[self.scoring],
-                "by_logits": self.by_logits,
-                "groups": self.groups,
-                "keep": self.keep,
-                "group_score": self.group_score,
-                "renormalise": self.renormalise,
-                "masked": self.masked,
-                "jitter": -1.0 if self.jitter is None else self.jitter,
-                "p_norm": self.p_norm,
-                "epsilon": self.epsilon,
-                "least_sum": self.least_sum,
-                "factor": self.factor,
-            },
-        )
+
+@lru_cache(maxsize=64)
+def _without_arrays(router: Router, experts: int) -> Any:
+    """As kt_router, to be copied: making one takes longer than routing a token."""
+    return ffi.new(
+        "kt_router *",
+        {
+            "experts": experts,
+            "sinks": router.sinks,
+            "top_k": router.top_k,
+            "scoring": SCORINGS[router.scoring],
+            "by_logits": router.by_logits,
+            "groups": router.groups,
+            "keep": router.keep,
+            "group_score": router.group_score,
+            "renormalise": router.renormalise,
+            "masked": router.masked,
+            "jitter": -1.0 if router.jitter is None else router.jitter,
+            "p_norm": router.p_norm,
+            "epsilon": router.epsilon,
+            "least_sum": router.least_sum,
+            "factor": router.factor,
+        },
+    )
 
 
 def choose_experts(
@@ -80,7 +83,7 @@ def choose_experts(
     """
     tokens, experts = len(logits), logits.shape[1] - router.sinks
     expect_rows("logits", logits, np.float32, (tokens, experts + router.sinks))
-    c = router.c(experts)
+    c = ffi.new("kt_router *", _without_arrays(router, experts)[0])
     for name, array in (("correction", correction), ("expert_factor", expert_factor)):
         if array is not None:
             expect_rows(name, array, np.float32, (experts,))

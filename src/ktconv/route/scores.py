@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
@@ -94,7 +95,7 @@ class ScoredRouter:
 
         Raises UsageError for arguments that do not fit one another.
         """
-        spec = RouterSpec(
+        spec = _spec(
             self.scoring,
             _count("k", k),
             by_token=table is not None,
@@ -147,6 +148,9 @@ def grouped(
         scale=scale,
         pool=pool,
     )
+
+
+_spec = lru_cache(maxsize=64)(RouterSpec)  # making one takes longer than routing a token
 
 
 def _count(name: str, value: Any) -> int:
