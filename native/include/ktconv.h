@@ -547,12 +547,12 @@ typedef struct kt_router {
  *   weights  float [tokens, top_k] out
  *   pool     NULL: the calling thread
  * Of equal c, and of equal groups, the lowest number is chosen. NaN counts as -INFINITY there, and
- * all weights of a token with a NaN logit are NaN, as are those whose arithmetic gives NaN: softmax
- * of logits of which one is INFINITY or all are -INFINITY. All operations are binary32 (the norm:
- * binary64) and spelled out: the same bits on every level and for any number of threads, except
- * where p_norm needs pow(). tokens: any number.
- * KT_ERR_ARGUMENT: sizes that do not fit each other (groups that do not divide the experts, top_k
- * above what the kept groups have), a number that is NaN or outside its range, what jitter
+ * all weights of a token with a NaN logit are NaN, as are those whose arithmetic gives NaN, such as
+ * softmax of logits of which one is INFINITY or all are -INFINITY. All operations are binary32 (the
+ * norm: binary64) and spelled out: the same bits on every level and for any number of threads,
+ * except where p_norm needs pow(). tokens: any number. KT_ERR_ARGUMENT: sizes that do not fit each
+ * other (groups that do not divide the experts, top_k above what the kept groups have), a number
+ * that is NaN or outside its range, what jitter
  * (`given`, too) and softmax's sinks do not take. KT_ERR_EXPERT: an id in `given` that is not one
  * of 0 .. experts - 1. */
 kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t tokens,

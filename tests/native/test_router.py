@@ -258,6 +258,9 @@ def test_refused_arrays() -> None:
             native.choose_experts(BASE, logits, given=np.array(given))
     with pytest.raises(ValueError, match="given"):
         native.choose_experts(BASE, logits, given=np.zeros((2, 3), np.int64))
+    odd = np.zeros(2 * 8 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(2, 8)
+    with pytest.raises(ValueError, match="logits must be aligned"):
+        native.choose_experts(BASE, odd)
     wide = np.zeros((1, native.MAX_ROUTED + 1), np.float32)
     with pytest.raises(ValueError):
         native.choose_experts(Router("sigmoid", 2), wide)

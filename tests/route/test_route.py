@@ -98,6 +98,13 @@ def test_all_experts() -> None:
     np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
 
 
+def test_no_tokens() -> None:
+    weights, ids = route.sigmoid(a_batch(0), 4, bias=a_batch(1)[0], groups=2, keep=1)
+    assert weights.shape == ids.shape == (0, 4)
+    table = np.zeros((3, 2), np.int64)
+    assert route.softmax(a_batch(0), 2, table=table, tokens=ids[:, 0])[1].shape == (0, 2)
+
+
 def test_threads() -> None:
     spec = RouterSpec("sigmoid", 4, correction=True)
     bias = a_batch(1)[0]
@@ -227,6 +234,7 @@ assert route.softmax(np.zeros((1, 4), np.float32), 2)[1].tolist() == [[0, 1]]
         ({"table": np.zeros((5, 4), np.int64), "tokens": np.full(20, 5)}, "from 0 to 4"),
         ({"table": np.full((5, 4), 32), "tokens": np.zeros(20, int)}, "but there are 32"),
         ({"tokens": np.zeros(20, np.int64)}, "tokens are for a table"),
+        ({"group_score": "sum"}, "group_score 'sum' of a router is none of max, top2"),
         ({"scale": np.nan}, "routed_scaling_factor of a router cannot be nan"),
         ({"epsilon": -1.0}, "epsilon of a router cannot be -1.0"),
     ],
@@ -269,7 +277,7 @@ def test_refused_calls_of_the_rest() -> None:
         route.identity_experts(weights, weights, 4)
     with pytest.raises(UsageError, match="weights must be"):
         route.identity_experts(np.zeros((20, 2), np.int64), weights[:3], 4)
-    with pytest.raises(UsageError, match="scoring 'tanh' is none of softmax"):
+    with pytest.raises(UsageError, match="scoring 'tanh' of a router is none of softmax"):
         route.grouped(x, 2, 4, 1, scoring="tanh")  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 UNGATED: tuple[Projection, ...] = ("up", "down")  # of experts without a gate
 GroupScore = Literal["max", "top2"]
+GROUP_SCORES: tuple[GroupScore, ...] = ("max", "top2")  # of the best one, of the best two
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.family import RouterSpec
+from ktconv.families.family import GROUP_SCORES, SCORINGS, RouterSpec
 from ktconv.families.routers import check_experts
 from ktconv.system.arrays import F32, I64
 
@@ -125,7 +125,7 @@ def _rule(spec: RouterSpec, experts: int) -> native.Router:
         by_logits=spec.by_logits,
         groups=spec.n_group,
         keep=spec.topk_group,
-        group_score=1 if spec.group_score == "max" else 2,
+        group_score=1 + GROUP_SCORES.index(spec.group_score),
         renormalise=spec.renormalise and spec.jitter is None,  # whose weights are shares already
         masked=spec.masked,
         jitter=spec.jitter,
@@ -149,7 +149,12 @@ def _factors(stored: Stored, experts: int) -> F32 | None:
 
 
 def _check_steps(spec: RouterSpec, logits: int) -> None:
-    """CheckpointError for steps that do not go together, and numbers outside their ranges."""
+    """CheckpointError for steps that are not known or do not go together, and for numbers outside
+    their ranges."""
+    for name, known in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
+        if getattr(spec, name) not in known:
+            words = ", ".join(known)
+            raise CheckpointError(f"{name} {getattr(spec, name)!r} of a router is none of {words}")
     if logits > native.MAX_ROUTED:
         raise CheckpointError(
             f"{logits} logits of a token are more than the {native.MAX_ROUTED} that are supported"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, check, expect_rows
+from ktconv.native.arrays import Array, check, expect_aligned, expect_rows
 from ktconv.native.pool import Pool, open_pool
 
 SCORINGS = {
@@ -82,24 +82,35 @@ def choose_experts(
     kt_choose_experts refuses.
     """
     tokens, experts = len(logits), logits.shape[1] - router.sinks
-    expect_rows("logits", logits, np.float32, (tokens, experts + router.sinks))
     c = ffi.new("kt_router *", _without_arrays(router, experts)[0])
-    for name, array in (("correction", correction), ("expert_factor", expert_factor)):
-        if array is not None:
-            expect_rows(name, array, np.float32, (experts,))
-            setattr(c, name, ffi.cast("float *", ffi.from_buffer(array)))
-    if given is not None:
-        expect_rows("given", given, np.int64, (tokens, router.top_k))
+    c.correction = _floats("correction", correction, (experts,))
+    c.expert_factor = _floats("expert_factor", expert_factor, (experts,))
     ids = np.empty((tokens, router.top_k), np.int64)
     weights = np.empty((tokens, router.top_k), np.float32)
     status = lib.kt_choose_experts(
         c,
         ffi.NULL if pool is None else open_pool(pool),
         tokens,
-        ffi.cast("float *", logits.ctypes.data),
-        ffi.NULL if given is None else ffi.cast("int64_t *", given.ctypes.data),
-        ffi.cast("int64_t *", ids.ctypes.data),
-        ffi.cast("float *", weights.ctypes.data),
+        _floats("logits", logits, (tokens, experts + router.sinks)),
+        _pointer(_IDS, "given", given, np.int64, ids.shape),
+        ffi.cast(_IDS, ffi.from_buffer(ids)),
+        ffi.cast(_FLOATS, ffi.from_buffer(weights)),
     )
     check(status)
     return ids, weights
+
+
+_FLOATS, _IDS = ffi.typeof("float *"), ffi.typeof("int64_t *")
+
+
+def _floats(what: str, array: Array | None, shape: tuple[int, ...]) -> Any:
+    return _pointer(_FLOATS, what, array, np.float32, shape)
+
+
+def _pointer(kind: Any, what: str, array: Array | None, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """NULL for None; ValueError for an array of another dtype or shape."""
+    if array is None:
+        return ffi.NULL
+    expect_rows(what, array, dtype, shape)
+    expect_aligned(what, array, array.itemsize)
+    return ffi.cast(kind, ffi.from_buffer(array))

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.family import SCORINGS, GroupScore, RouterSpec, Scoring
+from ktconv.families.family import GroupScore, RouterSpec, Scoring
 from ktconv.families.routing import Stored, choose
 from ktconv.native import Pool
 from ktconv.route.arrays import floats, integers, rows_of
@@ -99,14 +99,14 @@ class ScoredRouter:
             self.scoring,
             _count("k", k),
             by_token=table is not None,
-            by_logits=by_logits,
+            by_logits=bool(by_logits),
             correction=bias is not None,
             n_group=_count("groups", groups),
             topk_group=_count("keep", keep),
             group_score=group_score or ("max" if bias is None else "top2"),
-            renormalise=renormalise,
-            epsilon=epsilon,
-            routed_scaling_factor=scale,
+            renormalise=bool(renormalise),
+            epsilon=float(epsilon),
+            routed_scaling_factor=float(scale),
         )
         if table is None and tokens is not None:
             raise UsageError("tokens are for a table of tokens, which is not given")
@@ -135,8 +135,6 @@ def grouped(
 
     Groups that do not divide the experts are refused: no other router takes over.
     """
-    if scoring not in SCORINGS:
-        raise UsageError(f"scoring {scoring!r} is none of {', '.join(SCORINGS)}")
     return ScoredRouter(scoring)(
         logits,
         k,
