@@ -78,18 +78,15 @@ def _check_possible(model: Model, request: PlanRequest) -> None:
                     f"{option} is for experts on GPUs, and {model.path} has experts for CPUs",
                     "plan with the checkpoint that the GPUs load",
                 )
-    for layer in model.layers:
-        split = tensor_parallel([layer.shape], request.tp)
+    shapes = [layer.shape for layer in model.layers]
+    for layer, shape in zip(model.layers, shapes, strict=True):
+        split = tensor_parallel([shape], request.tp)
         if not split.possible:
-            sizes = [size for size in range(1, 65) if _all_cut(model, size)]
+            sizes = [size for size in range(1, 65) if tensor_parallel(shapes, size).possible]
             raise UsageError(
                 f"--tp {request.tp} cannot cut the experts of layer {layer.index}: {split.reason}",
                 f"possible for this model: {', '.join(map(str, sizes))}",
             )
-
-
-def _all_cut(model: Model, size: int) -> bool:
-    return tensor_parallel([layer.shape for layer in model.layers], size).possible
 
 
 def _placements(
