@@ -1,6 +1,7 @@
 /* The table of weight formats, what follows from its rows, and packing. */
 #include "format.h"
 
+#include "../gemm/bf16_gemm.h"
 #include "../source/matrix.h"
 #include "scales.h"
 
@@ -71,6 +72,20 @@ static kt_status check_places(const kt_layout *layout, int64_t rows, int64_t col
   return layout->scale_dtype != KT_SCALE_NONE && !scale != !packed_scale ? KT_ERR_ARGUMENT : KT_OK;
 }
 
+/* Row n of a matrix [rows, cols], or the strip of rows that begins with it. */
+static void pack_rows(const kt_weight_format *format, const uint8_t *codes, int64_t rows,
+                      int64_t cols, int64_t n, uint8_t *packed) {
+  const int64_t tile_size = KT_STRIP * KT_TILE_COLS * format->bits / 8;
+  const size_t row_size = kt_plain_row_size(format, cols);
+  if (!format->pack_tile) {
+    format->pack_row(codes, rows, cols, n, packed);
+    return;
+  }
+  for (int64_t k = 0; k < cols; k += KT_TILE_COLS)
+    format->pack_tile(codes + kt_plain_row_size(format, k), row_size,
+                      packed + kt_bf16_tile_start(cols, tile_size, n, k));
+}
+
 kt_status kt_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
                   const void *scale, void *packed, void *packed_scale) {
   int scales;
@@ -80,9 +95,10 @@ kt_status kt_pack(const kt_layout *layout, int64_t rows, int64_t cols, const voi
   const kt_weight_format *format = kt_format_of(layout);
   const size_t row_size = kt_plain_row_size(format, cols);
   const uint8_t *row = codes;
-  for (int64_t n = 0; n < rows; n++, row += row_size) {
-    if (format->is_finite && !format->is_finite(row, cols)) return KT_ERR_NONFINITE;
-    format->pack_row(row, rows, cols, n, packed);
+  const int64_t step = format->pack_tile ? KT_STRIP : 1;
+  for (int64_t n = 0; n < rows; n += step, row += (size_t)step * row_size) {
+    if (format->is_finite && !format->is_finite(row, step * cols)) return KT_ERR_NONFINITE;
+    pack_rows(format, row, rows, cols, n, packed);
   }
   return scales ? kt_scales_pack(layout, rows, cols, scale, packed_scale) : KT_OK;
 }

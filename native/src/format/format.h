@@ -26,6 +26,9 @@ typedef void kt_pack_row_fn(const uint8_t *codes, int64_t rows, int64_t cols, in
 typedef void kt_unpack_row_fn(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
                               uint8_t *codes);
 
+/* 32 rows, `row_size` bytes apart, x 32 columns of plain codes as a tile (gemm/bf16_gemm.h). */
+typedef void kt_pack_tile_fn(const uint8_t *codes, size_t row_size, uint8_t *tile);
+
 struct kt_weight_format {
   /* Codes: bits of a packed one, bits of a plain one, what cols must be a multiple of beside
    * the group. */
@@ -38,7 +41,8 @@ struct kt_weight_format {
 
   kt_pack_row_fn *pack_row;
   kt_unpack_row_fn *unpack_row;
-  int (*is_finite)(const uint8_t *codes, int64_t cols); /* NULL: all codes are */
+  kt_pack_tile_fn *pack_tile; /* NULL, or the same as pack_row of 32 rows, several times as fast */
+  int (*is_finite)(const uint8_t *codes, int64_t count); /* NULL: all codes are */
 
   /* Quantizing: integer codes -max_level..max_level, the scale of a row or group from its largest
    * magnitude, a second rounding or NULL, and what is added to a code where it is stored

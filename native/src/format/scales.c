@@ -1,5 +1,7 @@
 #include "scales.h"
 
+#include "../simd/target.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -81,18 +83,41 @@ static int64_t packed_index(const kt_layout *layout, const table *t, int64_t col
 /* Rows of weights from one packed scale to the next. */
 static int64_t row_step(const table *t) { return t->rows_each > 1 ? KT_STRIP : 1; }
 
+/* The two loops of packing, for a size of scales that the compiler knows. */
+
+/* Whether no exponent has all bits set; codes of KT_SCALE_UE8M0 are exponents. */
+KT_INLINE int all_finite(const uint8_t *scale, int64_t count, size_t size, uint32_t exponent) {
+  int found = 0;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits = 0;
+    memcpy(&bits, scale + (size_t)i * size, size);
+    found |= (bits & exponent) == exponent;
+  }
+  return !found;
+}
+
+KT_INLINE kt_status place(const kt_layout *layout, int64_t rows, int64_t cols, const uint8_t *plain,
+                          uint8_t *packed, size_t size, uint32_t exponent) {
+  const table t = table_of(layout, cols);
+  const int64_t height = (rows + t.rows_each - 1) / t.rows_each;
+  if (!all_finite(plain, height * t.width, size, exponent)) return KT_ERR_NONFINITE;
+  const int64_t apart = t.rows_each > 1 ? 1 : KT_STRIP; /* packed scales of neighbouring columns */
+  for (int64_t n = 0; n < rows; n += row_step(&t)) {
+    const uint8_t *const from = plain + (size_t)(n / t.rows_each * t.width) * size;
+    uint8_t *const to = packed + (size_t)packed_index(layout, &t, cols, n, 0) * size;
+    for (int64_t g = 0; g < t.width; g++)
+      memcpy(to + (size_t)(g * apart) * size, from + (size_t)g * size, size);
+  }
+  return KT_OK;
+}
+
 kt_status kt_scales_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *plain,
                          void *packed) {
-  const table t = table_of(layout, cols);
-  const uint8_t *const from = plain;
-  for (int64_t n = 0; n < rows; n += row_step(&t))
-    for (int64_t g = 0; g < t.width; g++) {
-      const int64_t i = n / t.rows_each * t.width + g;
-      if (!isfinite(kt_scale_value(layout->scale_dtype, plain, i))) return KT_ERR_NONFINITE;
-      memcpy((uint8_t *)packed + (size_t)packed_index(layout, &t, cols, n, g) * t.size,
-             from + (size_t)i * t.size, t.size);
-    }
-  return KT_OK;
+  switch (layout->scale_dtype) {
+  case KT_SCALE_F32: return place(layout, rows, cols, plain, packed, 4, 0x7f800000);
+  case KT_SCALE_BF16: return place(layout, rows, cols, plain, packed, 2, 0x7f80);
+  default: return place(layout, rows, cols, plain, packed, 1, 0xff);
+  }
 }
 
 void kt_scales_unpack(const kt_layout *layout, int64_t rows, int64_t cols, const void *packed,

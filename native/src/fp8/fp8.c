@@ -3,6 +3,8 @@
 
 #include "../cpu.h"
 
+#include <string.h>
+
 /* Normal numbers: exponent bias 7 becomes 127, three bits of mantissa become seven. */
 #define NORMAL(m) ((m) * 16 + 120 * 128)
 #define NORMAL8(m)                                                                                 \
@@ -23,15 +25,23 @@ static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
          r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2 + k % 2;
 }
 
-static int is_finite(const uint8_t *codes, int64_t cols) {
-  for (int64_t k = 0; k < cols; k++)
-    if ((codes[k] & 0x7f) == 0x7f) return 0;
-  return 1;
+static int is_finite(const uint8_t *codes, int64_t count) {
+  int found = 0;
+  for (int64_t i = 0; i < count; i++) found |= (codes[i] & 0x7f) == 0x7f;
+  return !found;
 }
 
 static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
   (void)rows;
   for (int64_t k = 0; k < cols; k++) packed[byte_at(cols, n, k)] = codes[k];
+}
+
+static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
+  for (int r = 0; r < KT_STRIP; r++, codes += row_size) {
+    uint8_t *const to = tile + r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2;
+    for (int pair = 0; pair < KT_TILE_COLS / 2; pair++)
+      memcpy(to + pair * KT_LINE, codes + 2 * pair, 2);
+  }
 }
 
 static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
@@ -70,6 +80,7 @@ const kt_weight_format kt_fp8_format = {
     .scale_units = 1,
     .pack_row = pack_row,
     .unpack_row = unpack_row,
+    .pack_tile = pack_tile,
     .is_finite = is_finite,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,

@@ -6,6 +6,7 @@
 #include "../quantize/rows.h"
 
 #include <math.h>
+#include <string.h>
 
 /* Of a group, from its largest magnitude: amax / 7, computed in binary64. */
 static float scale(float amax) { return kt_flush((float)((double)amax / 7.0)); }
@@ -24,6 +25,26 @@ static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n
     uint8_t *const at = packed + nibble_at(cols, n, k, &shift);
     const int code = codes[k / 2] >> (k % 2 * 4) & 15;
     *at = (uint8_t)(shift ? *at | code << 4 : code);
+  }
+}
+
+/* Four nibbles, each in a byte of its own. */
+static uint32_t spread(uint32_t nibbles) {
+  const uint32_t pairs = (nibbles | nibbles << 8) & 0x00ff00ff;
+  return (pairs | pairs << 4) & 0x0f0f0f0f;
+}
+
+/* A word has four columns of a row and of the one 16 rows below. */
+static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
+  for (int r = 0; r < KT_HALF_ROWS; r++, codes += row_size) {
+    uint16_t rows[2][KT_TILE_COLS / 4];
+    memcpy(rows[0], codes, sizeof rows[0]);
+    memcpy(rows[1], codes + KT_HALF_ROWS * row_size, sizeof rows[1]);
+    for (int line = 0; line < KT_TILE_COLS / 4; line++) {
+      const uint32_t low = rows[0][line], high = rows[1][line];
+      const uint32_t word = spread(low) | spread(high) << 4;
+      memcpy(tile + line * KT_LINE + r * 4, &word, sizeof word);
+    }
   }
 }
 
@@ -79,6 +100,7 @@ const kt_weight_format kt_gint4_format = {
     .scale_rows = 1,
     .pack_row = pack_row,
     .unpack_row = unpack_row,
+    .pack_tile = pack_tile,
     .max_level = 7,
     .scale_units = 1,
     .code_bias = KT_GINT4_BIAS,

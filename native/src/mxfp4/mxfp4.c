@@ -3,6 +3,8 @@
 
 #include "../cpu.h"
 
+#include <string.h>
+
 const uint16_t kt_mxfp4_bf16[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
@@ -21,6 +23,21 @@ static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n
     uint8_t *const at = packed + nibble_at(cols, n, k, &shift);
     const int code = codes[k / 2] >> (k % 2 * 4) & 15;
     *at = (uint8_t)(shift ? *at | code << 4 : code);
+  }
+}
+
+/* A word has four columns of a row and of the one 16 rows below. */
+static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
+  for (int r = 0; r < KT_HALF_ROWS; r++, codes += row_size) {
+    uint16_t rows[2][KT_TILE_COLS / 4];
+    memcpy(rows[0], codes, sizeof rows[0]);
+    memcpy(rows[1], codes + KT_HALF_ROWS * row_size, sizeof rows[1]);
+    for (int line = 0; line < KT_TILE_COLS / 4; line++) {
+      const uint32_t low = rows[0][line], high = rows[1][line];
+      const uint32_t word = (low & 0x0f0f) | (high & 0x0f0f) << 4 | (low >> 4 & 0x0f0f) << 16 |
+                            (high >> 4 & 0x0f0f) << 20;
+      memcpy(tile + line * KT_LINE + r * 4, &word, sizeof word);
+    }
   }
 }
 
@@ -58,6 +75,7 @@ const kt_weight_format kt_mxfp4_format = {
     .scale_rows = 1,
     .pack_row = pack_row,
     .unpack_row = unpack_row,
+    .pack_tile = pack_tile,
     .scale_units = 1,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
