@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from helpers.families import (
 from helpers.gpt_oss import SIZES as GPT_OSS_SIZES
 from helpers.gpt_oss import Blocks
 from helpers.nemotron import write_nemotron
+from helpers.paths import DOCS
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -110,6 +112,17 @@ def expect_values(experts: Experts, weights: Weights) -> None:
 
 def test_every_encoding_is_decided() -> None:
     assert HELD.keys() == KINDS.keys()
+
+
+def test_the_page_says_the_same() -> None:
+    """Of floats; integers have a row for several encodings."""
+    page = (DOCS / "encodings.md").read_text()
+    section = page.split("## Without conversion")[1].split("## GGUF")[0]
+    rows = re.findall(r"^\| (`.*) \| `([^`]*)` \|$", section, re.MULTILINE)
+    said = {name: key for names, key in rows for name in re.findall("`([^`]*)`", names)}
+    held = {KINDS[kind].name: key for kind, key in HELD.items() if key}
+    floats = {name: key for name, key in held.items() if "fp" in name or "mx" in name}
+    assert said == {"bf16": "bf16"} | floats
 
 
 @pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])

@@ -179,13 +179,20 @@ def test_numbers_that_are_not_finite(method: str, value: float) -> None:
     """In the second part, so that its rows count from there."""
     given = weights()
     given.down[2, 7, 300] = value
-    says = "down of expert 2 has a NaN or an infinity at row 7, column 300"
+    says = f"down of expert 2 has {value} at row 7, column 300, which is not finite in {method}"
     with pytest.raises(UsageError, match=says):
         pack_online(*given, method, parts=3)
     given = weights()
     given.up[1, 290, 9] = value
     with pytest.raises(UsageError, match=r"up of expert 1 has .* row 290, column 9"):
         packed(map(f32_to_bf16, given), method, parts=3)
+
+
+def test_numbers_beyond_bf16() -> None:
+    given = weights()
+    given.gate[0, 3, 4] = np.finfo(np.float32).max
+    with pytest.raises(UsageError, match=r"gate of expert 0 has 3\.40282e\+38 at row 3, column 4"):
+        pack_online(*given, "bf16")
 
 
 GIVEN = weights()

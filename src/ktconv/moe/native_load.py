@@ -68,8 +68,10 @@ def native_experts(
     sizes = found.hidden_size, found.intermediate_size
 
     def load(fmt: Format) -> Experts:
-        shape = Shape(fmt, *sizes, parts, activation)
-        return fill_experts(shape, origins, _packer(fmt, reader, found), bind, threads, norm)
+        shape, packer = Shape(fmt, *sizes, parts, activation), _packer(fmt, reader, found)
+        experts = fill_experts(shape, origins, packer, bind, threads, norm)
+        experts.weight_on_input = found.activation.weight_on_input
+        return experts
 
     return _first_exact(formats, load)
 

@@ -18,7 +18,7 @@ from ktconv.moe.filling import Bind, Packer, Shape, Wanted, fill_experts
 from ktconv.moe.slots import Slots, slot_origins
 from ktconv.native import Activation, Choice, PackedMatrix
 from ktconv.native.rules import RULES
-from ktconv.system.arrays import F32, Array
+from ktconv.system.arrays import F32, U16, Array
 
 Stack = Array | Sequence[Array]  # the matrices of all experts: [E, rows, cols]
 _DTYPES = {"uint16": "BF16", "float16": "F16", "float32": "F32"}
@@ -64,7 +64,7 @@ def pack_online(
     pack_part = _quantizer(fmt, scale)
 
     def pack(wanted: Wanted) -> F32 | None:
-        _pack(given, wanted, pack_part)
+        _pack(given, wanted, fmt, pack_part)
         return given.bias(wanted.expert, wanted.proj)
 
     def packer() -> Packer:
@@ -145,11 +145,11 @@ def _described(stack: Stack) -> str:
     return f"{len(stack)} of {', '.join(kinds) or 'nothing'}"
 
 
-# Packs the columns and rows of a part of a matrix into its place.
+# Packs the rows and columns of a part of a matrix into its place.
 _PartPacker = Callable[[Array, Slice, PackedMatrix], None]
 
 
-def _pack(given: _Given, wanted: Wanted, pack_part: _PartPacker) -> None:
+def _pack(given: _Given, wanted: Wanted, fmt: Format, pack_part: _PartPacker) -> None:
     matrix, parts = given.matrix(wanted.expert, wanted.proj), len(wanted.places)
     for part, place in enumerate(wanted.places):
         owned = split(wanted.proj, given.hidden, given.intermediate, part, parts)
@@ -157,15 +157,17 @@ def _pack(given: _Given, wanted: Wanted, pack_part: _PartPacker) -> None:
             pack_part(matrix, owned, place)
         except native.NonFiniteError as error:
             row, col = owned.row_start + error.row, owned.col_start + error.col
+            found = f"{matrix[row, col]:g}" if matrix.dtype != np.uint16 else "NaN or an infinity"
             raise UsageError(
-                f"{wanted.proj} of expert {wanted.expert} has a NaN or an infinity at row {row}, "
-                f"column {col}",
+                f"{wanted.proj} of expert {wanted.expert} has {found} at row {row}, column {col}, "
+                f"which is not finite in {fmt.key}",
                 "give finite weights",
             ) from None
 
 
 def _quantizer(fmt: Format, scale: str) -> _PartPacker:
-    """By the C library where it has a quantizer, else by the reference."""
+    """By the C library where it has a quantizer, else by the reference. What it returns raises
+    NonFiniteError."""
     choice = Choice(scale)
 
     def fused(matrix: Array, part: Slice, place: PackedMatrix) -> None:
@@ -174,7 +176,10 @@ def _quantizer(fmt: Format, scale: str) -> _PartPacker:
         native.quantize_pack(fmt.layout, view, place.codes, place.scale, choice=choice)
 
     def plain(matrix: Array, part: Slice, place: PackedMatrix) -> None:
-        codes, stored = _quantized(fmt, matrix, part)
+        if fmt.code == "bf16":
+            codes, stored = _bf16(matrix, part), None
+        else:
+            codes, stored = _quantized(fmt, matrix, part)
         packed = native.pack_weight(fmt.layout, *part.shape, codes, stored, place.codes)
         if place.scale is not None:
             place.scale[:] = packed
@@ -182,20 +187,35 @@ def _quantizer(fmt: Format, scale: str) -> _PartPacker:
     return fused if fmt.traits.max_level else plain
 
 
-def _quantized(fmt: Format, matrix: Array, part: Slice) -> tuple[Array, Any]:
+def _bf16(matrix: Array, part: Slice) -> U16:
+    """Bits, rounded to nearest."""
+    if matrix.dtype == np.uint16:
+        bits = np.ascontiguousarray(matrix[part.index])
+    else:
+        rounded = native.decode(_view(matrix, part, round_to_bf16=True))
+        bits = np.ascontiguousarray(rounded.view(np.uint16)[:, 1::2])
+    _expect_finite(bits & np.uint16(0x7F80) != 0x7F80)
+    return bits
+
+
+def _quantized(fmt: Format, matrix: Array, part: Slice) -> tuple[Array, Array]:
     """Plain codes and scales."""
     values = native.decode(_view(matrix, part))
-    finite = np.isfinite(values)
-    if not finite.all():
-        raise native.NonFiniteError(*(int(i) for i in np.argwhere(~finite)[0]))
+    _expect_finite(np.isfinite(values))
     return reference.quantize(fmt, values)
 
 
-def _view(matrix: Array, part: Slice) -> native.Matrix:
+def _expect_finite(finite: Array) -> None:
+    if not finite.all():
+        raise native.NonFiniteError(*(int(i) for i in np.argwhere(~finite)[0]))
+
+
+def _view(matrix: Array, part: Slice, round_to_bf16: bool = False) -> native.Matrix:
     return native.Matrix(
         matrix.view(np.uint8).reshape(-1),
         _DTYPES[matrix.dtype.name],
         *part.shape,
         start=part.row_start * matrix.shape[1] + part.col_start,
         row_stride=matrix.shape[1],
+        round_to_bf16=round_to_bf16,
     )

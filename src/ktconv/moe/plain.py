@@ -25,6 +25,7 @@ _STORED = {
     ("gint4", I4.name): 0x88,  # two's complement
     ("int8", I8.name): 0,
 }
+_INFINITE = {"bf16": 0x7F80, "fp8": 0x7F}  # the smallest code without a sign that is not finite
 _LARGEST = {"fp8": 448, "mxfp4": 6}  # numbers that codes stand for; integers are below 128
 _STEPS = {F4_E0M3.name: np.float32(0.25)}  # between neighbouring numbers; else 1
 
@@ -53,7 +54,9 @@ class PlainReader:
         codes = self._stored(chunk, data, part).view(self.format.layout.code_array)
         if mask:
             codes = codes ^ codes.dtype.type(mask)
-        self._check_codes(codes, chunk, part)
+        if codes.dtype == np.int8 and codes.min() < self._levels[0]:
+            raise self._beyond(float(codes.min()))
+        self._expect_finite(codes, chunk, part)
         return codes
 
     def scale(self, chunk: range, part: Slice) -> Array | None:
@@ -64,11 +67,13 @@ class PlainReader:
         if scales.group_of_col is not None:
             raise self._not_exact("has inputs of a group that are not neighbours (g_idx)")
         height, width = scale_block(self.format, part.shape[1])
-        rows = grid.row_origin % grid.block_rows + np.arange(chunk.start, chunk.stop, height)
-        cols = grid.col_origin % grid.block_cols + np.arange(part.col_start, part.col_stop, width)
-        blocks = np.ix_(rows // grid.block_rows, cols // grid.block_cols)
-        step = _STEPS.get(self.source.matrix.element.name, np.float32(1))
-        stored = self._as_stored(scales.scale[blocks] * step, grid)
+        rows = _blocks(chunk, height, grid.block_rows, grid.row_origin)
+        cols = _blocks(
+            range(part.col_start, part.col_stop), width, grid.block_cols, grid.col_origin
+        )
+        values = scales.scale[rows][:, cols]
+        step = _STEPS.get(self.source.matrix.element.name)
+        stored = self._as_stored(values if step is None else values * step, grid)
         return np.ascontiguousarray(stored).reshape(layout.scale_shape(len(chunk), part.shape[1]))
 
     # ---- codes ----
@@ -104,28 +109,24 @@ class PlainReader:
         step = _STEPS.get(self.source.matrix.element.name)
         numbers = values if step is None else values / step
         least, most = self._levels
-        wrong = (numbers < least) | (numbers > most)
-        if wrong.any():
-            raise self._beyond(float(numbers[wrong][0]))
+        for number in float(numbers.min()), float(numbers.max()):
+            if not least <= number <= most:
+                raise self._beyond(number)
         return self.format.layout.plain_codes(numbers.astype(np.int8))
+
+    def _expect_finite(self, codes: Array, chunk: range, part: Slice) -> None:
+        if self.format.code not in _INFINITE:
+            return
+        least = codes.dtype.type(_INFINITE[self.format.code])
+        magnitudes = codes & codes.dtype.type(np.iinfo(codes.dtype).max >> 1)
+        if magnitudes.max() >= least:
+            row, col = (int(i) for i in np.argwhere(magnitudes >= least)[0])
+            raise self.source.not_finite(chunk.start + row, part.col_start + col)
 
     @property
     def _levels(self) -> tuple[int, int]:
         traits = self.format.traits
         return -traits.max_level - bool(traits.code_bias), traits.max_level
-
-    def _check_codes(self, codes: Array, chunk: range, part: Slice) -> None:
-        if codes.dtype == np.int8:
-            if codes.size and codes.min() < self._levels[0]:
-                raise self._beyond(float(codes.min()))
-            return
-        exponent = {"bf16": 0x7F80, "fp8": 0x7F}.get(self.format.code)
-        if exponent is None:
-            return
-        wrong = codes & codes.dtype.type(exponent) == exponent
-        if wrong.any():
-            row, col = (int(i) for i in np.argwhere(wrong)[0])
-            raise self.source.not_finite(chunk.start + row, part.col_start + col)
 
     # ---- scales ----
 
@@ -133,11 +134,11 @@ class PlainReader:
         """Scales as the format stores them."""
         largest = np.float32(_LARGEST.get(self.format.code, 128))
         with np.errstate(over="ignore"):
-            infinite = np.isinf(values * largest)
-        if infinite.any():
+            infinite = np.isinf(values.max() * largest)
+        if infinite:
             raise CheckpointError(
-                f"{grid.tensor.name} has the scale {values[infinite][0]:.9g}, under which weights "
-                "are beyond float32",
+                f"{grid.tensor.name} has the scale {values.max():.9g}, under which weights are "
+                "beyond float32",
                 "The checkpoint is damaged; download it again.",
             )
         stored, back = _stored_scales(self.format, values)
@@ -157,6 +158,16 @@ class PlainReader:
 
     def _not_exact(self, what: str) -> NotExactError:
         return NotExactError(f"{self.source.matrix.tensor.name} {what}")
+
+
+def _blocks(elements: range, step: int, block: int, origin: int) -> slice | Array:
+    """Along an axis of a grid that was loaded for a matrix: the place of each `step` elements'
+    block, where element 0 is number `origin` of those that the grid counts."""
+    first = origin % block + elements.start
+    if step == block:
+        return slice(first // block, first // block + -(-len(elements) // step))
+    found: Array = (first + np.arange(0, len(elements), step)) // block
+    return found
 
 
 def _stored_scales(fmt: Format, values: F32) -> tuple[Array, F32]:
