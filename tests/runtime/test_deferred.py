@@ -62,7 +62,7 @@ def test_a_token_does_not_depend_on_others() -> None:
 
 def test_ties_negative_ids_and_odd_weights() -> None:
     def split(ids: list[int], weights: list[float], keep: int) -> list[Any]:
-        found = split_deferred(np.array(ids), np.array(weights, np.float32), keep)
+        found = split_deferred(np.array(ids, int), np.array(weights, np.float32), keep)
         return [array.tolist() for array in found]
 
     assert split([4, 7, 1], [0.5, 0.5, 0.5], 2) == [[4, 7, -1], [-1, -1, 1]]

@@ -15,6 +15,7 @@ from ktconv.moe.load import open_layer, output_config, stated_activation
 from ktconv.moe.slots import Slots
 from ktconv.packed.weights import PackedWeights, map_file, open_packed
 from ktconv.system.arrays import F32
+from ktconv.targets.renaming import output_name
 from ktconv.writer.manifest import read_manifest
 
 _VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -38,7 +39,7 @@ def open_converted(
 def _norm(packed: PackedWeights, layer: int, hidden: int) -> OutputNorm:
     manifest = read_manifest(packed.directory)
     source = manifest.layers.get(layer, {}).get("source") if manifest else None
-    names = post_norm_tensors(str(source))
+    names = [output_name(name) for name in post_norm_tensors(str(source))]
     found = next((packed.others[name] for name in names if name in packed.others), None)
     if found is None or found.dtype not in _VECTORS or found.shape != (hidden,):
         raise CheckpointError(

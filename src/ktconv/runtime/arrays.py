@@ -178,6 +178,7 @@ class TorchTensors:
         own = array.detach()
         if (reason := self.refusal(own)) is not None:
             raise UsageError(f"{name} {reason}")
+        own = own.resolve_neg()
         if own.dtype == self._torch.bfloat16:
             bits: Array = own.view(self._torch.int16).numpy()
             return bits.view(np.uint16)
