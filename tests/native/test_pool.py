@@ -192,6 +192,10 @@ def test_a_child_process_does_not_hang() -> None:
 def test_shared() -> None:
     assert Pool.shared() is Pool.shared()
     assert Pool.shared().threads == machine.usable_cores()
+    one, node = Pool.shared(1), Pool.shared(1, [machine.topology()[0].node])
+    assert one is Pool.shared(1) and one is not Pool.shared()
+    assert node is Pool.shared(1, (machine.topology()[0].node,)) and node is not one
+    assert {one, node, Pool.shared()} <= set(Pool.all_shared())
 
 
 def test_a_closed_pool() -> None:

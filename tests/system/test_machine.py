@@ -82,6 +82,22 @@ def test_cpuset_on_both(tmp_path: Path) -> None:
     assert place.nodes == [0, 0, 1]
 
 
+def test_named_nodes(tmp_path: Path) -> None:
+    """By the system's numbers, in any order; one node of several has CPUs of its own, too."""
+    cpus = machine.topology(two_sockets(tmp_path), range(16))
+    assert machine.placement(nodes=[1, 0], cpus=cpus) == machine.placement(cpus=cpus)
+    place = machine.placement(3, nodes=[1, 1], cpus=cpus)
+    assert (place.cpus, place.nodes, place.os_nodes) == ([4, 5, 6], [0, 0, 0], [1])
+    assert machine.placement(3, nodes=1, cpus=cpus).cpus is None
+    only = [Cpu(0, 0, 0), Cpu(1, 0, 1)]
+    assert machine.placement(nodes=[0], cpus=only) == machine.placement(cpus=only)
+    with pytest.raises(UsageError, match="no NUMA node 2") as refused:
+        machine.placement(nodes=[0, 2], cpus=cpus)
+    assert refused.value.hint == "it has 0, 1"
+    with pytest.raises(UsageError, match="empty list"):
+        machine.placement(nodes=[], cpus=cpus)
+
+
 def test_nodes_keep_their_numbers(tmp_path: Path) -> None:
     root = make_system(tmp_path, {0: "0", 3: "1"}, {0: "0", 1: "1"}, "0-1", "0,3")
     place = machine.placement(cpus=machine.topology(root, range(2)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,23 +153,28 @@ def usable_cores(cpus: list[Cpu] | None = None, quota: float | None = None) -> i
 
 def placement(
     threads: int | None = None,
-    nodes: int | None = None,
+    nodes: int | Collection[int] | None = None,
     *,
     cpus: list[Cpu] | None = None,
     quota: float | None = None,
 ) -> Placement:
     """Threads for this machine: one per usable core, on CPUs of their own if it has NUMA nodes.
 
-    `nodes` limits how many nodes are used; 1 lets the threads run anywhere. `cpus` and
-    `quota` describe another machine than this one.
+    `nodes` limits how many nodes are used, and 1 lets the threads run anywhere; or it has the
+    system's numbers of those to use. `cpus` and `quota` describe another machine than this one.
     """
     if cpus is None:
         cpus, quota = topology(), cpu_quota()
+    single = len({cpu.node for cpu in cpus}) < 2
+    named = isinstance(nodes, Collection)
+    if isinstance(nodes, Collection):
+        cpus = _on_nodes(cpus, nodes)
+        nodes = len(set(nodes))
     by_node = _by_node(cpus)
     _check_counts(threads, nodes, len(by_node))
     threads = usable_cores(cpus, quota) if threads is None else threads
     used = list(by_node)[: min(nodes or len(by_node), threads)]
-    if len(used) < 2:
+    if single or (len(used) < 2 and not named):
         return Placement(threads, None, None, list(by_node)[:1] or [0])
     counts = _deal(threads, [len({cpu.core for cpu in cpus if cpu.node == n}) for n in used])
     chosen = [
@@ -178,6 +183,19 @@ def placement(
         for i in range(counts[index])
     ]
     return Placement(threads, [cpu for _, cpu in chosen], [index for index, _ in chosen], used)
+
+
+def _on_nodes(cpus: list[Cpu], nodes: Collection[int]) -> list[Cpu]:
+    there = sorted({cpu.node for cpu in cpus})
+    missing = sorted(set(nodes) - set(there))
+    if missing or not nodes:
+        raise UsageError(
+            f"the machine has no NUMA node {missing[0]} for this process"
+            if missing
+            else "an empty list of NUMA nodes cannot be used",
+            f"it has {', '.join(map(str, there))}",
+        )
+    return [cpu for cpu in cpus if cpu.node in nodes]
 
 
 def _deal(threads: int, cores: list[int]) -> list[int]:

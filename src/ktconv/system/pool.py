@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,11 @@ class Pool(native.Pool):
     """Raises UsageError for numbers that this machine cannot have, ResourceError if the system
     does not allow so many threads."""
 
-    def __init__(self, threads: int | None = None, nodes: int | None = None) -> None:
+    def __init__(
+        self, threads: int | None = None, nodes: int | Collection[int] | None = None
+    ) -> None:
+        """`threads`: default one per usable core. `nodes`: how many NUMA nodes to use, or the
+        system's numbers of those to use; default: all."""
         place = machine.placement(threads, nodes)
         self.workspaces: deque[Array] = deque()  # of the runtime, that no call uses
         self._queue: ThreadPoolExecutor | None = None
@@ -34,6 +38,7 @@ class Pool(native.Pool):
         self._submitting = threading.Lock()
         self._process = os.getpid()
         self.os_nodes = place.os_nodes  # by the system's numbers
+        self._placed = place.cpus is not None
         try:
             super().__init__(place.threads, place.cpus, place.nodes)
         except ValueError as error:
@@ -49,7 +54,7 @@ class Pool(native.Pool):
 
     def bind(self, memory: Array, node: int) -> None:
         """Asks for `memory` to be where the threads of node `node`, from 0 on, run."""
-        if self.nodes > 1:
+        if self._placed:
             native.bind_memory(memory, self.os_nodes[node])
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
@@ -89,12 +94,19 @@ class Pool(native.Pool):
         self.close()
 
     @classmethod
-    def shared(cls) -> Pool:
-        """The process's own pool, made at the first call; not to be closed."""
+    def shared(cls, threads: int | None = None, nodes: int | Collection[int] | None = None) -> Pool:
+        """The process's own pool of these settings, made at the first call; not to be closed."""
+        key = threads, tuple(sorted(set(nodes))) if isinstance(nodes, Collection) else nodes
         with _shared.lock:
-            if _shared.pool is None:
-                _shared.pool = cls()
-            return _shared.pool
+            if key not in _shared.pools:
+                _shared.pools[key] = cls(threads, nodes)
+            return _shared.pools[key]
+
+    @classmethod
+    def all_shared(cls) -> Sequence[Pool]:
+        """Those that `shared` has made."""
+        with _shared.lock:
+            return list(_shared.pools.values())
 
 
 class _Shared:
@@ -103,7 +115,7 @@ class _Shared:
 
     def reset(self) -> None:
         self.lock = threading.Lock()
-        self.pool: Pool | None = None
+        self.pools: dict[object, Pool] = {}
 
 
 _shared = _Shared()
