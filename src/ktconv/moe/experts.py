@@ -84,6 +84,21 @@ class Experts:
         self.hidden, self.intermediate = layer.hidden, layer.intermediate
         self.count, self.parts = layer.experts, layer.parts
 
+    def with_activation(self, activation: Activation) -> Experts:
+        """The same weights, in the same memory, under another activation. ValueError for one that
+        needs a gate where there is none, or none where there is one."""
+        return Experts(
+            self.format,
+            self.layer.with_activation(activation),
+            activation,
+            [None if origin < 0 else int(origin) for origin in self.origins],
+            self.streams,
+            self.source,
+            self.release,
+            self.norm,
+            self.weight_on_input,
+        )
+
     @property
     def biased(self) -> bool:
         """Whether matrices have biases."""

@@ -59,12 +59,12 @@ def native_experts(
     exist, for slots, and for a method or number of parts that these weights cannot have.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    found = _layer_of(opened, layer)
+    found = layer_of(opened, layer)
     activation = kernel_activation(found.activation)
     expect_gates(found.gated, activation, f"layer {found.index} of {opened.path}")
     origins = slot_origins(slots, len(found.experts))
     formats = _formats(opened, found, sorted(set(origins)), parts, method)
-    norm, reader = _norm(opened, found), SourceReader(opened.files, opened.sources)
+    norm, reader = norm_of(opened, found), SourceReader(opened.files, opened.sources)
     sizes = found.hidden_size, found.intermediate_size
 
     def load(fmt: Format) -> Experts:
@@ -82,7 +82,8 @@ def native_formats(layer: MoELayer) -> list[str]:
     return [fmt.key for fmt in formats_of_layer(layer)]
 
 
-def _layer_of(checkpoint: Checkpoint, layer: int | None) -> MoELayer:
+def layer_of(checkpoint: Checkpoint, layer: int | None) -> MoELayer:
+    """The MoE layer of this number, None: the first. UsageError where there is none."""
     layers = {one.index: one for one in checkpoint.layers}
     wanted = next(iter(layers)) if layer is None else layer
     if wanted not in layers:
@@ -136,7 +137,8 @@ def _refuse_shape(fmt: Format, layer: MoELayer, parts: int) -> None:
         raise UsageError(f"{error} (layer {layer.index}, {layer.encoding})", hint) from None
 
 
-def _norm(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
+def norm_of(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
+    """That of the experts' outputs, if the model has one."""
     try:
         return output_norm(SourceTensors(checkpoint), checkpoint.config, layer)
     except CheckpointError as error:

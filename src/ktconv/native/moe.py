@@ -223,6 +223,10 @@ class Layer:
                 expect_aligned(f"{name} bias", matrix.bias, 4)
                 setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
 
+    def with_activation(self, activation: Activation) -> Layer:
+        """The same matrices under another activation. ValueError as for a new layer."""
+        return Layer(self.layout, activation, self.hidden, self.intermediate, self._keep)
+
     def scratch_size(self, tokens: int, top_k: int, pool: Pool) -> int:
         """Bytes of memory that a forward of up to `tokens` tokens needs."""
         size = int(lib.kt_moe_scratch_size(self.c, tokens, top_k, open_pool(pool)))

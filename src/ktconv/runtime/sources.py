@@ -15,6 +15,8 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.moe import Experts, native_experts, native_formats, pack_online
 from ktconv.moe.converted import open_converted
 from ktconv.moe.load import moe_layers
+from ktconv.moe.native_load import layer_of
+from ktconv.moe.requantized import requantized_experts
 from ktconv.native import Activation
 from ktconv.packed.weights import may_hold_packed
 from ktconv.runtime.arrays import kind_of
@@ -25,15 +27,17 @@ Slots = Sequence[int] | Array | None
 
 
 def loaded(
-    path: Path,
+    path: Path | Checkpoint,
     layer: int | None,
     slots: Slots,
     method: str | None,
     parts: int | None,
     pool: Pool,
 ) -> Experts:
-    """One layer, see `MoELayer.load`."""
-    if _is_converted(path):
+    """One layer, see `MoELayer.load`; a checkpoint may be open already."""
+    if isinstance(path, Checkpoint):
+        return _native(path, layer, slots, method, parts, pool)
+    if is_converted(path):
         return _converted(path, layer, slots, method, parts)
     return _native(open_checkpoint(path), layer, slots, method, parts, pool)
 
@@ -42,13 +46,23 @@ def loaded_all(
     path: Path, method: str | None, parts: int | None, pool: Pool
 ) -> Iterator[tuple[int, Experts]]:
     """Every layer."""
-    if _is_converted(path):
+    if is_converted(path):
         for number in moe_layers(path):
             yield number, _converted(path, number, None, method, parts)
         return
     opened = open_checkpoint(path)
     for one in opened.layers:
         yield one.index, _native(opened, one.index, None, method, parts, pool)
+
+
+def requantized(
+    checkpoint: Checkpoint, layer: int, slots: Slots, method: str, parts: int, pool: Pool
+) -> Experts:
+    """One layer of a checkpoint in another format than its own."""
+    bind = _binder(parts, pool)
+    made = requantized_experts(checkpoint, layer, method, parts=parts, slots=slots, bind=bind)
+    made.weight_on_input = layer_of(checkpoint, layer).activation.weight_on_input
+    return made
 
 
 def packed(
@@ -85,7 +99,8 @@ def packed(
     )
 
 
-def _is_converted(path: Path) -> bool:
+def is_converted(path: Path) -> bool:
+    """Whether `path` has packed experts; else it may be a checkpoint."""
     return path.is_dir() and may_hold_packed(path) and bool(moe_layers(path))
 
 

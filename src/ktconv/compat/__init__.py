@@ -1,0 +1,1 @@
+"""Interfaces of other projects, on ktconv's runtime."""

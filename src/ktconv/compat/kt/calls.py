@@ -1,0 +1,91 @@
+"""Calls of a layer, at once or in the background, and the part that the next layer adds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktconv.compat.kt.inputs import Inputs
+from ktconv.runtime import MoELayer, split_deferred
+from ktconv.runtime.staging import delivered, fetch, memory_for
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """The sum [tokens, H] in fp32 of experts that layer `producer` has left to layer `consumer`."""
+
+    producer: int
+    consumer: int
+    tokens: int
+    done: Future[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call whose result is being computed."""
+
+    like: Tensor  # to whose shape, dtype and device the result goes
+    y: Tensor
+    done: Future[None]
+
+    def result(self) -> Tensor:
+        """A new tensor like the input, once it is computed; raises what the computation raised."""
+        self.done.result()
+        return _as(self.like, delivered(self.y, self.like.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a call is shared between layers: it adds `carried`, and leaves to layer `consumer` what
+    is not among each token's `keep` experts of largest weight; None: nothing."""
+
+    carried: Deferred | None = None
+    keep: int = 0
+    producer: int = 0
+    consumer: int | None = None
+
+
+def call(layer: MoELayer, inputs: Inputs, skip: Tensor, share: Share) -> Tensor:
+    """The result of a call at once, of tensors on the CPU, that leaves nothing."""
+    add = None if share.carried is None else share.carried.done.result()
+    y = layer(inputs.x, inputs.ids, inputs.weights, skip=skip, add_to=add)
+    return _as(inputs.like, y)
+
+
+def start(
+    layer: MoELayer, inputs: Inputs, skip: Tensor, share: Share
+) -> tuple[Running, Deferred | None]:
+    """A call in the background, and what it leaves. Inputs may change at once."""
+    pool, skip = layer.pool, skip.clone()
+    fetched = fetch(inputs.x, inputs.ids, inputs.weights, copy=True)
+    y = memory_for(inputs.x.shape, inputs.x.dtype, inputs.x.device)
+    left: list[Tensor] = []  # ids that are deferred, once they are known
+
+    def now() -> None:
+        x, ids, weights = fetched.wait()
+        add = None if share.carried is None else share.carried.done.result()
+        if share.consumer is not None:
+            ids, later = split_deferred(ids, weights, share.keep)
+            left.append(later)
+        layer(x, ids, weights, skip=skip, add_to=add, out=y)
+
+    running = Running(inputs.like, y, pool.submit(now))
+    if share.consumer is None:
+        return running, None
+
+    def later() -> Tensor:
+        running.done.result()  # raises where nothing was left
+        x, _, weights = fetched.wait()
+        found: Tensor = layer(x, left[0], weights, skip=skip, out=torch.empty(y.shape))
+        return found
+
+    rest = pool.submit(later)
+    return running, Deferred(share.producer, share.consumer, inputs.tokens, rest)
+
+
+def _as(like: Tensor, y: Tensor) -> Tensor:
+    """In the dtype and shape of `like`."""
+    return y.to(like.dtype).reshape(like.shape)

@@ -1,0 +1,41 @@
+"""Which experts are on the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktconv.errors import UsageError
+from ktconv.placement.hot import hot_experts
+
+
+def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) -> Tensor:
+    """bool [L, E] on the CPU: True for the `num_gpu_experts` most used experts of all layers.
+
+    `activation_freq` [L, E] says how often each was chosen, in any unit that is not negative. The
+    number is cut to 0 to L * E; of equally used experts the lower layer and id come first.
+    UsageError for anything else.
+    """
+    if not isinstance(activation_freq, Tensor):
+        kind = type(activation_freq).__name__
+        raise UsageError(f"activation_freq must be a tensor [layers, experts], not a {kind}")
+    used = activation_freq.detach().to("cpu", torch.float64).numpy()
+    return torch.from_numpy(hot_experts(used, max(0, int(num_gpu_experts))))
+
+
+def gpu_mask(mask: Any, experts: int) -> Tensor:
+    """bool [E] of its own on the CPU: a copy of `mask`, None for no expert. UsageError unless it
+    has a number for each expert."""
+    if mask is None:
+        return torch.zeros(experts, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise UsageError(f"gpu_experts_mask must be a bool tensor [{experts}] or None, not {kind}")
+    if tuple(mask.shape) != (experts,):
+        raise UsageError(
+            f"gpu_experts_mask must have the shape [{experts}], one for each expert, not "
+            f"{list(mask.shape)}"
+        )
+    return mask.detach().to("cpu", torch.bool, copy=True)

@@ -1,0 +1,62 @@
+"""KTransformers' names of methods, and the weight formats of the kernels that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`formats`: keys of ktconv.formats.FORMATS that its weights may have; the first is the one
+    that weights from tensors get. None at all: whatever a GGUF file has."""
+
+    name: str
+    formats: tuple[str, ...]
+
+
+_GROUPS = tuple(key for key, row in FORMATS.items() if row.code == "gint4")
+
+METHODS: Mapping[str, Method] = {
+    name: Method(name, formats)
+    for name, formats in {
+        "AMXINT4": ("int4",),
+        "AMXINT8": ("int8",),
+        "BF16": ("bf16",),
+        "FP8": ("fp8",),
+        "FP8_PERCHANNEL": ("fp8-channel",),
+        "RAWINT4": _GROUPS,
+        "GPTQ_INT4": _GROUPS,
+        "MXFP4": ("mxfp4",),
+        "LLAMAFILE": (),
+        "MOE_INT4": ("int4",),
+        "MOE_INT8": ("int8",),
+    }.items()
+}
+# What LLAMAFILE packs other types of GGUF in than those that a kernel has: the first that sizes
+# allow.
+REPACKED = ("int8", "bf16")
+
+_NOT_HERE = {
+    "MXFP8": "no kernel of ktconv computes with MXFP8 numbers",
+    "NVFP4": "no kernel of ktconv computes with NVFP4 numbers",
+    "SYCL_GPTQ_INT4": "ktconv has no code for SYCL devices",
+}
+
+
+def method_named(name: object) -> Method:
+    """UsageError, with the list, for one that is not in METHODS."""
+    if isinstance(name, str) and name in METHODS:
+        return METHODS[name]
+    reason = _NOT_HERE.get(name, "unknown") if isinstance(name, str) else "not a string"
+    raise UsageError(
+        f"the method {name!r} cannot be used: {reason}", f"supported: {', '.join(METHODS)}"
+    )
+
+
+def methods_for(formats: list[str]) -> list[str]:
+    """Methods whose weights have one of these formats."""
+    return [name for name, method in METHODS.items() if set(method.formats) & set(formats)]
