@@ -7,7 +7,7 @@ values only when the stream has been waited for, as on a real one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +40,10 @@ class FarTensor(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -59,18 +63,36 @@ class _FarDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._queue: list[Callable[[], object]] = []
+        self._started = 0  # copies that are done
+        self._own: list[Tensor] = []  # pinned memory
         self.pinned = 0  # how often pinned memory was asked for
         self.waits = 0
+        self.capturing = False
 
     def synchronize(self) -> None:
         """As of the current stream."""
+        self.run_until(self.queued)
+
+    @property
+    def queued(self) -> int:
+        """Copies that were asked for."""
+        return self._started + len(self._queue)
+
+    def run_until(self, count: int) -> None:
+        """Waits for the first `count` copies of all."""
         self.waits += 1
-        while self._queue:
+        while self._started < count:
             self._queue.pop(0)()
+            self._started += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        self.pinned += bool(kwargs.pop("pin_memory", False))
+        if kwargs.pop("pin_memory", False):
+            self.pinned += 1
+            self._own.append(func(*args, **kwargs))
+            return self._own[-1]
+        if func is Tensor.is_pinned:
+            return any(args[0].data_ptr() == one.data_ptr() for one in self._own)
         if func is Tensor.to:
             return self._moved(*args, **kwargs)
         far = [isinstance(one, FarTensor) for one in args[:2]]
@@ -115,6 +137,16 @@ class _FarDevice(TorchFunctionMode):
         return target
 
 
+class _FarEvent:
+    """torch.cuda.Event, of the one stream that there is."""
+
+    def record(self, stream: _FarDevice) -> None:
+        self._stream, self._until = stream, stream.queued
+
+    def synchronize(self) -> None:
+        self._stream.run_until(self._until)
+
+
 def _is_near(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, FarTensor) and value.ndim > 0
 
@@ -133,6 +165,9 @@ def far_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[_FarDevice]:
     """Meanwhile tensors can be on cuda:0."""
     device = _FarDevice()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "Event", _FarEvent)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
     # Module.to makes new parameters then, as for devices whose tensors are of another kind.
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)
     with device:

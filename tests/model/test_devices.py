@@ -184,7 +184,7 @@ def test_a_model_on_a_gpu(
 def test_copies_are_waited_for_once(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers.far import FAR, FarTensor, far_device
 
-    from ktconv.model.transfer import on_cpu, on_device
+    from ktconv.runtime.staging import on_cpu, on_device
 
     values, ids = torch.randn(3, 4), torch.arange(6).reshape(2, 3).T
     with far_device(monkeypatch) as device:

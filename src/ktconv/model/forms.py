@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model.module import PackedExperts, Routing, uncompiled
 from ktconv.model.own import Call, OwnExperts
-from ktconv.model.transfer import on_device
 from ktconv.moe import Experts
+from ktconv.runtime.staging import on_device
 from ktconv.system.pool import Pool
 
 

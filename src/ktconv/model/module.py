@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ktconv.errors import UsageError
 from ktconv.model.own import OwnExperts
-from ktconv.model.transfer import on_cpu, on_device
 from ktconv.moe import Experts
+from ktconv.runtime.staging import on_cpu, on_device
 from ktconv.system.pool import Pool
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

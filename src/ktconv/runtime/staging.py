@@ -28,7 +28,7 @@ class Fetched:
 
 
 def fetch(*tensors: Tensor, copy: bool = False) -> Fetched:
-    """The values of `tensors` on the CPU, detached; all copies are queued before this returns.
+    """The values of `tensors` on the CPU, without gradients. All copies are queued when it returns.
 
     `copy`: tensors of the CPU are copied too, so that the caller may change his at once; those of
     CUDA he may change by work that he queues on the same stream. UsageError while a CUDA graph is
@@ -37,7 +37,7 @@ def fetch(*tensors: Tensor, copy: bool = False) -> Fetched:
     devices = list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
     for device in devices:
         _refuse_capture(device)
-    found = [_fetched(one.detach(), copy) for one in tensors]
+    found = [_fetched(one.detach() if one.requires_grad else one, copy) for one in tensors]
     return Fetched(found, [_recorded(device) for device in devices])
 
 
