@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 
 from ktconv import route
 from ktconv.errors import UsageError
@@ -120,6 +121,25 @@ def test_scales_of_a_spec() -> None:
     weights, ids = route.by_spec(spec, LOGITS, scale=np.array([0.5], np.float32), expert_scale=each)
     plain = route.softmax(LOGITS, 2)[0]
     np.testing.assert_allclose(weights, plain * each[ids] / 2, rtol=1e-6)
+
+
+def test_the_examples_of_the_page() -> None:
+    page = (ROOT / "docs/routers.md").read_text(encoding="utf-8")
+    config = {"model_type": "glm4_moe", "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+    known = {
+        "logits": a_batch(20, 64),
+        "bias": a_batch(1, 64)[0],
+        "tid2eid": np.zeros((9, 6), np.int64),
+        "tokens": np.zeros(20, np.int64),
+        "config": config,
+        "layer": 3,
+    }
+    blocks = page.split("```python\n")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block.split("```")[0], known)
+    ids: Any = known["ids"]
+    assert ids.shape == (20, 4)
 
 
 # ---- weights ---------------------------------------------------------------------------

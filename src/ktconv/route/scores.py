@@ -29,10 +29,10 @@ def by_spec(
     """Weights float32 and ids int64, both [M, K], as the router of a family has them.
 
     `spec`: `ktconv.families.routers.router_of(config, layer)`. `logits` [M, E + sinks]: what the
-    gate gives, with its own bias, scale and softcap. What `spec` has, and nothing else: `bias`
-    [E], the correction bias; `scale` [1]; `expert_scale` [E]; `table` [V, K] of integers, the
-    experts of each token of the vocabulary, and `tokens` [M]. `pool`: its threads work, else the
-    calling one. Raises UsageError for arguments that do not fit one another.
+    router's matrix gives, with its own bias, scale and softcap. What `spec` has, and nothing else:
+    `bias` [E], the correction bias; `scale` [1]; `expert_scale` [E]; `table` [V, K] of integers,
+    the experts of each token of the vocabulary, and `tokens` [M]. `pool`: its threads work, else
+    the calling one. Raises UsageError for arguments that do not fit one another.
     """
     count, columns = rows_of("logits", logits, "tokens, experts")
     experts = columns - spec.sinks
