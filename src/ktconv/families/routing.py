@@ -73,6 +73,8 @@ def route(
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise UsageError(f"x {list(x.shape)} and a gate {list(weight.shape)} do not fit")
     _check_stored(spec, stored, {"bias": (len(weight),), "input_scale": (x.shape[1],)})
+    if stored.table is not None:
+        _check_ids(stored.table, len(weight) - spec.sinks)
     return choose(spec, _logits(spec, x, weight, stored), stored, tokens)
 
 
@@ -101,8 +103,9 @@ def choose(
     )
     given = None
     if stored.table is not None:
-        _check_table(spec, stored.table, tokens, len(logits), experts)
+        _check_table(spec, stored.table, tokens, len(logits))
         given = np.ascontiguousarray(stored.table[tokens], np.int64)
+        _check_ids(given, experts)
     return native.choose_experts(
         rule,
         np.ascontiguousarray(logits, np.float32),
@@ -174,10 +177,10 @@ def _check_steps(spec: RouterSpec, logits: int) -> None:
 
 
 def _possible(name: str, value: float) -> bool:
+    if name == "masked" and value == -np.inf:
+        return True
     if name in ("masked", "routed_scaling_factor"):
-        return (
-            value == -np.inf if name == "masked" and np.isinf(value) else bool(np.isfinite(value))
-        )
+        return bool(np.isfinite(value))
     return value > 0 if name == "p_norm" else value >= 0
 
 
@@ -194,18 +197,22 @@ def _check_stored(
             raise UsageError(f"the {PARTS[field]} {list(array.shape)} must be {list(shape)}")
 
 
-def _check_table(spec: RouterSpec, ids: I64, tokens: I64 | None, count: int, experts: int) -> None:
-    if ids.ndim != 2 or ids.shape[1] != spec.top_k:
-        raise UsageError(f"the table of tokens {list(ids.shape)} must be [tokens, {spec.top_k}]")
+def _check_table(spec: RouterSpec, table: I64, tokens: I64 | None, count: int) -> None:
+    if table.ndim != 2 or table.shape[1] != spec.top_k:
+        raise UsageError(f"the table of tokens {list(table.shape)} must be [tokens, {spec.top_k}]")
+    if tokens is None or tokens.shape != (count,):
+        raise UsageError("a table of tokens needs the token of each row of x")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(table):
+        raise UsageError(f"tokens must be from 0 to {len(table) - 1}, as in the table")
+
+
+def _check_ids(ids: I64, experts: int) -> None:
+    """Of all tokens of a table, or of those that are looked up."""
     if ids.size and not 0 <= ids.min() <= ids.max() < experts:
         raise CheckpointError(
             f"the table of tokens has experts from {ids.min()} to {ids.max()}, but there are "
             f"{experts}"
         )
-    if tokens is None or tokens.shape != (count,):
-        raise UsageError("a table of tokens needs the token of each row of x")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(ids):
-        raise UsageError(f"tokens must be from 0 to {len(ids) - 1}, as in the table")
 
 
 def _logits(spec: RouterSpec, x: F32, weight: F32, stored: Stored) -> F32:
