@@ -23,6 +23,8 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
+from helpers.gguf_files import INNER as GGUF_INNER
+from helpers.gguf_files import model as gguf_model
 from helpers.gpt_oss import SIZES as GPT_OSS_SIZES
 from helpers.gpt_oss import Blocks
 from helpers.nemotron import write_nemotron
@@ -198,6 +200,54 @@ def test_transposed_fp8(tmp_path: Path) -> None:
     assert experts.format.key == "fp8-channel"
     gate, up = np.split(values["gate_up_proj"], 2, axis=1)
     expect_values(experts, Weights(gate, up, values["down_proj"]))
+
+
+def test_stacked_fp8_in_blocks(tmp_path: Path) -> None:
+    """Gate and up in one tensor: blocks of up begin where those of gate end."""
+    rng = np.random.default_rng(6)
+    tensors: dict[str, Tensor] = {}
+    values = {}
+    for name, rows, cols in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        codes = rng.integers(0, 0x7F, (2, rows, cols), np.uint8)
+        scale = rng.uniform(0.1, 2, (2, rows // 128, cols // 128)).astype(np.float32)
+        tensors |= {f"{SOURCE}.{name}": fp8(codes), f"{SOURCE}.{name}_scale_inv": scale}
+        spread = np.stack([encoded.spread(one, rows, cols) for one in scale])
+        values[name] = fp8_values()[codes] * spread
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(**encoded.SIZES))
+    gate, up = np.split(values["gate_up_proj"], 2, axis=1)
+    for parts in (1, 3):
+        experts = native_experts(model, parts=parts)
+        assert experts.format.key == "fp8"
+        expect_values(experts, Weights(gate, up, values["down_proj"]))
+
+
+def test_blocks_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
+    """Up begins in the middle of a block of 128 rows, which the format does not have."""
+    rng = np.random.default_rng(6)
+    tensors: dict[str, Tensor] = {}
+    for name, rows, cols in (("gate_up_proj", 2 * 192, HIDDEN), ("down_proj", HIDDEN, 192)):
+        scale = rng.uniform(0.1, 2, (2, rows // 128, -(-cols // 128))).astype(np.float32)
+        tensors |= {
+            f"{SOURCE}.{name}": fp8(np.ones((2, rows, cols), np.uint8)),
+            f"{SOURCE}.{name}_scale_inv": scale,
+        }
+    config = simple_config(**{**encoded.SIZES, "moe_intermediate_size": 192})
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    with pytest.raises(CheckpointError, match=r"are fp8-block .* no weight format"):
+        native_experts(model)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0"])
+def test_gguf(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="writes the file")
+    model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), kind))
+    if kind == "Q4_0":
+        with pytest.raises(CheckpointError, match=r"are gguf-q4_0 .* no weight format"):
+            native_experts(model)
+        return
+    experts = native_experts(model, parts=3)
+    expect_values(experts, random_weights(inner=GGUF_INNER))
+    assert kernel_error(experts) < KERNEL_BOUND
 
 
 def test_all_powers_of_two_are_scales_of_mxfp4(tmp_path: Path) -> None:
