@@ -121,6 +121,8 @@ class Pool:
             return np.array(numbers, np.int64)
         if kind == "symmetric":
             return self.random.integers(-127, 128, tensor.shape, np.int8)
+        if kind == "eights":
+            return np.full(tensor.nbytes, 0x88, np.uint8)
         if kind == "codes":
             return np.frombuffer(self.random.bytes(tensor.nbytes), np.uint8)
         if tensor.dtype in ("F8_E8M0", "U8"):

@@ -22,7 +22,7 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    content: str = "weights"  # scales, codes, shape: see Pool.pieces
+    content: str = "weights"  # scales, codes, eights, shape: see Pool.pieces
 
     @property
     def nbytes(self) -> int:
@@ -67,18 +67,18 @@ def packed(bits: int, group: int, name: str, rows: int, cols: int) -> Iterator[T
     yield Tensor(f"{name}.weight_shape", "I64", (2,), f"shape {rows} {cols}")
 
 
-def gptq(bits: int, name: str, rows: int, cols: int) -> Iterator[Tensor]:
+def gptq(bits: int, name: str, rows: int, cols: int, zeros: str = "codes") -> Iterator[Tensor]:
     groups = cols // GPTQ_GROUP
     yield Tensor(f"{name}.qweight", "I32", (cols * bits // 32, rows), "codes")
     yield Tensor(f"{name}.scales", "F16", (groups, rows), "scales")
-    yield Tensor(f"{name}.qzeros", "I32", (groups, rows * bits // 32), "codes")
+    yield Tensor(f"{name}.qzeros", "I32", (groups, rows * bits // 32), zeros)
 
 
-def awq(name: str, rows: int, cols: int) -> Iterator[Tensor]:
+def awq(name: str, rows: int, cols: int, zeros: str = "codes") -> Iterator[Tensor]:
     groups = cols // GPTQ_GROUP
     yield Tensor(f"{name}.qweight", "I32", (cols, rows // 8), "codes")
     yield Tensor(f"{name}.scales", "F16", (groups, rows), "scales")
-    yield Tensor(f"{name}.qzeros", "I32", (groups, rows // 8), "codes")
+    yield Tensor(f"{name}.qzeros", "I32", (groups, rows // 8), zeros)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ _BLOCK_CONFIG = {
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }
 _GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "group_size": GPTQ_GROUP}
+_AWQ = {"quant_method": "awq", "version": "gemm"}
 
 ENCODINGS: dict[str, Encoding] = {
     "bf16": Encoding(partial(plain, "BF16")),
@@ -122,5 +123,7 @@ ENCODINGS: dict[str, Encoding] = {
         for bits in (2, 3, 4, 5, 6, 7)
     },
     **{f"gptq-int{bits}": Encoding(partial(gptq, bits), config=_GPTQ) for bits in (2, 3, 4, 8)},
-    "awq-int4": Encoding(awq, config={"quant_method": "awq", "version": "gemm"}),
+    "gptq-symmetric": Encoding(partial(gptq, 4, zeros="eights"), config=_GPTQ),
+    "awq-int4": Encoding(awq, config=_AWQ),
+    "awq-symmetric": Encoding(partial(awq, zeros="eights"), config=_AWQ),
 }
