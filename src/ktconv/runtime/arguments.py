@@ -40,12 +40,11 @@ def arguments(
     shape = tuple(getattr(x, "shape", ()))
     if not shape or shape[-1] != hidden:
         raise UsageError(f"x must have the shape [..., {hidden}], got {list(shape)}")
-    top_k = _top_k(ids, shape)
-    chosen = (*shape[:-1], top_k)
+    chosen = _expect_tokens(ids, shape)
     given = operand("x", x, shape, FLOATS)
     found = Arguments(
         shape[0] if len(shape) == 2 else prod(shape[:-1]),
-        top_k,
+        chosen[-1],
         given,
         operand("ids", ids, chosen, INTEGERS, _SMALL_INTEGERS),
         operand("weights", weights, chosen, ("fp32",), ("bf16", "fp16")),
@@ -75,11 +74,12 @@ def _expect_apart(call: Arguments) -> None:
         raise UsageError(f"out overlaps {name} in memory", "give other memory, or no out")
 
 
-def _top_k(ids: Any, shape: tuple[int, ...]) -> int:
+def _expect_tokens(ids: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of ids, which has the tokens of x, whose `shape` is given."""
     found = tuple(getattr(ids, "shape", ()))
     if len(found) != len(shape) or found[:-1] != shape[:-1]:
         raise UsageError(
             f"ids must have the shape {[*shape[:-1], 'top-k']}, as x is {list(shape)}; "
             f"got {list(found)}"
         )
-    return int(found[-1])
+    return found

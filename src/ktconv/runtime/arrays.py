@@ -250,8 +250,8 @@ def new_result(like: Operand) -> Operand:
 
 def overlap(one: Operand, other: Operand) -> bool:
     """Whether they have bytes in common."""
-    end, other_end = one.address + one.owner.nbytes, other.address + other.owner.nbytes
-    return bool(one.address < other_end and other.address < end)
+    apart = other.address >= one.address + one.owner.nbytes
+    return not (apart or one.address >= other.address + other.owner.nbytes)
 
 
 def _address(kind: Kind, name: str, array: Any) -> int:
