@@ -179,7 +179,7 @@ def test_numbers_that_are_not_finite(method: str, value: float) -> None:
     """In the second part, so that its rows count from there."""
     given = weights()
     given.down[2, 7, 300] = value
-    says = f"down of expert 2 has {value} at row 7, column 300, which is not finite in {method}"
+    says = "down of expert 2 has a NaN or an infinity at row 7, column 300"
     with pytest.raises(UsageError, match=says):
         pack_online(*given, method, parts=3)
     given = weights()
@@ -191,7 +191,7 @@ def test_numbers_that_are_not_finite(method: str, value: float) -> None:
 def test_numbers_beyond_bf16() -> None:
     given = weights()
     given.gate[0, 3, 4] = np.finfo(np.float32).max
-    with pytest.raises(UsageError, match=r"gate of expert 0 has 3\.40282e\+38 at row 3, column 4"):
+    with pytest.raises(UsageError, match=r"gate of expert 0 has .*bf16, 3\.40282e\+38, at row 3"):
         pack_online(*given, "bf16")
 
 

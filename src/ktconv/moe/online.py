@@ -157,10 +157,11 @@ def _pack(given: _Given, wanted: Wanted, fmt: Format, pack_part: _PartPacker) ->
             pack_part(matrix, owned, place)
         except native.NonFiniteError as error:
             row, col = owned.row_start + error.row, owned.col_start + error.col
-            found = f"{matrix[row, col]:g}" if matrix.dtype != np.uint16 else "NaN or an infinity"
+            found, value = "a NaN or an infinity", matrix[row, col]
+            if matrix.dtype != np.uint16 and np.isfinite(value):
+                found = f"a number beyond {fmt.key}, {value:g},"
             raise UsageError(
-                f"{wanted.proj} of expert {wanted.expert} has {found} at row {row}, column {col}, "
-                f"which is not finite in {fmt.key}",
+                f"{wanted.proj} of expert {wanted.expert} has {found} at row {row}, column {col}",
                 "give finite weights",
             ) from None
 
