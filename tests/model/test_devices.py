@@ -16,6 +16,8 @@ from ktconv.formats.decode import round_to_bf16
 from ktconv.model import expert_device, move_non_experts, replace_experts
 from ktconv.model.forms import packed_class
 from ktconv.model.sites import Site, find_experts
+from ktconv.runtime import layer as runtime_layer
+from ktconv.runtime.arguments import Arguments
 
 ROUND = {"phimoe", "deepseek_v4, resaved"}  # whose untrained routers give all experts the same
 
@@ -56,22 +58,17 @@ def test_all_but_experts_of_a_family_move(name: str, torch: Any) -> None:
 
 
 class Asked:
-    """Stands for packed experts, and keeps what the kernels are asked for."""
+    """Packed experts without weights that are called beside a model's own."""
 
     def __init__(self, site: Site) -> None:
-        own = self.own = site.own
+        own = site.own
         asked: Any = SimpleNamespace(
-            count=own.count, hidden=own.hidden, forward=self.forward,
-            origins=np.arange(own.count),
-        )  # fmt: skip
-        self.call, self.packed = own.call, packed_class(own)(asked, None, own)
-        self.module = own.module
+            count=own.count, hidden=own.hidden, origins=np.arange(own.count), asked=self
+        )
+        self.count, self.call, self.module = own.count, own.call, own.module
+        self.packed = packed_class(own)(asked, None, own)
         self.expected: Any = None
         self.calls: list[tuple[Any, Any]] = []
-
-    def forward(self, x: Any, ids: Any, weights: Any, _: Any) -> Any:
-        self.calls.append((ids.copy(), weights.copy()))
-        return np.zeros_like(x)
 
     def __call__(self, *arguments: Any) -> Any:
         """Both are called, and the model's own experts answer."""
@@ -80,6 +77,20 @@ class Asked:
         return type(self.module).forward(self.module, *arguments)
 
 
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps ids and weights that they would get."""
+
+    def keep(packed: Any, _: Any, call: Arguments) -> None:
+        assert (call.ids.dtype, call.weights.dtype) == ("int64", "fp32")
+        ids, weights = call.ids.owner.numpy().copy(), call.weights.owner.numpy().copy()
+        packed.asked.calls.append((ids, weights))
+        call.y.owner.zero_()
+
+    monkeypatch.setattr(runtime_layer, "compute", keep)
+
+
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("name", SAVED)
 def test_kernels_get_the_models_own_routing(name: str, torch: Any) -> None:
     """Bit for bit what its router decided, with weights in float32."""
@@ -101,10 +112,9 @@ def test_kernels_get_the_models_own_routing(name: str, torch: Any) -> None:
         else:
             here = found >= 0
             expected_weights = expected.weights.float().reshape(18, -1).numpy()
-            assert weights.dtype == np.float32
             assert np.array_equal(weights[here], expected_weights[here])
             assert name in ROUND or (round_to_bf16(weights[here]) != weights[here]).any()
-        assert np.array_equal(found, np.where(chosen < one.own.count, chosen, -1))
+        assert np.array_equal(found, np.where(chosen < one.count, chosen, -1))
 
 
 # ---- moving ----------------------------------------------------------------------------

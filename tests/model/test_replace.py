@@ -153,6 +153,16 @@ def test_strides_do_not_matter(pair: Any, torch: Any) -> None:
         assert torch.equal(packed(*apart), packed(x, ids.to(torch.int32), weights))
 
 
+def test_a_default_device_changes_nothing(pair: Any, model: Any, int8: Path, torch: Any) -> None:
+    """As torch.set_default_device("cuda") would."""
+    _, packed = pair
+    given = inputs(torch, 4, torch.float32)
+    with torch.no_grad():
+        expected = packed(*given)
+        with torch.device("meta"):
+            assert torch.equal(packed(*given), expected)
+
+
 def test_gradients_and_other_devices_are_refused(pair: Any, model: Any, torch: Any) -> None:
     _, packed = pair
     x, ids, weights = inputs(torch, 2, torch.float32)

@@ -29,9 +29,10 @@ class SortedExperts(PackedExperts):
     ) -> Tensor:
         """[E * M, H] -> [E * M, H]; the rows of expert e are those from e * M on."""
         (rows,) = self._fetched(hidden_states.reshape(-1, self.experts.hidden))
-        owners = torch.arange(self.experts.count).repeat_interleave(len(rows) // self.experts.count)
+        count = self.experts.count
+        owners = torch.arange(count, device=rows.device).repeat_interleave(len(rows) // count)
         ids = torch.where(rows.detach().any(dim=1), owners, -1)
-        return on_device(self._answer(rows, ids, torch.ones(len(rows))), hidden_states)
+        return on_device(self._answer(rows, ids, rows.new_ones(len(rows))), hidden_states)
 
     def _output_of(self, own: OwnExperts, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Each row has one id."""
@@ -161,8 +162,8 @@ class ListElement(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., H] of this expert, in the dtype and on the device of the input."""
         tokens = hidden_states.numel() // max(1, hidden_states.shape[-1])
-        ids = torch.full((tokens, 1), self.number)
-        y: Tensor = self._owner[0](hidden_states, ids, torch.ones((tokens, 1)))
+        ids = torch.full((tokens, 1), self.number, device="cpu")
+        y: Tensor = self._owner[0](hidden_states, ids, torch.ones(ids.shape, device="cpu"))
         return y
 
     def extra_repr(self) -> str:

@@ -114,7 +114,7 @@ def _features(own: OwnExperts, experts: Experts) -> Iterator[tuple[str, bool, bo
 def trial_token(hidden: int, dtype: torch.dtype, tokens: int = 1) -> Tensor:
     """Random tokens [M, H], always the same."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((tokens, hidden), generator=generator).to(dtype)
+    return torch.randn((tokens, hidden), generator=generator, device="cpu").to(dtype)
 
 
 def check_function(

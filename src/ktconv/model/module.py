@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ktconv.errors import UsageError
 from ktconv.model.own import OwnExperts
 from ktconv.moe import Experts
+from ktconv.runtime import MoELayer
 from ktconv.runtime.staging import on_cpu, on_device
 from ktconv.system.pool import Pool
 
@@ -90,15 +90,15 @@ class PackedExperts(nn.Module):
         ids = top_k_index.reshape(len(rows), -1).to(torch.int64)
         weights = top_k_weights.reshape(len(rows), -1)
         number = self.experts.count
-        same = (ids >= number) & (ids < number + self._identities)
-        chosen = torch.where((ids < 0) | (ids >= number), -1, ids)
-        there = (chosen >= 0) & self._elsewhere.to(chosen.device)[chosen]
-        y = self.summed(rows, torch.where(there, -1, chosen), weights).to(hidden.dtype)
-        for expert in torch.unique(ids[same]).tolist():  # added up as the model's own module does
+        real = (ids >= 0) & (ids < number)
+        chosen = torch.where(real, ids, -1)
+        y = self.summed(rows, chosen, weights).to(hidden.dtype)
+        for expert in range(number, number + self._identities):  # as the model's own module does
             token, slot = torch.where(ids == expert)
             weighted = rows[token] * weights[token, slot, None]
             y.index_add_(0, token, weighted.to(y.dtype))
         for own in self.own:
+            there = real & self._elsewhere[chosen]
             tokens = there.any(dim=1)
             if tokens.any():
                 ids = torch.where(there, ids, -1)[tokens]
@@ -112,7 +112,7 @@ class PackedExperts(nn.Module):
 
     def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[M, H] in bf16 of rows [M, H], ids and weights [M, K], of packed experts alone; with the
-        norm of each expert's output where there is one. Ids of -1 are skipped."""
+        norm of each expert's output where there is one."""
         if self.post_expert_norm is None:
             return self._run(rows, ids, weights)
         pieces = (torch.split(part, _NORMED_AT_ONCE) for part in (rows, ids, weights))
@@ -123,7 +123,7 @@ class PackedExperts(nn.Module):
         assert self.post_expert_norm is not None
         alone = rows.repeat_interleave(ids.shape[1], dim=0)
         slots = ids.reshape(-1, 1)
-        outputs = self._run(alone, slots, torch.ones(slots.shape)).to(rows.dtype)
+        outputs = self._run(alone, slots, rows.new_ones(slots.shape)).to(rows.dtype)
         place = next(self.post_expert_norm.parameters(), outputs).device  # of what is no expert
         (y,) = on_cpu(self.post_expert_norm(outputs.to(place)))
         weights = torch.where(ids < 0, 0, weights)[..., None]
@@ -131,15 +131,11 @@ class PackedExperts(nn.Module):
         return summed
 
     def _run(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """bf16 [M, H]; NumPy has no bf16, so both sides see its bits."""
-        x = rows.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy()
-        y = self.experts.forward(
-            x.view(np.uint16),
-            ids.contiguous().numpy(),
-            weights.detach().to(torch.float32).contiguous().numpy(),
-            self.pool or Pool.shared(),
-        )
-        return torch.from_numpy(y.view(np.int16)).view(torch.bfloat16)
+        """bf16 [M, H]."""
+        y = rows.new_empty(rows.shape, dtype=torch.bfloat16)
+        layer = MoELayer(self.experts, self.pool)
+        layer(rows.detach(), ids, weights.detach(), skip=self._elsewhere, out=y)
+        return y
 
     def _asked(self, own: OwnExperts, *inputs: Tensor) -> Tensor:
         """`_output_of` where the model's own experts are, from and to the CPU."""
@@ -156,7 +152,7 @@ class PackedExperts(nn.Module):
     def compared(self, own: OwnExperts, expert: int, token: Tensor) -> tuple[Tensor, Tensor]:
         """An expert's output for one token [1, H]: the model's own, and the packed one's."""
         # Twice, as LongCat's module does not work with one expert per token.
-        ids, weights = torch.full((1, 2), expert), torch.tensor([[1, 0]], dtype=token.dtype)
+        ids, weights = torch.full((1, 2), expert, device="cpu"), token.new_tensor([[1, 0]])
         theirs = self._asked(own, token, ids, weights)
         return theirs, self.summed(token, ids, weights).to(token.dtype)
 
