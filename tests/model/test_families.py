@@ -66,6 +66,21 @@ def test_packed_experts_in_a_family(name: str, tmp_path: Path, torch: Any) -> No
     assert float((without - own).norm() / own.norm()) > 0.2
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_experts_of_a_family_need_not_be_loaded(name: str, tmp_path: Path, torch: Any) -> None:
+    source = written(name, tmp_path)
+    output, ids = packed(source), torch.arange(5, 14)[None]
+    answers = []
+    for experts in (True, False):
+        model, _ = load_model(source, "float32", experts=experts)
+        replaced = replace_experts(model, output, threads=1)
+        assert replaced.untried == (() if experts else SAVED[name].layers)
+        assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        with torch.no_grad():
+            answers.append(model(input_ids=ids, use_cache=False).logits)
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stats_of_a_family(name: str, tmp_path: Path, torch: Any) -> None:
     if name.startswith("deepseek_v4") and not hasattr(

@@ -10,10 +10,11 @@ import pytest
 from helpers.convert import convert
 from helpers.paths import EXAMPLE
 
-from ktconv.errors import UsageError
+from ktconv.errors import MemoryShortError, UsageError
 from ktconv.model import expert_device, load_model, move_non_experts, replace_experts
 from ktconv.model.sites import find_experts
 from ktconv.placement.expert_sets import expert_set
+from ktconv.system import machine
 
 
 def logits(model: Any, torch: Any) -> Any:
@@ -140,6 +141,26 @@ def test_experts_that_are_not_loaded(
     replaced = replace_experts(model, int8, threads=1)
     assert replaced.untried == (1,)
     assert torch.equal(logits(model, torch), expected)
+
+
+def test_a_model_loaded_without_experts(
+    loaded: Any, expected: Any, int8: Path, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_model(EXAMPLE, "float32", experts=False)
+    assert expert_device(model) == torch.device("meta")
+    others = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    assert others == sum(one.numel() for one in loaded[0].parameters()) - 2 * 8 * 3 * 128 * 256
+    assert replace_experts(model, int8, threads=1).untried == (0, 1)
+    assert torch.equal(logits(model, torch), expected)
+    words = tokenizer("Once", return_tensors="pt")
+    assert model.generate(**words, max_new_tokens=4, do_sample=False).shape[1] > 1
+    monkeypatch.setattr(machine, "available_memory", lambda: others)
+    with pytest.raises(MemoryShortError, match="needs about"):
+        load_model(EXAMPLE, "float32", experts=False)
+    monkeypatch.setattr(machine, "available_memory", lambda: 5 * others)
+    load_model(EXAMPLE, "float32", experts=False)
+    with pytest.raises(MemoryShortError, match="needs about"):
+        load_model(EXAMPLE, "float32")
 
 
 def test_codes_of_other_libraries_are_not_tried(model: Any, int8: Path, torch: Any) -> None:

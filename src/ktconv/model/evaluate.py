@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import read_header
+from ktconv.checkpoint import open_checkpoint, read_header
 from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.checkpoint.gguf.parts import all_parts
 from ktconv.errors import CheckpointError, MemoryShortError, UsageError
 from ktconv.model.decoded import open_encoded
-from ktconv.model.load import load_language_model, load_tokenizer
+from ktconv.model.load import load_language_model, load_tokenizer, read_generation_config
 from ktconv.model.module import Routing
 from ktconv.model.replace import ReplacedExperts
 from ktconv.model.sites import experts_watched, find_experts
 from ktconv.model.streamed.compare import Predictions
+from ktconv.model.streamed.parts import PartedModel
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
 from ktconv.system.units import format_size
@@ -40,18 +41,22 @@ def load_model(
     *,
     config_directory: Path | None = None,
     decode: bool = True,
+    experts: bool = True,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
     `source` is a directory, or one GGUF file; then config.json and tokenizer are those of
     `config_directory`. Encoded weights are decoded by ktconv; without `decode`, by what
-    transformers has for them.
+    transformers has for them. Without `experts` those of MoE layers are not loaded (they are on the
+    meta device): `replace_experts` does not need them.
 
     Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
     that is free; CheckpointError where transformers cannot load the checkpoint, or only
     with random weights in place of missing ones or with the checkpoint's own code, which is never
     run.
     """
+    if not experts:
+        return _without_experts(Path(source), _dtype(dtype), config_directory)
     directory, gguf, decoded = Path(source), None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
@@ -65,6 +70,18 @@ def load_model(
     tokenizer = load_tokenizer(directory)
     model = load_language_model(directory, wanted, gguf=gguf, decoded=decoded)
     return model, tokenizer
+
+
+def _without_experts(
+    source: Path, dtype: str | torch.dtype, config_directory: Path | None
+) -> tuple[Any, Any]:
+    directory = directory_of(source, config_directory)
+    parted = PartedModel(open_checkpoint(source, config_directory), dtype)
+    _check_memory(source, sum(parted.layer_bytes) + parted.outside_bytes)
+    model: Any = parted.load()
+    if (settings := read_generation_config(directory)) is not None:
+        model.generation_config = settings
+    return model, load_tokenizer(directory, source)
 
 
 def check_gguf(file: Path, config_directory: Path | None) -> Path:

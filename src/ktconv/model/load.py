@@ -347,7 +347,7 @@ def _load_decoded(
     try:
         loaded: Any = type(empty).from_pretrained(
             None, config=empty.config, dtype=weights.dtype, state_dict=weights,
-            generation_config=_generation_config(directory),
+            generation_config=read_generation_config(directory),
             **_REPORTING, **_SAFE, **placement,
         )  # fmt: skip
     except Exception as error:
@@ -378,7 +378,7 @@ def _dtype_of(config: Any, dtype: Any) -> Any:
     return next(filter(None, found), torch.bfloat16)
 
 
-def _generation_config(directory: Path) -> Any:
+def read_generation_config(directory: Path) -> Any:
     """The settings of generation_config.json, if it exists."""
     from transformers import GenerationConfig
 

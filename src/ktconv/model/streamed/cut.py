@@ -130,11 +130,9 @@ class CutModel:
                 stack.callback(hook.remove)
                 if module is self.model.get_input_embeddings():
                     self._parted.load_module(path)  # Llama 4 asks for its device before calling it
-            prefix = f"{self._parted.path}."
             self._outside_state = [
                 (module, dict(vars(module)), dict(module._buffers))
-                for path, module in self.model.named_modules()
-                if not f"{path}.".startswith(prefix)
+                for _, module in self._parted.outside()
             ]
             self._entered = stack.pop_all()
         return self
@@ -210,10 +208,7 @@ class CutModel:
 
     def _outside(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules with weights of their own that are not in the layers."""
-        prefix = f"{self._parted.path}."
-        for path, module in self.model.named_modules():
-            if not f"{path}.".startswith(prefix) and module._parameters:
-                yield path, module
+        return ((path, one) for path, one in self._parted.outside() if one._parameters)
 
     def _outside_called(self, path: str) -> Callable[..., None]:
         def called(_module: nn.Module, args: Any) -> None:

@@ -128,6 +128,23 @@ class PartedModel:
             for name in self._dense[index]:
                 self._put(name, self._empty[name])
 
+    def load(self) -> nn.Module:
+        """The model with all of its weights but those of experts, which stay on the meta device."""
+        for index, layer in enumerate(self.layers):
+            self._load(self._names.get(index, ()))
+            self._initialise(layer)
+        for path, module in self.outside():
+            if module._parameters:
+                self.load_module(path)
+        model: nn.Module = self.model
+        return model
+
+    def outside(self) -> list[tuple[str, nn.Module]]:
+        """Modules that are not in the layers."""
+        prefix = f"{self.path}."
+        modules = self.model.named_modules()
+        return [(path, one) for path, one in modules if not f"{path}.".startswith(prefix)]
+
     def load_module(self, path: str) -> None:
         """The weights that a module outside the layers has itself."""
         module = self.model.get_submodule(path)
