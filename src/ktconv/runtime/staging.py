@@ -50,7 +50,7 @@ def memory_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     """Memory on the CPU for values that go to `device`."""
     if device.type == "cuda":
         return pinned(shape, dtype)
-    return torch.empty(tuple(shape), dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def on_device(values: Tensor, like: Tensor) -> Tensor:
@@ -70,7 +70,8 @@ def delivered(values: Tensor, device: torch.device) -> Tensor:
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory on the CPU that a GPU reads and writes by itself."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    # Without a device it would be on the caller's default one.
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _fetched(tensor: Tensor, copy: bool) -> Tensor:
