@@ -208,8 +208,8 @@ def test_copies_are_waited_for_once(torch: Any, monkeypatch: pytest.MonkeyPatch)
         assert device.pinned == 3
         assert torch.equal(back.to("cpu"), values.bfloat16().float())
         with torch.device("cuda"):  # as torch.set_default_device does
-            (found,) = on_cpu(far[1])
-        assert not isinstance(found, FarTensor) and torch.equal(found, ids)
+            (again,) = on_cpu(far[1])
+        assert not isinstance(again, FarTensor) and torch.equal(again, ids)
     same = on_device(values, torch.zeros(1, dtype=torch.float16))
     assert torch.equal(same, values.half())
 
