@@ -167,8 +167,8 @@ def main() -> None:
             )  # fmt: skip
             rows.append(asdict(row))
             print(
-                f"| {row.router} | {row.preset} | {row.experts}, {row.k} | {ours:.2f} | "
-                f"{theirs:.2f} | {ratio:.1f} | {layer:.0f} | {row.share:.2%} |",
+                f"| {row.router} | {row.preset} | {row.experts}, {row.k} | {ours:.3f} | "
+                f"{theirs:.3f} | {ratio:.1f} | {layer:.0f} | {row.share:.2%} |",
                 flush=True,
             )
     busy = measure.machine_cpu_seconds() - before

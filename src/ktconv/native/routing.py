@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, check, expect_aligned, expect_rows
+from ktconv.native.arrays import Array, check, expect_rows
 from ktconv.native.pool import Pool, open_pool
 
 SCORINGS = {
@@ -112,5 +112,6 @@ def _pointer(kind: Any, what: str, array: Array | None, dtype: Any, shape: tuple
     if array is None:
         return ffi.NULL
     expect_rows(what, array, dtype, shape)
-    expect_aligned(what, array, array.itemsize)
+    if not array.flags.aligned:
+        raise ValueError(f"{what} must be aligned")
     return ffi.cast(kind, ffi.from_buffer(array))
