@@ -24,7 +24,11 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.gguf_files import INNER as GGUF_INNER
+from helpers.gguf_files import Blocks as Blocks4
+from helpers.gguf_files import around as gguf_around
+from helpers.gguf_files import experts as gguf_experts
 from helpers.gguf_files import model as gguf_model
+from helpers.gguf_files import write_gguf
 from helpers.gpt_oss import SIZES as GPT_OSS_SIZES
 from helpers.gpt_oss import Blocks
 from helpers.nemotron import write_nemotron
@@ -124,7 +128,7 @@ def test_the_page_says_the_same() -> None:
     said = {name: key for names, key in rows for name in re.findall("`([^`]*)`", names)}
     held = {KINDS[kind].name: key for kind, key in HELD.items() if key}
     floats = {name: key for name, key in held.items() if "fp" in name or "mx" in name}
-    assert said == {"bf16": "bf16"} | floats
+    assert said == {"bf16": "bf16", "gguf-mxfp4": "mxfp4"} | floats
 
 
 @pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])
@@ -237,17 +241,55 @@ def test_blocks_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
         native_experts(model)
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_0"])
-def test_gguf(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="writes the file")
+@pytest.mark.parametrize(
+    ("kind", "key"), [("BF16", "bf16"), ("MXFP4", "mxfp4"), ("Q4_0", "gint4-32")]
+)
+def test_gguf(kind: str, key: str, tmp_path: Path) -> None:
+    """Values by the package gguf. Scales of Q4_0 have both signs."""
+    gguf = pytest.importorskip("gguf", reason="writes the file")
     model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), kind))
-    if kind == "Q4_0":
-        with pytest.raises(CheckpointError, match=r"are gguf-q4_0 .* no weight format"):
-            native_experts(model)
-        return
-    experts = native_experts(model, parts=3)
-    expect_values(experts, random_weights(inner=GGUF_INNER))
+    number = gguf.GGMLQuantizationType[kind]
+    weights = Weights(
+        *(
+            gguf.quants.dequantize(gguf.quants.quantize(one, number), number)
+            for one in random_weights(inner=GGUF_INNER)
+        )
+    )
+    for parts in (1, 2, 3):
+        experts = native_experts(model, parts=parts)
+        assert experts.format.key == key
+        expect_values(experts, weights)
+        assert kernel_error(experts) < KERNEL_BOUND
+
+
+def test_blocks_of_ggml_at_their_limits(tmp_path: Path) -> None:
+    """Scales of 0, of either sign and those of half precision alone; a NaN is refused."""
+    pytest.importorskip("gguf", reason="writes the file")
+    rng = np.random.default_rng(8)
+    blocks = rng.integers(0, 256, (4, GGUF_INNER, 4, 18), np.uint8)
+    halves = np.array([0, -0.5, 6e-8, -60000, 0.1], np.float16)
+    blocks[..., :2] = np.resize(halves, blocks.shape[:-1])[..., None].view(np.uint8)
+    tensors = gguf_experts() | gguf_around()
+    name = "blk.0.ffn_up_exps.weight"
+    stored = Blocks4("Q4_0", blocks.reshape(4, GGUF_INNER, -1))
+    types = dict.fromkeys(("ffn_gate_exps", "ffn_down_exps"), "Q4_0")
+    model = write_gguf(tmp_path / "a.gguf", tensors | {name: stored}, types=types)
+    experts = native_experts(model)
+    assert experts.format.key == "gint4-32-f32"
+    found = [values_of(experts, expert)[1] for expert in range(4)]
+    np.testing.assert_array_equal(np.stack(found), stored.values)
     assert kernel_error(experts) < KERNEL_BOUND
+    blocks[3, 100, 2, :2] = np.float16(np.nan).reshape(1).view(np.uint8)
+    model = write_gguf(tmp_path / "b.gguf", tensors | {name: stored}, types=types)
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight has the scale nan"):
+        native_experts(model)
+
+
+def test_other_blocks_of_ggml_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="writes the file")
+    model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    with pytest.raises(CheckpointError, match=r"are gguf-q8_0 .* no weight format"):
+        native_experts(model)
 
 
 def test_all_powers_of_two_are_scales_of_mxfp4(tmp_path: Path) -> None:
@@ -379,6 +421,25 @@ def test_a_method_can_be_chosen(tmp_path: Path) -> None:
         expect_values(experts, weights)
     layer = open_checkpoint(model).layers[0]
     assert native_formats(layer)[0] == "int4" and native_formats(layer)[-1] == "int8"
+
+
+def test_zero_points_that_are_no_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """msModelSlim stores them as float32."""
+
+    def of(rng: np.random.Generator, rows: int, cols: int) -> encoded.Stored:
+        parts, values = encoded.of_msmodelslim(rng, rows, cols)
+        parts["weight"] = rng.integers(-90, 90, (rows, cols), np.int8)
+        parts["weight_offset"] = np.full((rows, 1), offset, np.float32)
+        return parts, values
+
+    monkeypatch.setitem(KINDS, "own", encoded.Kind("int8", of))
+    offset = 3.0
+    model, _, _ = encoded_model(tmp_path / "whole", "own")
+    assert native_experts(model).format.key == "int8"
+    offset = 0.5
+    model, _, _ = encoded_model(tmp_path / "half", "own")
+    with pytest.raises(CheckpointError, match="has zero points that are not integers"):
+        native_experts(model)
 
 
 NO_BF16 = r"gate_proj.scales has the scale 0.[0-9]+, which is not a number in bf16"

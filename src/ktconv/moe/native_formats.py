@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 from ktconv.formats import FORMATS, Format
+from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS
 
 _LEVELS = ("int4", "gint4", "int8")  # kt_format of integers, the preferred ones first
 _CODES = {  # kt_format of numbers that are stored as they are
@@ -18,6 +19,7 @@ _CODES = {  # kt_format of numbers that are stored as they are
     F8_E4M3.name: ("fp8",),
     F4_E2M1.name: ("mxfp4",),
     F4_E0M3.name: ("gint4",),  # quarters
+    **{name: (block.codes,) for name, block in NIBBLE_BLOCKS.items()},
 }
 
 
@@ -63,6 +65,8 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
     grid = matrix.scale
     if fmt.code not in _codes_of(matrix):
         return False
+    if matrix.element.name in NIBBLE_BLOCKS:
+        return grid is None and fmt.group == COLS
     if grid is None or fmt.scale_dtype == "none":
         return grid is None and fmt.scale_dtype == "none"
     return not grid.any_sign and _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))

@@ -194,7 +194,8 @@ def _place(
     """The rows of a chunk, which are whole row blocks: neighbours in packed bytes."""
     layout, cols = plain.format.layout, part.shape[1]
     first, last = chunk.start - part.row_start, chunk.stop - part.row_start
-    codes, scale = plain.codes(chunk, buffers.source, part), plain.scale(chunk, part)
+    data = buffers.source
+    codes, scale = plain.codes(chunk, data, part), plain.scale(chunk, data, part)
     start, stop = layout.weight_size(first, cols), layout.weight_size(last, cols)
     packed = native.pack_weight(layout, len(chunk), cols, codes, scale, place.codes[start:stop])
     if place.scale is not None:

@@ -11,6 +11,7 @@ from ktconv.checkpoint import BlockGrid
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, U4
 from ktconv.errors import CheckpointError
 from ktconv.formats import Format, Slice
+from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS, NibbleBlock
 from ktconv.moe.native_formats import scale_block
 from ktconv.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32, U8, Array
@@ -48,6 +49,8 @@ class PlainReader:
 
     def codes(self, chunk: range, data: U8, part: Slice) -> Array:
         """Of the columns of `part` in the rows that `source.read` left in `data`."""
+        if block := self._block:
+            return block.plain_codes(self._blocks(chunk, data, part))
         mask = self._stored_mask()
         if mask is None:
             return self._decoded(chunk, data, part)
@@ -59,22 +62,41 @@ class PlainReader:
         self._expect_finite(codes, chunk, part)
         return codes
 
-    def scale(self, chunk: range, part: Slice) -> Array | None:
+    def scale(self, chunk: range, data: U8, part: Slice) -> Array | None:
         """Of the same elements."""
-        grid, scales, layout = self.source.matrix.scale, self.scales, self.format.layout
-        if grid is None or scales is None:
+        tensor, grid = self.source.matrix.tensor, self.source.matrix.scale
+        if block := self._block:
+            values = block.scales(self._blocks(chunk, data, part))
+        elif grid is None or self.scales is None:
             return None
+        else:
+            tensor, values = grid.tensor, self._of_grid(grid, self.scales, chunk, part)
+        stored = np.ascontiguousarray(self._as_stored(values, tensor.name))
+        return stored.reshape(self.format.layout.scale_shape(len(chunk), part.shape[1]))
+
+    def _of_grid(self, grid: BlockGrid, scales: Scales, chunk: range, part: Slice) -> F32:
+        """Scales of the format's blocks."""
         if scales.group_of_col is not None:
             raise self._not_exact("has inputs of a group that are not neighbours (g_idx)")
         height, width = scale_block(self.format, part.shape[1])
-        rows = _blocks(chunk, height, grid.block_rows, grid.row_origin)
-        cols = _blocks(
-            range(part.col_start, part.col_stop), width, grid.block_cols, grid.col_origin
-        )
-        values = scales.scale[rows][:, cols]
+        own = range(part.col_start, part.col_stop)
+        rows = _places(chunk, height, grid.block_rows, grid.row_origin)
+        cols = _places(own, width, grid.block_cols, grid.col_origin)
+        values: F32 = scales.scale[rows][:, cols]
         step = _STEPS.get(self.source.matrix.element.name)
-        stored = self._as_stored(values if step is None else values * step, grid)
-        return np.ascontiguousarray(stored).reshape(layout.scale_shape(len(chunk), part.shape[1]))
+        return values if step is None else values * step
+
+    # ---- blocks of ggml ----
+
+    @property
+    def _block(self) -> NibbleBlock | None:
+        return NIBBLE_BLOCKS.get(self.source.matrix.element.name)
+
+    def _blocks(self, chunk: range, data: U8, part: Slice) -> U8:
+        """[rows, cols / 32, bytes] of the columns."""
+        matrix, size = self.source.matrix, self.source.matrix.element.unit_bytes
+        rows = data[: matrix.nbytes(len(chunk))].reshape(len(chunk), -1, size)
+        return rows[:, part.col_start // COLS : part.col_stop // COLS]
 
     # ---- codes ----
 
@@ -104,6 +126,8 @@ class PlainReader:
         """Integers by the C library's decoder, under scales of 1."""
         scales, (start, cols) = self.scales, (part.col_start, part.shape[1])
         assert scales is not None, "integers have scales"
+        if scales.zero_point is not None and (scales.zero_point % 1).any():
+            raise self._not_exact("has zero points that are not integers")
         ones = replace(scales, scale=np.ones_like(scales.scale), row_scale=None)
         values = native.decode(self.source.view(chunk, ones, data, start, cols))
         step = _STEPS.get(self.source.matrix.element.name)
@@ -130,23 +154,23 @@ class PlainReader:
 
     # ---- scales ----
 
-    def _as_stored(self, values: F32, grid: BlockGrid) -> Array:
-        """Scales as the format stores them."""
+    def _as_stored(self, values: F32, name: str) -> Array:
+        """Scales of tensor `name` as the format stores them."""
         largest = np.float32(_LARGEST.get(self.format.code, 128))
         with np.errstate(over="ignore"):
-            infinite = np.isinf(values.max() * largest)
+            extreme = max(values.max(), values.min(), key=abs)  # also a NaN
+            infinite = not np.isfinite(extreme * largest)
         if infinite:
             raise CheckpointError(
-                f"{grid.tensor.name} has the scale {values.max():.9g}, under which weights are "
-                "beyond float32",
+                f"{name} has the scale {extreme:.9g}, under which weights are beyond float32",
                 "The checkpoint is damaged; download it again.",
             )
         stored, back = _stored_scales(self.format, values)
         wrong = back != values
         if wrong.any():
             raise NotExactError(
-                f"{grid.tensor.name} has the scale {values[wrong][0]:.9g}, which is not a number "
-                f"in {self.format.scale_dtype}, as {self.format.key} needs it"
+                f"{name} has the scale {values[wrong][0]:.9g}, which is not a number in "
+                f"{self.format.scale_dtype}, as {self.format.key} needs it"
             )
         return stored
 
@@ -160,7 +184,7 @@ class PlainReader:
         return NotExactError(f"{self.source.matrix.tensor.name} {what}")
 
 
-def _blocks(elements: range, step: int, block: int, origin: int) -> slice | Array:
+def _places(elements: range, step: int, block: int, origin: int) -> slice | Array:
     """Along an axis of a grid that was loaded for a matrix: the place of each `step` elements'
     block, where element 0 is number `origin` of those that the grid counts."""
     first = origin % block + elements.start
