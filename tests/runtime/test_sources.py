@@ -10,6 +10,7 @@ import pytest
 from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.moe import load
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.runtime import MoELayer, Pool
 from ktconv.targets.ktransformers import Options
@@ -87,6 +88,23 @@ def test_every_layer_at_once(converted: dict[str, Path], pool: Pool) -> None:
         for number, layer in layers.items():
             alone = MoELayer.load(path, number, pool=pool)
             assert np.array_equal(layer(X, IDS, WEIGHTS), alone(X, IDS, WEIGHTS))
+
+
+def test_headers_are_read_once(
+    converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    """However many layers there are: those of large models take seconds."""
+    read: list[str] = []
+    for name in ("open_packed", "read_manifest", "read_config"):
+        function = getattr(load, name)
+
+        def counted(path: Path, name: str = name, function: Any = function) -> Any:
+            read.append(name)
+            return function(path)
+
+        monkeypatch.setattr(load, name, counted)
+    assert len(MoELayer.load_all(converted["safetensors"], pool=pool)) == 2
+    assert sorted(read) == ["open_packed", "read_config", "read_manifest"]
 
 
 def test_parts_of_a_checkpoint_are_those_of_the_pools_nodes(

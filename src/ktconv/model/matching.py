@@ -13,9 +13,14 @@ from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.config import family_of, text_section
 from ktconv.model.own import OwnExperts
-from ktconv.moe import Experts, expert_output, open_experts
-from ktconv.moe.load import activation_of, moe_layers, output_activation, packed_experts
-from ktconv.packed.weights import open_packed
+from ktconv.moe import Experts, expert_output
+from ktconv.moe.load import (
+    ConvertedModel,
+    activation_of,
+    kernel_activation,
+    moe_layers,
+    packed_experts,
+)
 from ktconv.reading.streamed import whole
 from ktconv.system.arrays import F32
 
@@ -33,11 +38,11 @@ def open_layers(
     """Each layer's experts; headers are read for all of them at once, not once per layer.
     Where `directory` does not say what experts compute, `settings` of the model do."""
     first, *others = sorted(layers)
-    experts = {first: open_experts(directory, first, settings)}
-    packed = open_packed(directory)
+    model = ConvertedModel(directory, settings)
+    experts = dict([model.open_layer(first)])
     for layer in others:
-        activation = output_activation(directory, layer, settings)
-        experts[layer] = packed_experts(packed, layer, activation)
+        activation = kernel_activation(model.activation(layer))
+        experts[layer] = packed_experts(model.packed, layer, activation)
     return experts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import PackedWeights, map_pages, name_of, open_packed
 from ktconv.system.arrays import Array
-from ktconv.writer.manifest import read_manifest
+from ktconv.writer.manifest import Manifest, read_manifest
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
 _GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -81,12 +82,12 @@ def expert_activation_of(kernels: Activation) -> ExpertActivation:
 def experts_per_token(directory: Path, layer: int | None = None) -> int:
     """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
     not say."""
-    return top_k_of(output_config(directory), layer) or USUAL_TOP_K
+    return top_k_of(ConvertedModel(directory).config, layer) or USUAL_TOP_K
 
 
 def moe_layers(directory: Path) -> list[int]:
     """Layers whose packed experts lie in `directory`."""
-    return list(open_packed(directory).layers)
+    return ConvertedModel(directory).layers
 
 
 def open_experts(
@@ -114,21 +115,71 @@ def open_layer(
     slots: Slots | None = None,
 ) -> tuple[int, Experts]:
     """open_experts, with the layer's number."""
-    packed = open_packed(directory)
-    layers = list(packed.layers)
-    if packed.damaged:
-        raise CheckpointError(next(iter(packed.damaged.values())), "convert it again")
-    if not layers:
-        raise CheckpointError(
-            f"{directory} contains no packed experts", "give an OUTPUT of ktconv quantize-cpu"
-        )
-    wanted = layers[0] if layer is None else layer
-    if wanted not in layers:
-        raise UsageError(f"{directory} has no experts of layer {wanted}", f"it has {layers}")
-    activation = output_activation(directory, wanted, settings)
-    experts = packed_experts(packed, wanted, activation, slots=slots)
-    _expect_finite_scales(packed, wanted)
-    return wanted, experts
+    return ConvertedModel(directory, settings).open_layer(layer, slots)
+
+
+class ConvertedModel:
+    """The packed experts of a directory, with what its manifest and config.json say.
+
+    Each is read once, when it is first needed, for all layers. `settings`: as for `open_experts`.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.directory, self._settings = directory, settings or {}
+
+    @cached_property
+    def packed(self) -> PackedWeights:
+        """Its headers."""
+        return open_packed(self.directory)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """None where another tool wrote the output."""
+        return read_manifest(self.directory)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
+        if not (self.directory / CONFIG_NAME).exists():
+            return {}
+        tower = self.manifest.tower if self.manifest else None
+        return tower_config(read_config(self.directory).content, tower)
+
+    @cached_property
+    def _recorded(self) -> Mapping[int, ExpertActivation]:
+        return (of_records(self.manifest.geometry) if self.manifest else None) or {}
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of layers with packed experts."""
+        return list(self.packed.layers)
+
+    def activation(self, layer: int) -> ExpertActivation:
+        """By the manifest, since a map of names may have given it; where that does not say it by
+        config.json, else by `settings`, else SiLU."""
+        stated = expert_activation(self.config or self._settings, layer)
+        return self._recorded.get(layer, stated)
+
+    def open_layer(
+        self, layer: int | None = None, slots: Slots | None = None
+    ) -> tuple[int, Experts]:
+        """See `open_experts`; with the layer's number."""
+        if self.packed.damaged:
+            raise CheckpointError(next(iter(self.packed.damaged.values())), "convert it again")
+        if not self.layers:
+            raise CheckpointError(
+                f"{self.directory} contains no packed experts",
+                "give an OUTPUT of ktconv quantize-cpu",
+            )
+        wanted = self.layers[0] if layer is None else layer
+        if wanted not in self.layers:
+            raise UsageError(
+                f"{self.directory} has no experts of layer {wanted}", f"it has {self.layers}"
+            )
+        activation = kernel_activation(self.activation(wanted))
+        experts = packed_experts(self.packed, wanted, activation, slots=slots)
+        _expect_finite_scales(self.packed, wanted)
+        return wanted, experts
 
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
@@ -150,32 +201,6 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
                 "finite",
                 "convert it again",
             )
-
-
-def output_activation(
-    directory: Path, layer: int, settings: Mapping[str, Any] | None = None
-) -> Activation:
-    """Of a layer of packed experts: by the manifest, since a map of names may have given it; where
-    that does not say it by config.json, else by `settings`, else SiLU."""
-    return kernel_activation(stated_activation(directory, layer, settings))
-
-
-def stated_activation(
-    directory: Path, layer: int, settings: Mapping[str, Any] | None = None
-) -> ExpertActivation:
-    """`output_activation`, with what surrounds the kernels: norms, weights on inputs."""
-    stated = expert_activation(output_config(directory) or settings or {}, layer)
-    manifest = read_manifest(directory)
-    recorded = of_records(manifest.geometry) if manifest else None
-    return (recorded or {}).get(layer, stated)
-
-
-def output_config(directory: Path) -> Mapping[str, Any]:
-    """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
-    if not (directory / CONFIG_NAME).exists():
-        return {}
-    manifest = read_manifest(directory)
-    return tower_config(read_config(directory).content, manifest.tower if manifest else None)
 
 
 def packed_experts(

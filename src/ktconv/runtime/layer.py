@@ -61,7 +61,9 @@ class MoELayer:
         default: expert p. Raises CheckpointError for weights that are damaged or that no kernel has
         exactly, UsageError for a layer, slots or options that do not fit.
         """
-        found = sources.loaded(Path(path), layer, slots, method, parts, pool or Pool.shared())
+        found = sources.loaded(
+            sources.opened(Path(path)), layer, slots, method, parts, pool or Pool.shared()
+        )
         return cls(found, pool)
 
     @classmethod
@@ -74,7 +76,7 @@ class MoELayer:
         pool: Pool | None = None,
     ) -> Mapping[int, MoELayer]:
         """Every layer of `path`, by its number; as `load`, but headers are read once."""
-        found = sources.loaded_all(Path(path), method, parts, pool or Pool.shared())
+        found = sources.loaded_all(sources.opened(Path(path)), method, parts, pool or Pool.shared())
         return {number: cls(packed, pool) for number, packed in found}
 
     @classmethod

@@ -14,7 +14,7 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, format_named
 from ktconv.moe import Experts, native_experts, native_formats, pack_online
 from ktconv.moe.converted import open_converted
-from ktconv.moe.load import moe_layers
+from ktconv.moe.load import ConvertedModel
 from ktconv.moe.native_load import layer_of
 from ktconv.moe.requantized import requantized_experts
 from ktconv.native import Activation
@@ -26,33 +26,39 @@ from ktconv.system.pool import Pool
 Slots = Sequence[int] | Array | None
 
 
+Source = ConvertedModel | Checkpoint
+
+
+def opened(path: Path) -> Source:
+    """What `path` has, from headers alone: packed experts, or else a checkpoint."""
+    if path.is_dir() and may_hold_packed(path):
+        converted = ConvertedModel(path)
+        if converted.layers:
+            return converted
+    return open_checkpoint(path)
+
+
 def loaded(
-    path: Path | Checkpoint,
+    source: Source,
     layer: int | None,
     slots: Slots,
     method: str | None,
     parts: int | None,
     pool: Pool,
 ) -> Experts:
-    """One layer, see `MoELayer.load`; a checkpoint may be open already."""
-    if isinstance(path, Checkpoint):
-        return _native(path, layer, slots, method, parts, pool)
-    if is_converted(path):
-        return _converted(path, layer, slots, method, parts)
-    return _native(open_checkpoint(path), layer, slots, method, parts, pool)
+    """One layer, see `MoELayer.load`."""
+    if isinstance(source, Checkpoint):
+        return _native(source, layer, slots, method, parts, pool)
+    return _converted(source, layer, slots, method, parts)
 
 
 def loaded_all(
-    path: Path, method: str | None, parts: int | None, pool: Pool
+    source: Source, method: str | None, parts: int | None, pool: Pool
 ) -> Iterator[tuple[int, Experts]]:
     """Every layer."""
-    if is_converted(path):
-        for number in moe_layers(path):
-            yield number, _converted(path, number, None, method, parts)
-        return
-    opened = open_checkpoint(path)
-    for one in opened.layers:
-        yield one.index, _native(opened, one.index, None, method, parts, pool)
+    for one in source.layers:
+        number = one if isinstance(one, int) else one.index
+        yield number, loaded(source, number, None, method, parts, pool)
 
 
 def requantized(
@@ -99,16 +105,15 @@ def packed(
     )
 
 
-def is_converted(path: Path) -> bool:
-    """Whether `path` has packed experts; else it may be a checkpoint."""
-    return path.is_dir() and may_hold_packed(path) and bool(moe_layers(path))
-
-
 def _converted(
-    path: Path, layer: int | None, slots: Slots, method: str | None, parts: int | None
+    model: ConvertedModel,
+    layer: int | None,
+    slots: Slots,
+    method: str | None,
+    parts: int | None,
 ) -> Experts:
     """Mapped. UsageError where it has another method or number of parts than was asked for."""
-    experts = open_converted(path, layer, slots)
+    experts = open_converted(model, layer, slots)
     key = None if method is None else format_named(method).key
     for what, wanted, found, command in (
         ("method", key, experts.format.key, "quantize-cpu"),
@@ -116,7 +121,7 @@ def _converted(
     ):
         if wanted not in (None, found):
             raise UsageError(
-                f"the {what} of {path} is {found}, not {wanted}",
+                f"the {what} of {model.directory} is {found}, not {wanted}",
                 f"leave it out, or change it with ktconv {command}",
             )
     return experts

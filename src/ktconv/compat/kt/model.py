@@ -7,10 +7,9 @@ from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.compat.kt.calls import Deferred
 from ktconv.errors import UsageError
-from ktconv.runtime.sources import is_converted
+from ktconv.runtime.sources import Source, opened
 
 
 class Model:
@@ -23,7 +22,7 @@ class Model:
     def __init__(self) -> None:
         self._layers: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._pending: Deferred | None = None
-        self._source: Path | Checkpoint | None = None
+        self._source: Source | None = None
         self._lock = threading.Lock()
 
     def add(self, layer_idx: int, wrapper: object) -> bool:
@@ -35,12 +34,11 @@ class Model:
         """The next layer; None of the last one."""
         return min((n for n in list(self._layers) if n > layer_idx), default=None)
 
-    def source(self, weight_path: str) -> Path | Checkpoint:
-        """What `weight_path` is: a converted model, or a checkpoint, which is opened once."""
+    def source(self, weight_path: str) -> Source:
+        """What `weight_path` is: a converted model, or a checkpoint; opened once."""
         with self._lock:
             if self._source is None:
-                path = Path(weight_path)
-                self._source = path if is_converted(path) else open_checkpoint(path)
+                self._source = opened(Path(weight_path))
             return self._source
 
     def leave(self, deferred: Deferred | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ktconv.runtime import MoELayer, Pool, sources
 
 
 def load_layer(
-    settings: Settings, source: Path | Checkpoint, slots: list[int] | None, pool: Pool
+    settings: Settings, source: sources.Source, slots: list[int] | None, pool: Pool
 ) -> MoELayer:
     """Of a converted model (mapped) or a checkpoint. Raises CheckpointError for weights that the
     method does not read, UsageError where they contradict the settings."""
@@ -80,8 +79,10 @@ def slots_of(mapping: Any, experts: int) -> list[int] | None:
     return [int(expert) for expert in found]
 
 
-def _of_output(settings: Settings, path: Path, slots: list[int] | None, pool: Pool) -> Experts:
-    found = sources.loaded(path, settings.layer_idx, slots, None, None, pool)
+def _of_output(
+    settings: Settings, model: sources.Source, slots: list[int] | None, pool: Pool
+) -> Experts:
+    found = sources.loaded(model, settings.layer_idx, slots, None, None, pool)
     if found.format.key not in settings.method.formats:
         _refuse_format(settings, [found.format.key])
     if found.parts != settings.parts:
