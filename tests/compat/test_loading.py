@@ -167,7 +167,7 @@ def gguf_model(path: Path, kind: str) -> tuple[Path, Stacks]:
         ("BF16", "bf16", EXACT),
         ("F32", "int8", 0.025),
         ("MXFP4", "mxfp4", EXACT),
-        ("Q4_0", "int8", 0.025),
+        ("Q4_0", "gint4-32-f32", 0.025),  # its activations are rounded to int8
         ("Q8_0", "int8", 0.025),
         ("Q4_K", "int8", 0.025),
         ("Q6_K", "int8", 0.025),
