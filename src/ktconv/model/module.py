@@ -89,6 +89,8 @@ class PackedExperts(nn.Module):
             return torch.zeros_like(hidden)
         ids = top_k_index.reshape(len(rows), -1).to(torch.int64)
         weights = top_k_weights.reshape(len(rows), -1)
+        if not self._identities and not self.own:
+            return self.summed(rows, ids, weights).to(hidden.dtype).reshape(hidden.shape)
         number = self.experts.count
         real = (ids >= 0) & (ids < number)
         chosen = torch.where(real, ids, -1)
