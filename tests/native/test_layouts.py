@@ -216,3 +216,13 @@ def test_what_the_library_does_not_do_is_refused(layout: Layout) -> None:
     if layout.format not in ("int8", "int4", "gint4"):
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.audit_codes(layout, packed, 32, 128)
+
+
+def test_codes_that_are_no_numbers_are_not_packed() -> None:
+    """E4M3 has a NaN, and kt_pack does not say where it is."""
+    layout = Layout("fp8")
+    codes, scale = np.zeros((32, 64), np.uint8), np.ones(32, np.float32)
+    codes[3, 5] = 0x7F
+    packed = native.aligned_bytes(layout.weight_size(32, 64))
+    with pytest.raises(ValueError, match="code is NaN or infinite"):
+        native.pack_weight(layout, 32, 64, codes, scale, packed)

@@ -85,7 +85,7 @@ def words(status: int) -> str:
 def check(status: int, bad: Any = None) -> None:
     if status == lib.KT_OK:
         return
-    if status == lib.KT_ERR_NONFINITE:
+    if status == lib.KT_ERR_NONFINITE and bad is not None:  # kt_pack does not say where
         raise NonFiniteError(int(bad.row), int(bad.col))
     raise _KINDS.get(status, ValueError)(words(status))
 

@@ -141,9 +141,7 @@ def _native(
     sizes = (found.hidden_size, found.intermediate_size) if found else (0, 0)
     cut = _parts(parts, keys if method is None else [format_named(method).key], *sizes, pool)
     bind = _binder(cut, pool)
-    made = native_experts(checkpoint, layer, parts=cut, method=method, slots=slots, bind=bind)
-    made.weight_on_input = found is not None and found.activation.weight_on_input
-    return made
+    return native_experts(checkpoint, layer, parts=cut, method=method, slots=slots, bind=bind)
 
 
 def _parts(parts: int | None, keys: Sequence[str], hidden: int, inner: int, pool: Pool) -> int:
