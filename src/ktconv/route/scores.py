@@ -13,8 +13,10 @@ from ktconv.families.routing import Stored, choose
 from ktconv.native import Pool
 from ktconv.route.arrays import floats, integers, rows_of
 from ktconv.runtime.arrays import kind_of
+from ktconv.runtime.compiled import uncompiled
 
 
+@uncompiled
 def by_spec(
     spec: RouterSpec,
     logits: Any,
@@ -62,6 +64,7 @@ class ScoredRouter:
 
     scoring: Scoring
 
+    @uncompiled
     def __call__(
         self,
         logits: Any,

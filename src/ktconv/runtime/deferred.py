@@ -13,11 +13,13 @@ import numpy as np
 
 from ktconv.errors import UsageError
 from ktconv.runtime.arrays import kind_of
+from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layer import MoELayer
 from ktconv.system.arrays import Array
 
 
+@uncompiled
 def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
     """`now` and `later`, both [..., K] like ids (int64 for unsigned ones): each token's `keep`
     experts of largest weight, and the others; -1 where an expert is in the other one.

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ktconv.errors import UsageError
+from ktconv.runtime.compiled import uncompiled
 
 
 class Handle:
@@ -27,6 +28,7 @@ class Handle:
         """Whether `wait` returns at once."""
         return self._process != os.getpid() or self._future.done()
 
+    @uncompiled
     def wait(self) -> Any:
         """The result, once it is there; raises what the call raised. UsageError in a child process,
         where no thread would ever finish the call."""

@@ -13,6 +13,7 @@ from ktconv.moe import Experts
 from ktconv.native import Activation
 from ktconv.runtime import sources
 from ktconv.runtime.arguments import Arguments, arguments
+from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.compute import compute, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.system.arrays import Array
@@ -166,6 +167,7 @@ class MoELayer:
         """The threads of its calls."""
         return self._pool or Pool.shared()
 
+    @uncompiled
     def __call__(
         self,
         x: Any,
@@ -196,6 +198,7 @@ class MoELayer:
         compute(self._packed, self.pool, found)
         return found.y.owner
 
+    @uncompiled
     def submit(
         self,
         x: Any,
