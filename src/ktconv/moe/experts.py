@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import erf, sqrt
+from typing import NoReturn
 
 import numpy as np
 
@@ -97,6 +98,16 @@ class Experts:
             self.release,
             self.norm,
             self.weight_on_input,
+        )
+
+    def __deepcopy__(self, memo: object) -> Experts:
+        """Itself: no call changes it, so copies of a model share it."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "packed experts cannot be pickled, as their weights are memory of this process",
+            "load them where they are needed: processes share the pages of an OUTPUT",
         )
 
     @property

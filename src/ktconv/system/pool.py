@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 from ktconv import native
 from ktconv.errors import ResourceError, UsageError
@@ -86,6 +86,13 @@ class Pool(native.Pool):
     def _is_here(self) -> bool:
         """False in a child process, which has neither the threads nor who would unlock."""
         return self._process == os.getpid()
+
+    def __deepcopy__(self, memo: object) -> Pool:
+        """Itself: copies of what uses it have the same threads."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("threads cannot be pickled", "make a pool in each process")
 
     def __enter__(self) -> Pool:
         return self
