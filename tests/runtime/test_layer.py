@@ -163,7 +163,10 @@ def test_plan_bytes(make_layer: Make) -> None:
         ),
         (r"x is neither a NumPy array nor a torch tensor, but a", {"x": Odd()}),
         (r"ids must have the shape \[5, 'top-k'\]", {"ids": np.zeros((4, 3), np.int64)}),
-        (r"ids must have the shape", {"ids": [[1]]}),
+        (r"ids must have the shape", {"ids": np.zeros(5, np.int64)}),
+        (r"ids is neither .* but a list", {"ids": [[1]]}),
+        (r"x is neither .* but a list", {"x": [1.0]}),
+        (r"x is neither .* but a NoneType", {"x": None}),
         (r"ids must be int32, int64, int8, uint8 or int16", {"ids": np.zeros((5, 3), np.float32)}),
         (
             r"weights must be .* of shape \[5, 3\], got float32 \[5, 2\]",

@@ -135,3 +135,13 @@ def test_refusals(converted: dict[str, Path], tmp_path: Path, pool: Pool) -> Non
     ):
         with pytest.raises(error, match=match):
             MoELayer.load(**arguments, pool=pool)
+
+
+def test_weights_are_not_placed_for_a_closed_pool() -> None:
+    closed = Pool(1)
+    closed.close()
+    with pytest.raises(UsageError, match="the pool is closed"):
+        MoELayer.load(EXAMPLE, pool=closed)
+    gate = np.ones((1, 64, 64), np.float32)
+    with pytest.raises(UsageError, match="the pool is closed"):
+        MoELayer.pack(gate, gate, gate, pool=closed)

@@ -108,6 +108,27 @@ def test_slices_of_larger_tensors(layer: MoELayer) -> None:
     assert torch.equal(layer(*moved), expected)
 
 
+def unaligned(tensor: Any) -> Any:
+    """As a file without padding has it: one byte beside its place."""
+    room = bytearray(1) + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return torch.frombuffer(room, dtype=tensor.dtype, offset=1).view(tensor.shape)
+
+
+def test_tensors_that_are_not_aligned(layer: MoELayer) -> None:
+    x, ids, weights = tensors()
+    add, expected = torch.ones_like(x), layer(x, ids, weights)
+    assert torch.equal(layer(unaligned(x), unaligned(ids), unaligned(weights)), expected)
+    summed = layer(x, ids, weights, add_to=add)
+    assert torch.equal(layer(x, ids, weights, add_to=unaligned(add)), summed)
+    with pytest.raises(UsageError, match="out is not aligned to its fp32"):
+        layer(x, ids, weights, out=unaligned(x))
+
+
+def test_traced_tensors_are_refused(layer: MoELayer) -> None:
+    with pytest.raises(UsageError, match="x has no memory"):
+        torch.vmap(layer)(*tensors())
+
+
 def test_gradients_are_refused_and_never_lost(layer: MoELayer) -> None:
     x, ids, weights = tensors()
     expected = layer(x, ids, weights)

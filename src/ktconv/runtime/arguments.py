@@ -14,6 +14,7 @@ from ktconv.runtime.arrays import (
     operand,
     overlap,
     result,
+    shape_of,
 )
 
 _SMALL_INTEGERS = ("int8", "uint8", "int16")
@@ -37,7 +38,7 @@ def arguments(
     hidden: int, experts: int, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any
 ) -> Arguments:
     """Those of `MoELayer.__call__`. UsageError names the one that does not fit."""
-    shape = tuple(getattr(x, "shape", ()))
+    shape = shape_of("x", x)
     if not shape or shape[-1] != hidden:
         raise UsageError(f"x must have the shape [..., {hidden}], got {list(shape)}")
     chosen = _expect_tokens(ids, shape)
@@ -76,7 +77,7 @@ def _expect_apart(call: Arguments) -> None:
 
 def _expect_tokens(ids: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of ids, which has the tokens of x, whose `shape` is given."""
-    found = tuple(getattr(ids, "shape", ()))
+    found = shape_of("ids", ids)
     if len(found) != len(shape) or found[:-1] != shape[:-1]:
         raise UsageError(
             f"ids must have the shape {[*shape[:-1], 'top-k']}, as x is {list(shape)}; "

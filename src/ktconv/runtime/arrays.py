@@ -157,7 +157,7 @@ class TorchTensors:
         return int(array.data_ptr())
 
     def copy(self, array: Any, dtype: str) -> Any:
-        return array.detach().resolve_neg().to(self.dtypes[dtype]).contiguous()
+        return self.empty(array.shape, dtype).copy_(array.detach())
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         # Without a device it would be on the caller's default one.
@@ -208,6 +208,14 @@ def _new_kind(name: str, array: Any) -> Kind:
     return _KINDS.setdefault(type(array), found)
 
 
+def shape_of(name: str, array: Any) -> tuple[int, ...]:
+    """UsageError for what has none."""
+    found = getattr(array, "shape", None)
+    if found is None:
+        kind_of(name, array)  # which says what it is
+    return tuple(found or ())
+
+
 def operand(
     name: str,
     array: Any,
@@ -224,7 +232,11 @@ def operand(
         if dtype not in dtypes or not kind.is_plain(array):
             dtype = dtype if dtype in dtypes else dtypes[-1]
             array = kind.copy(array, dtype)
-    return Operand(_address(kind, name, array), dtype, array)
+    address = _address(kind, name, array)
+    if address & 7 and address % array.itemsize:  # which a tensor over bytes may be
+        array = kind.copy(array, dtype)
+        address = kind.address(array)
+    return Operand(address, dtype, array)
 
 
 def result(name: str, array: Any, shape: tuple[int, ...]) -> Operand:
@@ -233,7 +245,10 @@ def result(name: str, array: Any, shape: tuple[int, ...]) -> Operand:
     dtype = _checked(kind, name, array, shape, FLOATS)
     if not (kind.is_plain(array) and kind.is_writable(array)):
         raise UsageError(f"{name} must be contiguous, and not read-only", "give a new array")
-    return Operand(_address(kind, name, array), dtype, array)
+    address = _address(kind, name, array)
+    if address % array.itemsize:
+        raise UsageError(f"{name} is not aligned to its {dtype}", "give a new array")
+    return Operand(address, dtype, array)
 
 
 def of_numpy(array: Array) -> Operand:
@@ -255,7 +270,10 @@ def overlap(one: Operand, other: Operand) -> bool:
 
 
 def _address(kind: Kind, name: str, array: Any) -> int:
-    found = kind.address(array)
+    try:
+        found = kind.address(array)
+    except RuntimeError as error:  # of tensors that are only traced, as those of torch.vmap
+        raise UsageError(f"{name} has no memory: {error}") from None
     if not found and array.nbytes:
         raise UsageError(f"{name} has a shape but no memory", "its storage was freed")
     return found

@@ -156,7 +156,11 @@ def _binder(parts: int, pool: Pool) -> Callable[[Array, int], None]:
     """Memory of a part goes to the node whose threads compute it."""
 
     def bind(memory: Array, part: int) -> None:
-        pool.bind(memory, native.part_node(part, parts, pool))
+        try:
+            node = native.part_node(part, parts, pool)
+        except ValueError as error:
+            raise UsageError(str(error), "give a pool that is open") from None
+        pool.bind(memory, node)
 
     return bind
 
