@@ -153,6 +153,8 @@ def test_excluded_experts_run_as_before(model: Any, tmp_path: Path, torch: Any) 
         assert torch.equal(packed[2](rows), own[2](rows))
         assert 1e-4 < distance(packed[1](rows), own[1](rows)) < 0.02
         assert packed[1](rows[:0]).shape == (0, 128)
+        last = packed[6:]
+        assert len(last) == 2 and torch.equal(last[1](rows), packed[7](rows))
         assert packed[1](rows.bfloat16()).dtype == torch.bfloat16
 
 

@@ -109,7 +109,7 @@ def inputs(torch: Any, tokens: int, dtype: Any) -> tuple[Any, Any, Any]:
     return x, ids, torch.rand((tokens, 3), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 6, 1)])
 def test_any_leading_shape_and_dtype(
     pair: Any, torch: Any, dtype: str, shape: tuple[int, ...]

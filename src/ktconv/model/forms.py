@@ -142,6 +142,12 @@ class EachExperts(_ByMatrices, nn.ModuleList):
         self.extend(ListElement(self, number) for number in range(experts.count))
         self.extend(nn.Identity() for _ in range(self._identities))
 
+    def __getitem__(self, index: Any) -> Any:
+        """An element, or a plain list of some."""
+        if isinstance(index, slice):
+            return nn.ModuleList(list(self)[index])
+        return super().__getitem__(index)
+
     def _output_of_one(self, own: OwnExperts, expert: int, rows: Tensor) -> Tensor:
         module: Any = own.module
         y: Tensor = module[expert](rows)

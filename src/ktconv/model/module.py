@@ -136,7 +136,8 @@ class PackedExperts(nn.Module):
         """bf16 [M, H]."""
         y = rows.new_empty(rows.shape, dtype=torch.bfloat16)
         layer = MoELayer(self.experts, self.pool)
-        layer(rows.detach(), ids, weights.detach(), skip=self._elsewhere, out=y)
+        x = rows.detach() if rows.dtype != torch.float64 else rows.detach().float()
+        layer(x, ids, weights.detach().float(), skip=self._elsewhere, out=y)
         return y
 
     def _asked(self, own: OwnExperts, *inputs: Tensor) -> Tensor:
