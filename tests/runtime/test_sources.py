@@ -144,4 +144,4 @@ def test_weights_are_not_placed_for_a_closed_pool() -> None:
         MoELayer.load(EXAMPLE, pool=closed)
     gate = np.ones((1, 64, 64), np.float32)
     with pytest.raises(UsageError, match="the pool is closed"):
-        MoELayer.pack(gate, gate, gate, pool=closed)
+        MoELayer.pack(gate, gate, gate, "bf16", pool=closed)
