@@ -119,6 +119,17 @@ def test_add_to(make_layer: Make, dtype: str) -> None:
     assert np.array_equal(given, stored(y, dtype))
 
 
+def test_in_place_in_more_than_a_batch_of_the_kernels(make_layer: Make) -> None:
+    layer, (x, ids, weights) = make_layer(), batch(2100)
+    expected = layer(x, ids, weights, add_to=x)
+    pieces = [
+        layer(x[at], ids[at], weights[at], add_to=x[at]) for at in (slice(900), slice(900, None))
+    ]
+    assert np.array_equal(np.concatenate(pieces), expected)
+    assert layer(x, ids, weights, add_to=x, out=x) is x
+    assert np.array_equal(x, expected)
+
+
 def test_repeated_experts_count_each_time(make_layer: Make) -> None:
     """One token too, of which the reference applies the activation twice (D6)."""
     layer = make_layer()
