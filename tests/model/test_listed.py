@@ -194,6 +194,30 @@ def test_lists_that_are_no_experts(torch: Any) -> None:
     assert find_experts(routed)[0].path == "layers.0.mlps"
 
 
+def test_lists_of_layers_with_any_name(torch: Any) -> None:
+    def model(*names: str) -> Any:
+        found = torch.nn.ModuleDict({"experts": fused()})
+        for name in reversed(names):
+            first = torch.nn.Identity()
+            found = torch.nn.ModuleDict({name: torch.nn.ModuleList([first, found])})
+        return found
+
+    def fused() -> Any:
+        module = torch.nn.Module()
+        module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4))
+        module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
+        return module
+
+    (site,) = find_experts(model("stack")).values()
+    assert (site.layer, site.path, site.layers_path) == (1, "stack.1.experts", "stack")
+    (site,) = find_experts(model("stages", "layers")).values()
+    assert (site.layer, site.layers_path) == (1, "stages.1.layers")
+    with pytest.raises(
+        CheckpointError, match=r"stages\.1\.units\.1\.experts are not in a numbered"
+    ):
+        find_experts(model("stages", "units"))
+
+
 def test_what_needs_experts_in_one_module_says_so(loaded: Any, int8: Path, torch: Any) -> None:
     from helpers.listed import with_lists
 

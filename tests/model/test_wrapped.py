@@ -76,6 +76,16 @@ def test_wrapped_layers_and_experts(model: Any, expected: Any, int8: Path, torch
     assert not dict(find_experts(model)[0].module.named_children())
 
 
+def test_a_wrapped_list(model: Any, expected: Any, int8: Path, torch: Any) -> None:
+    """Whose name is that of its wrapper."""
+    from helpers.listed import Whole, with_lists
+
+    compiled = wrapper(torch, "_orig_mod")
+    for layer in with_lists(model, Whole).model.layers:
+        layer.mlp.experts = compiled(layer.mlp.experts)
+    check(model, expected, int8, torch, "model.layers.{}.mlp.experts")
+
+
 def test_torch_compile(model: Any, expected: Any, int8: Path, torch: Any) -> None:
     """The kernels are left out of what is compiled, whatever part that is."""
     model.model.layers[0].mlp.experts = torch.compile(

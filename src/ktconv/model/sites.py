@@ -78,8 +78,7 @@ class Site:
     @property
     def layers_path(self) -> str:
         """Where the list of layers is that this one belongs to: model.layers."""
-        words = self.path.split(".")
-        return ".".join(words[: words.index(str(self.layer))])
+        return f".{self.path}".rpartition(f".{self.layer}.")[0].removeprefix(".")
 
     def routing(self, arguments: Sequence[Any]) -> Routing:
         """Which experts a call with these arguments chooses."""
@@ -114,10 +113,12 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
 def _has_experts(model: nn.Module, path: str, module: nn.Module) -> bool:
     if isinstance(module, PackedExperts) or stored_in(module) is not None:
         return True
-    place, _, name = path.rpartition(".")
-    if _SHARED in name or (listed := listed_in(module)) is None:
+    if (listed := listed_in(module)) is None:
         return False
-    return name in table.FAMILIES.containers or _routes(model.get_submodule(place), listed)
+    path, block = _outermost(model, path)
+    name = path.rpartition(".")[2]
+    known = name in table.FAMILIES.containers
+    return known or (_SHARED not in name and _routes(block, listed))
 
 
 def _routes(block: nn.Module, listed: ListedExperts) -> bool:
@@ -153,12 +154,18 @@ def _site(model: nn.Module, path: str) -> Site:
         number = _only_number(path)
     if number is None:
         raise CheckpointError(f"the experts {path} are not in a numbered layer")
-    place, _, name = path.rpartition(".")
-    parent = model.get_submodule(place)
-    while _inner(parent) is not None:  # else a compiled module would go on with its own experts
-        place, _, name = place.rpartition(".")
-        parent = model.get_submodule(place)
-    return Site(number, f"{place}.{name}", parent, name)
+    # Else a compiled module would go on with its own experts.
+    path, parent = _outermost(model, path)
+    return Site(number, path, parent, path.rpartition(".")[2])
+
+
+def _outermost(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """The path of a module with its wrappers, and the module that these are in."""
+    parent = model.get_submodule(path.rpartition(".")[0])
+    while _inner(parent) is not None and "." in path:
+        path = path.rpartition(".")[0]
+        parent = model.get_submodule(path.rpartition(".")[0])
+    return path, parent
 
 
 def _only_number(path: str) -> int | None:
