@@ -197,6 +197,23 @@ def test_gradients_are_not_asked_for_under_no_grad(make: Make) -> None:
         assert torch.equal(wrapper.sync_forward(given.x), y) and not y.requires_grad
 
 
+def test_defaults_of_torch_change_nothing(make: Make, tmp_path: Any) -> None:
+    """As they are while other programs build models."""
+    given, deferred = batch(), {"path": tmp_path, "max_deferred_experts_per_token": 2}
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                own = [make(layer_idx=n, **deferred) for n in (0, 1)]
+                assert not own[0].gpu_experts_mask.is_meta
+                found.append([wrapper.forward(*given) for wrapper in own])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        del own
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_submissions_come_back_in_order(make: Make) -> None:
     wrapper, many = make(), [batch(tokens) for tokens in (3, 5, 5, 1)]
     for given in many:

@@ -41,8 +41,8 @@ def requantized_experts(
     format, whatever theirs is; arguments as for `pack_online`. Biases, activation and a norm of
     outputs are the model's.
 
-    Raises CheckpointError for damaged weights and for an activation that kernels do not have,
-    UsageError for a layer that does not exist, a NaN or an infinity, and for what `pack_online`
+    Raises CheckpointError for damaged weights, a NaN or an infinity, and for an activation that
+    kernels do not have, UsageError for a layer that does not exist and for what `pack_online`
     refuses.
     """
     found, reader = layer_of(checkpoint, layer), SourceReader(checkpoint.files, checkpoint.sources)
@@ -92,5 +92,8 @@ class _Decoded:
         buffers = Buffers(source_buffer(self.matrix))
         source = MatrixReader(self.reader, self.matrix)
         for chunk, rows in source.decoded(buffers.source, buffers.bounce):
+            if not np.isfinite(rows).all():
+                row, col = (int(i) for i in np.argwhere(~np.isfinite(rows))[0])
+                raise source.not_finite(chunk.start + row, col)
             values[chunk.start : chunk.stop] = rows
         return values

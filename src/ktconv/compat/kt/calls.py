@@ -79,8 +79,8 @@ def start(
     def later() -> Tensor:
         running.done.result()  # raises where nothing was left
         x, _, weights = fetched.wait()
-        found: Tensor = layer(x, left[0], weights, skip=skip, out=torch.empty(y.shape))
-        return found
+        total = torch.empty(y.shape, dtype=torch.float32, device="cpu")
+        return layer(x, left[0], weights, skip=skip, out=total)  # type: ignore[no-any-return]
 
     rest = pool.submit(later)
     return running, Deferred(share.producer, share.consumer, inputs.tokens, rest)

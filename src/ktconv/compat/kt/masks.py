@@ -29,7 +29,7 @@ def gpu_mask(mask: Any, experts: int) -> Tensor:
     """bool [E] of its own on the CPU: a copy of `mask`, None for no expert. UsageError unless it
     has a number for each expert."""
     if mask is None:
-        return torch.zeros(experts, dtype=torch.bool)
+        return torch.zeros(experts, dtype=torch.bool, device="cpu")
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise UsageError(f"gpu_experts_mask must be a bool tensor [{experts}] or None, not {kind}")
