@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,15 @@ def test_what_is_impossible(
     refused(ktconv("plan", model, *words), 2, phrase)
     refused_in_json(ktconv("plan", model, *words, "--json"), 2, phrase)
     assert not list(tmp_path.glob("*"))
+
+
+def test_only_regular_files_are_replaced(model: Path, tmp_path: Path) -> None:
+    """A new file takes the place of the old one, which a device must not lose."""
+    place = tmp_path / "pipe.png"
+    os.mkfifo(place)
+    for words in (["--hot", 3, "--write", place], ["--plot", place]):
+        refused(ktconv("plan", model, *words), 2, "is not a regular file")
+    assert place.is_fifo()
 
 
 @pytest.mark.parametrize(("words", "phrase"), [

@@ -134,6 +134,8 @@ def check_writable(path: Path, option: str) -> None:
         raise UsageError(
             f"{option} {path} cannot be written", "give a file in an existing directory"
         )
+    if path.exists() and not path.is_file():  # a device, which would be replaced
+        raise UsageError(f"{option} {path} is not a regular file", "give the name of a new file")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written", _OTHER_PLACE)
     with translated("write", path), tempfile.TemporaryFile(dir=path.absolute().parent):
