@@ -70,7 +70,7 @@ def requantized_experts(
         bind=bind,
         threads=threads,
     )
-    made.norm = norm_of(checkpoint, found)
+    made.norm, made.weight_on_input = norm_of(checkpoint, found), found.activation.weight_on_input
     return made
 
 
