@@ -169,8 +169,12 @@ def test_the_best_copies() -> None:
     (([1, np.nan, 3], 3), "negative or not finite"),
     (([], 3), "has no experts"),
     ((3.0, 3), "has no experts"),
-    (([1, 2], 2, 0), "both must be at least 1"),
-    (([1, 2], 2, 1, 1, 0), "0 GPUs"),
+    (([1, 2], 2, 0), "groups must be 1 or more, not 0"),
+    (([1, 2], 2, 1, 1, 0), "gpus must be 1 or more, not 0"),
+    (([1, 2], 2.0), "physical must be an integer, not 2.0"),
+    (([1, 2], 2, float("nan")), "groups must be an integer, not nan"),
+    (([1, 2], 10**30), "physical must be at most"),
+    ((["x", "y"], 2), "a load must be an array of numbers"),
 ])  # fmt: skip
 def test_what_cannot_be_balanced(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -182,6 +186,10 @@ def test_maps_with_holes_are_refused() -> None:
         replicas_of([0, 2, 0], 3)
     with pytest.raises(UsageError, match="not one of 0 to 2"):
         replicas_of([0, 3, 1, 2], 3)
+    with pytest.raises(UsageError, match="cannot hold 3 experts"):
+        replicas_of(np.zeros(0, int), 3)
+    with pytest.raises(UsageError, match="places and ids must be integers, not float64"):
+        replicas_of([0, 1, 2.5], 3)
     with pytest.raises(UsageError, match="4 items cannot be packed evenly into 3 bins"):
         pack([1, 2, 3, 4], 3)
 

@@ -44,7 +44,9 @@ def test_layers_of_different_sizes() -> None:
     (([1, 2], 1), "not \\[layers, experts\\]"),
     (([[1, np.nan]], 1), "negative or not finite"),
     (([[1, -1]], 1), "negative or not finite"),
-    (([[1, 2]], -1), "-1 is not a number of experts"),
+    (([[1, 2]], -1), "budget must be 0 or more, not -1"),
+    (([[1, 2]], 1.5), "budget must be an integer, not 1.5"),
+    (([["x"]], 1), "frequency must be an array of numbers"),
     (([[1, 2]], 1, False, [3]), "do not fit"),
     (([[1, 2]], 1, False, [1, 1]), "do not fit"),
 ])  # fmt: skip

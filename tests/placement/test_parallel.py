@@ -102,9 +102,11 @@ def test_one_gpu_has_the_identity() -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ((8, 2, 2, "linear"), "rank 2 is not one of 2 GPUs"),
-    ((8, 2, -1, "linear"), "rank -1"),
-    ((0, 2, 0, "linear"), "at least 1"),
-    ((8, 0, 0, "linear"), "at least 1"),
+    ((8, 2, -1, "linear"), "rank must be 0 or more, not -1"),
+    ((0, 2, 0, "linear"), "experts must be 1 or more, not 0"),
+    ((8, 0, 0, "linear"), "ep must be 1 or more, not 0"),
+    ((8, 2.0, 0, "linear"), "ep must be an integer, not 2.0"),
+    ((8, 10**30, 0, "linear"), "ep must be at most"),
     ((8, 2, 0, "random"), "placement 'random' is unknown"),
 ])  # fmt: skip
 def test_maps_that_cannot_be(arguments: tuple[int, int, int, str], words: str) -> None:

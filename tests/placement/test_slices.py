@@ -132,6 +132,6 @@ def test_what_is_refused(
 
 
 def test_ranks() -> None:
-    for rank in (-1, 2):
-        with pytest.raises(UsageError, match="is not one of 2 GPUs"):
-            tp_slice((4, 2), "w1", 2, rank)
+    for rank, words in ((-1, "0 or more"), (2, "is not one of 2 GPUs"), (0.5, "an integer")):
+        with pytest.raises(UsageError, match=words):
+            tp_slice((4, 2), "w1", 2, rank)  # type: ignore[arg-type]

@@ -92,9 +92,9 @@ def test_integers_of_any_size(dtype: Any) -> None:
         (np.zeros(3), np.zeros(3), 1, "ids must not be float64"),
         (np.zeros(3, int), np.zeros(3, int), 1, "weights must not be int64"),
         ([0, 1], [0.5, 0.5], 1, "ids is neither"),
-        (np.zeros(3, int), np.zeros(3), -1, "keep must be a number"),
-        (np.zeros(3, int), np.zeros(3), 1.0, "keep must be a number"),
-        (np.zeros(3, int), np.zeros(3), True, "keep must be a number"),
+        (np.zeros(3, int), np.zeros(3), -1, "keep must be 0 or more"),
+        (np.zeros(3, int), np.zeros(3), 1.0, "keep must be an integer"),
+        (np.zeros(3, int), np.zeros(3), True, "keep must be an integer"),
     ],
 )
 def test_what_is_no_split(ids: Any, weights: Any, keep: Any, match: str) -> None:

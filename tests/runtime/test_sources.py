@@ -121,6 +121,24 @@ def test_parts_of_a_checkpoint_are_those_of_the_pools_nodes(
         assert len(bound) == 2 + 1 + 4
 
 
+def test_arrays_that_cannot_be_packed(pool: Pool) -> None:
+    gate, up, down = np.ones((2, 128, 128)), np.ones((2, 128, 128)), np.ones((2, 128, 128))
+    stacks: dict[str, Any] = {
+        "gate": np.float32(gate), "up": np.float32(up), "down": np.float32(down),
+    }  # fmt: skip
+    for match, changes in (
+        ("gate must have 2 arrays", {"gate": stacks["gate"][:1]}),
+        ("have a gate", {"gate": None}),
+        ("up is neither a NumPy array nor", {"up": None}),
+        ("down is a single number", {"down": np.array(1.0)}),
+        ("biases must be those of gate, up and down", {"biases": np.zeros((2, 128))}),
+        ("biases must be those of gate, up and down", {"biases": (None, None)}),
+        ("parts must be 1 or more", {"parts": 0}),
+    ):
+        with pytest.raises(UsageError, match=match):
+            MoELayer.pack(**(stacks | changes), pool=pool)
+
+
 def test_refusals(converted: dict[str, Path], tmp_path: Path, pool: Pool) -> None:
     path = converted["safetensors"]
     for match, error, arguments in (
@@ -132,6 +150,9 @@ def test_refusals(converted: dict[str, Path], tmp_path: Path, pool: Pool) -> Non
         ("no experts of layer 2", UsageError, {"path": EXAMPLE, "layer": 2}),
         ("int4 does not have exactly", UsageError, {"path": EXAMPLE, "method": "int4"}),
         ("cannot be split into 3 parts", UsageError, {"path": EXAMPLE, "parts": 3}),
+        ("parts must be an integer, not '2'", UsageError, {"path": EXAMPLE, "parts": "2"}),
+        ("layer must be an integer, not 1.0", UsageError, {"path": EXAMPLE, "layer": 1.0}),
+        ("unknown method 4", UsageError, {"path": EXAMPLE, "method": 4}),
     ):
         with pytest.raises(error, match=match):
             MoELayer.load(**arguments, pool=pool)

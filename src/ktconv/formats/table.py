@@ -243,7 +243,7 @@ def output_named(name: str) -> Format | None:
 
 def format_named(name: str) -> Format:
     """A row of FORMATS, by its key or another name that it is known by; else UsageError."""
-    wanted = name.lower()
+    wanted = name.lower() if isinstance(name, str) else name
     for row in FORMATS.values():
         if wanted in (row.key, *row.aliases):
             return row

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ktconv.errors import UsageError
+from ktconv.placement.parallel import MOST
 from ktconv.system.arrays import F64, I64
+from ktconv.system.numbers import reals, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ def balance(
     """
     loads = checked_load(load)
     experts = loads.shape[-1]
-    if groups < 1 or nodes < 1:
-        raise UsageError(f"{groups} groups on {nodes} nodes: both must be at least 1")
+    for name, number in (("groups", groups), ("nodes", nodes), ("gpus", gpus)):
+        whole(name, number, 1, MOST)
     if groups % nodes or nodes == 1:
         groups = nodes = 1
     _check_sizes(experts, physical, groups, nodes, gpus)
@@ -84,7 +86,7 @@ def replicate(load: ArrayLike, physical: int) -> tuple[I64, I64]:
     """
     loads = checked_load(load)
     *outer, experts = loads.shape
-    if physical < experts:
+    if whole("physical", physical, 1, MOST) < experts:
         raise UsageError(f"{physical} places are less than {experts} experts")
     flat = loads.reshape(-1, experts)
     rows = np.arange(len(flat))
@@ -107,7 +109,7 @@ def pack(loads: ArrayLike, bins: int) -> tuple[I64, I64]:
     """
     found = checked_load(loads)
     count = found.shape[-1]
-    if bins < 1 or count % bins:
+    if count % whole("bins", bins, 1):
         raise UsageError(f"{count} items cannot be packed evenly into {bins} bins")
     flat, size = found.reshape(-1, count), count // bins
     if size == 1:
@@ -128,16 +130,17 @@ def pack(loads: ArrayLike, bins: int) -> tuple[I64, I64]:
 def initial_map(experts: int, redundant: int) -> I64:
     """int64 [experts + redundant], physical to logical before any load is known: all experts, then
     expert i % experts at place i."""
-    if experts < 1 or redundant < 0:
-        raise UsageError(f"{experts} experts with {redundant} copies", "give at least one expert")
-    return np.arange(experts + redundant) % experts
+    count = whole("experts", experts, 1, MOST)
+    return np.arange(count + whole("redundant", redundant, 0, MOST)) % count
 
 
 def replicas_of(physical_to_logical: ArrayLike, experts: int) -> Replicas:
     """All tables of int [P] or [L, P], whose every expert 0 to `experts` - 1 has a place."""
-    slots = np.asarray(physical_to_logical, np.int64)
+    slots = _integers(physical_to_logical)
+    if not slots.ndim or not slots.size or whole("experts", experts, 1, MOST) > slots.shape[-1]:
+        raise UsageError(f"places {list(slots.shape)} cannot hold {experts} experts")
     flat = slots.reshape(-1, slots.shape[-1])
-    if flat.size and not 0 <= flat.min() <= flat.max() < experts:
+    if not 0 <= flat.min() <= flat.max() < experts:
         raise UsageError(f"a place holds an expert that is not one of 0 to {experts - 1}")
     copies = np.stack([np.bincount(one, minlength=experts) for one in flat])
     if not copies.all():
@@ -158,7 +161,9 @@ def replica_slots(logical_to_physical: ArrayLike, ids: ArrayLike) -> I64:
     `logical_to_physical` is [E, C], padded with -1. Choice i, counted through all tokens, goes to
     copy i % copies of its expert, as in vLLM.
     """
-    table, chosen = np.asarray(logical_to_physical, np.int64), np.asarray(ids, np.int64)
+    table, chosen = _integers(logical_to_physical), _integers(ids)
+    if table.ndim != 2:
+        raise UsageError(f"a table of places is [experts, copies], not {list(table.shape)}")
     valid = (chosen >= 0) & (chosen < len(table))
     expert = np.where(valid, chosen, 0)
     position = np.arange(chosen.size).reshape(chosen.shape)
@@ -177,12 +182,20 @@ def evenness(loads: ArrayLike) -> F64:
 
 def checked_load(load: ArrayLike) -> F64:
     """As float64; UsageError for an empty one, and for values that are negative or not finite."""
-    found = np.asarray(load, np.float64)
+    found = reals("a load", load)
     if not found.ndim or not found.size:
         raise UsageError(f"a load of shape {list(found.shape)} has no experts")
     if not (np.isfinite(found) & (found >= 0)).all():
         raise UsageError("a load has a value that is negative or not finite")
     return found
+
+
+def _integers(values: ArrayLike) -> I64:
+    """As int64; UsageError for numbers of another kind."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        raise UsageError(f"places and ids must be integers, not {found.dtype.name}")
+    return found.astype(np.int64, copy=False)
 
 
 def _in_places(loads: F64, bins: int) -> I64:
@@ -192,9 +205,9 @@ def _in_places(loads: F64, bins: int) -> I64:
 
 
 def _check_sizes(experts: int, physical: int, groups: int, nodes: int, gpus: int) -> None:
-    if gpus < 1 or gpus % nodes:
+    if gpus % nodes:
         raise UsageError(f"{gpus} GPUs cannot be shared out evenly by {nodes} nodes")
-    if physical < experts:
+    if whole("physical", physical, 1, MOST) < experts:
         raise UsageError(f"{physical} places are less than {experts} experts")
     if physical % gpus:
         raise UsageError(

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import F64, Bools
+from ktconv.system.numbers import reals, whole
 
 
 def hot_experts(
@@ -25,17 +26,15 @@ def hot_experts(
     there is. Of equally used experts the lower layer and id come first. UsageError for anything
     else.
     """
-    used = np.asarray(frequency, np.float64)
+    used = reals("frequency", frequency)
     if used.ndim != 2 or not used.size:
         raise UsageError(f"frequencies have the shape {list(used.shape)}, not [layers, experts]")
     there = _there(used, experts)
     if not (np.isfinite(used) & (used >= 0))[there].all():
         raise UsageError("a frequency is negative or not finite")
-    if budget < 0:
-        raise UsageError(f"{budget} is not a number of experts")
     keys = np.where(there, -used, np.inf)
     rows = keys if per_layer else keys.reshape(1, -1)
-    order = np.argsort(rows, axis=1, kind="stable")[:, :budget]
+    order = np.argsort(rows, axis=1, kind="stable")[:, : whole("budget", budget)]
     mask = np.zeros(rows.shape, np.bool_)
     np.put_along_axis(mask, order, True, axis=1)
     return mask.reshape(used.shape) & there

@@ -16,10 +16,12 @@ import numpy as np
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I32, I64
+from ktconv.system.numbers import whole
 from ktconv.system.units import format_ranges
 
 Placement = Literal["linear", "round_robin"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+MOST = 1 << 20  # experts of a layer, or GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def expert_map(experts: int, ep: int, rank: int, placement: Placement = "linear"
     UsageError.
     """
     _check_parallel(experts, ep, placement)
-    if not 0 <= rank < ep:
+    if not 0 <= whole("rank", rank) < ep:
         raise UsageError(f"rank {rank} is not one of {ep} GPUs", f"ranks are 0 to {ep - 1}")
     return local_places(placed(range(experts), ep, placement)[rank], experts)
 
@@ -145,7 +147,7 @@ def round_robin_tables(experts: int, ep: int) -> RoundRobinTables:
 
 
 def _check_parallel(experts: int, ep: int, placement: str) -> None:
-    if experts < 1 or ep < 1:
-        raise UsageError(f"{experts} experts on {ep} GPUs: both must be at least 1")
+    whole("experts", experts, 1, MOST)
+    whole("ep", ep, 1, MOST)
     if placement not in PLACEMENTS:
         raise UsageError(f"placement {placement!r} is unknown", f"known: {', '.join(PLACEMENTS)}")

@@ -18,7 +18,8 @@ from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
 from ktconv.errors import UsageError
-from ktconv.placement.parallel import Grain, why_not_cut
+from ktconv.placement.parallel import MOST, Grain, why_not_cut
+from ktconv.system.numbers import whole
 
 Shard = Literal["w1", "w2", "w3"]
 # weight: codes or weights; group, block: scales or zero points along inputs too; channel: one per
@@ -114,7 +115,7 @@ def _cut_dimension(
 def _entries(count: int, tp: int, per: int, intermediate: int | None) -> int:
     """Entries of each GPU, of `count` in all."""
     size = count * per if intermediate is None else intermediate
-    if per < 1 or -(-size // per) != count:
+    if -(-size // whole("per", per, 1)) != count:
         raise UsageError(f"{count} entries are not those of an intermediate size {size} by {per}")
     what = f"the {per} that an entry stands for"
     if reason := why_not_cut(size, tp, [Grain(per, what)]):
@@ -142,7 +143,7 @@ def _check_names(shard: str, kind: str, tp: int, rank: int, gated: bool) -> None
             raise UsageError(f"{value!r} is unknown", f"known: {', '.join(known)}")
     if shard == "w3" and not gated:
         raise UsageError("experts without a gate have no w3", "their up projection is w1")
-    if not 0 <= rank < tp:
+    if not 0 <= whole("rank", rank) < whole("tp", tp, 1, MOST):
         raise UsageError(f"rank {rank} is not one of {tp} GPUs", f"ranks are 0 to {tp - 1}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from ktconv.native import Pool
 from ktconv.route.arrays import floats, integers, rows_of
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.compiled import uncompiled
+from ktconv.system.numbers import real, whole
 
 
 @uncompiled
@@ -100,16 +100,16 @@ class ScoredRouter:
         """
         spec = _spec(
             self.scoring,
-            _count("k", k),
+            whole("k", k, 1),
             by_token=table is not None,
             by_logits=bool(by_logits),
             correction=bias is not None,
-            n_group=_count("groups", groups),
-            topk_group=_count("keep", keep),
+            n_group=whole("groups", groups, 1),
+            topk_group=whole("keep", keep, 1),
             group_score=group_score or ("max" if bias is None else "top2"),
             renormalise=bool(renormalise),
-            epsilon=float(epsilon),
-            routed_scaling_factor=float(scale),
+            epsilon=real("epsilon", epsilon),
+            routed_scaling_factor=real("scale", scale),
         )
         if table is None and tokens is not None:
             raise UsageError("tokens are for a table of tokens, which is not given")
@@ -152,13 +152,3 @@ def grouped(
 
 
 _spec = lru_cache(maxsize=64)(RouterSpec)  # making one takes longer than routing a token
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(value, bool):
-        raise UsageError(f"{name} must be a number from 1 on, not {value!r}")
-    return count

@@ -12,6 +12,7 @@ from ktconv.formats.decode import f32_to_bf16, round_to_bf16
 from ktconv.route.arrays import floats, integers, rows_of
 from ktconv.runtime.arrays import kind_of
 from ktconv.system.arrays import F32
+from ktconv.system.numbers import whole
 
 
 def weight_on_input(x: Any, weights: Any) -> tuple[Any, Any]:
@@ -59,7 +60,7 @@ def identity_experts(ids: Any, weights: Any, experts: int) -> tuple[Any, Any]:
     """
     shape = rows_of("ids", ids, "tokens, experts per token")
     numbers, factors = integers("ids", ids, shape), floats("weights", weights, shape)
-    same = numbers >= experts
+    same = numbers >= whole("experts", experts)
     added: F32 = np.where(same, factors, np.float32(0)).sum(axis=1, dtype=np.float32)
     return (
         kind_of("ids", ids).of_numpy(np.where(same, -1, numbers)),

@@ -17,6 +17,7 @@ from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layer import MoELayer
 from ktconv.system.arrays import Array
+from ktconv.system.numbers import whole
 
 
 @uncompiled
@@ -27,15 +28,14 @@ def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
     Of equal weights the first is kept; ids below 0 count as the smallest. UsageError for shapes
     that differ, or a `keep` below 0.
     """
-    if type(keep) is not int or keep < 0:
-        raise UsageError(f"keep must be a number of experts per token, not {keep!r}")
+    count = whole("keep", keep)
     chosen, order = _values("ids", ids, "iu"), _values("weights", weights, "f")
     if chosen.shape != order.shape or not chosen.ndim:
         raise UsageError(
             f"ids {list(chosen.shape)} and weights {list(order.shape)} must have one shape [..., K]"
         )
     order = np.where(chosen < 0, -np.inf, order)
-    first = np.argsort(-order, axis=-1, kind="stable")[..., :keep]
+    first = np.argsort(-order, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(chosen.shape, bool)
     np.put_along_axis(kept, first, True, axis=-1)
     now, later = (np.where(these, chosen, chosen.dtype.type(-1)) for these in (kept, ~kept))
@@ -47,7 +47,7 @@ def _values(name: str, array: Any, kinds: str) -> Array:
     """As NumPy has them. UsageError for other kinds of numbers; unsigned ones become signed."""
     try:
         found = kind_of(name, array).numpy(array)
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:
         raise UsageError(f"{name} cannot be read: {error}") from None
     if found.dtype.kind not in kinds:
         raise UsageError(f"{name} must not be {found.dtype.name}")
@@ -68,9 +68,7 @@ class DeferredExperts:
 
     def __init__(self, keep: int) -> None:
         """`keep`: experts per token that are computed at once."""
-        if type(keep) is not int or keep < 0:
-            raise UsageError(f"keep must be a number of experts per token, not {keep!r}")
-        self.keep = keep
+        self.keep = whole("keep", keep)
         self._pending: Handle | None = None
 
     def __call__(

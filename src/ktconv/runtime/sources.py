@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import UsageError
@@ -15,12 +13,12 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.moe import Experts, native_experts, native_formats, pack_online
 from ktconv.moe.converted import open_converted
 from ktconv.moe.load import ConvertedModel
-from ktconv.moe.native_load import layer_of
 from ktconv.moe.requantized import requantized_experts
 from ktconv.native import Activation
 from ktconv.packed.weights import may_hold_packed
 from ktconv.runtime.arrays import kind_of
 from ktconv.system.arrays import Array
+from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
 
 Slots = Sequence[int] | Array | None
@@ -47,6 +45,7 @@ def loaded(
     pool: Pool,
 ) -> Experts:
     """One layer, see `MoELayer.load`."""
+    layer = None if layer is None else whole("layer", layer)
     if isinstance(source, Checkpoint):
         return _native(source, layer, slots, method, parts, pool)
     return _converted(source, layer, slots, method, parts)
@@ -66,9 +65,7 @@ def requantized(
 ) -> Experts:
     """One layer of a checkpoint in another format than its own."""
     bind = _binder(parts, pool)
-    made = requantized_experts(checkpoint, layer, method, parts=parts, slots=slots, bind=bind)
-    made.weight_on_input = layer_of(checkpoint, layer).activation.weight_on_input
-    return made
+    return requantized_experts(checkpoint, layer, method, parts=parts, slots=slots, bind=bind)
 
 
 def packed(
@@ -85,20 +82,17 @@ def packed(
 ) -> Experts:
     """Of weights in memory, see `MoELayer.pack`."""
     key = format_named(method).key
-    matrices = [_stack(name, one) for name, one in (("gate", gate), ("up", up), ("down", down))]
-    added = None if biases is None else tuple(_stack("biases", one) for one in biases)
-    rows = matrices[1][0] if matrices[1] is not None and len(matrices[1]) else np.empty((0, 0))
-    inner, hidden = rows.shape if rows.ndim == 2 else (0, 0)
+    ups = _stack("up", up)
+    inner, hidden = ups[0].shape if len(ups) and ups[0].ndim == 2 else (0, 0)
     cut = _parts(parts, [key], hidden, inner, pool)
-    gates, ups, downs = matrices
     return pack_online(
-        gates,
+        None if gate is None else _stack("gate", gate),
         ups,
-        downs,
+        _stack("down", down),
         key,
         parts=cut,
         activation=activation,
-        biases=added,
+        biases=_biases(biases),
         scale=scale,
         slots=slots,
         bind=_binder(cut, pool),
@@ -147,7 +141,7 @@ def _native(
 def _parts(parts: int | None, keys: Sequence[str], hidden: int, inner: int, pool: Pool) -> int:
     """`parts`; by default one for each node of the pool, or one where formats do not allow it."""
     if parts is not None:
-        return parts
+        return whole("parts", parts, 1)
     able = all(FORMATS[key].multiplies(hidden, inner, pool.nodes) for key in keys)
     return pool.nodes if able else 1
 
@@ -167,8 +161,18 @@ def _binder(parts: int, pool: Pool) -> Callable[[Array, int], None]:
 
 def _stack(name: str, matrices: Any) -> Any:
     """Arrays or tensors as NumPy sees them, bf16 as uint16."""
-    if matrices is None:
-        return None
     if isinstance(matrices, list | tuple):
         return [kind_of(name, one).stored(name, one) for one in matrices]
-    return kind_of(name, matrices).stored(name, matrices)
+    found = kind_of(name, matrices).stored(name, matrices)
+    if not found.ndim:
+        raise UsageError(f"{name} is a single number, not an array for each expert")
+    return found
+
+
+def _biases(biases: Any) -> tuple[Any, Any, Any] | None:
+    if biases is None:
+        return None
+    if not isinstance(biases, list | tuple) or len(biases) != 3:
+        raise UsageError("biases must be those of gate, up and down", "None for a missing one")
+    gate, up, down = (None if one is None else _stack("biases", one) for one in biases)
+    return gate, up, down

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -11,6 +10,7 @@ from typing import Any
 from ktconv.compat.kt.methods import Method, method_named
 from ktconv.errors import UsageError
 from ktconv.native import Activation
+from ktconv.system.numbers import real, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +80,8 @@ def settings(
     )
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """An integer of any kind, `least` or more."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name} must be an integer, not {value!r}") from None
-    if found < least:
-        raise UsageError(f"{name} must be {least} or more, not {found}")
-    return found
-
-
 def _number(name: str, value: Any) -> float:
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        raise UsageError(f"{name} must be a number, not {value!r}") from None
+    found = real(name, value)
     if not isfinite(found) or found < 0:
         raise UsageError(f"{name} must be 0 (none) or more, not {value}")
     return found

@@ -45,11 +45,7 @@ def pack_layer(
     inner, hidden = settings.intermediate, settings.hidden
     for name, stack in stacks.items():
         shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
-        if not isinstance(stack, Tensor) or stack.ndim != 3 or tuple(stack.shape[1:]) != shape:
-            got = list(stack.shape) if isinstance(stack, Tensor) else type(stack).__name__
-            raise UsageError(
-                f"{name} must be a tensor [experts, {shape[0]}, {shape[1]}], not {got}"
-            )
+        _check_stack(name, stack, shape)
     gate, up, down = (stack.detach().cpu() for stack in stacks.values())
     found = sources.packed(
         gate, up, down, settings.method.formats[0], settings.activation, None, "search", slots,

@@ -17,6 +17,7 @@ from ktconv.compat.kt.pools import pool_of
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
 from ktconv.errors import UsageError
 from ktconv.runtime import MoELayer, free_workspaces
+from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
 
 _capture_batch_sizes: list[int] = []
@@ -95,7 +96,7 @@ class KTMoEWrapper:
         self.method, self.weight_path = method, weight_path
         self.chunked_prefill_size, self.cpu_save = chunked_prefill_size, cpu_save
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
-        self.max_deferred_experts_per_token = arguments.whole(
+        self.max_deferred_experts_per_token = whole(
             "max_deferred_experts_per_token", max_deferred_experts_per_token or 0, 0
         )
         self._mask = gpu_mask(gpu_experts_mask, self.num_experts)
@@ -229,9 +230,7 @@ class KTMoEWrapper:
     @staticmethod
     def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
         """Remembers the batch sizes of CUDA graphs. No buffers are kept for them."""
-        _capture_batch_sizes[:] = [
-            arguments.whole("each of capture_bs", size, 1) for size in capture_bs
-        ]
+        _capture_batch_sizes[:] = [whole("each of capture_bs", size, 1) for size in capture_bs]
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
