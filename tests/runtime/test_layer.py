@@ -156,6 +156,7 @@ def test_plan_bytes(make_layer: Make) -> None:
     used = sum(memory.nbytes for memory in layer.pool.workspaces)
     assert layer.plan_bytes(40, TOP_K, "fp32") == used + x.nbytes
     assert layer.plan_bytes(40, TOP_K) == used + x.nbytes // 2
+    assert layer.plan_bytes(40) == layer.plan_bytes(40, 8)
     for numbers in ((-1, 2), (3, 0), (3, 1 << 20), (1 << 62, 2)):
         with pytest.raises(UsageError):
             layer.plan_bytes(*numbers)

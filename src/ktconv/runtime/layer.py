@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ktconv.errors import KtconvError, UsageError
+from ktconv.families.config import USUAL_TOP_K
 from ktconv.moe import Experts
 from ktconv.native import Activation
 from ktconv.runtime import sources
@@ -223,10 +224,11 @@ class MoELayer:
         except KtconvError as error:
             return Handle.failed(error)
 
-    def plan_bytes(self, tokens: int, top_k: int, dtype: str = "bf16") -> int:
+    def plan_bytes(self, tokens: int, top_k: int = USUAL_TOP_K, dtype: str = "bf16") -> int:
         """Bytes that a call of so many tokens takes beyond its arguments: the result, and workspace
         of the pool, which does not grow beyond 2048 tokens; at most so many where a model has norms
-        of experts' outputs or weights on inputs. UsageError for impossible numbers."""
+        of experts' outputs or weights on inputs. `top_k`: experts of a token, of most models 8.
+        UsageError for impossible numbers."""
         if dtype not in _SIZES:
             raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")
         size = working_bytes(self._packed, self.pool, tokens, top_k)
