@@ -256,7 +256,7 @@ def test_maps_that_are_refused(make: Make, files: dict[str, Path], mapping: Any)
         (lambda s: s._replace(up=s.up.double()), "float64"),
         (lambda s: Stacks(*(one[:4] for one in s)), "num_experts is 8, but .* have 4"),
         (lambda s: s._replace(up=s.up.index_fill(0, torch.tensor([3]), torch.nan)),
-         "up of expert 3 has NaN"),
+         "up of expert 3 has a NaN"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_refused(make: Make, change: Any, message: str) -> None:
