@@ -12,7 +12,6 @@ from ktconv.runtime.arrays import (
     Operand,
     new_result,
     operand,
-    overlap,
     result,
     shape_of,
 )
@@ -61,17 +60,13 @@ def arguments(
 def _expect_apart(call: Arguments) -> None:
     """UsageError where y overlaps what is read, unless it is x or what is added itself."""
     y = call.y
-    for name, read in (
-        ("x", call.x),
-        ("add_to", call.add),
-        ("ids", call.ids),
-        ("weights", call.weights),
-        ("skip", call.skip),
-    ):
-        if read is None or not overlap(y, read):
+    end = y.address + y.owner.nbytes
+    for index, read in enumerate((call.x, call.add, call.ids, call.weights, call.skip)):
+        if read is None or read.address >= end or y.address >= read.address + read.owner.nbytes:
             continue
-        if name in ("x", "add_to") and (y.address, y.dtype) == (read.address, read.dtype):
+        if index < 2 and (y.address, y.dtype) == (read.address, read.dtype):
             continue
+        name = ("x", "add_to", "ids", "weights", "skip")[index]
         raise UsageError(f"out overlaps {name} in memory", "give other memory, or no out")
 
 

@@ -94,8 +94,7 @@ class NumPyArrays:
     def is_writable(self, array: Array) -> bool:
         return array.flags.writeable
 
-    def address(self, array: Array) -> int:
-        return native.address_of(array)
+    address = staticmethod(native.address_of)
 
     def copy(self, array: Array, dtype: str) -> Array:
         if array.dtype == np.uint16 and dtype == "fp32":
@@ -154,7 +153,8 @@ class TorchTensors:
         return True
 
     def address(self, array: Any) -> int:
-        return int(array.data_ptr())
+        found: int = array.data_ptr()
+        return found
 
     def copy(self, array: Any, dtype: str) -> Any:
         return self.empty(array.shape, dtype).copy_(array.detach())
@@ -242,7 +242,9 @@ def operand(
 def result(name: str, array: Any, shape: tuple[int, ...]) -> Operand:
     """`array` to write to, where it lies."""
     kind = kind_of(name, array)
-    dtype = _checked(kind, name, array, shape, FLOATS)
+    dtype = kind.names.get(array.dtype)
+    if dtype not in FLOATS or array.shape != shape or not kind.is_ready(array):
+        dtype = _checked(kind, name, array, shape, FLOATS)
     if not (kind.is_plain(array) and kind.is_writable(array)):
         raise UsageError(f"{name} must be contiguous, and not read-only", "give a new array")
     address = _address(kind, name, array)
@@ -261,12 +263,6 @@ def new_result(like: Operand) -> Operand:
     kind = kind_of("x", like.owner)
     array = kind.empty_like(like.owner)
     return Operand(kind.address(array), like.dtype, array)
-
-
-def overlap(one: Operand, other: Operand) -> bool:
-    """Whether they have bytes in common."""
-    apart = other.address >= one.address + one.owner.nbytes
-    return not (apart or one.address >= other.address + other.owner.nbytes)
 
 
 def _address(kind: Kind, name: str, array: Any) -> int:
