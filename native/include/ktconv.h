@@ -460,7 +460,8 @@ size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, con
  *   y[t] = add[t] + sum over k of weights[t][k] * expert[ids[t][k]](x[t])
  * x and y may be KT_BF16, KT_F16 or KT_F32, each on its own. x is rounded to bf16 first, ties to
  * even; sums are binary32, and rounded to y's dtype once. Arrays are aligned to their types.
- * y may be x or add where the dtypes are the same, else it overlaps nothing that is read. */
+ * y may be x or add where the dtypes are the same, else it overlaps nothing that is read. What is
+ * read must not change before the call returns; ids least of all, which are read several times. */
 typedef struct kt_moe_call {
   int64_t tokens, top_k; /* any number of tokens; of none, no array is looked at; top_k < 2^20 */
   const void *x;         /* [tokens, hidden] */
@@ -552,9 +553,8 @@ typedef struct kt_router {
  * norm: binary64) and spelled out: the same bits on every level and for any number of threads,
  * except where p_norm needs pow(). tokens: any number. KT_ERR_ARGUMENT: sizes that do not fit each
  * other (groups that do not divide the experts, top_k above what the kept groups have), a number
- * that is NaN or outside its range, what jitter
- * (`given`, too) and softmax's sinks do not take. KT_ERR_EXPERT: an id in `given` that is not one
- * of 0 .. experts - 1. */
+ * that is NaN or outside its range, sinks of a softmax, and what jitter does not take, `given`
+ * among it. KT_ERR_EXPERT: an id in `given` that is not one of 0 .. experts - 1. */
 kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t tokens,
                             const float *logits, const int64_t *given, int64_t *ids,
                             float *weights);
