@@ -228,10 +228,18 @@ static batch make_batch(int64_t tokens, int64_t hidden) {
   return b;
 }
 
-static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
-  const size_t size = kt_moe_scratch_size(moe, b->tokens, TOP_K, pool);
+static void run_call(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call) {
+  const size_t size = kt_moe_scratch_size(moe, call->tokens, TOP_K, pool);
   void *scratch = guarded(size);
   if (size % 64) failures++;
+  const kt_status status = kt_moe_forward(moe, pool, call, scratch, size);
+  if (status != KT_OK) {
+    printf("FAILED: %s\n", kt_strerror(status));
+    failures++;
+  }
+}
+
+static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
   const kt_moe_call call = {.tokens = b->tokens,
                             .top_k = TOP_K,
                             .x = b->x,
@@ -241,11 +249,7 @@ static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
                             .id_size = 8,
                             .x_dtype = KT_BF16,
                             .y_dtype = KT_BF16};
-  const kt_status status = kt_moe_forward(moe, pool, &call, scratch, size);
-  if (status != KT_OK) {
-    printf("FAILED: %s\n", kt_strerror(status));
-    failures++;
-  }
+  run_call(moe, pool, &call);
 }
 
 /* ---- The reference ------------------------------------------------------------ */
@@ -364,6 +368,43 @@ static void compare_levels(const kind *k, const kt_moe *moe, const expert_values
   free(expected);
 }
 
+/* A call with other dtypes, a mask, ids beyond the experts, and a sum in the place of the result,
+ * against one that has -1 for what is left out. */
+static void compare_calls(const kt_moe *moe, kt_pool *pool, const batch *b) {
+  const size_t count = (size_t)(b->tokens * moe->hidden), slots = (size_t)(b->tokens * TOP_K);
+  float *x = guarded(count * sizeof *x), *y = guarded(count * sizeof *y);
+  int32_t *ids = guarded(slots * sizeof *ids);
+  uint8_t *skip = guarded(EXPERTS);
+  memset(skip, 0, EXPERTS);
+  skip[1] = 1;
+  for (size_t i = 0; i < count; i++) x[i] = wide(b->x[i]), y[i] = 0;
+  for (size_t i = 0; i < slots; i++) {
+    ids[i] = b->ids[i] < 0 ? EXPERTS + (int32_t)i : (int32_t)b->ids[i];
+    if (b->ids[i] == 1) b->ids[i] = -1;
+  }
+  kt_moe_call call = {.tokens = b->tokens,
+                      .top_k = TOP_K,
+                      .x = x,
+                      .ids = ids,
+                      .weights = b->weights,
+                      .skip = skip,
+                      .add = y,
+                      .y = y,
+                      .id_size = 4,
+                      .x_dtype = KT_F32,
+                      .y_dtype = KT_F32};
+  forward(moe, pool, b);
+  run_call(moe, pool, &call);
+  for (size_t i = 0; i < count; i++)
+    if (nearest_bf16(y[i]) != b->y[i]) {
+      printf("FAILED: element %d of a call in float32 is %g\n", (int)i, (double)y[i]);
+      failures++;
+      break;
+    }
+  call.add = NULL, call.y_dtype = KT_F16, call.y = guarded(count * 2);
+  run_call(moe, pool, &call);
+}
+
 static void check_layer(const kind *k, const kt_activation *activation, int biased, int64_t hidden,
                         int64_t intermediate, int64_t parts, kt_pool *pool) {
   static const int64_t tokens[] = {1, 13, 2, 5, 33, MOST_TOKENS};
@@ -382,6 +423,7 @@ static void check_layer(const kind *k, const kt_activation *activation, int bias
   for (size_t i = 0; i < batches; i++) {
     const batch b = make_batch(tokens[i], hidden);
     compare_levels(k, &moe, values, pool, &b);
+    if (i == 1) compare_calls(&moe, pool, &b);
   }
   for (int64_t i = 0; i < parts * EXPERTS; i++) free_values(values[i]);
   if (kt_moe_touch(&moe, pool) != KT_OK) failures++;
