@@ -18,6 +18,7 @@ from helpers.paths import ROOT
 from ktconv import native
 from ktconv.errors import ResourceError, UsageError
 from ktconv.system import machine
+from ktconv.system import pool as pools
 from ktconv.system.pool import Pool
 
 SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
@@ -196,6 +197,19 @@ def test_shared() -> None:
     assert one is Pool.shared(1) and one is not Pool.shared()
     assert node is Pool.shared(1, (machine.topology()[0].node,)) and node is not one
     assert {one, node, Pool.shared()} <= set(Pool.all_shared())
+
+
+def test_shared_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of nodes has a pool of its own, in whatever order it is asked for."""
+    number = machine.topology()[0].number
+    cpus = [machine.Cpu(number, node, number) for node in (0, 1)]
+    monkeypatch.setattr(machine, "topology", lambda: cpus)
+    monkeypatch.setattr(pools, "_shared", pools._Shared())
+    both, first, second = (Pool.shared(2, nodes) for nodes in ([0, 1], [0], [1]))
+    assert [list(pool.os_nodes) for pool in (both, first, second)] == [[0, 1], [0], [1]]
+    assert Pool.shared(2, (1, 0, 1)) is both
+    for pool in Pool.all_shared():
+        pool.close()
 
 
 def test_a_closed_pool() -> None:
