@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.model.module import PackedExperts, Routing, uncompiled
+from ktconv.model.module import PackedExperts, Routing
 from ktconv.model.own import Call, OwnExperts
 from ktconv.moe import Experts
+from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.staging import on_device
 from ktconv.system.pool import Pool
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,11 @@ from ktconv.errors import UsageError
 from ktconv.model.own import OwnExperts
 from ktconv.moe import Experts
 from ktconv.runtime import MoELayer
+from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.staging import on_cpu, on_device
 from ktconv.system.pool import Pool
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _NORMED_AT_ONCE = 1024  # tokens; each of their experts' outputs is in memory for the norm
-
-
-def uncompiled(function: _Function) -> _Function:
-    """Keep a function out of torch.compile, which cannot look into the C library."""
-    disable: Any = torch.compiler.disable
-    found: _Function = disable(function)
-    return found
 
 
 class Routing(NamedTuple):
