@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -119,10 +121,22 @@ def test_a_mask_and_ids_of_no_expert(make: Make) -> None:
     assert mask is not wrapper.gpu_experts_mask  # a copy: changes of the caller's do nothing
 
 
+@contextmanager
+def held(wrapper: KTMoEWrapper) -> Iterator[None]:
+    """What is submitted meanwhile begins afterwards."""
+    go = threading.Event()
+    wrapper.layer.pool.submit(go.wait)
+    try:
+        yield
+    finally:
+        go.set()
+
+
 def test_writing_the_mask_takes_effect_at_the_next_call(make: Make) -> None:
     wrapper, given = make(), batch(9)
-    wrapper.submit_forward(*given, 0)
-    wrapper.gpu_experts_mask[2] = True
+    with held(wrapper):
+        wrapper.submit_forward(*given, 0)
+        wrapper.gpu_experts_mask[2] = True
     before, after = wrapper.sync_forward(given.x, 0), wrapper.forward(*given, 0)
     assert error(before, expected(stacks(), *given)) < EXACT
     skip = wrapper.gpu_experts_mask
@@ -229,9 +243,10 @@ def test_submissions_come_back_in_order(make: Make) -> None:
 def test_inputs_may_change_once_they_are_submitted(make: Make) -> None:
     wrapper, given = make(), batch()
     reference = expected(stacks(), *given)
-    wrapper.submit_forward(*given)
-    for tensor in given:
-        tensor.zero_()
+    with held(wrapper):
+        wrapper.submit_forward(*given)
+        for tensor in given:
+            tensor.zero_()
     assert error(wrapper.sync_forward(given.x), reference) < EXACT
 
 

@@ -57,10 +57,12 @@ def test_vectors(
 
 
 def test_grouped_is_the_router_of_deepseek() -> None:
-    _, ids = route.grouped(LOGITS, 3, 4, 2, bias=BIAS, scale=2.5)
+    weights, ids = route.grouped(LOGITS, 3, 4, 2, bias=BIAS, scale=2.5)
     assert ids.tolist() == [[1, 0, 4]]
-    _, ids = route.grouped(LOGITS, 3, 4, 2, scoring="softmax")
+    np.testing.assert_allclose(weights, [[0.752294, 0.906382, 0.841323]], atol=6e-7)
+    weights, ids = route.grouped(LOGITS, 3, 4, 2, scoring="softmax", renormalise=False)
     assert ids.tolist() == [[7, 0, 1]]
+    np.testing.assert_allclose(weights, [[0.499231, 0.183657, 0.067563]], atol=6e-7)
     best = route.grouped(LOGITS, 1, 2, 1, group_score="top2")[1]
     assert best.tolist() == [[7]]
 
