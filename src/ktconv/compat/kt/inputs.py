@@ -50,7 +50,7 @@ def checked(hidden: int, top_k: int, x: Any, ids: Any, weights: Any) -> Inputs:
         )
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"topk_ids must be integers, not {_name(ids)}")
-    rows = x.reshape(-1, hidden)
+    rows = x if x.ndim == 2 else x.reshape(-1, hidden)
     return Inputs(
         x,
         rows if x.dtype in _FLOATS else rows.float(),
@@ -73,6 +73,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
 
 def _for_each(name: str, tensor: Tensor, tokens: int, top_k: int) -> Tensor:
     """[tokens, top_k]"""
+    if tensor.shape == (tokens, top_k):
+        return tensor
     if tensor.ndim < 1 or tensor.shape[-1] != top_k or tensor.numel() != tokens * top_k:
         raise UsageError(
             f"{name} must have {top_k} numbers for each of the {tokens} tokens, not the shape "
