@@ -254,6 +254,7 @@ def test_maps_that_are_refused(make: Make, files: dict[str, Path], mapping: Any)
         (lambda s: s._replace(down=s.up), r"down_proj must be a tensor \[experts, 256, 128\]"),
         (lambda s: s._replace(up=s.up.numpy), "up_proj must be a tensor"),
         (lambda s: s._replace(up=s.up.double()), "float64"),
+        (lambda s: s._replace(up=s.up.to("meta")), "up_proj is on the device meta"),
         (lambda s: Stacks(*(one[:4] for one in s)), "num_experts is 8, but .* have 4"),
         (lambda s: s._replace(up=s.up.index_fill(0, torch.tensor([3]), torch.nan)),
          "up of expert 3 has a NaN"),

@@ -61,6 +61,7 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
         ({"cpuinfer_threads": 0}, "cpuinfer_threads must be 1 or more"),
         ({"threadpool_count": 0}, "threadpool_count must be 1 or more"),
         ({"numa_nodes": [0, 1]}, "numa_nodes has 2 numbers for threadpool_count 1"),
+        ({"numa_nodes": 0}, "numa_nodes must be a list of integers, not 0"),
         ({"numa_nodes": [99]}, "the machine has no NUMA node 99"),
         ({"max_deferred_experts_per_token": -1}, "max_deferred_experts_per_token must be 0"),
         ({"swiglu_limit": -1.0}, "swiglu_limit must be 0"),
@@ -75,6 +76,10 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
         ({"gpu_experts_mask": torch.zeros(1, dtype=torch.bool)}, r"\[8\].* not \[1\]"),
         ({"gpu_experts_mask": torch.zeros(EXPERTS)}, "not torch.float32"),
         ({"gpu_experts_mask": [False] * EXPERTS}, "not list"),
+        (
+            {"gpu_experts_mask": torch.zeros(EXPERTS, dtype=torch.bool, device="meta")},
+            "gpu_experts_mask is on the device meta",
+        ),
     ],
 )
 def test_arguments_that_are_refused(make: Make, changes: dict[str, Any], message: str) -> None:
@@ -189,6 +194,7 @@ def test_shapes_and_dtypes_of_ids_and_weights(make: Make) -> None:
         (lambda g: g._replace(weights=g.weights[:, :2]), "topk_weights must have 3 numbers"),
         (lambda g: g._replace(weights=g.ids), "must be floating point"),
         (lambda g: g._replace(x=g.x.to("meta")), "the device meta"),
+        (lambda g: g._replace(x=g.x.to_sparse()), "hidden_states has the layout torch.sparse_coo"),
         (lambda g: g._replace(x=g.x.float().requires_grad_()), "needs a gradient"),
     ],
 )
@@ -290,10 +296,13 @@ def test_masks_from_statistics() -> None:
     assert generate_gpu_experts_masks(used, 99).all()
     ties = generate_gpu_experts_masks(torch.ones(2, 3, dtype=torch.int64), 4)
     assert ties.tolist() == [[True, True, True], [True, False, False]]
-    refused: tuple[Any, ...] = used[0], used * float("nan"), [[1.0]]
+    refused: tuple[Any, ...] = used[0], used * float("nan"), [[1.0]], used.to("meta")
     for wrong in refused:
         with pytest.raises(UsageError):
             generate_gpu_experts_masks(wrong, 1)
+    for number in ("1", None, 2.5, [1]):
+        with pytest.raises(UsageError, match="num_gpu_experts must be an integer"):
+            generate_gpu_experts_masks(used, number)  # type: ignore[arg-type]
 
 
 def test_capture_batch_sizes() -> None:
@@ -301,8 +310,9 @@ def test_capture_batch_sizes() -> None:
     found = KTMoEWrapper.get_capture_batch_sizes()
     found.append(8)  # not ours
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
-    with pytest.raises(UsageError, match="each of capture_bs"):
-        KTMoEWrapper.set_capture_batch_sizes([0])
+    for sizes in ([0], 5, None):
+        with pytest.raises(UsageError, match="capture_bs must be"):
+            KTMoEWrapper.set_capture_batch_sizes(sizes)  # type: ignore[arg-type]
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
     KTMoEWrapper.set_capture_batch_sizes([])
 

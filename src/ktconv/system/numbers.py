@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
     if found < least:
         raise UsageError(f"{name} must be {least} or more, not {found}")
     return found
+
+
+def wholes(name: str, values: Any, least: int = 0) -> list[int]:
+    """Those of a list, each as `whole`."""
+    if not isinstance(values, Iterable):
+        raise UsageError(f"{name} must be a list of integers, not {values!r:.60}")
+    return [whole(f"each of {name}", value, least) for value in values]
 
 
 def real(name: str, value: Any) -> float:

@@ -59,11 +59,18 @@ def checked(hidden: int, top_k: int, x: Any, ids: Any, weights: Any) -> Inputs:
     )
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def expect_values(name: str, tensor: Any) -> None:
+    """UsageError for anything but a tensor whose values can be read."""
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name} must be a tensor, not a {type(tensor).__name__}")
     if tensor.is_meta:
         raise UsageError(f"{name} is on the device meta, so it has no values")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"{name} has the layout {tensor.layout}", "give a dense tensor")
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    expect_values(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise UsageError(
             f"{name} needs a gradient, which packed experts do not have",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktconv.compat.kt.inputs import expect_values
 from ktconv.errors import UsageError
 from ktconv.placement.hot import hot_experts
+from ktconv.system.numbers import whole
 
 
 def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) -> Tensor:
@@ -18,11 +21,10 @@ def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) ->
     number is cut to 0 to L * E; of equally used experts the lower layer and id come first.
     UsageError for anything else.
     """
-    if not isinstance(activation_freq, Tensor):
-        kind = type(activation_freq).__name__
-        raise UsageError(f"activation_freq must be a tensor [layers, experts], not a {kind}")
+    expect_values("activation_freq", activation_freq)
     used = activation_freq.detach().to("cpu", torch.float64).numpy()
-    return torch.from_numpy(hot_experts(used, max(0, int(num_gpu_experts))))
+    budget = max(0, whole("num_gpu_experts", num_gpu_experts, least=-sys.maxsize))
+    return torch.from_numpy(hot_experts(used, budget))
 
 
 def gpu_mask(mask: Any, experts: int) -> Tensor:
@@ -38,4 +40,5 @@ def gpu_mask(mask: Any, experts: int) -> Tensor:
             f"gpu_experts_mask must have the shape [{experts}], one for each expert, not "
             f"{list(mask.shape)}"
         )
+    expect_values("gpu_experts_mask", mask)
     return mask.detach().to("cpu", torch.bool, copy=True)

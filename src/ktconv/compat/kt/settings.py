@@ -10,7 +10,7 @@ from typing import Any
 from ktconv.compat.kt.methods import Method, method_named
 from ktconv.errors import UsageError
 from ktconv.native import Activation
-from ktconv.system.numbers import real, whole
+from ktconv.system.numbers import real, whole, wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _number(name: str, value: Any) -> float:
 def _nodes(numa_nodes: Sequence[Any] | None, parts: int) -> tuple[int, ...] | None:
     if numa_nodes is None:
         return None
-    found = tuple(whole("each of numa_nodes", node, 0) for node in numa_nodes)
+    found = tuple(wholes("numa_nodes", numa_nodes))
     if len(found) != parts:
         raise UsageError(
             f"numa_nodes has {len(found)} numbers for threadpool_count {parts}",

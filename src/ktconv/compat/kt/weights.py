@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ktconv.checkpoint import Checkpoint
 from ktconv.checkpoint import MoELayer as MoELayerHeaders
+from ktconv.compat.kt.inputs import expect_values
 from ktconv.compat.kt.methods import REPACKED, methods_for
 from ktconv.compat.kt.settings import Settings
 from ktconv.errors import CheckpointError, UsageError
@@ -56,10 +57,12 @@ def pack_layer(
 
 
 def _check_stack(name: str, stack: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(stack, Tensor) or stack.ndim != 3 or tuple(stack.shape[1:]) != shape:
-        got = list(stack.shape) if isinstance(stack, Tensor) else type(stack).__name__
+    expect_values(name, stack)
+    if stack.ndim != 3 or tuple(stack.shape[1:]) != shape:
         rows, cols = shape
-        raise UsageError(f"{name} must be a tensor [experts, {rows}, {cols}], not {got}")
+        raise UsageError(
+            f"{name} must be a tensor [experts, {rows}, {cols}], not {list(stack.shape)}"
+        )
 
 
 def slots_of(mapping: Any, experts: int) -> list[int] | None:

@@ -17,7 +17,7 @@ from ktconv.compat.kt.pools import pool_of
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
 from ktconv.errors import UsageError
 from ktconv.runtime import MoELayer, free_workspaces
-from ktconv.system.numbers import whole
+from ktconv.system.numbers import whole, wholes
 from ktconv.system.pool import Pool
 
 _capture_batch_sizes: list[int] = []
@@ -230,7 +230,7 @@ class KTMoEWrapper:
     @staticmethod
     def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
         """Remembers the batch sizes of CUDA graphs. No buffers are kept for them."""
-        _capture_batch_sizes[:] = [whole("each of capture_bs", size, 1) for size in capture_bs]
+        _capture_batch_sizes[:] = wholes("capture_bs", capture_bs, 1)
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
