@@ -291,3 +291,9 @@ def test_a_limit_that_files_do_not_state(make: Make, files: dict[str, Path]) -> 
     packed = make(method="AMXINT8", swiglu_limit=0.25)
     assert torch.equal(wrapper.forward(*given), packed.forward(*given))
     assert not torch.equal(packed.forward(*given), make(method="AMXINT8").forward(*given))
+
+
+@pytest.mark.parametrize("path", ["", None])
+def test_no_path_is_not_the_working_directory(make: Make, path: Any) -> None:
+    with pytest.raises(UsageError, match="weight_path is empty"):
+        make(None, path=path).load_weights()

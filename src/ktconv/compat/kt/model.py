@@ -35,7 +35,10 @@ class Model:
         return min((n for n in list(self._layers) if n > layer_idx), default=None)
 
     def source(self, weight_path: str) -> Source:
-        """What `weight_path` is: a converted model, or a checkpoint; opened once."""
+        """What `weight_path` is: a converted model, or a checkpoint; opened once. UsageError where
+        it is empty, which would be the working directory."""
+        if not weight_path:
+            raise UsageError("weight_path is empty", "name what has the weights, or pack tensors")
         with self._lock:
             if self._source is None:
                 self._source = opened(Path(weight_path))
