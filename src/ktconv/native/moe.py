@@ -111,6 +111,15 @@ def _check_activation(activation: Activation) -> None:
         raise ValueError(f"alpha and beta of softcap must be above 0, not {alpha} and {beta}")
 
 
+def _check_expert(activation: Activation, part: int, expert: Expert) -> None:
+    """ValueError for a gate too many or too few, and for a bias that would be added twice."""
+    if activation.gated != (expert[0] is not None):
+        wanted = "need a" if activation.gated else "have no"
+        raise ValueError(f"experts with {activation.function} {wanted} gate")
+    if part and expert[2].bias is not None:
+        raise ValueError("only part 0 has biases of down: they are added once")
+
+
 def _code(field: Any) -> str:
     """Of a member of a C struct, for Python's struct."""
     return "P" if field.type.kind == "pointer" else {4: "i", 8: "q"}[ffi.sizeof(field.type)]
@@ -193,11 +202,7 @@ class Layer:
         for part, row in enumerate(experts):
             for index, expert in enumerate(row):
                 if expert is not None:
-                    if activation.gated != (expert[0] is not None):
-                        wanted = "need a" if activation.gated else "have no"
-                        raise ValueError(f"experts with {activation.function} {wanted} gate")
-                    if part and expert[2].bias is not None:
-                        raise ValueError("only part 0 has biases of down: they are added once")
+                    _check_expert(activation, part, expert)
                     self._set_expert(self._table[part * self.experts + index], expert)
 
     def _set_expert(self, entry: Any, expert: Expert) -> None:
