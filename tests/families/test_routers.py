@@ -278,6 +278,28 @@ def test_routers_are_those_of_transformers(case: str, top_k: int) -> None:
     compare(ids, weights, theirs, their_weights)
 
 
+@pytest.mark.parametrize("case", ["minimax_m2", "minimax_m3_vl", "step3p7", "laguna"])
+def test_weights_of_tiny_scores(case: str) -> None:
+    """These families add nothing to the sum that they divide by."""
+    configuration(case, FAMILIES[case][1])
+    router, config = transformers_router(case, 4)
+    import torch
+
+    own = {name.split(".")[-1]: tensor for name, tensor in router.state_dict().items()}
+    own["weight"].mul_(64).round_().div_(64).sub_(60)  # scores of 1e-26, of the same logits
+    own.setdefault("e_score_correction_bias", torch.linspace(0, 1, EXPERTS))
+    x = torch.eye(HIDDEN)
+    correction = own["e_score_correction_bias"]
+    theirs, their_weights = their_choice(case, router, x, correction, None)
+    spec = router_of(config, 1)
+    ids, weights = route(
+        spec, x.numpy(), own["weight"].numpy(), Stored(correction=correction.numpy())
+    )
+    factor = config[OUTSIDE[case]] if case in OUTSIDE else 1
+    np.testing.assert_allclose(weights.sum(axis=1), factor, rtol=1e-5)
+    compare(ids, weights, theirs, their_weights * factor)
+
+
 def compare(ids: Array, weights: Array, theirs: Array, their_weights: Array) -> None:
     """In the order of the experts' numbers."""
     order, their_order = np.argsort(ids), np.argsort(theirs)

@@ -23,6 +23,7 @@ from ktconv.families.family import (
 _SOFTMAX = RouterSpec("softmax")
 _PLAIN = RouterSpec("softmax", renormalise=False)
 _CORRECTED = RouterSpec("sigmoid", correction=True)
+_SHARES = replace(_CORRECTED, epsilon=0.0)  # of the sum itself, however small it is
 _LOGITS = replace(_PLAIN, by_logits=True)
 
 
@@ -137,12 +138,12 @@ ROWS = (
                Released("mixtral", "Mixtral", "W"),
                Released("minimax", "MiniMax-Text-01", "W"))),
     Family(("minimax_m2",), **_MIXTRAL, correction="e_score_correction_bias",
-           routing=_router(_CORRECTED, "correction"),
+           routing=_router(_SHARES, "correction"),
            released=(Released("minimax_m2", "MiniMax-M2, M2.5, M2.7", "W", "fp8-block"),)),
     Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
            norm_less_one=True,
            activation=_OAI,
-           routing=_router(replace(_CORRECTED, routed_scaling_factor=2.0), "scale"),
+           routing=_router(replace(_SHARES, routed_scaling_factor=2.0), "scale"),
            released=(
                Released("minimax_m3_vl", "MiniMax-M3", "W", "bf16 fp8-block nvfp4",
                         prefix=_LANGUAGE, shared=True),)),
@@ -258,7 +259,7 @@ ROWS = (
                         "bf16 fp8-block int4-packed mxfp4", shared=True))),
     Family(("step3p5", "step3p7"), block="moe", experts="", correction="router_bias",
            shared="share_expert", norm_less_one=True,
-           routing=_router(_CORRECTED, "scale"),
+           routing=_router(_SHARES, "scale"),
            keys={"top_k": ("moe_top_k",), "scale": ("moe_router_scaling_factor",)},
            released=(
                Released("step3p5", "Step-3.5-Flash, Step-3.7-Flash", "F6", "bf16 fp8-block",
@@ -375,7 +376,7 @@ ROWS = (
     Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias",
            beside=("e_score_correction_bias",),
            routing=Router(
-               _CORRECTED, frozenset(("scale", "logit softcap")), never=("weight on input",)),
+               _SHARES, frozenset(("scale", "logit softcap")), never=("weight on input",)),
            keys={"scale": ("moe_routed_scaling_factor",)},
            released=(Released("laguna", "Laguna", shared=True),)),
     Family(("lfm2_moe",), block="feed_forward", matrices=NUMBERED_W, norm="ffn_norm",
