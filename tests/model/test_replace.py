@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import shutil
@@ -59,6 +60,14 @@ def test_generate_works_in_the_models_dtype(model: Any, int8: Path, torch: Any) 
     ids = torch.tensor([[5, 6, 7]])
     written = model.generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
     assert written.shape[1] <= 7 and torch.equal(written[:, :3], ids)
+
+
+def test_copies_of_a_model_share_packed_experts(model: Any, int8: Path, torch: Any) -> None:
+    replace_experts(model, int8)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin, torch), logits(model, torch))
+    for layer, site in find_experts(model).items():
+        assert find_experts(twin)[layer].module.experts is site.module.experts
 
 
 def test_replaced_parameters_are_freed(model: Any, int8: Path, torch: Any) -> None:
