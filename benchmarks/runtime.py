@@ -122,6 +122,7 @@ def ways(layers: Layers, tokens: int, torch_loop: bool) -> Iterator[tuple[str, l
     out = torch.empty_like(tensors[0][0])
     yield "layer, torch", [partial(layer, *batch) for batch in tensors]
     yield "layer, torch, out=", [partial(layer, *batch, out=out) for batch in tensors]
+    yield "prepared, torch", [layer.prepare(*batch, out=out) for batch in tensors]
     yield "submit and wait, torch", [partial(submit_and_wait, layer, *batch) for batch in tensors]
     if torch_loop:
         experts = layers.of_torch()

@@ -35,7 +35,7 @@ def test_the_page(
     monkeypatch.chdir(folder)
     known: dict[str, Any] = {}
     found = blocks(PAGE)
-    assert len(found) == 5
+    assert len(found) == 6
     for block in found:
         exec(block, known)
         printed = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -55,6 +56,17 @@ def arguments(
     if out is not None:
         _expect_apart(found)
     return found
+
+
+def expect_in_place(call: Arguments, given: Mapping[str, Any]) -> None:
+    """UsageError for an argument, by its name, that the call does not use where it lies."""
+    used = call.x, call.ids, call.weights, call.skip, call.add
+    for (name, array), one in zip(given.items(), used, strict=True):
+        if one is not None and one.owner is not array:
+            raise UsageError(
+                f"{name} would be copied once, so that later calls would not see it change",
+                "give it contiguous, in a dtype that is not converted (docs/runtime.md)",
+            )
 
 
 def _expect_apart(call: Arguments) -> None:

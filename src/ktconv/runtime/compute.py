@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from ktconv import native
@@ -26,8 +30,27 @@ _WEIGHTED_BYTES, _NORMED_BYTES, _NORMED_ROW_BYTES = 8, 14, 20
 
 def compute(packed: Experts, pool: Pool, call: Arguments) -> None:
     """Writes y of `call`."""
+    _worded(partial(_compute, packed, pool, call))
+
+
+def prepared(packed: Experts, pool: Pool, call: Arguments) -> Callable[[], Any]:
+    """A function that computes `call` from what its memory has then, and returns its y."""
+    work = partial(_compute, packed, pool, call)
+    if call.tokens and call.top_k and not packed.weight_on_input and packed.norm is None:
+        work = partial(_run, packed.layer, pool, call, _described(call))
+    y = call.y.owner
+
+    def run() -> Any:
+        _worded(work)
+        return y
+
+    return run
+
+
+def _worded(work: Callable[[], None]) -> None:
+    """UsageError for what the C library refuses."""
     try:
-        _compute(packed, pool, call)
+        work()
     except native.NoWeightsError as error:
         hint = "mark such experts in `skip`, or give -1 as their id"
         raise UsageError(str(error), hint) from None
@@ -70,7 +93,11 @@ def _compute(packed: Experts, pool: Pool, call: Arguments) -> None:
 
 
 def _forward(layer: native.Layer, pool: Pool, call: Arguments) -> None:
-    made = native.Call(
+    _run(layer, pool, call, _described(call))
+
+
+def _described(call: Arguments) -> native.Call:
+    return native.Call(
         call.tokens,
         call.top_k,
         call.x.address,
@@ -83,6 +110,10 @@ def _forward(layer: native.Layer, pool: Pool, call: Arguments) -> None:
         x_dtype=VALUE_DTYPES[call.x.dtype],
         y_dtype=VALUE_DTYPES[call.y.dtype],
     )
+
+
+def _run(layer: native.Layer, pool: Pool, call: Arguments, made: native.Call) -> None:
+    """`made` describes `call`."""
     memory = workspace.take(pool)
     try:
         layer.run(pool, made, memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from ktconv.families.config import USUAL_TOP_K
 from ktconv.moe import Experts
 from ktconv.native import Activation
 from ktconv.runtime import sources
-from ktconv.runtime.arguments import Arguments, arguments
+from ktconv.runtime.arguments import Arguments, arguments, expect_in_place
 from ktconv.runtime.compiled import uncompiled
-from ktconv.runtime.compute import compute, working_bytes
+from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
@@ -223,6 +223,27 @@ class MoELayer:
             return Handle(pool.submit(run))
         except KtconvError as error:
             return Handle.failed(error)
+
+    def prepare(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        *,
+        skip: Any = None,
+        add_to: Any = None,
+        out: Any = None,
+    ) -> Callable[[], Any]:
+        """A function that makes this call each time it is called, without the checks of a call: for
+        loops whose arguments stay in the same memory, such as decoding token by token.
+
+        It computes with what is in the arguments then, writes to the same result, and returns it.
+        One thread at a time may call it. UsageError also for arguments that a call would copy.
+        """
+        found = self._arguments(x, ids, weights, skip, add_to, out)
+        given = {"x": x, "ids": ids, "weights": weights, "skip": skip, "add_to": add_to}
+        expect_in_place(found, given)
+        return uncompiled(prepared(self._packed, self.pool, found))
 
     def plan_bytes(self, tokens: int, top_k: int = USUAL_TOP_K, dtype: str = "bf16") -> int:
         """Bytes that a call of so many tokens takes beyond its arguments: the result, and workspace
