@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"ep": 2, "redundant": 2}, {"ep": 3}, {"hot": "3", "ep": 2}, {"gpu_memory": 20_000},
+    {}, {"ep": 2, "redundant": 2}, {"hot": "3", "ep": 2}, {"gpu_memory": 20_000},
 ])  # fmt: skip
 def test_plans_can_be_drawn(ragged: Path, options: dict[str, Any], tmp_path: Path) -> None:
     from ktconv.plan.plots import plot

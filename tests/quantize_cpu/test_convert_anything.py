@@ -189,7 +189,7 @@ def check_elements_aligned(output: Path) -> None:
             assert (start + entry["data_offsets"][0]) % items[entry["dtype"]] == 0, name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(cases())
 def test_anything(case: dict[str, Any]) -> None:
     event(f"{case['encoding']} {case.get('style', '')}")

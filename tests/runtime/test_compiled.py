@@ -17,10 +17,6 @@ torch: Any = pytest.importorskip("torch")
 Call = Callable[[MoELayer, Any, Any, Any], Any]
 
 
-def at_once(layer: MoELayer, x: Any, ids: Any, weights: Any) -> Any:
-    return layer(x, ids, weights)
-
-
 def in_the_background(layer: MoELayer, x: Any, ids: Any, weights: Any) -> Any:
     return layer.submit(x, ids, weights).wait()
 
@@ -35,7 +31,7 @@ def in_two_parts(layer: MoELayer, x: Any, ids: Any, weights: Any) -> Any:
     return layer(x, now, weights, add_to=layer(x, later, weights))
 
 
-@pytest.mark.parametrize("call", [at_once, in_the_background, routed, in_two_parts])
+@pytest.mark.parametrize("call", [in_the_background, routed, in_two_parts])
 def test_compiled_code_calls_layers(call: Call, make_layer: Callable[..., MoELayer]) -> None:
     """What is around a call is compiled, and results are the same."""
     layer = make_layer()
