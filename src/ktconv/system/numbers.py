@@ -37,7 +37,7 @@ def wholes(name: str, values: Any, least: int = 0) -> list[int]:
 
 
 def real(name: str, value: Any) -> float:
-    """`value` as a float. UsageError names it where it is no number."""
+    """`value` as a float. Raises UsageError, with `name`, for anything that is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -45,7 +45,8 @@ def real(name: str, value: Any) -> float:
 
 
 def reals(name: str, values: ArrayLike) -> F64:
-    """`values` as an array of float64. UsageError names them where they are no numbers."""
+    """`values` as an array of float64. Raises UsageError, with `name`, for anything else than
+    numbers."""
     try:
         return np.asarray(values, np.float64)
     except (TypeError, ValueError):
