@@ -44,6 +44,9 @@ typedef enum kt_rows_kind {
 typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel);
 
+/* Columns column .. column + 31 of w as a strip of BF16 weights: train/strips.h. */
+typedef void kt_transpose_fn(const kt_weight *w, int64_t column, uint8_t *strip);
+
 /* The best cell of a format for the level in use. */
 typedef struct kt_weight_format kt_weight_format;
 kt_product_fn *kt_format_product(const kt_weight_format *format);

@@ -1,0 +1,65 @@
+/* gradients.h - what a backward pass does besides matrix products.
+ *
+ * Every operation is spelled out, so that each level gives the same bits. */
+#ifndef KT_GRADIENTS_H
+#define KT_GRADIENTS_H
+
+#include "../moe/epilogue.h"
+
+/* From the gradient of the middle h = function(gate, up) to those of gate and up; 32 columns of
+ * one expert's tokens. With d = base + lora, for each token:
+ *   dot     = sum over the columns of base * q(h); q is what the down product has read: h by its
+ *             int8 codes, min(max(RNE(h * fl32(1 / h_scale)), -127), 127) * h_scale (0 where
+ * h_scale is 0), or without h_scale bf16(h). Sums: s[r] = fma(base[16 + r], q[16 + r], base[r] *
+ * q[r]), r < 16, then s[r] += s[r + 8], + 4, + 2, + 1. d_gate  = bf16(weight * d * dh/dgate) d_up
+ * = bf16(weight * d * dh/dup) middle  = bf16(h) gate and up are those that the forward has saved,
+ * biases added, before any clamp. Gradients are those of torch.clamp (1 at the limits, 0 beyond),
+ * max(u, 0) has 0 at 0. A NaN of anything that the formula reads makes a NaN. */
+typedef struct kt_inner_back {
+  const float *base, *lora;  /* [tokens][32]; lora: NULL for none */
+  const uint16_t *gate, *up; /* bf16; a token `saved_stride` elements after the other; gate: if the
+                                function has one */
+  const float *weight;       /* [tokens] */
+  const float *h_scale;      /* NULL, or a token `h_scale_stride` floats after the other */
+  int64_t tokens, saved_stride, h_scale_stride, stride;
+  uint16_t *d_gate, *d_up; /* bf16, a token `stride` elements after the other; d_gate: if gated */
+  uint16_t *middle;        /* NULL, or the same */
+  float *dot;              /* [tokens] */
+} kt_inner_back;
+
+typedef void kt_activate_back_fn(const kt_activation *activation, const kt_inner_back *back);
+
+/* out[j][c] += sum over i < count, ascending, of a[i][j] * b[i][c], one fma each, which begins with
+ * what out has. j < rank, c < cols, cols % 32 == 0. b: bf16 rows, row i at
+ * b + (index ? index[i] : i) * b_stride bytes, 64-byte aligned. out: element (j, c) at
+ * out[j * row + c * col], of which one of row and col is 1. */
+typedef struct kt_outer {
+  const float *a; /* row i at a + i * a_stride */
+  const uint8_t *b;
+  const int32_t *index; /* NULL, or [count] */
+  int64_t count, rank, cols, a_stride, b_stride;
+  float *out;
+  int64_t row, col;
+} kt_outer;
+
+/* Dropout of the inputs of LoRA: which elements of a row are dropped follows from the seed, the
+ * pair (token * top_k + choice), the input (0: x, 1: the middle) and the column alone. */
+typedef struct kt_drop {
+  uint64_t seed;
+  uint32_t below; /* an element is dropped where its random 32 bits are below this; 0: none */
+  int32_t input;
+} kt_drop;
+
+typedef struct kt_gradients {
+  kt_activate_back_fn *activate[KT_GATE_FUNCTIONS];
+  void (*outer)(const kt_outer *outer);
+  /* Sets elements first .. first + n - 1 of the row of `pair`, given from `first` on, to 0 where
+   * they are dropped. n % 32 == 0. */
+  void (*drop_bf16)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, uint16_t *row);
+  void (*drop_f32)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, float *row);
+} kt_gradients;
+
+extern const kt_gradients kt_gradients_scalar, kt_gradients_avx512;
+extern const kt_gradients *const kt_gradients_of[KT_LEVELS]; /* KT_CELL */
+
+#endif

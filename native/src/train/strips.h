@@ -1,0 +1,55 @@
+/* strips.h - matrices, packed and plain, as strips of BF16 weights.
+ *
+ * A strip (gemm/bf16_gemm.h) is 32 rows of a BF16 matrix, tile after tile of 32 columns. What is
+ * brought into this form is multiplied by the BF16 product of the level, whatever it was before:
+ * the transposed products of every format, and those of LoRA matrices. */
+#ifndef KT_STRIPS_H
+#define KT_STRIPS_H
+
+#include "../format/format.h"
+
+/* Strip row i, column n = the code of w at (row n, column `column` + i), n < w->rows: the product
+ * of the strip with rows of w->rows activations is one of the transpose of w. Codes are exact in
+ * bf16. Scales are left to the activations (kt_fold_scales), except where they are powers of two:
+ * kt_weight_format.strip_scaled. column % 32 == 0. strip: 64 * w->rows bytes, 64-byte aligned. A
+ * cell of a format's row, kt_weight_format.transpose. */
+kt_transpose_fn *kt_format_transpose(const kt_weight_format *format);
+
+/* scale[n] = what a code of row n, of the group of column `column`, is worth, n < w->rows; codes
+ * of INT4 are worth 16 scales. All columns of a group (w->layout.group; 0: all columns) have the
+ * same. Not for formats without scales, nor those with strip_scaled. scale: 64-byte aligned. */
+void kt_fold_scales(const kt_weight *w, int64_t column, float *scale);
+
+/* out[n] = bf16(row[n] * scale[n]), ties to even, NaN stays NaN. n % 32 == 0; all 64-byte aligned.
+ * out may be row. */
+typedef void kt_fold_row_fn(const uint16_t *row, const float *scale, int64_t n, uint16_t *out);
+
+/* A plain matrix [rows, cols] of KT_BF16 or KT_F32, rows side by side. */
+typedef struct kt_plain {
+  const void *data; /* aligned to its type */
+  int64_t rows, cols;
+  int dtype;
+} kt_plain;
+
+/* Strips of `count` columns (a multiple of 32), of a plain matrix rounded to bf16, ties to even,
+ * and surrounded by zeros:
+ *   rows     strip row i, column k = m[first + i][k - shift]
+ *   columns  strip row i, column k = m[k - shift][first + i]
+ * strip: 64 * count bytes, 64-byte aligned. */
+typedef void kt_strip_fn(const kt_plain *m, int64_t first, int64_t shift, int64_t count,
+                         uint8_t *strip);
+
+typedef struct kt_strips {
+  kt_strip_fn *rows, *columns;
+  kt_fold_row_fn *fold;
+} kt_strips;
+
+extern const kt_strips kt_strips_scalar, kt_strips_avx512;
+extern const kt_strips *const kt_strips_of[KT_LEVELS]; /* KT_CELL */
+
+/* As the product of BF16 weights (moe/gemm.h), but out += it: each element is the same chain of
+ * sums, begun with what out has (scalar: one sum in binary64, rounded, then added). The cell for
+ * the level in use. */
+kt_product_fn *kt_bf16_adding_product(void);
+
+#endif
