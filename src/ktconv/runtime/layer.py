@@ -139,6 +139,11 @@ class MoELayer:
         return self._packed.format.key
 
     @property
+    def packed(self) -> Experts:
+        """Its experts as kernels and references have them."""
+        return self._packed
+
+    @property
     def activation(self) -> Activation:
         """Between the products of gate and up and that of down."""
         return self._packed.activation
