@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,13 @@ class LogitsExperts(_ByMatrices):
     """For Aria, whose experts choose by the router's logits themselves."""
 
     def __init__(
-        self, experts: Experts, pool: Pool | None = None, own: OwnExperts | None = None
+        self,
+        experts: Experts,
+        pool: Pool | None = None,
+        own: OwnExperts | None = None,
+        lora: nn.Module | None = None,
     ) -> None:
-        super().__init__(experts, pool, own)
+        super().__init__(experts, pool, own, lora)
         assert own is not None
         self.config = own.module.config
         kind: Any = type(own.module)
@@ -104,9 +108,13 @@ class ExpertsBlock(_ByMatrices):
     """For JetMoE, whose experts are part of the module that has their router and a bias."""
 
     def __init__(
-        self, experts: Experts, pool: Pool | None = None, own: OwnExperts | None = None
+        self,
+        experts: Experts,
+        pool: Pool | None = None,
+        own: OwnExperts | None = None,
+        lora: nn.Module | None = None,
     ) -> None:
-        super().__init__(experts, pool, own)
+        super().__init__(experts, pool, own, lora)
         assert own is not None
         block: Any = own.module
         self.router, self.bias = block.router, block.bias
@@ -137,11 +145,22 @@ class EachExperts(_ByMatrices, nn.ModuleList):
     elements of this one. Elements that return their input stay as they are."""
 
     def __init__(
-        self, experts: Experts, pool: Pool | None = None, own: OwnExperts | None = None
+        self,
+        experts: Experts,
+        pool: Pool | None = None,
+        own: OwnExperts | None = None,
+        lora: nn.Module | None = None,
     ) -> None:
-        super().__init__(experts, pool, own)
+        super().__init__(experts, pool, own, lora)
         self.extend(ListElement(self, number) for number in range(experts.count))
         self.extend(nn.Identity() for _ in range(self._identities))
+
+    def __len__(self) -> int:
+        """Of elements, beside which LoRA is a part of the module."""
+        return sum(name.isdecimal() for name in self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._modules[str(number)] for number in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         """An element, or a plain list of some."""

@@ -50,6 +50,12 @@ class ListedExperts(OwnExperts):
         return self._identities
 
     @property
+    def names(self) -> dict[Projection, str]:
+        children = self.module[0].named_children()
+        spelt = {id(getattr(one, _ADAPTED, one)): name for name, one in children}
+        return {projection: spelt[id(one)] for projection, one in self._linear[0].items()}
+
+    @property
     def adapted(self) -> bool:
         return any(hasattr(one, _ADAPTED) for one in self.module.modules())
 

@@ -84,7 +84,7 @@ def check_match(
     layer: int,
     own: OwnExperts,
     experts: Experts,
-    directory: Path,
+    directory: str | Path,
 ) -> None:
     """CheckpointError unless the model's own experts have the same matrices and activation."""
     for what, has, packed in _features(own, experts):
@@ -150,13 +150,13 @@ def _array(tensor: Tensor) -> F32:
     return found
 
 
-def check_likeness(theirs: Tensor, ours: Tensor, layer: int, directory: Path) -> None:
+def check_likeness(theirs: Tensor, ours: Tensor, layer: int, source: str | Path) -> None:
     """UnlikeExperts unless an expert's output is close to that of the model's own for the same
     token. Packed weights of another checkpoint can have the very same sizes."""
     theirs, ours = theirs.float().flatten(), ours.float().flatten()
     likeness = torch.nn.functional.cosine_similarity(theirs, ours, dim=0)
     if theirs.any() and not likeness > _LEAST_LIKENESS:
         raise UnlikeExperts(
-            f"the experts of layer {layer} in {directory} are not those of the model",
+            f"the experts of layer {layer} in {source} are not those of the model",
             "give the model that was converted",
         )

@@ -38,15 +38,23 @@ class PackedExperts(nn.Module):
 
     The kernels run on the CPU; inputs may be on any device, and outputs are on the device of their
     inputs.
+
+    `lora`, called with hidden states, ids and weights, computes in the place of `experts`; it has
+    gradients.
     """
 
     def __init__(
-        self, experts: Experts, pool: Pool | None = None, own: OwnExperts | None = None
+        self,
+        experts: Experts,
+        pool: Pool | None = None,
+        own: OwnExperts | None = None,
+        lora: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.experts, self.pool = experts, pool
+        self.experts, self.pool, self.lora_experts = experts, pool, lora
         self._elsewhere = torch.from_numpy(experts.origins < 0)
         self._identities = own.identities if own else 0
+        self.names = own.names if own else {}
         self.post_expert_norm = own.norm if own else None
         # Those that still run; in a tuple, as no part of the model's tree.
         self.own = (own,) if own is not None and bool(self._elsewhere.any()) else ()
@@ -101,8 +109,11 @@ class PackedExperts(nn.Module):
         return y.reshape(hidden.shape)
 
     def _fetched(self, *inputs: Tensor) -> list[Tensor]:
-        """Inputs on the CPU, if they can be used."""
-        _check_usable(*inputs)
+        """Inputs that can be used: on the CPU, or where they are if LoRA fetches them."""
+        _check_values(*inputs)
+        if self.lora_experts is not None:
+            return list(inputs)
+        _check_without_gradients(*inputs)
         return on_cpu(*inputs)
 
     def summed(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -120,17 +131,20 @@ class PackedExperts(nn.Module):
         slots = ids.reshape(-1, 1)
         outputs = self._run(alone, slots, rows.new_ones(slots.shape)).to(rows.dtype)
         place = next(self.post_expert_norm.parameters(), outputs).device  # of what is no expert
-        (y,) = on_cpu(self.post_expert_norm(outputs.to(place)))
+        y = self.post_expert_norm(outputs.to(place)).to(outputs.device)
         weights = torch.where(ids < 0, 0, weights)[..., None]
         summed: Tensor = (y.reshape(*ids.shape, -1) * weights).sum(dim=1)
         return summed
 
     def _run(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """bf16 [M, H]."""
+        """[M, H] in bf16, of LoRA in the dtype of rows."""
+        x = rows if rows.dtype != torch.float64 else rows.float()
+        if self.lora_experts is not None:
+            found: Tensor = self.lora_experts(x, ids, weights)
+            return found
         y = rows.new_empty(rows.shape, dtype=torch.bfloat16)
         layer = MoELayer(self.experts, self.pool)
-        x = rows.detach() if rows.dtype != torch.float64 else rows.detach().float()
-        layer(x, ids, weights.detach().float(), skip=self._elsewhere, out=y)
+        layer(x.detach(), ids, weights.detach().float(), skip=self._elsewhere, out=y)
         return y
 
     def _asked(self, own: OwnExperts, *inputs: Tensor) -> Tensor:
@@ -167,15 +181,18 @@ class PackedExperts(nn.Module):
         return f"{e.count} experts of {e.format.key}, hidden {e.hidden}, inner {e.intermediate}"
 
 
-def _check_usable(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.is_meta:
-            raise UsageError(
-                "packed experts got an input on meta, which has no values",
-                "load the other parts of the model, or move them to a device that computes",
-            )
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise UsageError(
-                "packed experts have no gradients, but their input needs one",
-                "call the model under torch.no_grad() or torch.inference_mode()",
-            )
+def _check_values(*tensors: Tensor) -> None:
+    if any(tensor.is_meta for tensor in tensors):
+        raise UsageError(
+            "packed experts got an input on meta, which has no values",
+            "load the other parts of the model, or move them to a device that computes",
+        )
+
+
+def _check_without_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UsageError(
+            "packed experts have no gradients, but their input needs one",
+            "call the model under torch.no_grad() or torch.inference_mode(), or put experts that "
+            "have gradients into it with ktconv.train.prepare",
+        )

@@ -65,6 +65,11 @@ class OwnExperts(ABC):
         return None
 
     @property
+    def names(self) -> dict[Projection, str]:
+        """What the model calls the matrices of an expert; empty where they have no own names."""
+        return {}
+
+    @property
     def adapted(self) -> bool:
         """Whether an adapter such as LoRA changes what the experts compute."""
         return False

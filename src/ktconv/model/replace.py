@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from ktconv import native
-from ktconv.errors import CheckpointError, UsageError
-from ktconv.model.forms import packed_class
-from ktconv.model.listed import ListedExperts
-from ktconv.model.load import first_line
-from ktconv.model.matching import (
-    check_function,
-    check_layers,
-    check_likeness,
-    check_match,
-    open_layers,
-    trial_token,
+from ktconv.errors import UsageError
+from ktconv.model.fitting import (
+    check_elsewhere,
+    check_place,
+    compare,
+    converted_experts,
+    elsewhere,
+    settings_of,
 )
+from ktconv.model.forms import packed_class
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
-from ktconv.moe import Experts
 from ktconv.system.pool import Pool
 
 
@@ -50,7 +45,7 @@ class ReplacedExperts:
         self.untried = tuple(untried)
         self.layers = tuple(sorted(sites))
         self.method = packed[self.layers[0]].experts.format.key
-        self.own = {layer: _elsewhere(packed[layer].experts) for layer in self.layers}
+        self.own = {layer: elsewhere(packed[layer].experts) for layer in self.layers}
         self._sites, self._packed = sites, packed
         self._used = used  # the threads, and the instruction set that was in use before
         self._originals = {n: site.module for n, site in sites.items()} if keep else None
@@ -129,33 +124,26 @@ def replace_experts(
     directory = Path(output)
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
-    sites = find_experts(model)
-    settings = _settings(model)
-    layers = model.get_submodule(next(iter(sites.values())).layers_path)
-    check_layers(settings, sites, directory, built=len(list(layers.children())))
-    experts = open_layers(directory, sites, settings)
+    sites, settings = find_experts(model), settings_of(model)
+    for site in sites.values():
+        check_place(site)
+    experts = converted_experts(model, sites, settings, directory)
     for layer, site in sites.items():
-        _check_place(site, experts[layer])
-        check_match(settings, layer, site.own, experts[layer], directory)
+        check_elsewhere(site, experts[layer])
     with ExitStack() as used:
         if isa is not None:
             _use_isa(isa, used)
         pool = used.enter_context(Pool(threads)) if threads is not None else None
-        packed = {layer: _packed(site, experts[layer], pool) for layer, site in sites.items()}
-        untried = [layer for layer, site in sites.items() if not site.own.runs]
-        for layer in sites.keys() - set(untried):
-            _try(sites[layer], packed[layer], directory, bool(settings))
+        packed = {
+            layer: packed_class(site.own)(experts[layer], pool, site.own).eval()
+            for layer, site in sites.items()
+        }
+        untried = [
+            layer
+            for layer, site in sites.items()
+            if not compare(site, packed[layer], directory, bool(settings))
+        ]
         return ReplacedExperts(sites, packed, keep, used.pop_all(), untried)
-
-
-def _settings(model: nn.Module) -> Mapping[str, Any]:
-    """config.json of the model, or of what is in its wrappers; empty where none of them has one."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
-            found: Mapping[str, Any] = config.to_dict()
-            return found
-    return {}
 
 
 def _use_isa(name: str, used: ExitStack) -> None:
@@ -166,50 +154,3 @@ def _use_isa(name: str, used: ExitStack) -> None:
         )
     used.callback(native.use_isa, native.isa())
     native.use_isa(name)
-
-
-def _packed(site: Site, experts: Experts, pool: Pool | None) -> PackedExperts:
-    """The module for this place; CheckpointError where it is not known how experts are called."""
-    return packed_class(site.own)(experts, pool, site.own).eval()
-
-
-def _elsewhere(experts: Experts) -> list[int]:
-    """Ids of experts that are not among the packed ones."""
-    return [index for index, origin in enumerate(experts.origins) if origin < 0]
-
-
-def _check_place(site: Site, experts: Experts) -> None:
-    """UsageError unless the model's own experts are there, as far as they are needed."""
-    if isinstance(site.module, PackedExperts):
-        raise UsageError(f"{site.path} already uses packed experts", "restore() the model first")
-    if site.adapted:
-        raise UsageError(
-            f"the experts {site.path} have an adapter, which packed experts would leave out",
-            "merge it into the model and convert that, or let the adapter leave out experts",
-        )
-    missing = _elsewhere(experts)
-    if missing and site.own.device.type == "meta":
-        raise UsageError(
-            f"layer {site.layer} leaves experts {missing} to the model's own weights, which are "
-            "not loaded",
-            "load the model's experts, or convert all of them",
-        )
-
-
-def _try(site: Site, packed: PackedExperts, directory: Path, has_settings: bool) -> None:
-    """UnlikeExperts where the first packed expert answers unlike the model's own; CheckpointError
-    where that computes something else. Of modules of transformers settings have told what."""
-    own = site.own
-    first = int((packed.experts.origins >= 0).argmax())
-    token = trial_token(own.hidden, own.dtype)
-    try:
-        with torch.no_grad():
-            theirs, ours = packed.compared(own, first, token)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the model's own experts {site.path} could not be tried: {first_line(error)}",
-            "check that the model runs, and that its experts take hidden states, ids and weights",
-        ) from error
-    check_likeness(theirs, ours, site.layer, directory)
-    if not has_settings or isinstance(own, ListedExperts):
-        check_function(own, theirs, first, token, packed.experts, site.layer)
