@@ -50,9 +50,10 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
-asan: build/asan/check build/asan/moe_check
+asan: build/asan/check build/asan/moe_check build/asan/gradients_check
 	build/asan/check
 	build/asan/moe_check
+	build/asan/gradients_check
 
 ASAN     := -std=c11 -g1 -O0 -fsanitize=address,undefined -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
@@ -62,7 +63,7 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -Inative/include -c $< -o $@
 
-build/asan/check: $(LIBRARY) build/asan/test/check.o
+build/asan/check build/asan/gradients_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 build/asan/moe_check: $(LIBRARY) build/asan/test/moe_check.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)

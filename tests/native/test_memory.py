@@ -124,7 +124,7 @@ def test_threads(isa: str) -> None:
                 assert_same("scale", found[1], scale)
 
 
-# check.c and moe_check.c
+# check.c, moe_check.c and gradients_check.c
 
 FLAGS = ["-std=c11", "-g1", f"-I{ROOT / 'native/include'}"]
 # gcc knows sizes of objects only where it optimizes, and takes one of two tables for both.
@@ -209,6 +209,10 @@ def sanitized(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
 
 def test_packing_under_sanitizers(sanitized: Build) -> None:
     run([sanitized.program(TESTS / "check.c")])
+
+
+def test_gradients_under_sanitizers(sanitized: Build) -> None:
+    run([sanitized.program(TESTS / "gradients_check.c")])
 
 
 def test_layers_under_sanitizers(sanitized: Build) -> None:

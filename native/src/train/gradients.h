@@ -7,14 +7,20 @@
 #include "../moe/epilogue.h"
 
 /* From the gradient of the middle h = function(gate, up) to those of gate and up; 32 columns of
- * one expert's tokens. With d = base + lora, for each token:
- *   dot     = sum over the columns of base * q(h); q is what the down product has read: h by its
- *             int8 codes, min(max(RNE(h * fl32(1 / h_scale)), -127), 127) * h_scale (0 where
- * h_scale is 0), or without h_scale bf16(h). Sums: s[r] = fma(base[16 + r], q[16 + r], base[r] *
- * q[r]), r < 16, then s[r] += s[r + 8], + 4, + 2, + 1. d_gate  = bf16(weight * d * dh/dgate) d_up
- * = bf16(weight * d * dh/dup) middle  = bf16(h) gate and up are those that the forward has saved,
- * biases added, before any clamp. Gradients are those of torch.clamp (1 at the limits, 0 beyond),
- * max(u, 0) has 0 at 0. A NaN of anything that the formula reads makes a NaN. */
+ * one expert's tokens. gate and up are those that the forward has saved, biases added, before any
+ * clamp. With d = base + lora, for each token:
+ *   d_gate  bf16((weight * d) * dh/dgate)
+ *   d_up    bf16((weight * d) * dh/dup)
+ *   middle  bf16(h)
+ *   dot     sum over the columns of base * q, q being what the down product has read: h by its
+ *           int8 codes, clamp(h * fl32(1 / h_scale), -127, 127) rounded to even, * h_scale (0 where
+ *           h_scale is 0), or without h_scale bf16(h). In this order:
+ *           s[r] = fma(base[16 + r], q[16 + r], base[r] * q[r]), r < 16;
+ *           s[r] += s[r + 8], + 4, + 2, + 1.
+ * Derivatives are those of torch.clamp (1 at the limits, 0 beyond); that of max(u, 0) is 0 at 0.
+ * h and its derivatives: ../moe/activation.h, slopes.h. They are finite for finite gate and up
+ * where their products are. A NaN goes where IEEE 754 takes it, a clamp has derivative 1 there; all
+ * NaN results have the same bits. */
 typedef struct kt_inner_back {
   const float *base, *lora;  /* [tokens][32]; lora: NULL for none */
   const uint16_t *gate, *up; /* bf16; a token `saved_stride` elements after the other; gate: if the
@@ -29,10 +35,23 @@ typedef struct kt_inner_back {
 
 typedef void kt_activate_back_fn(const kt_activation *activation, const kt_inner_back *back);
 
+/* Bits of NaN. */
+#define KT_BF16_NAN 0x7fc0u
+#define KT_F32_NAN 0x7fc00000u
+
+/* A level writes one activate_back(function, activation, back), as in epilogue.h. */
+#define KT_DEFINE_ACTIVATE_BACK(function)                                                          \
+  static void activate_back_##function(const kt_activation *activation,                            \
+                                       const kt_inner_back *back) {                                \
+    activate_back(function, activation, back);                                                     \
+  }
+#define KT_ACTIVATE_BACK_CELL(function) [function] = activate_back_##function,
+
 /* out[j][c] += sum over i < count, ascending, of a[i][j] * b[i][c], one fma each, which begins with
  * what out has. j < rank, c < cols, cols % 32 == 0. b: bf16 rows, row i at
  * b + (index ? index[i] : i) * b_stride bytes, 64-byte aligned. out: element (j, c) at
- * out[j * row + c * col], of which one of row and col is 1. */
+ * out[j * row + c * col], of which one of row and col is 1. Elements that the sums do not name are
+ * neither read nor written. */
 typedef struct kt_outer {
   const float *a; /* row i at a + i * a_stride */
   const uint8_t *b;
@@ -43,7 +62,8 @@ typedef struct kt_outer {
 } kt_outer;
 
 /* Dropout of the inputs of LoRA: which elements of a row are dropped follows from the seed, the
- * pair (token * top_k + choice), the input (0: x, 1: the middle) and the column alone. */
+ * pair (token * top_k + choice), the input (0: x, 1: the middle) and the column alone (random.h),
+ * for columns below 2^32. */
 typedef struct kt_drop {
   uint64_t seed;
   uint32_t below; /* an element is dropped where its random 32 bits are below this; 0: none */
@@ -53,8 +73,8 @@ typedef struct kt_drop {
 typedef struct kt_gradients {
   kt_activate_back_fn *activate[KT_GATE_FUNCTIONS];
   void (*outer)(const kt_outer *outer);
-  /* Sets elements first .. first + n - 1 of the row of `pair`, given from `first` on, to 0 where
-   * they are dropped. n % 32 == 0. */
+  /* Sets columns first .. first + n - 1 of the row of `pair` to 0 where they are dropped; row[0] is
+   * column `first`. n % 32 == 0. */
   void (*drop_bf16)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, uint16_t *row);
   void (*drop_f32)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, float *row);
 } kt_gradients;
