@@ -50,10 +50,11 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
-asan: build/asan/check build/asan/moe_check build/asan/gradients_check
+asan: build/asan/check build/asan/moe_check build/asan/gradients_check build/asan/strips_check
 	build/asan/check
 	build/asan/moe_check
 	build/asan/gradients_check
+	build/asan/strips_check
 
 ASAN     := -std=c11 -g1 -O0 -fsanitize=address,undefined -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
@@ -66,7 +67,7 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 build/asan/check build/asan/gradients_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
-build/asan/moe_check: $(LIBRARY) build/asan/test/moe_check.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
+build/asan/moe_check build/asan/strips_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 lint: $(VENV)/.dev

@@ -124,7 +124,7 @@ def test_threads(isa: str) -> None:
                 assert_same("scale", found[1], scale)
 
 
-# check.c, moe_check.c and gradients_check.c
+# The programs of native/test
 
 FLAGS = ["-std=c11", "-g1", f"-I{ROOT / 'native/include'}"]
 # gcc knows sizes of objects only where it optimizes, and takes one of two tables for both.
@@ -215,9 +215,10 @@ def test_gradients_under_sanitizers(sanitized: Build) -> None:
     run([sanitized.program(TESTS / "gradients_check.c")])
 
 
-def test_layers_under_sanitizers(sanitized: Build) -> None:
+@pytest.mark.parametrize("program", ["moe_check.c", "strips_check.c"])
+def test_layers_under_sanitizers(sanitized: Build, program: str) -> None:
     """Where the CPU has no AMX, with the emulator in the program."""
-    sources = [TESTS / "moe_check.c"]
+    sources = [TESTS / program]
     if platform.machine() == "x86_64" and platform.system() == "Linux":
         sources.append(TESTS / "amx_emulator.c")
     run([sanitized.program(*sources)])
@@ -234,3 +235,4 @@ def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None
     checked = run(["qemu-aarch64", build.program(TESTS / "check.c")])
     assert checked.startswith("levels: scalar neon\n")
     run(["qemu-aarch64", build.program(TESTS / "moe_check.c")])
+    run(["qemu-aarch64", build.program(TESTS / "strips_check.c")])

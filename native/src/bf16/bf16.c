@@ -44,6 +44,22 @@ void kt_bf16_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
+void kt_bf16_adding_product_scalar(const kt_weight *w, int64_t strip, int64_t strips,
+                                   const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                                   uint8_t *panel) {
+  kt_bf16_adding_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  uint16_t bits;
+  memcpy(&bits, w->codes + pair_at(w->cols, n, k) + k % 2 * 2, sizeof bits);
+  return bits;
+}
+
+void kt_bf16_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_bf16_format = {
     .bits = 16,
     .plain_bits = 16,
@@ -58,6 +74,7 @@ const kt_weight_format kt_bf16_format = {
     .pack_tile = pack_tile,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_bf16_transpose_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_bf16_product_avx512,
     .product[KT_ISA_AMX] = kt_bf16_product_amx,

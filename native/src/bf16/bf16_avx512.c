@@ -18,5 +18,12 @@ void kt_bf16_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
                   out, panel);
 }
 
+void kt_bf16_adding_product_avx512(const kt_weight *w, int64_t strip, int64_t strips,
+                                   const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                                   uint8_t *panel) {
+  kt_bf16_add_product(KT_FORM_BF16, &kernels, NULL, w, strip, strips, w->cols, NULL, x, stride,
+                      tokens, out, panel);
+}
+
 KT_TARGET_END
 #endif

@@ -57,7 +57,7 @@ struct kt_weight_format {
   kt_rows_kind rows_kind;
   kt_product_fn *product[KT_LEVELS]; /* without a scalar one there are no kernels */
   kt_transpose_fn *transpose[KT_LEVELS];
-  int strip_scaled; /* whether strips of `transpose` have their scales applied */
+  uint32_t scaled_strips; /* the dtypes, as a set, of scales that strips of `transpose` contain */
 };
 
 extern const kt_weight_format kt_int8_format, kt_int4_format, kt_bf16_format, kt_fp8_format,

@@ -69,6 +69,15 @@ void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, co
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  const unsigned code = w->codes[byte_at(w->cols, n, k)];
+  return (uint16_t)(kt_fp8_bf16[code & 0x7f] | (code & 0x80) << 8);
+}
+
+void kt_fp8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_fp8_format = {
     .bits = 8,
     .plain_bits = 8,
@@ -84,6 +93,7 @@ const kt_weight_format kt_fp8_format = {
     .is_finite = is_finite,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_fp8_transpose_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_fp8_product_avx512,
     .product[KT_ISA_AMX] = kt_fp8_product_amx,

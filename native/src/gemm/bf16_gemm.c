@@ -1,5 +1,7 @@
-/* The scalar product with bf16 activations. */
+/* The scalar product with bf16 activations, and the scalar transposition. */
 #include "bf16_gemm.h"
+
+#include "../simd/target.h"
 
 #include <string.h>
 
@@ -13,14 +15,38 @@ static double dot(const double *w, const uint8_t *x, int64_t cols) {
   return sum;
 }
 
-void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
-                          int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                          float *out, uint8_t *panel) {
+/* adding: out += it. */
+KT_INLINE void product_rows(const int adding, kt_decode_row_fn *decode_row, const kt_weight *w,
+                            int64_t strip, int64_t strips, const uint8_t *x, int64_t stride,
+                            int64_t tokens, float *out, uint8_t *panel) {
   double *const row = (double *)(void *)panel;
   for (int64_t i = 0; i < strips * KT_STRIP; i++) {
     decode_row(w, strip * KT_STRIP + i, row);
-    for (int64_t t = 0; t < tokens; t++)
-      out[(i / KT_STRIP * tokens + t) * KT_STRIP + i % KT_STRIP] =
-          (float)dot(row, x + t * stride, w->cols);
+    for (int64_t t = 0; t < tokens; t++) {
+      float *const to = out + (i / KT_STRIP * tokens + t) * KT_STRIP + i % KT_STRIP;
+      const float sum = (float)dot(row, x + t * stride, w->cols);
+      *to = adding ? *to + sum : sum;
+    }
   }
+}
+
+void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
+                          int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
+                          float *out, uint8_t *panel) {
+  product_rows(0, decode_row, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+void kt_bf16_adding_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
+                                 int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
+                                 float *out, uint8_t *panel) {
+  product_rows(1, decode_row, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+void kt_transpose_numbers(kt_number_fn *number, const kt_weight *w, int64_t column,
+                          uint8_t *strip) {
+  for (int64_t n = 0; n < w->rows; n++)
+    for (int64_t i = 0; i < KT_STRIP; i++) {
+      const uint16_t bits = number(w, n, column + i);
+      memcpy(strip + kt_strip_at(i, n), &bits, sizeof bits);
+    }
 }

@@ -20,6 +20,18 @@ enum {
   KT_BF16_TILE = 2048
 };
 
+/* Where a strip of bf16 has (row i, column k), in bytes. */
+static inline int64_t kt_strip_at(int64_t i, int64_t k) {
+  return k / KT_TILE_COLS * KT_BF16_TILE + i / KT_HALF_ROWS * KT_BF16_HALF_TILE +
+         k % KT_TILE_COLS / 2 * KT_LINE + i % KT_HALF_ROWS * 4 + k % 2 * 2;
+}
+
+/* The number of (row n, column k) as a strip of the transpose has it, bf16 bits. */
+typedef uint16_t kt_number_fn(const kt_weight *w, int64_t n, int64_t k);
+
+/* The scalar transposition of every format: kt_transpose_fn, number by number. */
+void kt_transpose_numbers(kt_number_fn *number, const kt_weight *w, int64_t column, uint8_t *strip);
+
 /* Row n of w, scales applied: exact in binary64. */
 typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
 
@@ -27,6 +39,11 @@ typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
 void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
                           int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
                           float *out, uint8_t *panel);
+
+/* The same, but out += it. */
+void kt_bf16_adding_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
+                                 int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
+                                 float *out, uint8_t *panel);
 
 static inline double kt_bf16_value(uint16_t bits) {
   const uint32_t wide = (uint32_t)bits << 16;

@@ -240,17 +240,16 @@ static inline int64_t kt_bf16_k_block(int64_t cols) {
   return (cols + blocks * step - 1) / (blocks * step) * step;
 }
 
-/* scale: [strips of the call][groups of the row][32] floats, or NULL. group_cols: a divisor
- * of 128, or (no scales) anything. Uses 64 K_BLOCK bytes of the panel. */
-KT_INLINE void kt_bf16_product(const kt_form form, const kt_bf16_kernels *kernels,
-                               const kt_line_tables *tables, const kt_weight *w, int64_t strip,
-                               int64_t strips, int64_t group_cols, const float *scale,
-                               const uint8_t *x, int64_t stride, int64_t tokens, float *out,
-                               uint8_t *panel) {
+/* out += the product. scale: [strips of the call][groups of the row][32] floats, or NULL.
+ * group_cols: a divisor of 128, or (no scales) anything. Uses 64 K_BLOCK bytes of the panel. */
+KT_INLINE void kt_bf16_add_product(const kt_form form, const kt_bf16_kernels *kernels,
+                                   const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+                                   int64_t strips, int64_t group_cols, const float *scale,
+                                   const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                                   uint8_t *panel) {
   const int64_t tile_size = 2 * KT_BF16_HALF_TILE / KT_LINES_OF(form);
   const int64_t strip_size = w->cols / KT_TILE_COLS * tile_size;
   const int64_t k_block = tokens <= KT_BF16_WHOLE ? w->cols : kt_bf16_k_block(w->cols);
-  __builtin_memset(out, 0, (size_t)(strips * tokens * KT_STRIP) * sizeof *out);
   for (int64_t k = 0, cols; k < w->cols; k += cols) {
     cols = w->cols - k < k_block ? w->cols - k : k_block;
     const int64_t groups = scale ? cols / group_cols : 1, tiles = cols / KT_TILE_COLS;
@@ -263,6 +262,16 @@ KT_INLINE void kt_bf16_product(const kt_form form, const kt_bf16_kernels *kernel
                     tokens, out + s * tokens * KT_STRIP, panel);
     }
   }
+}
+
+KT_INLINE void kt_bf16_product(const kt_form form, const kt_bf16_kernels *kernels,
+                               const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+                               int64_t strips, int64_t group_cols, const float *scale,
+                               const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                               uint8_t *panel) {
+  __builtin_memset(out, 0, (size_t)(strips * tokens * KT_STRIP) * sizeof *out);
+  kt_bf16_add_product(form, kernels, tables, w, strip, strips, group_cols, scale, x, stride, tokens,
+                      out, panel);
 }
 
 #endif

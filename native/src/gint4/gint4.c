@@ -4,6 +4,7 @@
 #include "../cpu.h"
 #include "../quantize/rounding.h"
 #include "../quantize/rows.h"
+#include "../simd/bits.h"
 
 #include <math.h>
 #include <string.h>
@@ -53,7 +54,8 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
   (void)rows;
   for (int64_t k = 0; k < cols; k++) {
     int shift;
-    const int code = packed[nibble_at(cols, n, k, &shift)] >> shift & 15;
+    const uint8_t byte = packed[nibble_at(cols, n, k, &shift)];
+    const int code = byte >> shift & 15;
     codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
   }
 }
@@ -90,6 +92,16 @@ void kt_gint4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, 
   }
 }
 
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  int shift;
+  const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
+  return kt_bf16_bits((float)((byte >> shift & 15) - KT_GINT4_BIAS));
+}
+
+void kt_gint4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_gint4_format = {
     .bits = 4,
     .plain_bits = 4,
@@ -108,6 +120,7 @@ const kt_weight_format kt_gint4_format = {
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_GROUP,
     .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_gint4_transpose_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,

@@ -2,9 +2,11 @@
 #include "int4.h"
 
 #include "../cpu.h"
+#include "../gemm/bf16_gemm.h"
 #include "../gemm/int_gemm.h"
 #include "../quantize/rounding.h"
 #include "../quantize/rows.h"
+#include "../simd/bits.h"
 
 /* Of a row, from its largest magnitude: amax / 112, computed in binary64. The stored scale
  * is the step of an 8-bit code; an INT4 step is 16 of them. */
@@ -47,6 +49,18 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
   }
 }
 
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  const int64_t at = row_at(w->rows, w->cols, n, k / KT_INT4_TILE_COLS * KT_INT4_TILE_COLS);
+  const int64_t column = k % (KT_INT4_TILE_COLS / 2);
+  const uint8_t byte = w->codes[at + column / 4 * KT_GROUP_STRIDE + column % 4];
+  const int upper = k % KT_INT4_TILE_COLS >= KT_INT4_TILE_COLS / 2;
+  return kt_bf16_bits((int8_t)sign_extend(upper ? byte >> 4 : byte & 0x0f));
+}
+
+void kt_int4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_int4_format = {
     .bits = 4,
     .plain_bits = 8,
@@ -64,6 +78,7 @@ const kt_weight_format kt_int4_format = {
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_INT8,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_int4_transpose_scalar,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int4_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int4_quantize_pack_avx512,

@@ -2,9 +2,11 @@
 #include "int8.h"
 
 #include "../cpu.h"
+#include "../gemm/bf16_gemm.h"
 #include "../gemm/int_gemm.h"
 #include "../quantize/rounding.h"
 #include "../quantize/rows.h"
+#include "../simd/bits.h"
 
 /* Of a row, from its largest magnitude: amax * fl32(1/127), a product, not a quotient. */
 static float scale_of(float amax) {
@@ -32,6 +34,16 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
   }
 }
 
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  const int64_t at = row_at(w->rows, w->cols, n, k / KT_INT8_TILE_COLS * KT_INT8_TILE_COLS);
+  const int64_t column = k % KT_INT8_TILE_COLS;
+  return kt_bf16_bits((int8_t)w->codes[at + column / 4 * KT_GROUP_STRIDE + column % 4]);
+}
+
+void kt_int8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_int8_format = {
     .bits = 8,
     .plain_bits = 8,
@@ -48,6 +60,7 @@ const kt_weight_format kt_int8_format = {
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_INT8,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_int8_transpose_scalar,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int8_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,

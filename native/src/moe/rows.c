@@ -27,11 +27,7 @@ void kt_rows_codes_scalar(const float *x, int64_t cols, int8_t *codes, float *sc
 }
 
 void kt_rows_bf16_scalar(const float *x, int64_t n, uint16_t *out) {
-  for (int64_t i = 0; i < n; i++) {
-    const uint32_t bits = kt_bits(x[i]), magnitude = bits & 0x7fffffffu;
-    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    out[i] = (uint16_t)((magnitude > KT_NONFINITE_BITS ? bits | 0x00400000u : rounded) >> 16);
-  }
+  for (int64_t i = 0; i < n; i++) out[i] = kt_bf16_bits(x[i]);
 }
 
 /* Beyond 65520 the nearest number is infinity; below 2^-14 steps are 2^-24, which adding 1/2 (whose

@@ -3,6 +3,7 @@
 #define KT_ROWS_H
 
 #include "../quantize/rounding.h"
+#include "../simd/bits.h"
 #include "gemm.h"
 
 #include <float.h>

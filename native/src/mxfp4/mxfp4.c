@@ -2,6 +2,7 @@
 #include "mxfp4.h"
 
 #include "../cpu.h"
+#include "../simd/bits.h"
 
 #include <string.h>
 
@@ -46,7 +47,8 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
   (void)rows;
   for (int64_t k = 0; k < cols; k++) {
     int shift;
-    const int code = packed[nibble_at(cols, n, k, &shift)] >> shift & 15;
+    const uint8_t byte = packed[nibble_at(cols, n, k, &shift)];
+    const int code = byte >> shift & 15;
     codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
   }
 }
@@ -65,6 +67,21 @@ void kt_mxfp4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, 
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
+/* Times the scale, where that is a power of two. Down to 2^-128, the smallest, bf16 has the product
+ * (below 2^-126 as a denormal, which VDPBF16PS takes for 0); from 2^128 on it is infinity, as in
+ * binary32. */
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  int shift;
+  const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
+  const uint16_t code = kt_mxfp4_bf16[byte >> shift & 15];
+  if (w->layout.scale_dtype != KT_SCALE_UE8M0) return code;
+  return kt_bf16_bits((float)(kt_bf16_value(code) * kt_group_scale(w, n, k / KT_MXFP4_GROUP)));
+}
+
+void kt_mxfp4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
 const kt_weight_format kt_mxfp4_format = {
     .bits = 4,
     .plain_bits = 4,
@@ -79,6 +96,8 @@ const kt_weight_format kt_mxfp4_format = {
     .scale_units = 1,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_mxfp4_transpose_scalar,
+    .scaled_strips = 1u << KT_SCALE_UE8M0,
 #if KT_X86
     .product[KT_ISA_AVX512_VBMI] = kt_mxfp4_product_avx512,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,

@@ -18,4 +18,10 @@ static inline float kt_float(uint32_t bits) {
   return value;
 }
 
+/* The nearest bf16, ties to even; a NaN stays a NaN. */
+static inline uint16_t kt_bf16_bits(float value) {
+  const uint32_t bits = kt_bits(value), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x00400000u : rounded) >> 16);
+}
+
 #endif

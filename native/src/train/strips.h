@@ -10,14 +10,17 @@
 
 /* Strip row i, column n = the code of w at (row n, column `column` + i), n < w->rows: the product
  * of the strip with rows of w->rows activations is one of the transpose of w. Codes are exact in
- * bf16. Scales are left to the activations (kt_fold_scales), except where they are powers of two:
- * kt_weight_format.strip_scaled. column % 32 == 0. strip: 64 * w->rows bytes, 64-byte aligned. A
- * cell of a format's row, kt_weight_format.transpose. */
+ * bf16. column % 32 == 0. strip: 64 * w->rows bytes, 64-byte aligned. A cell of a format's row,
+ * kt_weight_format.transpose. */
 kt_transpose_fn *kt_format_transpose(const kt_weight_format *format);
+
+/* Whether strips of a layout lack its scales, which the activations must be multiplied by. There
+ * are none (BF16), or strips contain them because they are powers of two (MXFP4, UE8M0): 0. */
+int kt_scales_to_fold(const kt_layout *layout);
 
 /* scale[n] = what a code of row n, of the group of column `column`, is worth, n < w->rows; codes
  * of INT4 are worth 16 scales. All columns of a group (w->layout.group; 0: all columns) have the
- * same. Not for formats without scales, nor those with strip_scaled. scale: 64-byte aligned. */
+ * same. Only where there are scales to fold. scale: 64-byte aligned. */
 void kt_fold_scales(const kt_weight *w, int64_t column, float *scale);
 
 /* out[n] = bf16(row[n] * scale[n]), ties to even, NaN stays NaN. n % 32 == 0; all 64-byte aligned.
@@ -49,7 +52,7 @@ extern const kt_strips *const kt_strips_of[KT_LEVELS]; /* KT_CELL */
 
 /* As the product of BF16 weights (moe/gemm.h), but out += it: each element is the same chain of
  * sums, begun with what out has (scalar: one sum in binary64, rounded, then added). The cell for
- * the level in use. */
+ * the level in use. For strips in a cache. */
 kt_product_fn *kt_bf16_adding_product(void);
 
 #endif

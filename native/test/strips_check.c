@@ -1,0 +1,411 @@
+/* strips_check.c - strips for fine-tuning (train/strips.h), of every weight format on every level.
+ *
+ *   cc -std=c11 -g -O0 -fsanitize=address,undefined -Inative/include \
+ *      $(find native/src -name '*.c') native/test/strips_check.c native/test/amx_emulator.c \
+ *      -lm -pthread && ./a.out
+ *
+ * Random bytes, so every code of every format, between unreadable pages. Scalar is compared with
+ * plain loops over what kt_unpack returns, other levels with scalar, bit by bit; sums within a
+ * bound. With the emulator linked in, AMX runs on any x86-64 CPU with AVX-512 BF16. Exit code: 0
+ * all passed, 1 something differed, 2 no memory. */
+#define _GNU_SOURCE
+#include "../src/cpu.h"
+#include "../src/format/scales.h"
+#include "../src/train/strips.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static int failures;
+
+static uint64_t state = 1;
+
+static uint64_t draw(void) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+static float unit(void) { return (float)(draw() >> 40) / 16777216.0f * 2.0f - 1.0f; }
+
+static uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* bf16, ties to even, by what is cut off; NaN as the hardware's. */
+static uint16_t nearest_bf16(float value) {
+  const uint32_t bits = bits_of(value), low = bits & 0xffff, high = bits >> 16;
+  if (isnan(value)) return (uint16_t)(high | 0x40);
+  return (uint16_t)(high + (low > 0x8000 || (low == 0x8000 && (high & 1))));
+}
+
+/* ---- Memory -----------------------------------------------------------------
+ *
+ * Pages of one arena, each run of them between unreadable ones. */
+
+typedef struct memory {
+  uint8_t *base;
+  size_t size; /* all of it */
+} memory;
+
+static memory all[64];
+static size_t used;
+
+/* `size` bytes that end (or begin) at an unreadable page, until release_all(). */
+static void *guarded(size_t size, int at_end) {
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
+  uint8_t *base =
+      mmap(NULL, inner + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED || used == sizeof all / sizeof *all) exit(2);
+  if (mprotect(base, page, PROT_NONE) || mprotect(base + page + inner, page, PROT_NONE)) exit(2);
+  all[used++] = (memory){base, inner + 2 * page};
+  return base + page + (at_end ? inner - size : 0);
+}
+
+static void release_all(void) {
+  while (used) {
+    used--;
+    munmap(all[used].base, all[used].size);
+  }
+}
+
+static void expect_same(const char *what, const void *found, const void *expected, size_t size) {
+  const uint8_t *const a = found, *const b = expected;
+  if (memcmp(a, b, size) == 0) return;
+  size_t at = 0;
+  while (a[at] == b[at]) at++;
+  printf("FAILED: %s, level %s: byte %zu of %zu is %d instead of %d\n", what,
+         kt_isa_name(kt_isa_active()), at, size, a[at], b[at]);
+  failures++;
+}
+
+/* ---- Weights ---------------------------------------------------------------- */
+
+typedef struct weights {
+  kt_weight packed;
+  const uint8_t *codes; /* plain */
+  const void *scale;
+} weights;
+
+/* Scales of every size that the dtype has: zeros and the outermost exponents too. */
+static void draw_scales(int32_t dtype, void *scale, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    if (dtype == KT_SCALE_F32) ((float *)scale)[i] = ldexpf(unit(), (int)(draw() % 60) - 40);
+    if (dtype == KT_SCALE_BF16) ((uint16_t *)scale)[i] = (uint16_t)(draw() % 0x7f80);
+    if (dtype == KT_SCALE_UE8M0) ((uint8_t *)scale)[i] = (uint8_t)(draw() % 255);
+  }
+}
+
+static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
+  const size_t size = kt_packed_size(layout, rows, cols),
+               scales = kt_scale_size(layout, rows, cols);
+  uint8_t *const packed = guarded(size, 1);
+  uint8_t *const plain = guarded((size_t)(rows * cols) * 2, 1);
+  void *const scale = scales ? guarded(scales, 1) : NULL;
+  void *const plain_scale = scales ? guarded(scales, 1) : NULL;
+  const int32_t dtype = layout->scale_dtype;
+  for (size_t i = 0; i < size; i++) packed[i] = (uint8_t)draw();
+  if (scales) {
+    draw_scales(dtype, plain_scale, kt_scale_count(layout, rows, cols));
+    if (kt_scales_pack(layout, rows, cols, plain_scale, scale)) failures++;
+  }
+  if (kt_unpack(layout, rows, cols, packed, NULL, plain, NULL)) failures++;
+  return (weights){{packed, scale, rows, cols, *layout}, plain, plain_scale};
+}
+
+/* Element i of row-major codes, in units of its format's scale. */
+static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i) {
+  static const float e2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const int nibble = codes[i / 2] >> (i % 2 * 4) & 15, byte = codes[i];
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float e4m3 = (byte & 0x7f) == 0x7f ? NAN
+                     : exponent            ? ldexpf((float)(8 + mantissa), exponent - 10)
+                                           : ldexpf((float)mantissa, -9);
+  switch (layout->format) {
+  case KT_FORMAT_INT8:
+  case KT_FORMAT_INT4: return (float)((const int8_t *)codes)[i];
+  case KT_FORMAT_BF16: return from_bits((uint32_t)((const uint16_t *)(const void *)codes)[i] << 16);
+  case KT_FORMAT_FP8: return copysignf(e4m3, byte & 0x80 ? -1.0f : 1.0f);
+  case KT_FORMAT_MXFP4: return copysignf(e2m1[nibble & 7], nibble & 8 ? -1.0f : 1.0f);
+  default: return (float)(nibble - 8);
+  }
+}
+
+/* The plain scale of (row n, column k). */
+static float scale_value(const weights *w, int64_t n, int64_t k) {
+  const kt_layout *const layout = &w->packed.layout;
+  const int64_t row = layout->format == KT_FORMAT_FP8 && layout->group ? n / layout->group : n;
+  const int64_t at =
+      layout->group ? row * (w->packed.cols / layout->group) + k / layout->group : row;
+  switch (layout->scale_dtype) {
+  case KT_SCALE_F32: return ((const float *)w->scale)[at];
+  case KT_SCALE_BF16: return from_bits((uint32_t)((const uint16_t *)w->scale)[at] << 16);
+  default: return ldexpf(1.0f, ((const uint8_t *)w->scale)[at] - 127);
+  }
+}
+
+/* A strip [32][cols] from where its tiles have it. */
+static uint16_t element(const uint8_t *strip, int64_t i, int64_t k) {
+  uint16_t bits;
+  memcpy(&bits, strip + k / 32 * 2048 + i / 16 * 1024 + k % 32 / 2 * 64 + i % 16 * 4 + k % 2 * 2,
+         2);
+  return bits;
+}
+
+/* Bits of binary32 numbers that bf16 has too. */
+static uint16_t exact_bits(float value) {
+  if (isnan(value)) return (uint16_t)(signbit(value) ? 0xffc0 : 0x7fc0);
+  if (bits_of(value) & 0xffff) failures++;
+  return (uint16_t)(bits_of(value) >> 16);
+}
+
+static void check_scalar_strip(const weights *w, int64_t column, const uint8_t *strip) {
+  const kt_layout *const layout = &w->packed.layout;
+  for (int64_t n = 0; n < w->packed.rows; n++)
+    for (int64_t i = 0; i < KT_STRIP; i++) {
+      const int64_t at = n * w->packed.cols + column + i;
+      float value = code_value(layout, w->codes, at);
+      if (layout->scale_dtype == KT_SCALE_UE8M0) value *= scale_value(w, n, column + i);
+      const int plain_bf16 = layout->format == KT_FORMAT_BF16;
+      const uint16_t expected =
+          plain_bf16 ? ((const uint16_t *)(const void *)w->codes)[at] : exact_bits(value);
+      if (element(strip, i, n) == expected) continue;
+      printf("FAILED: format %d, row %d, column %d: %#x instead of %#x\n", layout->format, (int)n,
+             (int)(column + i), element(strip, i, n), expected);
+      failures++;
+      return;
+    }
+}
+
+static void check_fold_scales(const weights *w, int64_t column) {
+  float *const scale = guarded((size_t)w->packed.rows * sizeof *scale, 1);
+  const float units = w->packed.layout.format == KT_FORMAT_INT4 ? 16.0f : 1.0f;
+  kt_fold_scales(&w->packed, column, scale);
+  for (int64_t n = 0; n < w->packed.rows; n++)
+    if (bits_of(scale[n]) != bits_of(units * scale_value(w, n, column))) {
+      printf("FAILED: scale of row %d, column %d is %g\n", (int)n, (int)column, (double)scale[n]);
+      failures++;
+      return;
+    }
+}
+
+/* All columns of a matrix on every level. */
+static void check_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
+  const weights w = make_weights(layout, rows, cols);
+  const kt_weight_format *const format = kt_format_of(layout);
+  const size_t size = (size_t)rows * 64;
+  uint8_t *const scalar = guarded(size, 1), *const strip = guarded(size, 1);
+  for (int64_t column = 0; column < cols; column += KT_STRIP) {
+    memset(scalar, 0xa5, size);
+    format->transpose[KT_ISA_SCALAR](&w.packed, column, scalar);
+    check_scalar_strip(&w, column, scalar);
+    for (int i = 0, level; (level = kt_isa_at(i)) >= 0; i++) {
+      if (kt_isa_use(level)) continue;
+      memset(strip, 0xa5, size);
+      kt_format_transpose(format)(&w.packed, column, strip);
+      expect_same("strip of a format", strip, scalar, size);
+    }
+  }
+  for (int64_t column = 0; kt_scales_to_fold(layout) && column < cols; column += 96)
+    check_fold_scales(&w, column);
+  release_all();
+}
+
+/* Every layout that there is. */
+static void check_formats(void) {
+  static const int32_t groups[] = {0, 32, 64, 128};
+  for (int32_t format = 0; format < 6; format++)
+    for (int32_t i = 0; i < 4; i++)
+      for (int32_t dtype = KT_SCALE_NONE; dtype <= KT_SCALE_UE8M0; dtype++) {
+        const kt_layout layout = {format, groups[i], dtype};
+        if (!kt_format_of(&layout)) continue;
+        if (kt_scales_to_fold(&layout) != (dtype == KT_SCALE_F32 || dtype == KT_SCALE_BF16)) {
+          printf("FAILED: scales of format %d, dtype %d\n", format, dtype);
+          failures++;
+        }
+        check_weights(&layout, 32, 128);
+        check_weights(&layout, 96, 384);
+        if (format == KT_FORMAT_INT8 || format == KT_FORMAT_INT4) {
+          check_weights(&layout, 160, 256); /* the last block of rows is not full */
+          check_weights(&layout, 32, 3584 + 128);
+        }
+      }
+}
+
+/* ---- Plain matrices ---------------------------------------------------------- */
+
+static kt_plain make_plain(int dtype, int64_t rows, int64_t cols, int at_end) {
+  const size_t size = dtype == KT_F32 ? 4 : 2;
+  void *const data = guarded((size_t)(rows * cols) * size, at_end);
+  for (int64_t i = 0; i < rows * cols; i++) {
+    if (dtype == KT_BF16) ((uint16_t *)data)[i] = (uint16_t)draw();
+    if (dtype == KT_F32) ((uint32_t *)data)[i] = (uint32_t)draw() | (draw() % 16 ? 0 : 0x7f800000);
+  }
+  return (kt_plain){data, rows, cols, dtype};
+}
+
+static uint16_t plain_bits(const kt_plain *m, int64_t row, int64_t col) {
+  if (row < 0 || row >= m->rows || col < 0 || col >= m->cols) return 0;
+  if (m->dtype == KT_BF16) return ((const uint16_t *)m->data)[row * m->cols + col];
+  return nearest_bf16(((const float *)m->data)[row * m->cols + col]);
+}
+
+static void check_plain_strip(const kt_plain *m, int by_columns, int64_t first, int64_t shift,
+                              int64_t count, const uint8_t *strip) {
+  for (int64_t i = 0; i < KT_STRIP; i++)
+    for (int64_t k = 0; k < count; k++) {
+      const int64_t row = by_columns ? k - shift : first + i;
+      const int64_t col = by_columns ? first + i : k - shift;
+      if (element(strip, i, k) == plain_bits(m, row, col)) continue;
+      printf("FAILED: plain [%d, %d], row %d, column %d of a strip from %d, shifted by %d\n",
+             (int)m->rows, (int)m->cols, (int)i, (int)k, (int)first, (int)shift);
+      failures++;
+      return;
+    }
+}
+
+static void check_plain(int dtype, int64_t rows, int64_t cols, int64_t first, int64_t shift,
+                        int64_t count) {
+  const size_t size = (size_t)count * 64;
+  uint8_t *const scalar = guarded(size, 1), *const strip = guarded(size, 1);
+  for (int at_end = 0; at_end < 2; at_end++)
+    for (int by_columns = 0; by_columns < 2; by_columns++) {
+      const kt_plain m = make_plain(dtype, rows, cols, at_end);
+      const kt_strips *const s = &kt_strips_scalar;
+      memset(scalar, 0xa5, size);
+      (by_columns ? s->columns : s->rows)(&m, first, shift, count, scalar);
+      check_plain_strip(&m, by_columns, first, shift, count, scalar);
+      for (int i = 0, level; (level = kt_isa_at(i)) >= 0; i++) {
+        if (kt_isa_use(level)) continue;
+        const kt_strips *const best = KT_CELL(kt_strips_of);
+        memset(strip, 0xa5, size);
+        (by_columns ? best->columns : best->rows)(&m, first, shift, count, strip);
+        expect_same("strip of a plain matrix", strip, scalar, size);
+      }
+    }
+  release_all();
+}
+
+static void check_plains(void) {
+  static const int dtypes[] = {KT_BF16, KT_F32};
+  for (int i = 0; i < 2; i++) {
+    check_plain(dtypes[i], 1, 1, 0, 0, 32);
+    check_plain(dtypes[i], 8, 96, 0, 0, 96);   /* A of a rank of 8 */
+    check_plain(dtypes[i], 96, 8, 32, 16, 64); /* B, between others */
+    check_plain(dtypes[i], 96, 8, 0, 0, 128);  /* columns: ends within */
+    check_plain(dtypes[i], 33, 67, 32, 0, 96); /* a strip of one row */
+    check_plain(dtypes[i], 67, 33, 32, 5, 96);
+    check_plain(dtypes[i], 40, 50, 7, 45, 64); /* cut off at the end of the strip */
+    check_plain(dtypes[i], 50, 40, 96, 3, 64); /* nothing of it */
+    check_plain(dtypes[i], 17, 31, 3, 31, 64);
+  }
+}
+
+/* ---- Products with scales, and sums ------------------------------------------- */
+
+static void check_fold(void) {
+  static const float scales[] = {1.0f, 0.00417f, -3.3e20f, 1e-30f, 0.0f, 1e-44f, 3e38f};
+  enum { ALL = 65536 };
+  uint16_t *const row = guarded(ALL * sizeof *row, 1), *const out = guarded(ALL * sizeof *out, 1);
+  float *const scale = guarded(ALL * sizeof *scale, 1);
+  uint16_t *const scalar = guarded(ALL * sizeof *scalar, 1);
+  for (int i = 0; i < ALL; i++) {
+    row[i] = (uint16_t)i;
+    scale[i] = scales[draw() % (sizeof scales / sizeof *scales)] * (i % 2 ? 1.0f : 0.5f + unit());
+  }
+  kt_strips_scalar.fold(row, scale, ALL, scalar);
+  for (int i = 0; i < ALL; i++) {
+    const float value = from_bits((uint32_t)row[i] << 16) * scale[i];
+    if (isnan(value) ? !isnan(from_bits((uint32_t)scalar[i] << 16))
+                     : scalar[i] != nearest_bf16(value)) {
+      printf("FAILED: %#x * %g becomes %#x\n", i, (double)scale[i], scalar[i]);
+      failures++;
+      break;
+    }
+  }
+  for (int i = 0, level; (level = kt_isa_at(i)) >= 0; i++) {
+    if (kt_isa_use(level)) continue;
+    KT_CELL(kt_strips_of)->fold(row, scale, ALL, out);
+    expect_same("fold", out, scalar, ALL * sizeof *out);
+    memcpy(out, row, ALL * sizeof *out);
+    KT_CELL(kt_strips_of)->fold(out, scale, 32, out);
+    expect_same("fold in place", out, scalar, 32 * sizeof *out);
+  }
+  release_all();
+}
+
+/* Random bf16 numbers below 1. */
+static void draw_bf16(uint8_t *to, size_t size) {
+  for (size_t i = 0; i < size; i += 2) {
+    const uint16_t bits = nearest_bf16(unit());
+    memcpy(to + i, &bits, 2);
+  }
+}
+
+/* A product of `before` columns, to which that of the others is added, against one of all. */
+static void check_adding(int64_t cols, int64_t before, int64_t tokens) {
+  const kt_layout layout = {KT_FORMAT_BF16, 0, KT_SCALE_NONE};
+  const int64_t stride = cols * 2 + 64;
+  const size_t count = (size_t)tokens * KT_STRIP, size = count * sizeof(float);
+  uint8_t *const codes = guarded((size_t)cols * 64, 1);
+  uint8_t *const x = guarded((size_t)(tokens * stride), 1);
+  uint8_t *const panel = guarded(KT_PANEL_SIZE, 1);
+  float *const whole = guarded(size, 1), *const sum = guarded(size, 1);
+  double bound = 0;
+  draw_bf16(codes, (size_t)cols * 64);
+  draw_bf16(x, (size_t)(tokens * stride));
+  const kt_weight all_cols = {codes, NULL, KT_STRIP, cols, layout},
+                  first = {codes, NULL, KT_STRIP, before, layout},
+                  last = {codes + before * 64, NULL, KT_STRIP, cols - before, layout};
+  for (int i = 0, level; (level = kt_isa_at(i)) >= 0; i++) {
+    if (kt_isa_use(level)) continue;
+    kt_product_fn *const product = kt_format_product(kt_format_of(&layout));
+    product(&all_cols, 0, 1, x, stride, tokens, whole, panel);
+    product(&first, 0, 1, x, stride, tokens, sum, panel);
+    kt_bf16_adding_product()(&last, 0, 1, x + before * 2, stride, tokens, sum, panel);
+    for (size_t j = 0; j < count; j++)
+      if (!(fabs((double)sum[j] - (double)whole[j]) <= 1e-6 * (double)cols)) failures++, bound = 1;
+    /* One chain of sums, whose place of interruption does not matter. */
+#if KT_X86
+    if (level == KT_ISA_AVX512) expect_same("sums in two steps", sum, whole, size);
+#endif
+  }
+  if (bound != 0) printf("FAILED: sums of %d columns, %d tokens\n", (int)cols, (int)tokens);
+  release_all();
+}
+
+static void check_sums(void) {
+  static const int64_t tokens[] = {1, 2, 5, 8, 12, 13, 25, 96};
+  for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+    check_adding(96, 32, tokens[i]);
+    check_adding(416, 288, tokens[i]);
+  }
+  check_adding(4096 + 32, 2048 + 64, 13);
+}
+
+int main(void) {
+#if defined(__x86_64__)
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
+#endif
+  check_formats();
+  check_plains();
+  check_fold();
+  check_sums();
+  printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
+  return failures != 0;
+}
