@@ -559,6 +559,64 @@ kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t toke
                             const float *logits, const int64_t *given, int64_t *ids,
                             float *weights);
 
+/* ---- Fine-tuning ------------------------------------------------------------ *
+ *
+ * LoRA on the experts: each matrix W counts as W + scale * B A. Formulas of the backward:
+ * docs/fine-tuning.md. */
+
+enum { KT_MAX_RANK = 1024 };
+
+/* Six matrices per expert; both of a pair may be NULL: that matrix has none. Elements are dtype,
+ * KT_BF16 or KT_F32, the latter rounded to bf16 where they are multiplied. */
+typedef struct kt_lora {
+  int64_t rank;              /* 1 .. KT_MAX_RANK */
+  const void *gate_a, *up_a; /* [experts, rank, hidden] */
+  const void *gate_b, *up_b; /* [experts, intermediate, rank] */
+  const void *down_a;        /* [experts, rank, intermediate] */
+  const void *down_b;        /* [experts, hidden, rank] */
+  uint64_t seed;             /* of dropout */
+  float scale;               /* alpha / rank; finite */
+  float dropout;             /* 0 <= dropout < 1: the chance of each element that A reads to be 0,
+                                all others are divided by 1 - dropout */
+  int32_t dtype;
+} kt_lora;
+
+/* Bytes that a forward saves for the backward, and of scratch of either for up to `tokens` tokens.
+ * 0 if an argument is impossible. lora may be NULL. */
+size_t kt_train_saved_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k);
+size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k,
+                             const kt_pool *pool);
+
+/* kt_moe_forward with LoRA (NULL: the same bits as kt_moe_forward). saved: NULL, or
+ * kt_train_saved_size() bytes, 64-byte aligned, for one backward or several: gate and up before
+ * their function, in bf16, and A x. call->add must be NULL.
+ * LoRA reads x and the middle in bf16; A x is rounded to bf16, products are summed in binary32. */
+kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                           const kt_moe_call *call, void *saved, void *scratch,
+                           size_t scratch_size);
+
+/* Gradients of a forward. Each pointer but dy may be NULL: not wanted. What is wanted is
+ * overwritten, with zeros for experts without tokens and for skipped ids; sums are binary32, in an
+ * order that does not depend on threads. */
+typedef struct kt_moe_gradients {
+  const void *dy;                       /* [tokens, hidden]; rounded to bf16 first */
+  void *dx;                             /* [tokens, hidden], rounded once */
+  float *dweights;                      /* [tokens, top_k] */
+  float *gate_a, *gate_b, *up_a, *up_b; /* of the LoRA matrices, in their shapes */
+  float *down_a, *down_b;
+  float *gate, *up, *down;    /* of the weights: [experts, intermediate, hidden], the same,
+                                 [experts, hidden, intermediate]; KT_FORMAT_BF16 only */
+  int32_t dy_dtype, dx_dtype; /* KT_BF16, KT_F16 or KT_F32 */
+} kt_moe_gradients;
+
+/* moe, lora (its matrices unchanged) and call are those of the forward that has filled `saved`;
+ * call->y is not looked at. The gradient is that of the weights that the forward has multiplied
+ * with, and rounding counts as the identity. KT_ERR_ARGUMENT also where a gradient of LoRA is
+ * wanted whose matrices are not there. */
+kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                            const kt_moe_call *call, const void *saved,
+                            const kt_moe_gradients *gradients, void *scratch, size_t scratch_size);
+
 /* ---- Limits of the machine ------------------------------------------------- *
  *
  * Loops to be timed by the caller; all threads of the pool work, at the level in use. */

@@ -40,6 +40,7 @@ void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const flo
     if (id < 0) continue;
     const int32_t slot = route->count[id]++;
     route->token[slot] = (int32_t)(i / top_k);
+    route->pair[slot] = (int32_t)i;
     route->weight[slot] = weights[i];
   }
 }

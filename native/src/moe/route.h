@@ -10,6 +10,7 @@ typedef struct kt_route {
   int32_t *active; /* [min(experts, slots)] ids of experts with tokens, ascending */
   int32_t *start;  /* [active + 1] */
   int32_t *token;  /* [slots] */
+  int32_t *pair;   /* [slots] token * top_k + choice */
   float *weight;   /* [slots] routing weight */
   int32_t *count;  /* [experts] working memory */
   uint8_t *skip;   /* [experts] not 0: as if no token had chosen it */

@@ -1,0 +1,333 @@
+/* The backward of a layer: its memory, its job, and the entry points of fine-tuning. */
+#include "backward.h"
+
+#include "../cpu.h"
+#include "../moe/forward.h"
+#include "../moe/rows.h"
+#include "../simd/float_mode.h"
+
+#include <string.h>
+
+enum { LINE = 64 };
+
+/* ---- Scratch ------------------------------------------------------------------ */
+
+/* A team's rows with scales folded in are others only where gate or up has scales per row. */
+static void lay_out_team(kt_arena *a, const kt_back *b, kt_back_team *t) {
+  const int64_t slots = b->slots, gated = kt_has_gate(b->run.moe->activation.function);
+  const int64_t folded = b->folding == KT_FOLD_ROWS ? slots : 0;
+  const size_t stride = (size_t)b->w_stride;
+  const int64_t pairs = kt_adapts_x(&b->adapter) ? slots * b->adapter.pair_cols : 0;
+  kt_back_team laid = {
+      .d_gate = kt_take(a, gated * slots, stride),
+      .d_up = kt_take(a, slots, stride),
+      .folded_gate = kt_take(a, gated * folded, stride),
+      .folded_up = kt_take(a, folded, stride),
+      .middle = kt_take(a, kt_back_needs_middle(b) ? slots : 0, stride),
+      .pairs = kt_take(a, pairs, sizeof(uint16_t)),
+  };
+  if (!folded) laid.folded_gate = laid.d_gate, laid.folded_up = laid.d_up;
+  if (!kt_back_needs_middle(b)) laid.middle = NULL;
+  if (t) *t = laid;
+}
+
+static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
+  const int64_t hidden = b->run.moe->hidden, width = b->run.width;
+  const int64_t longest = kt_larger(hidden, width);
+  const int64_t pair = kt_larger(b->adapter.pair_cols, KT_STRIP);
+  const size_t strip = KT_STRIP * 2, block = KT_MAX_TOKENS * KT_STRIP * sizeof(float);
+  const kt_back_worker laid = {
+      .lora = {.gather = kt_take(a, 1, kt_gather_size(longest)),
+               .strips = kt_take(a, kt_larger(longest, 2 * width), strip),
+               .spare = kt_take(a, kt_larger(longest, pair), strip),
+               .out = kt_take(a, 1, block)},
+      .small = kt_take(a, pair, strip),
+      .folded =
+          kt_take(a, b->folding == KT_FOLD_GROUPS ? KT_MAX_TOKENS : 0, (size_t)(2 * longest + 64)),
+      .base = kt_take(a, 1, block),
+      .added = kt_take(a, 1, block),
+      .fold = kt_take(a, longest, sizeof(float)),
+      .fold_gate = kt_take(a, longest, sizeof(float)),
+      .fold_up = kt_take(a, longest, sizeof(float)),
+      .a = kt_take(a, KT_CHUNK * KT_OUTER_ROWS, sizeof(float)),
+      .values = kt_take(a, hidden, sizeof(float)),
+      .panel = kt_take(a, 1, KT_PANEL_SIZE),
+  };
+  if (w) *w = laid;
+}
+
+static void lay_out_shared(kt_arena *a, kt_back *b) {
+  const kt_run *const r = &b->run;
+  const int64_t rank = b->adapter.rank, strips = r->moe->parts * (r->width / KT_STRIP);
+  const int64_t down = kt_adapts(&b->adapter, KT_DOWN) ? b->slots : 0;
+  const int64_t pair = kt_adapts_x(&b->adapter) ? b->slots : 0;
+  b->dy_rows = kt_take(a, r->tokens, (size_t)b->h_stride);
+  b->x_rows = kt_take(a, kt_back_needs_x(b) ? r->tokens : 0, (size_t)b->h_stride);
+  b->v_down = kt_take(a, down * rank, sizeof(float));
+  b->down_rows = kt_take(a, down * b->adapter.cols, sizeof(uint16_t));
+  b->v_pair = kt_take(a, r->moe->parts * pair * 2 * rank, sizeof(float));
+  b->dot = kt_take(a, strips * b->slots, sizeof(float));
+}
+
+/* All pointers for batches of up to b->run.tokens. Returns the bytes used. */
+static size_t lay_out(kt_back *b, uint8_t *memory) {
+  kt_arena a = {memory, 0};
+  kt_run *const r = &b->run;
+  const int64_t threads = kt_pool_threads(r->pool);
+  b->slots = r->tokens * r->top_k;
+  kt_take_route(&a, &r->route, r->moe->experts, b->slots);
+  b->teams = kt_take(&a, r->team_count, sizeof *b->teams);
+  b->parts = kt_take(&a, r->moe->parts, sizeof *b->parts);
+  b->workers = kt_take(&a, threads, sizeof *b->workers);
+  lay_out_shared(&a, b);
+  for (int64_t t = 0; t < r->team_count; t++) lay_out_team(&a, b, memory ? b->teams + t : NULL);
+  for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, b, memory ? b->workers + t : NULL);
+  b->partial_size = b->want.dx ? r->tokens * r->moe->hidden : 0;
+  float *partial = kt_take(&a, r->moe->parts * b->partial_size, sizeof *partial);
+  for (int64_t p = 0; memory && p < r->moe->parts; p++)
+    b->parts[p].partial = partial + p * b->partial_size;
+  return a.used;
+}
+
+/* ---- The job ---------------------------------------------------------------------- */
+
+#define EACH_ITEM(share, i)                                                                        \
+  for (int64_t first_, count_; kt_share_take(share, &first_, &count_);)                            \
+    for (int64_t i = first_; i < first_ + count_; i++)
+
+static void make_rows(const kt_back *b, const kt_back_worker *w, int64_t token) {
+  const kt_run *const r = &b->run;
+  const int64_t hidden = r->moe->hidden, at = r->first_token + token;
+  kt_decode_rows_fn *const read = kt_decode_rows_best();
+  read(&b->dy, at, 1, w->values, hidden);
+  kt_rows_quantize(KT_ROWS_BF16, hidden, 0, w->values, b->dy_rows + token * b->h_stride);
+  if (!kt_back_needs_x(b)) return;
+  read(&b->x, at, 1, w->values, hidden);
+  kt_rows_quantize(KT_ROWS_BF16, hidden, 0, w->values, b->x_rows + token * b->h_stride);
+}
+
+static void compute_part(kt_back *b, kt_back_team *t, const kt_back_worker *w, int64_t part) {
+  kt_back_part *const p = b->parts + part;
+  EACH_ITEM(&p->middle, i) kt_back_middle(b, t, w, part, i);
+  kt_barrier_wait(&t->barrier);
+  EACH_ITEM(&p->pairs, i) kt_back_pairs(b, t, w, part, i);
+  EACH_ITEM(&p->outer, i) kt_back_outer(b, t, w, 1, part, i);
+  kt_barrier_wait(&t->barrier);
+  EACH_ITEM(&p->dx, i) kt_back_inputs(b, t, w, part, i);
+  kt_barrier_wait(&t->barrier);
+}
+
+static void finish_token(const kt_back *b, const kt_back_worker *w, int64_t i) {
+  const int64_t hidden = b->run.moe->hidden, token = b->run.first_token + i;
+  const size_t size = (size_t)hidden * kt_value_size(b->want.dx_dtype);
+  b->epilogue->sum(b->parts[0].partial + i * hidden, b->run.moe->parts, b->partial_size, NULL,
+                   hidden, w->values);
+  kt_rows_store(b->want.dx_dtype, w->values, hidden, (uint8_t *)b->want.dx + (size_t)token * size);
+}
+
+static void finish(kt_back *b, const kt_back_worker *w) {
+  const kt_route *const route = &b->run.route;
+  EACH_ITEM(&b->finish, i) finish_token(b, w, i);
+  EACH_ITEM(&b->slot_weights, a)
+  for (int64_t slot = route->start[a]; slot < route->start[a + 1]; slot++)
+    kt_back_slot_weight(b, slot, route->active[a]);
+  EACH_ITEM(&b->outer, i) kt_back_outer(b, b->teams, w, 0, 0, i);
+}
+
+static void backward_job(void *context, int32_t thread) {
+  kt_back *b = context;
+  const uint64_t mode = kt_float_mode_enter();
+  const int64_t index = kt_team_of(&b->run, thread);
+  const kt_back_worker *w = b->workers + thread;
+  EACH_ITEM(&b->zeros, e) kt_back_zero(b, e);
+  EACH_ITEM(&b->rows, i) make_rows(b, w, i);
+  kt_barrier_wait(&b->run.all);
+  EACH_ITEM(&b->down, i) kt_back_down_products(b, w, i);
+  kt_barrier_wait(&b->run.all);
+  for (int64_t part = kt_first_part(&b->run, index); part < kt_first_part(&b->run, index + 1);
+       part++)
+    compute_part(b, b->teams + index, w, part);
+  kt_barrier_wait(&b->run.all);
+  finish(b, w);
+  kt_float_mode_leave(mode);
+}
+
+static void prepare_team(kt_back *b, int64_t index) {
+  const kt_run *const r = &b->run;
+  const int32_t threads = kt_team_threads(r, index);
+  const int64_t active = r->route.active_count, per_expert = r->width / KT_STRIP;
+  const int64_t dx = kt_ceil_div(r->moe->hidden / KT_STRIP, b->dx_strips);
+  kt_barrier_init(&b->teams[index].barrier, threads);
+  for (int64_t part = kt_first_part(r, index); part < kt_first_part(r, index + 1); part++) {
+    kt_back_part *p = b->parts + part;
+    kt_share_init(&p->middle, active * kt_ceil_div(per_expert, b->middle_strips), 1, threads);
+    kt_share_init(&p->pairs, kt_adapts_x(&b->adapter) ? active : 0, 1, threads);
+    kt_share_init(&p->outer, kt_back_outer_items(b, 1), 1, threads);
+    kt_share_init(&p->dx, b->want.dx ? dx : 0, 1, threads);
+  }
+}
+
+/* Of an expert with few slots, gathering their rows costs as much as a strip or two: long items. */
+static void size_items(kt_back *b, int64_t team_size) {
+  const kt_run *const r = &b->run;
+  const int64_t strips = r->width / KT_STRIP, enough = 4 * team_size;
+  const int64_t cuts = kt_ceil_div(enough, kt_larger(1, r->route.active_count));
+  b->middle_strips = kt_larger(1, kt_ceil_div(strips, kt_smaller(cuts, strips)));
+  b->dx_strips = kt_strips_per_item(r->moe->hidden / KT_STRIP, team_size, 1);
+}
+
+static kt_status backward_batch(kt_back *b) {
+  const kt_run *const r = &b->run;
+  const int32_t threads = kt_pool_threads(r->pool);
+  const int64_t active = r->route.active_count;
+  size_items(b, kt_larger(1, threads / r->team_count));
+  kt_barrier_init(&b->run.all, threads);
+  kt_share_init(&b->zeros, r->first_token ? 0 : r->moe->experts, 1, threads);
+  kt_share_init(&b->rows, r->tokens, 1, threads);
+  kt_share_init(&b->down, kt_adapts(&b->adapter, KT_DOWN) ? active : 0, 1, threads);
+  kt_share_init(&b->finish, b->want.dx ? r->tokens : 0, 1, threads);
+  kt_share_init(&b->slot_weights, b->want.dweights ? active : 0, 1, threads);
+  kt_share_init(&b->outer, kt_back_outer_items(b, 0), 1, threads);
+  for (int64_t index = 0; index < r->team_count; index++) prepare_team(b, index);
+  return kt_pool_run(r->pool, backward_job, b);
+}
+
+/* ---- Entry points --------------------------------------------------------------------- */
+
+static kt_folding folding_of(const kt_run *r) {
+  if (!kt_scales_to_fold(&r->moe->layout)) return KT_FOLD_NONE;
+  return r->moe->layout.group ? KT_FOLD_GROUPS : KT_FOLD_ROWS;
+}
+
+static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool,
+                     const kt_moe_gradients *want, int64_t tokens, int64_t top_k) {
+  kt_back b = {
+      .run = kt_run_of(moe, pool, tokens, top_k),
+      .adapter = kt_adapter_of(moe, lora),
+      .want = *want,
+      .epilogue = KT_CELL(kt_epilogues),
+      .h_stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, moe->hidden, 0),
+  };
+  b.transpose = kt_format_transpose(b.run.format);
+  b.activate = b.adapter.math->activate[moe->activation.function];
+  b.folding = folding_of(&b.run);
+  b.w_stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, b.run.width, 0);
+  return b;
+}
+
+static kt_status check(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k) {
+  const kt_status status = kt_check_layer(moe);
+  if (status != KT_OK) return status;
+  if (kt_check_batch(moe, tokens, top_k) != KT_OK) return KT_ERR_ARGUMENT;
+  return kt_check_lora(moe, lora);
+}
+
+size_t kt_train_saved_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k) {
+  if (check(moe, lora, tokens, top_k) != KT_OK) return 0;
+  const kt_adapter adapter = kt_adapter_of(moe, lora);
+  kt_saved saved;
+  return kt_saved_at(moe, &adapter, kt_larger(tokens, 1) * top_k, NULL, &saved);
+}
+
+/* All that can be wanted. */
+static kt_moe_gradients everything(const kt_lora *lora, void *anything) {
+  float *const some = anything, *const gate = lora && lora->gate_a ? some : NULL;
+  float *const up = lora && lora->up_a ? some : NULL, *const down =
+                                                          lora && lora->down_a ? some : NULL;
+  return (kt_moe_gradients){.dx = some,
+                            .gate_a = gate,
+                            .gate_b = gate,
+                            .up_a = up,
+                            .up_b = up,
+                            .down_a = down,
+                            .down_b = down,
+                            .gate = some,
+                            .up = some,
+                            .down = some};
+}
+
+size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k,
+                             const kt_pool *pool) {
+  if (!pool || check(moe, lora, tokens, top_k) != KT_OK) return 0;
+  float anything;
+  const kt_moe_gradients want = everything(lora, &anything);
+  kt_back b = start(moe, lora, pool, &want, tokens, top_k);
+  const size_t forward = kt_forward_scratch_size(moe, lora, tokens, top_k, pool);
+  const size_t backward = lay_out(&b, NULL);
+  return forward > backward ? forward : backward;
+}
+
+kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                           const kt_moe_call *call, void *saved, void *scratch,
+                           size_t scratch_size) {
+  if (!call || !pool) return KT_ERR_ARGUMENT;
+  const kt_status status = check(moe, lora, call->tokens, call->top_k);
+  if (status != KT_OK) return status;
+  if (call->add) return KT_ERR_ARGUMENT;
+  return kt_forward(moe, lora, pool, call, saved, scratch, scratch_size);
+}
+
+static kt_status check_gradients(const kt_moe *moe, const kt_lora *lora,
+                                 const kt_moe_gradients *g) {
+  if (!g || !g->dy || !kt_value_size(g->dy_dtype) || !kt_value_size(g->dx_dtype))
+    return KT_ERR_ARGUMENT;
+  const int gate = lora && lora->gate_a, up = lora && lora->up_a, down = lora && lora->down_a;
+  const int fits = (gate || (!g->gate_a && !g->gate_b)) && (up || (!g->up_a && !g->up_b)) &&
+                   (down || (!g->down_a && !g->down_b));
+  const int base = g->gate || g->up || g->down;
+  const int gated = kt_has_gate(moe->activation.function);
+  if (!fits || (base && moe->layout.format != KT_FORMAT_BF16) || (g->gate && !gated))
+    return KT_ERR_ARGUMENT;
+  const float *const outputs[] = {g->dweights, g->gate_a, g->gate_b, g->up_a, g->up_b,
+                                  g->down_a,   g->down_b, g->gate,   g->up,   g->down};
+  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
+    if (!kt_aligned(outputs[i], sizeof(float))) return KT_ERR_ARGUMENT;
+  const int good = kt_aligned(g->dy, kt_value_size(g->dy_dtype)) &&
+                   kt_aligned(g->dx, kt_value_size(g->dx_dtype));
+  return good ? KT_OK : KT_ERR_ARGUMENT;
+}
+
+static void start_call(kt_back *b, const kt_moe_call *c, const void *saved) {
+  const kt_moe *const moe = b->run.moe;
+  b->x = kt_run_values(moe, c->x, c->tokens, c->x_dtype);
+  b->dy = kt_run_values(moe, b->want.dy, c->tokens, b->want.dy_dtype);
+  kt_saved_at(moe, &b->adapter, c->tokens * c->top_k, (void *)(uintptr_t)saved, &b->saved);
+  kt_run_skip(&b->run, c);
+  if (b->want.dweights) memset(b->want.dweights, 0, (size_t)(c->tokens * c->top_k) * sizeof(float));
+}
+
+/* Of no token, all that is wanted of matrices is zero. */
+static kt_status no_tokens(kt_back *b) {
+  for (int64_t e = 0; e < b->run.moe->experts; e++) kt_back_zero(b, e);
+  return KT_OK;
+}
+
+static kt_status each_batch(kt_back *b, const kt_moe_call *c, kt_status (*step)(kt_back *)) {
+  kt_status status = KT_OK;
+  for (int64_t first = 0; first < c->tokens && status == KT_OK; first += KT_BATCH) {
+    kt_run_batch(&b->run, c, first);
+    status = step(b);
+  }
+  return status;
+}
+
+static kt_status check_batch_experts(kt_back *b) { return kt_check_experts(&b->run); }
+
+kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                            const kt_moe_call *call, const void *saved,
+                            const kt_moe_gradients *gradients, void *scratch, size_t scratch_size) {
+  if (!call || !pool) return KT_ERR_ARGUMENT;
+  const kt_status status = check(moe, lora, call->tokens, call->top_k);
+  if (status != KT_OK) return status;
+  if (check_gradients(moe, lora, gradients) != KT_OK) return KT_ERR_ARGUMENT;
+  kt_back b = start(moe, lora, pool, gradients, call->tokens, call->top_k);
+  if (call->tokens == 0) return no_tokens(&b);
+  if (kt_check_inputs(call) != KT_OK || !saved || !scratch || !kt_aligned(saved, LINE) ||
+      !kt_aligned(scratch, LINE))
+    return KT_ERR_ARGUMENT;
+  if (scratch_size < lay_out(&b, NULL)) return KT_ERR_SCRATCH;
+  lay_out(&b, scratch);
+  start_call(&b, call, saved);
+  const kt_status good = each_batch(&b, call, check_batch_experts);
+  return good == KT_OK ? each_batch(&b, call, backward_batch) : good;
+}

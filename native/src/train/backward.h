@@ -1,0 +1,110 @@
+/* backward.h - the backward of a layer: what its files share.
+ *
+ * One job of the pool per batch. All threads, between barriers of all:
+ *   1  rows of x and dy in bf16; zeros in what is wanted   items: tokens; experts
+ *   2  B^T dy of down                                      items: experts
+ * then in a team, for each of its parts, between its barriers:
+ *   3  W^T dy of down -> gradients of gate and up          items: (expert, strips of w)
+ *   4  B^T of those; LoRA gradients of the part            items: experts; blocks of matrices
+ *   5  W^T of those, summed over experts -> partial dx     items: strips of hidden
+ * and all threads again:
+ *   6  dx = sum of the parts; gradients of weights and of the LoRA matrices that no part owns
+ * Transposed products make a strip of columns at a time from packed weights (strips.h), in memory
+ * of the thread. The routing weight is applied behind step 3, so that W^T dy of down gives the
+ * gradient of that weight, too. */
+#ifndef KT_BACKWARD_H
+#define KT_BACKWARD_H
+
+#include "rows_view.h"
+#include "saved.h"
+
+/* How scales of the weights come into transposed products. */
+typedef enum kt_folding {
+  KT_FOLD_NONE,  /* strips have them */
+  KT_FOLD_ROWS,  /* one per row: folded into activation rows once */
+  KT_FOLD_GROUPS /* one per row and group of columns: folded for each strip */
+} kt_folding;
+
+typedef struct kt_back_part {
+  kt_share middle, pairs, outer, dx;
+  float *partial; /* [tokens, hidden] of dx */
+} kt_back_part;
+
+/* Rows of slots, for one part at a time. */
+typedef struct kt_back_team {
+  kt_barrier barrier;
+  uint8_t *d_gate, *d_up;           /* bf16 [w] */
+  uint8_t *folded_gate, *folded_up; /* the same with scales of rows; else the same memory */
+  uint8_t *middle;                  /* bf16 [w] of h, where a gradient needs it */
+  uint16_t *pairs;                  /* rows [gate | up] of B^T d, times factor */
+} kt_back_team;
+
+typedef struct kt_back_worker {
+  kt_lora_worker lora;               /* gather, strips, spare, out */
+  uint8_t *small;                    /* a strip of a LoRA matrix */
+  uint8_t *folded;                   /* [KT_MAX_TOKENS] rows with scales of a group */
+  float *base, *added;               /* [KT_MAX_TOKENS][KT_STRIP] */
+  float *fold, *fold_gate, *fold_up; /* [longest row] */
+  float *a;                          /* [KT_CHUNK][KT_OUTER_ROWS] */
+  float *values;                     /* [hidden] */
+  uint8_t *panel;
+} kt_back_worker;
+
+enum { KT_OUTER_ROWS = 64, KT_OUTER_COLS = 256 };
+
+typedef struct kt_back {
+  kt_run run;
+  kt_adapter adapter;
+  kt_saved saved;
+  kt_moe_gradients want;
+  const kt_epilogue *epilogue;
+  kt_transpose_fn *transpose;
+  kt_activate_back_fn *activate;
+  kt_folding folding;
+  kt_matrix x, dy;
+  int64_t h_stride, w_stride;       /* bytes of bf16 rows */
+  int64_t slots, partial_size;      /* of the largest batch */
+  int64_t middle_strips, dx_strips; /* per item */
+  uint8_t *x_rows, *dy_rows;        /* [tokens] bf16; x_rows: if a gradient needs them */
+  float *v_down;                    /* [slots][rank] B^T dy */
+  uint16_t *down_rows;              /* [slots] the same in bf16, times factor */
+  float *v_pair;                    /* [parts][slots][2 rank] B^T d of gate and up */
+  float *dot;                       /* [parts][strips of w][slots] */
+  kt_share zeros, rows, down, finish, slot_weights, outer;
+  kt_back_team *teams;
+  kt_back_part *parts;
+  kt_back_worker *workers;
+} kt_back;
+
+static inline int64_t kt_back_first_slot(const kt_back *b) {
+  return b->run.first_token * b->run.top_k;
+}
+
+/* An expert of a part. */
+static inline const kt_expert *kt_back_expert(const kt_back *b, int64_t part, int64_t expert) {
+  return b->run.moe->expert + part * b->run.moe->experts + expert;
+}
+
+/* Rows of slots that lie one after the other, or (index) where their tokens are. */
+kt_rows_view kt_back_view(const kt_back *b, const uint8_t *rows, int64_t stride, int64_t cols,
+                          const int32_t *index);
+
+/* Steps, as items of shares: what the numbers above say. */
+void kt_back_down_products(const kt_back *b, const kt_back_worker *w, int64_t active); /* 2 */
+void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                    int64_t item); /* 3 */
+void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                   int64_t active); /* 4 */
+void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                    int64_t item);                                        /* 5 */
+void kt_back_slot_weight(const kt_back *b, int64_t slot, int64_t expert); /* 6 */
+
+/* Gradients of matrices: those of a part (4), and those of all parts (6). */
+int64_t kt_back_outer_items(const kt_back *b, int of_part);
+void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int of_part,
+                   int64_t part, int64_t item);
+void kt_back_zero(const kt_back *b, int64_t expert);
+int kt_back_needs_x(const kt_back *b);
+int kt_back_needs_middle(const kt_back *b);
+
+#endif

@@ -1,0 +1,332 @@
+/* Gradients of activations: through down, the function, gate and up, to x. */
+#include "../gemm/bf16_gemm.h"
+#include "backward.h"
+
+#include <string.h>
+
+kt_rows_view kt_back_view(const kt_back *b, const uint8_t *rows, int64_t stride, int64_t cols,
+                          const int32_t *index) {
+  return (kt_rows_view){.rows = rows,
+                        .stride = stride,
+                        .cols = cols,
+                        .index = index,
+                        .pair = b->run.route.pair,
+                        .first_pair = kt_back_first_slot(b),
+                        .adapter = &b->adapter};
+}
+
+/* ---- 2: B^T dy of down ------------------------------------------------------ */
+
+static void make_down_b(const kt_narrow *n, int64_t strip, uint8_t *out, uint8_t *spare) {
+  (void)spare;
+  const kt_plain m = kt_lora_b(n->in.adapter, KT_DOWN, n->expert);
+  n->in.adapter->strips->columns(&m, strip * KT_STRIP, 0, n->in.cols, out);
+}
+
+void kt_back_down_products(const kt_back *b, const kt_back_worker *w, int64_t active) {
+  const kt_route *const route = &b->run.route;
+  const int64_t slot = route->start[active], count = route->start[active + 1] - slot;
+  const int64_t rank = b->adapter.rank, cols = b->adapter.cols;
+  const kt_narrow n = {
+      .in = kt_back_view(b, b->dy_rows, b->h_stride, b->run.moe->hidden, route->token),
+      .make = make_down_b,
+      .expert = route->active[active],
+      .outputs = rank,
+      .values = b->v_down,
+      .value_stride = rank};
+  kt_narrow_products(&n, &w->lora, w->panel, slot, count);
+  for (int64_t i = slot; i < slot + count; i++)
+    kt_scaled_row(b->v_down + i * rank, rank, b->adapter.factor, cols, b->down_rows + i * cols);
+}
+
+/* ---- 3: through down and the function ---------------------------------------- */
+
+/* One item: some strips of an expert's middle. */
+typedef struct middle_item {
+  const kt_back *b;
+  const kt_back_team *t;
+  const kt_back_worker *w;
+  kt_weight down, gate, up;
+  int64_t part, expert, slot, column; /* slot: the block's first */
+} middle_item;
+
+/* Rows with the scales of a group. */
+static const uint8_t *fold_rows(const kt_back *b, const kt_back_worker *w, const float *fold,
+                                const uint8_t *rows, int64_t *stride, int64_t cols, int64_t count) {
+  const int64_t to = 2 * cols + 64;
+  for (int64_t i = 0; i < count; i++)
+    b->adapter.strips->fold((const uint16_t *)(const void *)(rows + i * *stride), fold, cols,
+                            (uint16_t *)(void *)(w->folded + i * to));
+  *stride = to;
+  return w->folded;
+}
+
+/* The gradient of what A of down has read, into w->added. */
+static void add_down_lora(const middle_item *m, int64_t count) {
+  const kt_back *const b = m->b;
+  const kt_adapter *const a = &b->adapter;
+  const int64_t stride = kt_down_stride(a), column = m->part * b->run.width + m->column;
+  const kt_weight lora = kt_strip_weight(m->w->small, 1, a->cols);
+  a->product(&lora, 0, 1, (const uint8_t *)b->down_rows + m->slot * stride, stride, count,
+             m->w->added, m->w->panel);
+  for (int64_t i = 0; a->drop_middle.below && i < count; i++)
+    a->math->drop_f32(&a->drop_middle, kt_back_first_slot(b) + b->run.route.pair[m->slot + i],
+                      column, KT_STRIP, m->w->added + i * KT_STRIP);
+}
+
+static uint16_t *row_at(const kt_back *b, uint8_t *rows, const middle_item *m) {
+  return rows ? (uint16_t *)(void *)(rows + m->slot * b->w_stride) + m->column : NULL;
+}
+
+/* Gradients of gate and up with the scales of their rows. */
+static void fold_block(const middle_item *m, const float *fold, uint8_t *rows, uint8_t *folded,
+                       int64_t count) {
+  const int64_t step = m->b->w_stride / 2;
+  const uint16_t *const from = row_at(m->b, rows, m);
+  uint16_t *const to = row_at(m->b, folded, m);
+  for (int64_t i = 0; i < count; i++)
+    m->b->adapter.strips->fold(from + i * step, fold + m->column, KT_STRIP, to + i * step);
+}
+
+static void through_function(const middle_item *m, int64_t count) {
+  const kt_back *const b = m->b;
+  const int64_t at = kt_back_first_slot(b) + m->slot, width = b->run.width;
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  const int64_t group = b->saved.groups > 1 ? m->column / b->run.moe->layout.group : 0;
+  const int64_t strips = width / KT_STRIP, strip = m->part * strips + m->column / KT_STRIP;
+  const kt_inner_back back = {
+      .base = m->w->base,
+      .lora = kt_adapts(&b->adapter, KT_DOWN) ? m->w->added : NULL,
+      .gate = gated ? kt_saved_gate(&b->saved, m->part, at) + m->column : NULL,
+      .up = kt_saved_up(&b->saved, m->part, at, width) + m->column,
+      .weight = b->run.route.weight + m->slot,
+      .h_scale = b->saved.groups ? kt_saved_scale(&b->saved, m->part, at) + group : NULL,
+      .tokens = count,
+      .saved_stride = b->saved.inner_cols,
+      .h_scale_stride = b->saved.groups,
+      .stride = b->w_stride / 2,
+      .d_gate = gated ? row_at(b, m->t->d_gate, m) : NULL,
+      .d_up = row_at(b, m->t->d_up, m),
+      .middle = row_at(b, m->t->middle, m),
+      .dot = b->dot + strip * b->slots + m->slot,
+  };
+  b->activate(&b->run.moe->activation, &back);
+  if (b->folding != KT_FOLD_ROWS || m->t->folded_up == m->t->d_up) return;
+  if (gated) fold_block(m, m->w->fold_gate, m->t->d_gate, m->t->folded_gate, count);
+  fold_block(m, m->w->fold_up, m->t->d_up, m->t->folded_up, count);
+}
+
+/* One strip for the slots of a chunk, whose rows are given. */
+static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, int64_t slot,
+                         int64_t count) {
+  const kt_back *const b = m->b;
+  const int64_t hidden = b->run.moe->hidden;
+  const kt_weight strip = kt_strip_weight(m->w->lora.strips, 1, hidden);
+  const int lora = kt_adapts(&b->adapter, KT_DOWN);
+  b->transpose(&m->down, m->column, m->w->lora.strips);
+  if (b->folding == KT_FOLD_GROUPS) kt_fold_scales(&m->down, m->column, m->w->fold);
+  if (lora) {
+    const kt_plain a = kt_lora_a(&b->adapter, KT_DOWN, m->expert);
+    b->adapter.strips->columns(&a, m->part * b->run.width + m->column, 0, b->adapter.cols,
+                               m->w->small);
+  }
+  const kt_blocks blocks = kt_blocks_of(0, count, KT_MAX_TOKENS);
+  for (int64_t i = 0; i < blocks.number; i++) {
+    const int64_t first = kt_block_start(&blocks, i);
+    const int64_t some = kt_block_start(&blocks, i + 1) - first;
+    int64_t step = stride;
+    const uint8_t *in = rows + first * stride;
+    if (b->folding == KT_FOLD_GROUPS) in = fold_rows(b, m->w, m->w->fold, in, &step, hidden, some);
+    b->adapter.product(&strip, 0, 1, in, step, some, m->w->base, m->w->panel);
+    m->slot = slot + first;
+    if (lora) add_down_lora(m, some);
+    through_function(m, some);
+  }
+}
+
+static void fold_rows_of(const middle_item *m) {
+  if (m->b->folding != KT_FOLD_ROWS) return;
+  kt_fold_scales(&m->down, 0, m->w->fold);
+  if (m->t->folded_up == m->t->d_up) return;
+  if (kt_has_gate(m->b->run.moe->activation.function)) kt_fold_scales(&m->gate, 0, m->w->fold_gate);
+  kt_fold_scales(&m->up, 0, m->w->fold_up);
+}
+
+void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                    int64_t item) {
+  const kt_run *const r = &b->run;
+  const int64_t all = r->width / KT_STRIP, items = kt_ceil_div(all, b->middle_strips);
+  const int64_t active = item / items, first = item % items * b->middle_strips;
+  const int64_t last = kt_smaller(first + b->middle_strips, all);
+  const kt_expert *e = kt_back_expert(b, part, r->route.active[active]);
+  middle_item m = {.b = b,
+                   .t = t,
+                   .w = w,
+                   .down = {e->down, e->down_scale, r->moe->hidden, r->width, r->moe->layout},
+                   .gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout},
+                   .up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout},
+                   .part = part,
+                   .expert = r->route.active[active]};
+  kt_rows_view dy = kt_back_view(b, b->dy_rows, b->h_stride, r->moe->hidden, r->route.token);
+  fold_rows_of(&m);
+  if (b->folding == KT_FOLD_ROWS) dy.fold = w->fold;
+  const kt_blocks chunks = kt_expert_blocks(&r->route, active, KT_CHUNK);
+  for (int64_t i = 0; i < chunks.number; i++) {
+    const int64_t slot = kt_block_start(&chunks, i);
+    const int64_t count = kt_block_start(&chunks, i + 1) - slot;
+    int64_t stride;
+    const uint8_t *const rows = kt_view_rows(&dy, slot, count, w->lora.gather, &stride);
+    for (int64_t strip = first; strip < last; strip++) {
+      m.column = strip * KT_STRIP;
+      middle_strip(&m, rows, stride, slot, count);
+    }
+  }
+}
+
+/* ---- 4: B^T of the gradients of gate and up ----------------------------------- */
+
+static void make_inner_b(const kt_narrow *n, int64_t strip, uint8_t *out, uint8_t *spare) {
+  (void)spare;
+  const kt_plain m = kt_lora_b(n->in.adapter, n->projection, n->expert);
+  n->in.adapter->strips->columns(&m, strip * KT_STRIP, -n->part * n->width, n->width, out);
+}
+
+/* Rows [gate | up]; zeros for the one that has no LoRA. */
+void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                   int64_t active) {
+  const kt_route *const route = &b->run.route;
+  const int64_t slot = route->start[active], count = route->start[active + 1] - slot;
+  const int64_t rank = b->adapter.rank, cols = b->adapter.pair_cols;
+  float *const values = b->v_pair + part * b->slots * 2 * rank;
+  memset(values + slot * 2 * rank, 0, (size_t)(count * 2 * rank) * sizeof *values);
+  for (kt_projection p = KT_GATE; p <= KT_UP; p++) {
+    if (!kt_adapts(&b->adapter, p)) continue;
+    const kt_narrow n = {
+        .in = kt_back_view(b, p == KT_GATE ? t->d_gate : t->d_up, b->w_stride, b->run.width, NULL),
+        .make = make_inner_b,
+        .projection = p,
+        .expert = route->active[active],
+        .part = part,
+        .width = b->run.width,
+        .outputs = rank,
+        .values = values + (p == KT_UP ? rank : 0),
+        .value_stride = 2 * rank};
+    kt_narrow_products(&n, &w->lora, w->panel, slot, count);
+  }
+  for (int64_t i = slot; i < slot + count; i++)
+    kt_scaled_row(values + i * 2 * rank, 2 * rank, b->adapter.factor, cols, t->pairs + i * cols);
+}
+
+/* ---- 5: through gate and up to x ------------------------------------------------ */
+
+/* Gradients of `count` slots from `slot` on, as a strip of a matrix reads them. */
+static const uint8_t *inner_rows(const kt_back *b, const kt_back_worker *w, const float *fold,
+                                 const uint8_t *rows, int64_t slot, int64_t count,
+                                 int64_t *stride) {
+  *stride = b->w_stride;
+  const uint8_t *const at = rows + slot * b->w_stride;
+  if (b->folding != KT_FOLD_GROUPS) return at;
+  return fold_rows(b, w, fold, at, stride, b->run.width, count);
+}
+
+static void add_x_lora(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                       int64_t column, int64_t slot, int64_t count) {
+  const kt_adapter *const a = &b->adapter;
+  const int64_t stride = kt_pair_stride(a);
+  const kt_weight lora = kt_strip_weight(w->small, 1, a->pair_cols);
+  const uint8_t *const rows = (const uint8_t *)t->pairs + slot * stride;
+  if (!a->drop_x.below) {
+    a->add(&lora, 0, 1, rows, stride, count, w->base, w->panel);
+    return;
+  }
+  a->product(&lora, 0, 1, rows, stride, count, w->added, w->panel);
+  for (int64_t i = 0; i < count; i++) {
+    float *const added = w->added + i * KT_STRIP, *const base = w->base + i * KT_STRIP;
+    a->math->drop_f32(&a->drop_x, kt_back_first_slot(b) + b->run.route.pair[slot + i], column,
+                      KT_STRIP, added);
+    for (int k = 0; k < KT_STRIP; k++) base[k] += added[k];
+  }
+}
+
+static void add_to_tokens(const kt_back *b, const kt_back_worker *w, float *partial, int64_t column,
+                          int64_t slot, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    b->epilogue->accumulate(1.0f, w->base + i * KT_STRIP, NULL,
+                            partial + b->run.route.token[slot + i] * b->run.moe->hidden + column);
+}
+
+/* One strip of one expert. */
+static void input_strip(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                        int64_t part, int64_t active, int64_t column) {
+  const kt_run *const r = &b->run;
+  const int64_t expert = r->route.active[active], width = r->width;
+  const kt_expert *e = kt_back_expert(b, part, expert);
+  const int gated = kt_has_gate(r->moe->activation.function), lora = kt_adapts_x(&b->adapter);
+  const kt_weight gate = {e->gate, e->gate_scale, width, r->moe->hidden, r->moe->layout};
+  const kt_weight up = {e->up, e->up_scale, width, r->moe->hidden, r->moe->layout};
+  uint8_t *const up_strip = w->lora.strips, *const gate_strip = up_strip + width * KT_STRIP * 2;
+  b->transpose(&up, column, up_strip);
+  if (gated) b->transpose(&gate, column, gate_strip);
+  if (b->folding == KT_FOLD_GROUPS) kt_fold_scales(&up, column, w->fold_up);
+  if (b->folding == KT_FOLD_GROUPS && gated) kt_fold_scales(&gate, column, w->fold_gate);
+  if (lora) kt_pair_a_columns(&b->adapter, expert, column / KT_STRIP, w->small, w->lora.spare);
+  const kt_weight up_weight = kt_strip_weight(up_strip, 1, width);
+  const kt_weight gate_weight = kt_strip_weight(gate_strip, 1, width);
+  const kt_blocks blocks = kt_expert_blocks(&r->route, active, KT_MAX_TOKENS);
+  for (int64_t i = 0; i < blocks.number; i++) {
+    const int64_t slot = kt_block_start(&blocks, i), count = kt_block_start(&blocks, i + 1) - slot;
+    int64_t stride;
+    const uint8_t *rows = inner_rows(b, w, w->fold_up, t->folded_up, slot, count, &stride);
+    b->adapter.product(&up_weight, 0, 1, rows, stride, count, w->base, w->panel);
+    if (gated) {
+      rows = inner_rows(b, w, w->fold_gate, t->folded_gate, slot, count, &stride);
+      b->adapter.add(&gate_weight, 0, 1, rows, stride, count, w->base, w->panel);
+    }
+    if (lora) add_x_lora(b, t, w, column, slot, count);
+    add_to_tokens(b, w, b->parts[part].partial, column, slot, count);
+  }
+}
+
+void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                    int64_t item) {
+  const int64_t hidden = b->run.moe->hidden, first = item * b->dx_strips;
+  const int64_t last = kt_smaller(first + b->dx_strips, hidden / KT_STRIP);
+  float *const partial = b->parts[part].partial;
+  for (int64_t token = 0; token < b->run.tokens; token++)
+    memset(partial + token * hidden + first * KT_STRIP, 0,
+           (size_t)((last - first) * KT_STRIP) * sizeof *partial);
+  for (int64_t active = 0; active < b->run.route.active_count; active++)
+    for (int64_t strip = first; strip < last; strip++)
+      input_strip(b, t, w, part, active, strip * KT_STRIP);
+}
+
+/* ---- 6: gradients of routing weights ---------------------------------------------- */
+
+static double lora_dot(const kt_back *b, int64_t slot) {
+  const int64_t rank = b->adapter.rank;
+  double sum = 0.0;
+  if (!kt_adapts(&b->adapter, KT_DOWN)) return 0.0;
+  for (int64_t part = 0; part < b->run.moe->parts; part++) {
+    const float *const product =
+        kt_saved_product(&b->saved, part, kt_back_first_slot(b) + slot, rank);
+    for (int64_t j = 0; j < rank; j++)
+      sum += (double)b->v_down[slot * rank + j] * (double)product[j];
+  }
+  return sum * (double)b->adapter.factor;
+}
+
+static double bias_dot(const kt_back *b, int64_t slot, const float *bias) {
+  const uint8_t *const row = b->dy_rows + b->run.route.token[slot] * b->h_stride;
+  const uint16_t *const dy = (const uint16_t *)(const void *)row;
+  double sum = 0.0;
+  for (int64_t i = 0; i < b->run.moe->hidden; i++) sum += kt_bf16_value(dy[i]) * (double)bias[i];
+  return sum;
+}
+
+void kt_back_slot_weight(const kt_back *b, int64_t slot, int64_t expert) {
+  const int64_t strips = b->run.moe->parts * (b->run.width / KT_STRIP);
+  const float *const bias = kt_back_expert(b, 0, expert)->down_bias;
+  double sum = lora_dot(b, slot) + (bias ? bias_dot(b, slot, bias) : 0.0);
+  for (int64_t strip = 0; strip < strips; strip++) sum += (double)b->dot[strip * b->slots + slot];
+  b->want.dweights[kt_back_first_slot(b) + b->run.route.pair[slot]] = (float)sum;
+}

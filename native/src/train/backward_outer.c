@@ -1,0 +1,209 @@
+/* Gradients of matrices: sums over an expert's slots of products of two rows. */
+#include "../simd/bits.h"
+#include "backward.h"
+
+#include <string.h>
+
+typedef enum kind {
+  GATE_B,
+  UP_B,
+  DOWN_A,
+  GATE,
+  UP,
+  DOWN, /* of a part; */
+  DOWN_B,
+  GATE_A,
+  UP_A, /* of all */
+  KINDS
+} kind;
+
+/* The gradient of one expert's matrix, or of a part's columns or rows of it: element (j, c) is the
+ * sum over slots of a[slot][j] * view[slot][c], at out[j * row + c * col]. */
+typedef struct gradient {
+  float *out;
+  int64_t rows, cols, row, col;
+  kt_rows_view view;
+} gradient;
+
+static float *wanted(const kt_back *b, kind k) {
+  const kt_moe_gradients *w = &b->want;
+  float *const all[KINDS] = {[GATE_B] = w->gate_b, [UP_B] = w->up_b,     [DOWN_A] = w->down_a,
+                             [GATE] = w->gate,     [UP] = w->up,         [DOWN] = w->down,
+                             [DOWN_B] = w->down_b, [GATE_A] = w->gate_a, [UP_A] = w->up_a};
+  return all[k];
+}
+
+int kt_back_needs_x(const kt_back *b) {
+  return wanted(b, GATE_A) || wanted(b, UP_A) || wanted(b, GATE) || wanted(b, UP);
+}
+
+int kt_back_needs_middle(const kt_back *b) { return wanted(b, DOWN_A) || wanted(b, DOWN); }
+
+/* Rows and columns of a matrix that one part has, or all parts. */
+static int64_t rows_of(const kt_back *b, kind k) {
+  if (k == DOWN) return b->run.moe->hidden;
+  return k == GATE || k == UP ? b->run.width : b->adapter.rank;
+}
+
+static int64_t cols_of(const kt_back *b, kind k) {
+  return k == GATE_B || k == UP_B || k == DOWN_A || k == DOWN ? b->run.width : b->run.moe->hidden;
+}
+
+static int64_t elements(const kt_back *b, kind k) {
+  const int64_t parts = k < DOWN_B ? b->run.moe->parts : 1;
+  return rows_of(b, k) * cols_of(b, k) * parts;
+}
+
+void kt_back_zero(const kt_back *b, int64_t expert) {
+  for (kind k = 0; k < KINDS; k++)
+    if (wanted(b, k))
+      memset(wanted(b, k) + expert * elements(b, k), 0, (size_t)elements(b, k) * sizeof(float));
+}
+
+static kt_rows_view view_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k) {
+  const int32_t *const token = b->run.route.token;
+  const int64_t width = b->run.width, hidden = b->run.moe->hidden;
+  if (k == GATE_B) return kt_back_view(b, t->d_gate, b->w_stride, width, NULL);
+  if (k == UP_B) return kt_back_view(b, t->d_up, b->w_stride, width, NULL);
+  if (k == DOWN_B) return kt_back_view(b, b->dy_rows, b->h_stride, hidden, token);
+  if (k == DOWN_A || k == DOWN) {
+    kt_rows_view middle = kt_back_view(b, t->middle, b->w_stride, width, NULL);
+    if (k == DOWN_A && b->adapter.drop_middle.below) middle.drop = &b->adapter.drop_middle;
+    middle.first_column = part * width;
+    return middle;
+  }
+  kt_rows_view x = kt_back_view(b, b->x_rows, b->h_stride, hidden, token);
+  if ((k == GATE_A || k == UP_A) && b->adapter.drop_x.below) x.drop = &b->adapter.drop_x;
+  return x;
+}
+
+static gradient gradient_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k,
+                            int64_t expert) {
+  const int64_t rows = rows_of(b, k), cols = cols_of(b, k), parts = b->run.moe->parts;
+  float *const out = wanted(b, k) + expert * elements(b, k);
+  gradient g = {out, rows, cols, cols, 1, view_of(b, t, part, k)};
+  if (k == GATE_B || k == UP_B) { /* [I, rank] */
+    g.out += part * cols * rows, g.row = 1, g.col = rows;
+  } else if (k == DOWN_B) { /* [H, rank] */
+    g.row = 1, g.col = rows;
+  } else if (k == DOWN_A || k == DOWN) { /* [rank or H, I] */
+    g.out += part * cols, g.row = parts * cols;
+  } else if (k == GATE || k == UP) { /* [I, H] */
+    g.out += part * rows * cols;
+  }
+  return g;
+}
+
+/* ---- The factors a ------------------------------------------------------------- */
+
+/* bf16 values j .. j + count - 1 of a slot's row. */
+static void widen(const uint8_t *row, int64_t j, int64_t count, float factor, float *a) {
+  const uint16_t *const values = (const uint16_t *)(const void *)row + j;
+  for (int64_t i = 0; i < count; i++) a[i] = factor * kt_float((uint32_t)values[i] << 16);
+}
+
+/* Numbers of a slot, or their sums over `parts`, `step` numbers apart. */
+static void scaled(const float *row, int64_t parts, int64_t step, float factor, int64_t count,
+                   float *a) {
+  for (int64_t i = 0; i < count; i++) {
+    float sum = row[i];
+    for (int64_t part = 1; part < parts; part++) sum += row[part * step + i];
+    a[i] = factor * sum;
+  }
+}
+
+/* Factors j .. j + count - 1 of a slot. */
+static void factors(const kt_back *b, const kt_back_team *t, kind k, int64_t slot, int64_t j,
+                    int64_t count, float *a) {
+  const int64_t rank = b->adapter.rank, pair = b->slots * 2 * rank, parts = b->run.moe->parts;
+  const int64_t at = kt_back_first_slot(b) + slot;
+  const float factor = b->adapter.factor, weight = b->run.route.weight[slot];
+  const float *const v = b->v_pair + slot * 2 * rank + j;
+  const float *const x = b->saved.x_products + at * 2 * rank + j;
+  switch (k) {
+  case GATE_B: scaled(x, 1, 0, factor, count, a); break;
+  case UP_B: scaled(x + rank, 1, 0, factor, count, a); break;
+  case GATE_A: scaled(v, parts, pair, factor, count, a); break;
+  case UP_A: scaled(v + rank, parts, pair, factor, count, a); break;
+  case DOWN_A: scaled(b->v_down + slot * rank + j, 1, 0, factor * weight, count, a); break;
+  case DOWN_B:
+    scaled(kt_saved_product(&b->saved, 0, at, rank) + j, parts, b->saved.pairs * rank,
+           factor * weight, count, a);
+    break;
+  case GATE: widen(t->d_gate + slot * b->w_stride, j, count, 1.0f, a); break;
+  case UP: widen(t->d_up + slot * b->w_stride, j, count, 1.0f, a); break;
+  default: widen(b->dy_rows + b->run.route.token[slot] * b->h_stride, j, count, weight, a);
+  }
+}
+
+/* ---- Items: blocks of a gradient -------------------------------------------------- */
+
+typedef struct block {
+  int64_t row, rows, col, cols;
+} block;
+
+static int64_t blocks_of(const kt_back *b, kind k) {
+  if (!wanted(b, k)) return 0;
+  return kt_ceil_div(rows_of(b, k), KT_OUTER_ROWS) * kt_ceil_div(cols_of(b, k), KT_OUTER_COLS);
+}
+
+static block block_at(const gradient *g, int64_t item) {
+  const int64_t across = kt_ceil_div(g->cols, KT_OUTER_COLS);
+  const int64_t row = item / across * KT_OUTER_ROWS, col = item % across * KT_OUTER_COLS;
+  return (block){row, kt_smaller(KT_OUTER_ROWS, g->rows - row), col,
+                 kt_smaller(KT_OUTER_COLS, g->cols - col)};
+}
+
+/* Slots of a chunk. */
+static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, kind k,
+                      const gradient *g, const block *at, int64_t slot, int64_t count) {
+  kt_rows_view view = g->view;
+  view.rows += 2 * at->col, view.first_column += at->col, view.cols = at->cols;
+  int64_t stride = view.stride;
+  const uint8_t *rows = view.rows;
+  const int32_t *index = view.index ? view.index + slot : NULL;
+  if (view.drop)
+    rows = kt_view_rows(&view, slot, count, w->lora.gather, &stride), index = NULL;
+  else if (!index)
+    rows += slot * stride;
+  for (int64_t i = 0; i < count; i++)
+    factors(b, t, k, slot + i, at->row, at->rows, w->a + i * KT_OUTER_ROWS);
+  const kt_outer outer = {.a = w->a,
+                          .b = rows,
+                          .index = index,
+                          .count = count,
+                          .rank = at->rows,
+                          .cols = at->cols,
+                          .a_stride = KT_OUTER_ROWS,
+                          .b_stride = stride,
+                          .out = g->out + at->row * g->row + at->col * g->col,
+                          .row = g->row,
+                          .col = g->col};
+  b->adapter.math->outer(&outer);
+}
+
+static int64_t items_of_expert(const kt_back *b, int of_part) {
+  int64_t items = 0;
+  for (kind k = of_part ? GATE_B : DOWN_B; k < (of_part ? DOWN_B : KINDS); k++)
+    items += blocks_of(b, k);
+  return items;
+}
+
+int64_t kt_back_outer_items(const kt_back *b, int of_part) {
+  return b->run.route.active_count * items_of_expert(b, of_part);
+}
+
+void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int of_part,
+                   int64_t part, int64_t item) {
+  const int64_t each = items_of_expert(b, of_part), active = item / each;
+  int64_t left = item % each;
+  kind k = of_part ? GATE_B : DOWN_B;
+  for (; left >= blocks_of(b, k); k++) left -= blocks_of(b, k);
+  const gradient g = gradient_of(b, t, part, k, b->run.route.active[active]);
+  const block at = block_at(&g, left);
+  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, KT_CHUNK);
+  for (int64_t i = 0; i < chunks.number; i++) {
+    const int64_t slot = kt_block_start(&chunks, i);
+    add_chunk(b, t, w, k, &g, &at, slot, kt_block_start(&chunks, i + 1) - slot);
+  }
+}

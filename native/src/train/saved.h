@@ -1,0 +1,34 @@
+/* saved.h - what a forward keeps for its backward. Slots of a batch follow one another from the
+ * first pair of the batch on, in the order of its route, which the backward makes again. */
+#ifndef KT_SAVED_H
+#define KT_SAVED_H
+
+#include "adapter.h"
+
+typedef struct kt_saved {
+  uint16_t *inner;   /* [parts][pairs][gate w | up w] before the function, biases added; bf16 */
+  float *scale;      /* [parts][pairs][groups] of the middle's int8 codes; NULL for bf16 rows */
+  float *x_products; /* [pairs][2 rank] A x of gate and up */
+  float *products;   /* [parts][pairs][rank] A h of down */
+  int64_t pairs, inner_cols, groups;
+} kt_saved;
+
+/* Where all of it lies in `memory`, 64-byte aligned; NULL: nowhere. Returns its size in bytes. */
+size_t kt_saved_at(const kt_moe *moe, const kt_adapter *adapter, int64_t pairs, void *memory,
+                   kt_saved *saved);
+
+/* Rows of a slot, counted from the call's first pair; column 0 of gate, or of up. */
+static inline uint16_t *kt_saved_gate(const kt_saved *s, int64_t part, int64_t slot) {
+  return s->inner + (part * s->pairs + slot) * s->inner_cols;
+}
+static inline uint16_t *kt_saved_up(const kt_saved *s, int64_t part, int64_t slot, int64_t width) {
+  return kt_saved_gate(s, part, slot) + (s->inner_cols - width);
+}
+static inline float *kt_saved_scale(const kt_saved *s, int64_t part, int64_t slot) {
+  return s->scale + (part * s->pairs + slot) * s->groups;
+}
+static inline float *kt_saved_product(const kt_saved *s, int64_t part, int64_t slot, int64_t rank) {
+  return s->products + (part * s->pairs + slot) * rank;
+}
+
+#endif
