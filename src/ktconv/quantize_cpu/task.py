@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +10,14 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import MoELayer
-from ktconv.conversion.tasks import Advance, ExpertTask, four_digits, write_tensor
-from ktconv.errors import VerificationError
-from ktconv.formats import FORMATS, Format, Kind, Slice, TensorId, kinds_of, split, tensor_name
+from ktconv.conversion.tasks import Advance, write_tensor
+from ktconv.formats import Format, kinds_of
 from ktconv.formats.folding import encode, folded_importance
-from ktconv.native import Layout
-from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.packed.proof import Proof
+from ktconv.quantize_cpu.packing import PackingTask, Part
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import Factors, MatrixReader, Scales, buffer_bytes, chunk_rows, chunks
-from ktconv.system.arrays import F32, I8, U8
-from ktconv.targets.ktransformers import Options
+from ktconv.system.arrays import F32, I8
 from ktconv.writer.staging import Staging
 
 
@@ -42,25 +38,10 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     return BufferSizes(source, packed, cols)
 
 
-class Part:
-    """One part of a matrix while its chunks arrive: checksum, scales, comparison."""
-
-    def __init__(
-        self, index: int, owned: Slice, layout: Layout, choice: native.Choice, check: MatrixCheck
-    ) -> None:
-        self.index, self.owned, self.layout, self.check = index, owned, layout, check
-        self.choice = choice
-        self.digest = hashlib.sha256()
-        self.scale = native.aligned_bytes(layout.scale_size(*owned.shape))
-        self.rows_done = 0
-        self.bytes_done = 0
-
-
 @dataclass(frozen=True)
-class QuantizeTask(ExpertTask):
+class QuantizeTask(PackingTask):
     """One projection of one expert: decode, quantize, pack, write, read back, compare."""
 
-    options: Options
     importance: F32 | None = None  # [cols] of the matrix: what squared errors count
     exponents: I8 | None = None  # [I] of factors between up and down; None: nothing is folded
 
@@ -91,23 +72,16 @@ class QuantizeTask(ExpertTask):
         )
 
     def _part(self, index: int) -> Part:
-        layer, options = self.layer, self.options
-        owned = split(self.proj, layer.hidden_size, layer.intermediate_size, index, options.numa)
-        weight = TensorId(layer.index, self.proj, self.expert, index, "weight")
-        fmt = FORMATS[options.method]
-        choice = native.Choice(options.scale, self._importance())
+        owned = self._owned(index)
+        choice = native.Choice(self.options.scale, self._importance())
         choice = choice.columns(owned.col_start, owned.col_stop)
-        check = MatrixCheck(fmt, weight, *owned.shape, _refuse, self._proof(choice))
-        return Part(index, owned, fmt.layout, choice, check)
+        return self._new_part(index, owned.shape, choice, self._proof(choice))
 
     def _importance(self) -> F32 | None:
         """Of the columns as they are quantized."""
         if self.exponents is None or self.proj != "down" or self.options.scale != "search":
             return self.importance
         return folded_importance(self.importance, self.exponents)
-
-    def _name(self, part: Part, kind: Kind) -> str:
-        return tensor_name(self.layer.index, self.proj, self.expert, part.index, kind)
 
     def _convert(
         self,
@@ -121,38 +95,22 @@ class QuantizeTask(ExpertTask):
         """Quantize and pack the columns of a chunk that a part owns."""
         first_col, cols = part.owned.col_start, part.owned.shape[1]
         view = source.view(chunk, scales, buffers.source, first_col, cols)
-        packed = buffers.packed[: native.packed_size(part.layout, view.rows, cols)]
-        done = part.rows_done, part.rows_done + view.rows
-        start, stop = (part.layout.scale_size(rows, cols) for rows in done)
-        scale = part.scale[start:stop]
         try:
-            self._pack(part, view, packed, scale, buffers)
+            self._write_rows(view, part, staging, buffers)
         except native.NonFiniteError as error:
             raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
-        name = self._name(part, "weight")
-        staging.write(name, packed.data, part.bytes_done)
-        if self.verify:
-            written = buffers.readback[: packed.nbytes]
-            staging.read(name, written.data, part.bytes_done)
-            packed = written
-        part.digest.update(packed.data)
-        part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
-        part.rows_done += view.rows
-        part.bytes_done += packed.nbytes
-
-    def _pack(
-        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> None:
-        """The next rows of a part into `packed` and `scale`. NonFiniteError for a NaN or Inf."""
-        native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
 
     def _proof(self, choice: native.Choice) -> Proof:
         """What must hold of a part whose columns have this choice."""
         return Proof(choice)
 
     def _facts(self, part: Part) -> dict[str, Any]:
-        """What the manifest records of a part's weights beside checksum and errors."""
-        return {}
+        facts: dict[str, Any] = {}
+        if part.check.kept_rows:
+            facts["lossless_rows"] = part.check.kept_rows
+        if self.exponents is not None and self.proj == "up":
+            facts["fold"] = encode(self.exponents[part.owned.row_start : part.owned.row_stop])
+        return facts
 
     def _write_biases(
         self, parts: Sequence[Part], bias: F32 | None, staging: Staging
@@ -167,33 +125,3 @@ class QuantizeTask(ExpertTask):
                 name = self._name(part, "bias")
                 records[name] = write_tensor(name, [own], staging, self.verify)
         return records
-
-    def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Any]:
-        """Writes the scales; returns the manifest's record of each tensor."""
-        records: dict[str, Any] = {}
-        for part in parts:
-            name = self._name(part, "scale")
-            scale = write_tensor(name, [part.scale], staging, self.verify)
-            errors = part.check.finish().as_dict()
-            records[self._name(part, "weight")] = {
-                "sha256": part.digest.hexdigest(),
-                "relative_rms_error": four_digits(errors["relative_rms_error"]),
-                "max_error_steps": four_digits(errors["max_error_steps"]),
-                "zero_share": four_digits(errors["zero_share"]),
-            }
-            records[self._name(part, "weight")] |= self._facts(part)
-            if part.check.kept_rows:
-                records[self._name(part, "weight")]["lossless_rows"] = part.check.kept_rows
-            if self.exponents is not None and self.proj == "up":
-                own = self.exponents[part.owned.row_start : part.owned.row_stop]
-                records[self._name(part, "weight")]["fold"] = encode(own)
-            records[name] = scale
-        return records
-
-
-def _refuse(violation: Violation) -> None:
-    """What was just packed does not match its source."""
-    raise VerificationError(
-        violation.message,
-        "check this machine's memory and disk, then run the same command again",
-    )

@@ -12,14 +12,15 @@ import numpy as np
 from ktconv import native
 from ktconv.checkpoint import MoELayer, Projection
 from ktconv.conversion.tasks import Advance
-from ktconv.formats import FORMATS, Slice, split
+from ktconv.formats import FORMATS, Slice
 from ktconv.formats.multiples import MULTIPLES
 from ktconv.packed.matrix_check import relative_errors
 from ktconv.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.quantize_cpu.folding import expert_exponents
 from ktconv.quantize_cpu.gptq.codes import Factor, best_codes
 from ktconv.quantize_cpu.gptq.inputs import LayerInputs
-from ktconv.quantize_cpu.task import Part, QuantizeTask
+from ktconv.quantize_cpu.packing import Part
+from ktconv.quantize_cpu.task import QuantizeTask
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import source_bytes, span_of
 from ktconv.reading.reader import SourceReader, Span
@@ -124,12 +125,6 @@ class CalibratedMatrix(QuantizeTask):
             weights[chunk.start : chunk.stop] = values
         return weights
 
-    def _owned(self, index: int) -> Slice:
-        layer = self.layer
-        return split(
-            self.proj, layer.hidden_size, layer.intermediate_size, index, self.options.numa
-        )
-
     def _searched(self, weights: F32) -> F32:
         """Scales [N, G] of all parts: those of down have columns of their own."""
         found = [self._part_scale(weights, self._owned(i)) for i in range(self.options.numa)]
@@ -176,10 +171,10 @@ class CalibratedMatrix(QuantizeTask):
         return Proof(choice, factors=MULTIPLES, row_error=math.inf)
 
     def _facts(self, part: Part) -> dict[str, Any]:
-        if self.codes is None:
-            return {CODES: SEARCHED, TOKENS: self.tokens}
-        errors = relative_errors(part.check.squares)
-        return {CODES: COMPENSATED, TOKENS: self.tokens, ROW_ERROR_BOUND: bound_of(errors)}
+        facts = {CODES: SEARCHED if self.codes is None else COMPENSATED, TOKENS: self.tokens}
+        if self.codes is not None:
+            facts[ROW_ERROR_BOUND] = bound_of(relative_errors(part.check.squares))
+        return facts | super()._facts(part)
 
 
 def _shape(view: native.Matrix) -> tuple[int, int]:
