@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import golden
@@ -14,7 +15,7 @@ from helpers.convert import all_files, assert_same, assert_shards, convert, read
 from helpers.families import Raw, Tensor, simple_config, write_checkpoint
 
 from ktconv import native
-from ktconv.formats import PROJECTIONS, is_backward, parse_tensor_name
+from ktconv.formats import PROJECTIONS
 
 SCRIPT = """
 import json, sys
@@ -52,15 +53,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {case.name: write_case(case, root / case.name) for case in golden.CASES}
 
 
-def forward_keys(case: golden.Case) -> set[str]:
-    names = {key: parse_tensor_name(key) for key in case.tensors}
-    return {key for key, name in names.items() if name and not is_backward(name.proj)}
+def options_of(case: golden.Case) -> dict[str, Any]:
+    """That the reference's bytes follow from."""
+    made = {"method": case.format.key, "numa": case.parts, "save_backward": case.backward}
+    return {**made, "scale": "amax"}
 
 
 def check_shards(case: golden.Case, output: Path) -> None:
     assert_shards(output, case.format.key, case.parts)
     tensors = read_model(output)
-    assert tensors.keys() == forward_keys(case)
+    assert tensors.keys() == case.tensors.keys()
     for key, tensor in tensors.items():
         expected = case.tensors[key]
         assert (tensor.dtype, list(tensor.shape)) == (expected["dtype"], expected["shape"])
@@ -69,7 +71,7 @@ def check_shards(case: golden.Case, output: Path) -> None:
 
 def check_folders(case: golden.Case, output: Path) -> None:
     files = read_folders(output)
-    expected = {case.tensors[key]["kt_file"]: key for key in forward_keys(case)}
+    expected = {entry["kt_file"]: key for key, entry in case.tensors.items()}
     assert files.keys() == expected.keys()
     for path, data in files.items():
         case.check(expected[path], data)
@@ -79,8 +81,7 @@ def check_folders(case: golden.Case, output: Path) -> None:
 @pytest.mark.parametrize("case", golden.PARAMS)
 def test_golden(case: golden.Case, layout: str, models: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "output"
-    options = {"method": case.format.key, "numa": case.parts, "layout": layout}
-    convert(models[case.name], output, threads=2, scale="amax", **options)
+    convert(models[case.name], output, threads=2, layout=layout, **options_of(case))
     (check_folders if layout == "layers" else check_shards)(case, output)
 
 
@@ -93,7 +94,7 @@ def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Pa
         (
             str(models[case.name]),
             str(tmp_path / case.name),
-            {"method": case.format.key, "numa": case.parts, "scale": "amax"},
+            options_of(case),
         )
         for case in golden.CASES
     ]
@@ -116,11 +117,12 @@ def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Pa
     for case in golden.CASES:
         check_shards(case, tmp_path / case.name)
         here = tmp_path / "here" / case.name
-        convert(models[case.name], here, method=case.format.key, numa=case.parts, scale="amax")
+        convert(models[case.name], here, **options_of(case))
         assert_same(all_files(tmp_path / case.name), all_files(here))  # manifests too
 
 
 def test_compat_changes_nothing_for_bf16(models: dict[str, Path], tmp_path: Path) -> None:
     case = next(case for case in golden.CASES if case.name == "int4_256_np2")
-    convert(models[case.name], tmp_path / "out", method="int4", numa=case.parts, compat=True)
+    options = options_of(case) | {"compat": True, "scale": ""}
+    convert(models[case.name], tmp_path / "out", **options)
     check_shards(case, tmp_path / "out")

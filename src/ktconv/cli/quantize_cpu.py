@@ -74,6 +74,13 @@ def quantize_cpu_command(
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
+    save_backward: Annotated[
+        bool,
+        flag(
+            "--save-backward",
+            "Add transposed matrices, which kt-kernel's fine-tuning (SFT) reads.",
+        ),
+    ] = False,
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: common.MtpOption = True,
     compat: Annotated[
@@ -138,6 +145,7 @@ def quantize_cpu_command(
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             requantize=requantize,
             allow_activation_mismatch=allow_activation_mismatch,
+            save_backward=save_backward,
         )
         request = Request(
             model=model,

@@ -163,7 +163,7 @@ def plan_checkpoint(
     return lay_out(
         checkpoint,
         target,
-        [_layer_content(layer, (selection or {}).get(layer.index)) for layer in layers],
+        [_layer_content(layer, (selection or {}).get(layer.index), target) for layer in layers],
         copies,
         [] if checkpoint.side_directory is None else target.sidecars(checkpoint.side_directory),
         checkpoint.notes,
@@ -210,9 +210,9 @@ def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELaye
     ]
 
 
-def _layer_content(layer: MoELayer, chosen: Sequence[int] | None) -> LayerContent:
+def _layer_content(layer: MoELayer, chosen: Sequence[int] | None, target: Target) -> LayerContent:
     experts = range(len(layer.experts)) if chosen is None else chosen
-    return LayerContent(layer, experts, experts_bytes(layer, experts))
+    return LayerContent(layer, experts, target.readings * experts_bytes(layer, experts))
 
 
 def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], list[str]]:

@@ -29,6 +29,7 @@ class Target(ABC):
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
     copies_gguf = False  # whether `rename` knows the names of tensors of GGUF files
+    readings = 1  # of each expert's bytes in the source
 
     options: BaseOptions
 

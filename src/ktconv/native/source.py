@@ -131,8 +131,11 @@ class Matrix:
         self.c.group_of_col = ffi.cast("int32_t *", ffi.from_buffer(groups))
 
 
-def decode(matrix: Matrix) -> Array:
-    """The matrix as float32 [rows, cols]."""
-    out = np.empty((matrix.rows, matrix.cols), np.float32)
-    check(lib.kt_decode(matrix.c, ffi.cast("float *", ffi.from_buffer(out))))
+def decode(matrix: Matrix, out: Array | None = None) -> Array:
+    """The matrix as float32 [rows, cols], in `out` if it is given."""
+    if out is None:
+        out = np.empty((matrix.rows, matrix.cols), np.float32)
+    expect_rows("out", out, np.float32, (matrix.rows, matrix.cols))
+    target = ffi.cast("float *", ffi.from_buffer(out, require_writable=True))
+    check(lib.kt_decode(matrix.c, target))
     return out

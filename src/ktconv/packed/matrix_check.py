@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.formats import KINDS, Format, TensorId, scales, tensor_name
-from ktconv.formats.split import is_down
+from ktconv.formats import KINDS, Format, TensorId, cut_by_rows, scales, tensor_name
 from ktconv.packed.proof import Proof
 from ktconv.packed.scale_rules import Allowed, allowed_scales
 from ktconv.system.arrays import F32, F64, I8, I64, U8, Array, Bools
@@ -109,9 +108,9 @@ class MatrixCheck:
 
     def _whole(self, row: int, column: int) -> tuple[int, int]:
         """Row and column in the whole matrix of an element of this part."""
-        if is_down(self._id.proj):
-            return row, self._id.part * self._cols + column
-        return self._id.part * self._rows + row, column
+        if cut_by_rows(self._id.proj):
+            return self._id.part * self._rows + row, column
+        return row, self._id.part * self._cols + column
 
     # ---- elements ----
 

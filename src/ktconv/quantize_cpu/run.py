@@ -30,13 +30,19 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.model import require_packages
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
+from ktconv.quantize_cpu.backward import (
+    BackwardTask,
+    backward_buffers,
+    backward_notes,
+    panel_memory,
+)
 from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
 from ktconv.quantize_cpu.gptq.coverage import coverage_facts, coverage_lines
 from ktconv.quantize_cpu.gptq.inputs import Calibration
 from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
 from ktconv.quantize_cpu.gptq.threads import one_torch_thread
 from ktconv.quantize_cpu.integers import integer_notes
-from ktconv.quantize_cpu.source_weights import SourceWeights, WeighedTask
+from ktconv.quantize_cpu.source_weights import NormWeights, SourceWeights, WeighedTask
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
@@ -54,7 +60,7 @@ from ktconv.writer.journal import Journal, Record
 
 if TYPE_CHECKING:
     from ktconv.quantize_cpu.gptq.streaming import TextCalibration
-    from ktconv.quantize_cpu.importance import ExpertWeights
+    from ktconv.quantize_cpu.importance import ExpertWeights, LayerWeights
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def prepare(request: Request) -> Preflight:
     plan = make_plan(checkpoint, options)
     check_foldable(plan.moe_layers, options)
     notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
-    notes += fold_notes(plan.moe_layers, options)
+    notes += [*fold_notes(plan.moe_layers, options), *backward_notes(options)]
     notes += [note for given in (weights, calibration) if given for note in given.notes]
     plan = replace(plan, notes=notes)
     check_output(plan, request.output)
@@ -229,11 +235,17 @@ def quantize_cpu(
 
 def _memory(plan: Plan) -> int:
     """Bytes of one worker."""
-    return _buffers(plan).nbytes + fold_memory(plan.moe_layers, plan.target.options)
+    layers, options = plan.moe_layers, plan.target.options
+    panel = panel_memory(layers, options) if options.save_backward else 0
+    return _buffers(plan).nbytes + fold_memory(layers, options) + panel
 
 
 def _buffers(plan: Plan) -> BufferSizes:
-    return quantize_buffers(plan.moe_layers, FORMATS[plan.target.options.method])
+    layers, options = plan.moe_layers, plan.target.options
+    sizes = quantize_buffers(layers, FORMATS[options.method])
+    return (
+        sizes.with_those_of(backward_buffers(layers, options)) if options.save_backward else sizes
+    )
 
 
 class QuantizeCpu(Conversion):
@@ -251,28 +263,41 @@ class QuantizeCpu(Conversion):
         return _buffers(self.plan)
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
-        verify, options = self.request.verify, self.plan.target.options
-        inputs = self._calibration.layer(unit.layer.index) if self._calibration else None
-        if inputs is not None:
-            for expert in unit.experts:
-                yield CompensatedExpert(reader, unit.layer, expert, verify, options, inputs)
-            return
-        weights = self._weights.layer(unit.layer.index) if self._weights else None
+        """Each expert's transposed matrices follow while the page cache has its bytes."""
+        layer, verify, options = unit.layer, self.request.verify, self.plan.target.options
+        inputs = self._calibration.layer(layer.index) if self._calibration else None
+        weights = self._weights.layer(layer.index) if self._weights and not inputs else None
         for expert in unit.experts:
-            tasks = {
-                proj: QuantizeTask(
-                    reader, unit.layer, expert, proj, verify, options,
-                    weights.of(expert, proj) if weights else None,
-                )
-                for proj in unit.layer.projections
-            }  # fmt: skip
-            down = tasks.pop("down")
-            last = FoldTask(tasks.pop("up"), down) if options.fold else down
-            yield from tasks.values()
-            if isinstance(self._weights, SourceWeights):
-                yield WeighedTask(last, self._weights)
+            if inputs is not None:
+                yield CompensatedExpert(reader, layer, expert, verify, options, inputs)
             else:
-                yield last
+                yield from self._searched(layer, expert, reader, weights)
+            for proj in layer.projections if options.save_backward else ():
+                yield BackwardTask(reader, layer, expert, proj, verify, options)
+
+    def _searched(
+        self,
+        layer: MoELayer,
+        expert: int,
+        reader: SourceReader,
+        weights: LayerWeights | NormWeights | None,
+    ) -> Iterator[Task]:
+        """One expert's matrices, whose codes are the nearest."""
+        verify, options = self.request.verify, self.plan.target.options
+        tasks = {
+            proj: QuantizeTask(
+                reader, layer, expert, proj, verify, options,
+                weights.of(expert, proj) if weights else None,
+            )
+            for proj in layer.projections
+        }  # fmt: skip
+        down = tasks.pop("down")
+        last = FoldTask(tasks.pop("up"), down) if options.fold else down
+        yield from tasks.values()
+        if isinstance(self._weights, SourceWeights):
+            yield WeighedTask(last, self._weights)
+        else:
+            yield last
 
     def convert(self, pending: Sequence[Unit]) -> None:
         """With a text, the layers that it passes come first, each when its inputs are there."""

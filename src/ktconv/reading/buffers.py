@@ -24,6 +24,14 @@ class BufferSizes:
     packed: int = 0
     scratch_cols: int = 1
 
+    def with_those_of(self, other: BufferSizes) -> BufferSizes:
+        """Enough for both."""
+        return BufferSizes(
+            max(self.source, other.source),
+            max(self.packed, other.packed),
+            max(self.scratch_cols, other.scratch_cols),
+        )
+
     @property
     def source_with_copies(self) -> int:
         return max(self.source, 2 * COPY_BYTES)

@@ -57,6 +57,7 @@ def command_line(
         for flag, wanted in (
             ("--compat", options.compat),
             ("--requantize", options.requantize),
+            ("--save-backward", options.save_backward),
             ("--allow-activation-mismatch", options.allow_activation_mismatch),
             ("--no-mtp", not options.mtp),
             ("--experts-only", options.experts_only),
@@ -127,6 +128,16 @@ def _expert_counts(plan: Plan) -> str:
     return ", ".join(map(str, counts)) + named
 
 
+def _backward(plan: Plan) -> str:
+    """About matrices of backward passes, if the output has them."""
+    if not plan.target.backward:
+        return ""
+    return (
+        "\n- Backward matrices, such as `ffn_up_bwd_exps`: transposed and quantized on their own, "
+        "for fine-tuning with kt-kernel"
+    )
+
+
 def _tower(plan: Plan) -> str:
     tower = plan.checkpoint.tower
     return "" if tower is None else f" of the tower {tower}"
@@ -179,7 +190,7 @@ tags:
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}{_tower(plan)}
 - Experts per layer: {_expert_counts(plan)}
 - Activation of the experts: {in_words(activations)}
-- Tensors: {where}
+- Tensors: {where}{_backward(plan)}
 - Codes by {codes_in_words(options)}
 - `ktconv.json` {recorded}
 

@@ -94,6 +94,7 @@ class Options(BaseOptions):
     importance: ImportanceRecord | None = None  # of the errors that the search makes small
     fold: Fold = ""  # what is moved between the matrices of an expert
     calibrate: CalibrationRecord | None = None  # codes make up for one another's errors
+    save_backward: bool = False  # transposed matrices too, for backward passes of kt-kernel
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -103,6 +104,12 @@ class Options(BaseOptions):
                 "--compat writes the reference converter's bytes, whose scales are those of "
                 f"--scale amax, not {self.scale}",
                 "omit --compat or --scale",
+            )
+        if self.save_backward and self.fold:
+            raise UsageError(
+                "--save-backward cannot be combined with --fold: an adapter that is trained on "
+                "folded experts fits no other copy of the model",
+                "omit one of them",
             )
 
     @property
@@ -119,6 +126,7 @@ class Options(BaseOptions):
             "importance",
             "fold",
             "calibrate",
+            "save_backward",
         ):
             if not record[name]:
                 del record[name]
@@ -134,9 +142,10 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         requantize=True,
         allow_activation_mismatch=True,
         importance=BY_WEIGHTS,
-        fold="up-down",
         calibrate=CalibrationRecord("", "", "", "", ""),
+        save_backward=True,
     ).as_dict()
+    usual["fold"] = ""
     values = {name: value for name, value in record.items() if name in usual}
     if any(type(value) is not type(usual[name]) for name, value in values.items()):
         return None
@@ -145,7 +154,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         return None
     if values.get("fold", "up-down") != "up-down":
         return None
-    if values.get("fold") and values.get("compat"):
+    if values.get("fold") and (values.get("compat") or values.get("save_backward")):
         return None
     if "importance" in values:
         values["importance"] = _importance(values["importance"])
@@ -202,7 +211,8 @@ def target_for(
     checkpoint: Checkpoint, layers: Sequence[MoELayer], options: Options, backward: bool = False
 ) -> KTransformersTarget:
     """The target for these layers. That a mismatch of activations is allowed is recorded only
-    where there is one."""
+    where there is one. `backward`: whether matrices of backward passes are there that the options
+    do not record."""
     mismatch = mismatch_of(layers, f"AMX{FORMATS[options.method].name}", model_types(checkpoint))
     if mismatch is None:
         options = replace(options, allow_activation_mismatch=False)
@@ -237,7 +247,8 @@ class KTransformersTarget(Target):
     ) -> None:
         self.options = options
         self.mismatch = mismatch  # between what experts compute and what KTransformers does
-        self._backward = backward  # matrices for backward passes too
+        self.backward = backward or options.save_backward  # matrices for backward passes too
+        self.readings = 1 + options.save_backward
         self.has_index = options.layout == "safetensors"
 
     @property
@@ -250,7 +261,8 @@ class KTransformersTarget(Target):
 
     @property
     def description(self) -> str:
-        return f"{self.name}, {self.options.numa} NUMA part(s)"
+        backward = ", backward matrices too" if self.backward else ""
+        return f"{self.name}, {self.options.numa} NUMA part(s){backward}"
 
     @property
     def notes(self) -> Sequence[str]:
@@ -260,7 +272,8 @@ class KTransformersTarget(Target):
         return [f"{self.mismatch.sentence}; {self.mismatch.consequence}"]
 
     def facts(self) -> dict[str, object]:
-        return {"method": self.options.method, "numa": self.options.numa}
+        backward = {"backward": True} if self.backward else {}
+        return {"method": self.options.method, "numa": self.options.numa, **backward}
 
     def serving(self) -> str | None:
         options = self.options
@@ -305,7 +318,7 @@ class KTransformersTarget(Target):
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
         """Forward matrices, then those for backward passes if there are."""
         forward = self._packed(layer, experts, layer.projections)
-        if not self._backward:
+        if not self.backward:
             return [forward]
         return [forward, self._packed(layer, experts, backward_of(layer.projections))]
 
