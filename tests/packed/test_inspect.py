@@ -236,14 +236,15 @@ def test_inspecting_an_unfinished_output(tmp_path: Path) -> None:
     assert inspect_path(str(tmp_path / "out"))["complete"] is True
 
 
-def test_backward_weights_do_not_disturb(output: Callable[[str], Path]) -> None:
-    """Outputs of other tools may hold them too."""
+def test_a_lone_backward_matrix(output: Callable[[str], Path]) -> None:
+    """Outputs of other tools may hold them too; kt-kernel then wants all of them."""
     directory = output("layers")
     (directory / "ktconv.json").unlink()
     folder = directory / "_layer_0" / "_numa_0"
     (folder / "INT4_gate_bwd_0_8192Byte_quant_.kt").write_bytes(bytes(8192))
     facts = inspect_path(str(directory))
-    assert (facts["missing_tensors"], facts["wrong_sizes"], facts["complete"]) == (0, 0, True)
+    assert (facts["backward"], facts["wrong_sizes"], facts["complete"]) == (True, 0, False)
+    assert facts["first_missing"] == "blk.0.ffn_gate_bwd_exps.0.numa.0.scale"
 
 
 # ---- records that are not what we wrote ------------------------------------------------

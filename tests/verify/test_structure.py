@@ -17,8 +17,6 @@ from helpers.families import Raw, Tensor, numbered, random_weights, simple_confi
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError
-from ktconv.merge import Request as MergeRequest
-from ktconv.merge import merge
 from ktconv.packed.weights import open_packed
 from ktconv.verify import Request, prepare, verify
 
@@ -192,41 +190,6 @@ def test_small_shards_in_the_manifest(model: Path, damaged: Convert) -> None:
     manifest["options"]["max_shard_size"] = 1
     (output / "ktconv.json").write_text(json.dumps(manifest))
     assert check(output, model).passed
-
-
-# ---- backward matrices ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fault", ["flipped", "lost"])
-def test_backward_matrices(fault: str, model: Path, damaged: Convert, tmp_path: Path) -> None:
-    """Which the plan does not know: the manifest's checksums tell."""
-    folders = forget_manifest(damaged("int8", 1, "layers"))
-    for file in list(folders.glob("_layer_*/_numa_*/*")):  # square, so any bytes will do
-        for proj in ("gate", "up", "down"):
-            if f"_{proj}_" in file.name:
-                shutil.copy(file, file.with_name(file.name.replace(proj, f"{proj}_bwd")))
-    output = tmp_path / "merged"
-    merge(MergeRequest(folders, output, source=str(model)))
-    assert check(output, model).passed
-    (tensor, place), *_ = [
-        (tensor, place)
-        for tensor, place in open_packed(output).tensors.items()
-        if tensor.proj == "up_bwd" and tensor.kind == "weight"
-    ]
-    if fault == "flipped":
-        overwrite(place, bytes([bytes_of(place)[9] ^ 1]), 9)
-        assert found(check(output, model), "structure", "checksum")
-        assert found(check(output), "structure", "checksum")
-        return
-    start, header = read_header(place.file)
-    name = f"blk.{tensor.layer}.ffn_up_bwd_exps.{tensor.expert}.numa.0.weight"
-    header[name.replace("up", "ub")] = header.pop(name)
-    text = json.dumps(header).encode()
-    data = place.file.read_bytes()[start:]
-    place.file.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    assert name in {
-        one.get("tensor") for one in found(check(output, model), "structure", "missing tensor")
-    }
 
 
 # ---- unfinished --------------------------------------------------------------------------------

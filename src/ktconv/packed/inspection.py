@@ -166,7 +166,9 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
 def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None) -> dict[str, Any]:
     packed = {tensor: place.nbytes for tensor, place in found.tensors.items()}
     layers = found.layers
-    missing = [key for key in _expected(directory, layers, manifest) if key not in packed]
+    backward = any(is_backward(key.proj) for key in packed)
+    expected = _expected(directory, layers, manifest, backward)
+    missing = [key for key in expected if key not in packed]
     odd = [key for key, size in packed.items() if _is_odd(key, size, layers[key.layer])]
     damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
     formats = sorted({layer.format.name for layer in layers.values() if layer.format})
@@ -178,6 +180,7 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "family": manifest.model_type if manifest else None,
         "method": ", ".join(formats) or None,
         "codes_by": _codes(manifest),
+        "backward": backward,
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
         **({"tower": manifest.tower} if manifest and manifest.tower else {}),
@@ -213,18 +216,17 @@ def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int
 
 
 def _expected(
-    directory: Path, layers: Mapping[int, Geometry], manifest: Manifest | None
+    directory: Path, layers: Mapping[int, Geometry], manifest: Manifest | None, backward: bool
 ) -> Iterator[TensorId]:
     """What should be there: by manifest or index if there is one, and no gaps in any case."""
     listed = {name for name in map(parse_tensor_name, listed_names(directory, manifest)) if name}
     yield from sorted(listed, key=name_of)
     for index, layer in layers.items():
-        yield from (key for key in layer.tensors(index) if key not in listed)
+        matrices = layer.matrices(backward)
+        yield from (key for key in layer.tensors(index, matrices) if key not in listed)
 
 
 def _is_odd(key: TensorId, size: int, layer: Geometry) -> bool:
-    if is_backward(key.proj):
-        return False
     expected = layer.stored(key.proj, key.kind)
     return expected is not None and expected[2] != size
 

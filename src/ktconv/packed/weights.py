@@ -32,6 +32,7 @@ from ktconv.formats import (
     Matrix,
     Projection,
     TensorId,
+    backward_of,
     is_backward,
     kinds_of,
     output_formats,
@@ -66,6 +67,10 @@ class Geometry:
     def projections(self) -> tuple[Projection, ...]:
         """The matrices of an expert."""
         return PROJECTIONS if self.gated else UNGATED
+
+    def matrices(self, backward: bool) -> tuple[Matrix, ...]:
+        """Of an expert, those of the backward pass included if there are any."""
+        return (*self.projections, *(backward_of(self.projections) if backward else ()))
 
     @property
     def here(self) -> Sequence[int]:

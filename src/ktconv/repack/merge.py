@@ -232,7 +232,7 @@ class Merging(Derived):
         files = {entry.tensor: entry for entry in self._listing(found)}
         for part in range(found.parts):
             for expert in found.here:
-                for proj in found.matrices:
+                for proj in found.matrices(found.backward):
                     tensors = (TensorId(found.index, proj, expert, part, kind) for kind in KINDS)
                     entries = [files[tensor] for tensor in tensors]
                     yield MergeTask(self._tree.root, entries, self.known, self.request.verify)

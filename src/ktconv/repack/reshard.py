@@ -139,7 +139,7 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
         map=request.map or (packed.manifest.naming if packed.manifest else None),
         tower=request.tower or (packed.manifest.tower if packed.manifest else None),
         output=request.output,
-        options=_options(request, packed),
+        options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,
         verify=request.verify,
         overwrite=request.overwrite,
@@ -217,7 +217,7 @@ def _refuse_unequal_scales(packed: CompleteWeights, plan: Plan) -> None:
     for layer in packed.tree.layers.values():
         groups = _joined_parts(layer, plan.target.options.numa)
         for expert in layer.here:
-            for proj in layer.matrices:
+            for proj in layer.matrices(layer.backward):
                 if not cut_by_rows(proj):
                     for parts in groups:
                         tensors = [
@@ -269,7 +269,7 @@ class Resharding(Derived):
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         layer, parts = self._packed.tree.layers[unit.layer.index], self.plan.target.options.numa
         for expert in layer.here:
-            for proj in layer.matrices:
+            for proj in layer.matrices(layer.backward):
                 yield RecutTask(
                     self._packed, reader, layer, expert, proj, parts, self.known,
                     self.request.verify,

@@ -90,6 +90,11 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
             f"{manifest.path} says {FORMATS[options.method].name} in {options.numa}",
             "remove files of other conversions, or convert again",
         )
+    if options.save_backward and not tree.backward:
+        raise CheckpointError(
+            f"{tree.root} contains no backward matrices, but {manifest.path} says that it does",
+            "restore them, or convert again",
+        )
     expected = {
         index: (
             entry.get("experts"),

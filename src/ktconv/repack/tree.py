@@ -22,7 +22,6 @@ from ktconv.formats import (
     Format,
     Matrix,
     TensorId,
-    backward_of,
     is_backward,
     kt_path,
     output_formats,
@@ -64,17 +63,12 @@ class TreeLayer(Geometry):
     total_bytes: int
     sha256: str  # of names, sizes and times, to notice changes
 
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Of an expert, those of the backward pass included."""
-        return (*self.projections, *(backward_of(self.projections) if self.backward else ()))
-
     def tensor_nbytes(self, tensor: TensorId) -> int:
         """The size that a tensor of this layer has."""
         return self.format.stored(tensor.kind, *self.shape(tensor.proj))[2]
 
     def all_tensors(self) -> Iterator[TensorId]:
-        return self.tensors(self.index, self.matrices)
+        return self.tensors(self.index, self.matrices(self.backward))
 
     @property
     def record(self) -> dict[str, object]:

@@ -58,6 +58,12 @@ def _weights(about: Mapping[str, Any]) -> Iterator[str]:
         f"most {about['max_error_steps']:.4f} steps off{allowed}, "
         f"{100 * about['zero_share']:.1f} % zeros"
     )
+    if backward := about.get("backward"):
+        yield (
+            f"{backward['matrices']} backward matrices{part}, relative RMS error "
+            f"{backward['relative_rms_error']:.4f}, at most {backward['max_error_steps']:.4f} "
+            "steps off"
+        )
     if "codes_by" in about:
         yield f"codes by {about['codes_by']}"
     yield from (f"not proven: {sentence}" for sentence in about.get("unproven", ()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktconv.formats import BACKWARD
 from ktconv.packed.matrix_check import ErrorStats
 
 WORST_KEPT = 20
@@ -32,6 +33,8 @@ class Totals:
     checksums: int = 0
     copied_tensors: int = 0
     matrices: int = 0
+    backward_matrices: int = 0
+    backward: ErrorStats = field(default_factory=ErrorStats)  # of those
     sums: ErrorStats = field(default_factory=ErrorStats)
     by_expert: dict[tuple[int, int], ErrorStats] = field(default_factory=dict)
     by_layer: dict[int, ErrorStats] = field(default_factory=dict)
@@ -42,6 +45,10 @@ class Totals:
         self.checksums += done.checksums
         self.copied_tensors += done.copied
         if done.sums is None or done.layer is None:
+            return
+        if done.proj in BACKWARD:
+            self.backward_matrices += 1
+            self.backward.add(done.sums)
             return
         self.matrices += 1
         self.sums.add(done.sums)
@@ -66,7 +73,14 @@ class Totals:
             "bound_steps": bound,
             "layers": [self._layer(layer, experts[layer]) for layer in sorted(self.by_layer)],
             "worst": self.worst,
+            **self._backward(),
         }
+
+    def _backward(self) -> dict[str, Any]:
+        """Of outputs that have matrices of backward passes."""
+        if not self.backward_matrices:
+            return {}
+        return {"backward": {"matrices": self.backward_matrices, **self.backward.as_dict()}}
 
     def _layer(self, layer: int, count: int) -> dict[str, Any]:
         errors = [self.by_expert.get((layer, expert)) for expert in range(count)]

@@ -11,7 +11,7 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, NamingMap, open_checkpoint
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import output_formats
+from ktconv.formats import is_backward, output_formats
 from ktconv.packed.weights import PackedWeights, open_packed
 from ktconv.targets.ktransformers import Options, make_plan, options_of_record
 from ktconv.verify.cpu.unrecorded import found_rule
@@ -26,6 +26,7 @@ _HINT = "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
 class CpuOutput(OpenedOutput):
     options: Options
     contradiction: str | None  # between manifest and tensors; then `options` are the tensors'
+    backward: Options | None  # how matrices of backward passes were quantized; None: without them
 
     @property
     def described(self) -> dict[str, Any]:
@@ -72,6 +73,10 @@ def open_cpu_output(
     if contradiction:
         actual = _options_by_tensors(packed, checkpoint)
         options = replace(options, method=actual.method, numa=actual.numa)
+    backward = options if options.save_backward else None
+    if backward is None and _has_foreign_backward(packed, manifest) and not options.fold:
+        backward = replace(options, **found_rule(packed, checkpoint, "down_bwd"))
+    options = replace(options, save_backward=backward is not None)
     # A mismatch of activations was decided about when it was converted.
     options = replace(options, max_shard_size=NO_LIMIT, allow_activation_mismatch=True)
     return CpuOutput(
@@ -82,7 +87,15 @@ def open_cpu_output(
         others=packed.others,
         options=options,
         contradiction=contradiction,
+        backward=backward,
     )
+
+
+def _has_foreign_backward(packed: PackedWeights, manifest: Manifest | None) -> bool:
+    """Whether there are matrices of backward passes that another tool wrote: beside packed weights
+    without a manifest, or before ktconv merged them or cut them anew."""
+    kept = manifest is None or manifest.merged or manifest.resharded_from is not None
+    return kept and any(is_backward(tensor.proj) for tensor in packed.tensors)
 
 
 def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:

@@ -1,4 +1,5 @@
-"""Where the row scales of down come from, of an output that was cut anew.
+"""Where the row scales of matrices that are cut by columns (down, gate_bwd and up_bwd) come from,
+of an output that was cut anew.
 
 `ktconv reshard` keeps scales: a part that is cut off has those of the part it was in, and parts are
 joined only where their scales are the same, or a row of one is all zeros.
@@ -11,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix
+from ktconv import native
 from ktconv.formats import FORMATS
 from ktconv.packed.proof import Proof
 from ktconv.packed.scale_rules import Allowed, scales_of
@@ -59,28 +60,33 @@ def _overlapping(before: int, after: int, index: int) -> range:
 
 
 class PartsBefore:
-    """The scales of down's parts before it was cut anew, computed from the source once more."""
+    """The scales of a matrix's parts before it was cut anew, computed from the source once more;
+    `shape` is that of the whole."""
 
-    def __init__(self, output: CpuOutput, matrix: ExpertMatrix, proof: Proof) -> None:
+    def __init__(self, output: CpuOutput, shape: tuple[int, int], proof: Proof) -> None:
         options = output.options
         self._counts = [*parts_before(output), options.numa]
         self._fmt, self._proof = FORMATS[options.method], proof
-        self._cols = matrix.cols // self._counts[0]
-        before = self._counts[0] if len(self._counts) > 1 else 0
-        self._allowed = [Allowed.none(matrix.rows, 1) for _ in range(before)]
+        self._cols = shape[1] // self._counts[0]
+        self.count = self._counts[0] if len(self._counts) > 1 else 0  # of parts, if there are any
+        self._allowed = [Allowed.none(shape[0], 1) for _ in range(self.count)]
 
     def compare(
         self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
     ) -> None:
         """The rows of a chunk that was read."""
-        for part, allowed in enumerate(self._allowed):
+        for part in range(self.count):
             first, cols = part * self._cols, self._cols
-            view = source.view(chunk, grid, buffers.source, first, cols)
-            proof = self._proof.columns(first, first + cols)
-            allowed.put(slice(chunk.start, chunk.stop), scales_of(self._fmt, view, proof))
+            self.put(part, chunk.start, source.view(chunk, grid, buffers.source, first, cols))
+
+    def put(self, part: int, first: int, view: native.Matrix) -> None:
+        """Rows of a part, from `first` on."""
+        proof = self._proof.columns(part * self._cols, (part + 1) * self._cols)
+        rows = slice(first, first + view.rows)
+        self._allowed[part].put(rows, scales_of(self._fmt, view, proof))
 
     def scales(self) -> Sequence[Allowed | None]:
-        """Of each part now; None if down was never cut anew."""
+        """Of each part now; None if it was never cut anew."""
         if not self._allowed:
             return [None] * self._counts[0]
         least = inherited([one.least for one in self._allowed], self._counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktconv.formats import FORMATS, TensorId, is_backward, parse_kt_path
+from ktconv.formats import FORMATS, parse_kt_path
 from ktconv.packed.weights import name_of
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.structure import StructureCheck, where_of
@@ -25,7 +25,12 @@ class CpuStructureCheck(StructureCheck):
         if output.manifest is not None:
             return self._check_names({*self._output.records})
         layers = self._packed.layers.items()
-        names = {name_of(one) for index, here in layers for one in here.tensors(index)}
+        backward = output.options.save_backward
+        names = {
+            name_of(one)
+            for index, here in layers
+            for one in here.tensors(index, here.matrices(backward))
+        }
         self._missing(sorted(names - self._found()))
         self._unexpected_packed(names)
         return len(names)
@@ -67,19 +72,11 @@ class CpuStructureCheck(StructureCheck):
     def _unexpected_packed(self, expected: set[str]) -> None:
         for tensor, place in self._packed.tensors.items():
             name = name_of(tensor)
-            if name not in expected and not self._is_extra(tensor):
+            if name not in expected:
                 self._unexpected_tensor(name, place.file, **where_of(tensor))
-
-    def _is_extra(self, tensor: TensorId) -> bool:
-        """Whether it is a backward matrix that the reference converter, merge or reshard wrote."""
-        manifest = self._output.manifest
-        kept = manifest is None or manifest.merged or manifest.resharded_from is not None
-        return is_backward(tensor.proj) and kept
 
     def _wrong_sizes(self) -> None:
         for tensor, place in self._packed.tensors.items():
-            if is_backward(tensor.proj):
-                continue
             geometry = self._packed.layers[tensor.layer]
             expected = geometry.stored(tensor.proj, tensor.kind)
             if expected is None or tensor.part >= geometry.parts:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS, is_backward
+from ktconv.formats import FORMATS
 from ktconv.packed.weights import Geometry
+from ktconv.quantize_cpu.backward import backward_buffers, panel_memory
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import BufferSizes
+from ktconv.targets.ktransformers import Options
+from ktconv.verify.cpu.backward import BackwardCheck
 from ktconv.verify.cpu.cover import LEVEL as COVERAGE
 from ktconv.verify.cpu.cover import check_cover
 from ktconv.verify.cpu.layers import CpuLayersCheck
 from ktconv.verify.cpu.model import CpuModelCheck
 from ktconv.verify.cpu.output import CpuOutput, open_cpu_output
 from ktconv.verify.cpu.proofs import Proofs, proofs_of
+from ktconv.verify.cpu.resharded import parts_before
 from ktconv.verify.cpu.structure import CpuStructureCheck
 from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
-from ktconv.verify.reading import Context, CopyCheck
+from ktconv.verify.reading import Context
 from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier
 
@@ -50,19 +55,37 @@ class CpuVerifier(OutputVerifier):
         return {COVERAGE: check_cover(self.output, other, self.findings) if other else None}
 
     def thread_bytes(self) -> int:
-        return self.buffer_sizes().nbytes + _CHECK_BYTES
+        return self.buffer_sizes().nbytes + _CHECK_BYTES + self._panel()
 
     def shared_bytes(self) -> int:
         return self._proofs.memory
 
     def buffer_sizes(self) -> BufferSizes:
-        layers = list(self.output.checkpoint.layers) if self.output.checkpoint else []
-        return quantize_buffers(layers, FORMATS[self.output.options.method])
+        sizes = quantize_buffers(self._layers(), FORMATS[self.output.options.method])
+        for options in self._transposed():
+            sizes = sizes.with_those_of(backward_buffers(self._layers(), options))
+        return sizes
+
+    def _panel(self) -> int:
+        return max((panel_memory(self._layers(), one) for one in self._transposed()), default=0)
+
+    def _layers(self) -> Sequence[MoELayer]:
+        """Of the source."""
+        return self.output.checkpoint.layers if self.output.checkpoint else ()
+
+    def _transposed(self) -> Sequence[Options]:
+        """Options with the numbers of parts that matrices of backward passes are compared in."""
+        output = self.output
+        if output.backward is None:
+            return ()
+        counts = {output.options.numa, *parts_before(output)}
+        return [replace(output.options, numa=count) for count in counts]
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
-    ) -> Iterator[ExpertMatrixCheck | CopyCheck]:
+    ) -> Iterator[ExpertMatrixCheck | BackwardCheck]:
         packed, checkpoint = self.output.packed, self.output.checkpoint
+        backward = self.output.backward
         sources = checkpoint.layers if checkpoint and context.compare else ()
         source_of = {layer.index: layer for layer in sources}
         for layer, geometry in packed.layers.items():
@@ -75,10 +98,9 @@ class CpuVerifier(OutputVerifier):
                     yield ExpertMatrixCheck(
                         context, self.output, layer, expert, proj, source, self._proofs
                     )
-        for tensor, place in packed.tensors.items():
-            # Transposed matrices, which only fine-tuning uses: checksums.
-            if is_backward(tensor.proj) and (share >= 1 or rng.random() < share):
-                yield CopyCheck(context, "backward", place, None)
+                for proj in geometry.projections if backward is not None else ():
+                    assert backward is not None
+                    yield BackwardCheck(context, self.output, backward, layer, expert, proj, source)
 
     def _matching(self, layer: int, geometry: Geometry, source: MoELayer | None) -> MoELayer | None:
         """The source of a layer, if it has the same dimensions."""
