@@ -34,8 +34,8 @@ def check_mode(mode: object) -> None:
     """UsageError for all but inference."""
     if mode == "sft":
         raise UsageError(
-            "the mode 'sft' cannot be used: ktconv does not fine-tune experts",
-            "use mode='inference'",
+            "the mode 'sft' cannot be used: this wrapper is for inference",
+            "use mode='inference'; ktconv.train fine-tunes experts",
         )
     if mode != "inference":
         raise UsageError(f"the mode {mode!r} is unknown", "use mode='inference'")
