@@ -18,6 +18,12 @@
 
 static int failures;
 
+static void failed(const char *what, int a, int64_t b, float found) {
+  if (failures++ < 40)
+    printf("FAILED: %s, level %s, %d, %d: %g\n", what, kt_isa_name(kt_isa_active()), a, (int)b,
+           (double)found);
+}
+
 static uint64_t state = 1;
 
 static uint64_t draw(void) {
@@ -214,35 +220,302 @@ static void near(const char *what, const kt_activation *a, float gate, float up,
            (int)a->function, (double)a->limit, (double)gate, (double)up, (double)found, expected);
 }
 
-/* Columns are gates, tokens ups; weight 1, base 1. */
-static void check_derivatives(const kt_activation *a) {
-  inner n = new_inner(TOKENS, 0, 0);
-  for (int64_t t = 0; t < TOKENS; t++) {
-    n.weight[t] = 1;
+/* Arguments, and what they are multiplied with: `most` is the largest of gates and ups. */
+static void draw_inner(const inner *n, float most) {
+  for (int64_t t = 0; t < n->in.tokens; t++) {
+    n->weight[t] = unit();
+    if (n->h_scale) n->h_scale[t * SCALES] = t % 9 ? ldexpf(most, -(int)(t % 12)) / 127 : 0;
     for (int64_t r = 0; r < 32; r++) {
-      n.base[t * 32 + r] = 1;
-      n.gate[t * SAVED + r] = cut(argument(t < 64 ? r : t + r));
-      n.up[t * SAVED + r] = cut(argument(t < 36 ? t : t * 7 + r));
+      const float gate = argument(t < 64 ? r : t + r), up = argument(t < 36 ? t : t * 7 + r);
+      n->base[t * 32 + r] = unit();
+      if (n->lora) n->lora[t * 32 + r] = unit();
+      n->gate[t * SAVED + r] = cut(fabsf(gate) <= most ? gate : unit() * most);
+      n->up[t * SAVED + r] = cut(fabsf(up) <= most ? up : unit() * most);
     }
   }
+}
+
+static void check_derivatives(const kt_activation *a, int with_lora) {
+  inner n = new_inner(TOKENS, with_lora, 0);
+  draw_inner(&n, 1e30f);
   kt_gradients_scalar.activate[a->function](a, &n.in);
   for (int64_t t = 0; t < TOKENS; t++)
     for (int64_t r = 0; r < 32; r++) {
       const float g = wide(n.gate[t * SAVED + r]), u = wide(n.up[t * SAVED + r]);
+      const float base = n.base[t * 32 + r], lora = with_lora ? n.lora[t * 32 + r] : 0;
+      const double d = (double)n.weight[t] * (double)(base + lora), size = fabs(d);
       number of_gate, of_up;
       factors(a, (double)g, (double)u, &of_gate, &of_up);
-      const double gate_size = fmax(1, fabs(of_gate.value));
+      const double gate_size = fmax(1, fabs(of_gate.value)), up_size = fabs(of_up.value);
       const uint16_t *d_gate = n.d_gate + t * STRIDE, *d_up = n.d_up + t * STRIDE;
       if (kt_has_gate(a->function))
-        near("d_gate", a, g, u, wide(d_gate[r]), of_gate.slope * of_up.value, fabs(of_up.value));
-      near("d_up", a, g, u, wide(d_up[r]), of_gate.value * of_up.slope, gate_size);
+        near("d_gate", a, g, u, wide(d_gate[r]), d * of_gate.slope * of_up.value, size * up_size);
+      near("d_up", a, g, u, wide(d_up[r]), d * of_gate.value * of_up.slope, size * gate_size);
       near("middle", a, g, u, wide(n.middle[t * STRIDE + r]), of_gate.value * of_up.value,
-           gate_size * fmax(1, fabs(of_up.value)));
+           gate_size * fmax(1, up_size));
     }
 }
 
+/* What the down product reads of h; *doubt grows by what a code more or less would change. */
+static double read_of(double h, const float *scale, double base, double *doubt) {
+  if (!scale || *scale == 0) return 0;
+  const double step = (double)*scale, y = clamped(h / step, -127, 127);
+  if (fabs(fabs(y - trunc(y)) - 0.5) < 1e-3) *doubt += fabs(base) * step;
+  return step * nearbyint(y);
+}
+
+static void check_dots(const kt_activation *a, int with_scale) {
+  inner n = new_inner(TOKENS, 1, with_scale);
+  draw_inner(&n, 9.0f);
+  kt_gradients_scalar.activate[a->function](a, &n.in);
+  for (int64_t t = 0; t < TOKENS; t++) {
+    double sum = 0, doubt = 0;
+    for (int64_t r = 0; r < 32; r++) {
+      const double base = (double)n.base[t * 32 + r];
+      number of_gate, of_up;
+      factors(a, (double)wide(n.gate[t * SAVED + r]), (double)wide(n.up[t * SAVED + r]), &of_gate,
+              &of_up);
+      const double h = of_gate.value * of_up.value;
+      const double middle = (double)wide(n.middle[t * STRIDE + r]);
+      sum += base * (with_scale ? read_of(h, n.h_scale + t * SCALES, base, &doubt) : middle);
+      doubt += 1e-5 * fabs(h * base);
+    }
+    if (!(fabs(sum - (double)n.dot[t]) <= doubt + 1e-7)) failed("dot", a->function, t, n.dot[t]);
+  }
+}
+
+/* Anything at all in one of a few places. */
+static void spoil(const inner *n, float value) {
+  const int64_t t = (int64_t)(draw() % (uint64_t)n->in.tokens), r = (int64_t)(draw() % 32);
+  switch (draw() % 6) {
+  case 0: n->base[t * 32 + r] = value; break;
+  case 1: n->weight[t] = value; break;
+  case 2: n->gate[t * SAVED + r] = cut(value); break;
+  case 3: n->up[t * SAVED + r] = cut(value); break;
+  case 4: n->h_scale ? (n->h_scale[t * SCALES] = value) : 0; break;
+  default: n->lora ? (n->lora[t * 32 + r] = value) : 0;
+  }
+}
+
+static void clear_results(const inner *n) {
+  const size_t size = (size_t)((n->in.tokens - 1) * STRIDE + 32) * 2;
+  memset(n->d_gate, 0xa5, size);
+  memset(n->d_up, 0xa5, size);
+  memset(n->middle, 0xa5, size);
+  memset(n->dot, 0xa5, (size_t)n->in.tokens * 4);
+}
+
+static void compare_activation(const kt_gradients *level, const kt_activation *a, int64_t tokens,
+                               int parts) {
+  const inner n = new_inner(tokens, parts & 1, parts & 2);
+  inner other = new_inner(tokens, 0, 0);
+  const size_t size = (size_t)((tokens - 1) * STRIDE + 32) * 2;
+  other.in.base = n.base, other.in.lora = n.lora, other.in.weight = n.weight;
+  other.in.gate = n.gate, other.in.up = n.up, other.in.h_scale = n.h_scale;
+  if (parts & 4) other.in.middle = NULL;
+  draw_inner(&n, 1e38f);
+  static const uint32_t odd[] = {0x7fc12345, 0xff812345, 0x7f800000, 0xff800000, 1,
+                                 0x807fffff, 0x7f7fffff, 0xff7fffff, 0x00800000, 0x80000000};
+  for (int64_t i = 0; i < tokens / 2; i++)
+    spoil(&n, of_bits(i % 3 ? odd[i % 10] : (uint32_t)draw()));
+  clear_results(&n);
+  clear_results(&other);
+  kt_gradients_scalar.activate[a->function](a, &n.in);
+  level->activate[a->function](a, &other.in);
+  if (parts & 4) memset(n.middle, 0xa5, size);
+  const int same = !memcmp(n.d_gate, other.d_gate, size) && !memcmp(n.d_up, other.d_up, size) &&
+                   !memcmp(n.middle, other.middle, size) &&
+                   !memcmp(n.dot, other.dot, (size_t)tokens * 4);
+  if (!same) failed("activate", a->function, tokens, (float)parts);
+}
+
+/* ---- Sums of outer products -------------------------------------------------- */
+
+typedef struct product {
+  kt_outer o;
+  float *expected;
+  size_t floats;
+} product;
+
+enum { PADDING = 3 };
+
+/* One fma after the other, in an order of its own. */
+static void compute_product(const kt_outer *o, float *expected) {
+  for (int64_t j = 0; j < o->rank; j++)
+    for (int64_t c = 0; c < o->cols; c++)
+      for (int64_t i = 0; i < o->count; i++) {
+        uint16_t b;
+        memcpy(&b, o->b + (o->index ? o->index[i] : i) * o->b_stride + 2 * c, sizeof b);
+        float *sum = expected + j * o->row + c * o->col;
+        *sum = fmaf(o->a[i * o->a_stride + j], wide(b), *sum);
+      }
+}
+
+static product new_product(int64_t count, int64_t rank, int64_t cols, int by_columns, int indexed) {
+  const int64_t rows = count + 4, lines = by_columns ? cols : rank, line = by_columns ? rank : cols;
+  const int64_t stride = line + PADDING, b_stride = (cols * 2 + 63) / 64 * 64 + 64;
+  product p = {.floats = (size_t)((lines - 1) * stride + line)};
+  float *a = guarded((size_t)(count * (rank + 1)) * 4), *out = guarded(p.floats * 4);
+  uint8_t *b = guarded((size_t)(rows * b_stride));
+  int32_t *index = indexed ? guarded((size_t)count * 4) : NULL;
+  p.expected = guarded(p.floats * 4);
+  for (int64_t i = 0; i < count * (rank + 1); i++) a[i] = unit();
+  for (int64_t i = 0; i < rows * b_stride / 2; i++) ((uint16_t *)(void *)b)[i] = cut(unit());
+  for (int64_t i = 0; indexed && i < count; i++) index[i] = (int32_t)(draw() % (uint64_t)rows);
+  for (size_t i = 0; i < p.floats; i++) out[i] = p.expected[i] = unit();
+  p.o = (kt_outer){a, b, index, count, rank, cols, rank + 1, b_stride, out, 1, 1};
+  *(by_columns ? &p.o.col : &p.o.row) = stride;
+  compute_product(&p.o, p.expected);
+  return p;
+}
+
+static void check_outer(const kt_gradients *level, int64_t count, int64_t rank, int64_t cols,
+                        int ways) {
+  const product p = new_product(count, rank, cols, ways & 1, ways & 2);
+  level->outer(&p.o);
+  if (memcmp(p.o.out, p.expected, p.floats * 4)) failed("outer", (int)rank, count, (float)ways);
+}
+
+/* A NaN and an Inf reach their row and column, and nothing else. */
+static void check_odd_outer(const kt_gradients *level, int ways) {
+  const product p = new_product(5, 20, 64, ways & 1, 0);
+  ((float *)(uintptr_t)p.o.a)[2 * p.o.a_stride + 9] = NAN;
+  ((uint16_t *)(uintptr_t)(p.o.b + 3 * p.o.b_stride))[40] = 0x7f80;
+  level->outer(&p.o);
+  for (int64_t j = 0; j < 20; j++)
+    for (int64_t c = 0; c < 64; c++) {
+      const float found = p.o.out[j * p.o.row + c * p.o.col];
+      if (j == 9 ? !isnan(found) : c == 40 ? !isinf(found) : !isfinite(found))
+        failed("outer with NaN", (int)j, c, found);
+    }
+}
+
+static void check_outers(const kt_gradients *level) {
+  static const int64_t counts[] = {0, 1, 5, 33}, ranks[] = {1, 2, 3, 7, 8, 13, 16, 20, 31, 64};
+  for (int ways = 0; ways < 4; ways++) {
+    for (size_t r = 0; r < sizeof ranks / sizeof *ranks; r++)
+      for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+        check_outer(level, counts[c], ranks[r], 32 + 64 * (int64_t)(r % 2), ways);
+    check_outer(level, 3, 1024, 32, ways);
+    check_odd_outer(level, ways);
+  }
+}
+
+/* ---- Dropout ------------------------------------------------------------------- */
+
+enum { ROWS = 512, COLUMNS = 512, BITS = ROWS * COLUMNS };
+
+/* 1 where an element is dropped: COLUMNS of `pair` to pair + ROWS - 1. */
+static void draw_mask(const kt_gradients *level, const kt_drop *drop, int64_t pair, int64_t column,
+                      uint8_t *mask) {
+  uint16_t *row = guarded(COLUMNS * sizeof *row);
+  for (int64_t i = 0; i < ROWS; i++) {
+    memset(row, 0xff, COLUMNS * sizeof *row); /* NaN */
+    level->drop_bf16(drop, pair + i, column, COLUMNS, row);
+    for (int64_t c = 0; c < COLUMNS; c++) {
+      if (row[c] != 0 && row[c] != 0xffff) failed("dropped", (int)i, c, wide(row[c]));
+      mask[i * COLUMNS + c] = row[c] == 0;
+    }
+  }
+}
+
+static void bounded(const char *what, double rate, double deviations) {
+  if (!(fabs(deviations) < 5)) failed(what, 0, 0, (float)deviations), printf("rate %g\n", rate);
+}
+
+/* Counts of the lines of a mask, `step` elements apart: whether they spread as random ones do. */
+static void check_lines(const char *what, const uint8_t *mask, double p, int64_t line,
+                        int64_t step) {
+  double chi = 0;
+  for (int64_t i = 0; i < ROWS; i++) {
+    double count = 0;
+    for (int64_t k = 0; k < ROWS; k++) count += mask[i * line + k * step];
+    chi += pow(count - p * ROWS, 2) / (ROWS * p * (1 - p));
+  }
+  bounded(what, p, (chi - ROWS) / sqrt(2.0 * ROWS));
+}
+
+/* Agreement of two masks beyond what chance makes; b may be a, shifted. */
+static void check_pair(const char *what, const uint8_t *a, const uint8_t *b, int64_t count,
+                       double p) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += (a[i] - p) * (b[i] - p);
+  bounded(what, p, sum / (p * (1 - p) * sqrt((double)count)));
+}
+
+static void check_randomness(const kt_gradients *level, double p) {
+  static uint8_t mask[BITS], other[BITS];
+  static const int64_t shifts[] = {1,           2,       3,           16,          32,          256,
+                                   COLUMNS - 1, COLUMNS, COLUMNS + 1, 2 * COLUMNS, 64 * COLUMNS};
+  const kt_drop drop = {1, (uint32_t)(p * 4294967296.0), 0};
+  const kt_drop others[] = {{1, drop.below, 1},
+                            {0, drop.below, 0},
+                            {2, drop.below, 0},
+                            {1 + (1ull << 32), drop.below, 0},
+                            {1 + (1ull << 63), drop.below, 0}};
+  double sum = 0;
+  draw_mask(level, &drop, 0, 0, mask);
+  for (int64_t i = 0; i < BITS; i++) sum += mask[i];
+  bounded("rate", p, (sum - p * BITS) / sqrt(BITS * p * (1 - p)));
+  check_lines("rates of rows", mask, p, COLUMNS, 1);
+  check_lines("rates of columns", mask, p, 1, COLUMNS);
+  for (size_t i = 0; i < sizeof shifts / sizeof *shifts; i++)
+    check_pair("shifted", mask, mask + shifts[i], BITS - shifts[i], p);
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+    draw_mask(level, others + i, 0, 0, other);
+    check_pair("another stream", mask, other, BITS, p);
+  }
+  draw_mask(level, &drop, 1ll << 40, 0, other);
+  check_pair("far pairs", mask, other, BITS, p);
+  draw_mask(level, &drop, 0, 1 << 20, other);
+  check_pair("far columns", mask, other, BITS, p);
+}
+
+/* Any part of a row, in either dtype, is dropped as the reference drops the whole. */
+static void check_drop(const kt_gradients *level, uint32_t below, int64_t pair) {
+  enum { N = 224 };
+  static const int64_t firsts[] = {0, 32, 160};
+  const kt_drop drop = {draw(), below, (int32_t)(pair & 1)};
+  uint16_t whole[N];
+  memset(whole, 0xff, sizeof whole);
+  kt_gradients_scalar.drop_bf16(&drop, pair, 0, N, whole);
+  for (size_t i = 0; i < sizeof firsts / sizeof *firsts; i++) {
+    const int64_t first = firsts[i], n = first + 96 > N ? N - first : 96;
+    uint16_t *half = guarded((size_t)n * 2);
+    float *full = guarded((size_t)n * 4);
+    for (int64_t k = 0; k < n; k++) half[k] = 0xffff, full[k] = -1;
+    level->drop_bf16(&drop, pair, first, n, half);
+    level->drop_f32(&drop, pair, first, n, full);
+    for (int64_t k = 0; k < n; k++)
+      if (half[k] != whole[first + k] || bits_of(full[k]) != (half[k] ? 0xbf800000u : 0u) ||
+          (below == 0 && !half[k]))
+        failed("drop", (int)first, k, full[k]);
+  }
+}
+
+static void check_level(const kt_gradients *level) {
+  static const int64_t tokens[] = {1, 2, 70};
+  for (int i = 0; i < ACTIVATIONS; i++)
+    for (int parts = 0; parts < 8; parts++)
+      for (int t = 0; t < 3; t++) compare_activation(level, activations + i, tokens[t], parts);
+  check_outers(level);
+  for (int64_t pair = 0; pair < 20; pair++) check_drop(level, (uint32_t)draw(), pair << pair);
+  check_drop(level, 0, 3);
+  check_drop(level, UINT32_MAX, 3);
+}
+
 int main(void) {
-  for (int i = 0; i < ACTIVATIONS; i++) check_derivatives(activations + i);
+  for (int i = 0; i < ACTIVATIONS; i++)
+    for (int part = 0; part < 2; part++) {
+      check_derivatives(activations + i, part);
+      check_dots(activations + i, part);
+    }
+  check_randomness(&kt_gradients_scalar, 0.5);
+  check_randomness(&kt_gradients_scalar, 0.05);
+  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
+    kt_isa_use(kt_isa_at(i));
+    check_level(KT_CELL(kt_gradients_of));
+  }
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
   return failures != 0;
 }

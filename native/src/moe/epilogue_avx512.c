@@ -24,7 +24,7 @@ KT_INLINE void activate(int function, const kt_activation *activation, const kt_
         const int64_t row = s * KT_STRIP + r, at = (s * in.tokens + t) * KT_STRIP + r;
         const __m512 u = with_bias(in.up + at, in.up_bias, row);
         const __m512 g = kt_has_gate(function) ? with_bias(in.gate + at, in.gate_bias, row) : u;
-        _mm512_storeu_ps(in.out + t * in.stride + row, kt_activated16(function, &a, g, u));
+        _mm512_storeu_ps(in.out + t * in.stride + row, kt_activated_of16(function, &a, g, u).h);
       }
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)

@@ -14,7 +14,7 @@ static void activate(int function, const kt_activation *a, const kt_inner *in) {
         const int64_t row = s * KT_STRIP + r, at = (s * in->tokens + t) * KT_STRIP + r;
         const float g = kt_has_gate(function) ? with_bias(in->gate[at], in->gate_bias, row) : 0.0f;
         const float u = with_bias(in->up[at], in->up_bias, row);
-        in->out[t * in->stride + row] = kt_activated(function, a, g, u);
+        in->out[t * in->stride + row] = kt_activated_of(function, a, g, u).h;
       }
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)

@@ -18,7 +18,7 @@
  *           s[r] = fma(base[16 + r], q[16 + r], base[r] * q[r]), r < 16;
  *           s[r] += s[r + 8], + 4, + 2, + 1.
  * Derivatives are those of torch.clamp (1 at the limits, 0 beyond); that of max(u, 0) is 0 at 0.
- * h and its derivatives: ../moe/activation.h, slopes.h. They are finite for finite gate and up
+ * h and its derivatives: ../moe/activation.h. They are finite for finite gate and up
  * where their products are. A NaN goes where IEEE 754 takes it, a clamp has derivative 1 there; all
  * NaN results have the same bits. */
 typedef struct kt_inner_back {

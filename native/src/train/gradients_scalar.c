@@ -2,7 +2,6 @@
 #include "../quantize/rounding.h"
 #include "gradients.h"
 #include "random.h"
-#include "slopes.h"
 
 static float wide(uint16_t half) { return kt_float((uint32_t)half << 16); }
 
@@ -35,14 +34,14 @@ static void activate_back_token(int function, const kt_activation *a, const kt_i
   for (int64_t r = 0; r < KT_STRIP; r++) {
     const int64_t saved = t * in->saved_stride + r, out = t * in->stride + r;
     const float gate = kt_has_gate(function) ? wide(in->gate[saved]) : 0.0f;
-    const float up = wide(in->up[saved]), h = kt_activated(function, a, gate, up);
-    const kt_slopes slopes = kt_slopes_of(function, a, gate, up);
+    const float up = wide(in->up[saved]);
+    const kt_activated f = kt_activated_of(function, a, gate, up);
     const float d = in->lora ? base[r] + in->lora[t * KT_STRIP + r] : base[r];
     const float weighted = in->weight[t] * d;
-    if (kt_has_gate(function)) in->d_gate[out] = nearest_bf16(weighted * slopes.gate);
-    in->d_up[out] = nearest_bf16(weighted * slopes.up);
-    if (in->middle) in->middle[out] = nearest_bf16(h);
-    read[r] = as_read(h, scale, inverse);
+    if (kt_has_gate(function)) in->d_gate[out] = nearest_bf16(weighted * f.gate_slope);
+    in->d_up[out] = nearest_bf16(weighted * f.up_slope);
+    if (in->middle) in->middle[out] = nearest_bf16(f.h);
+    read[r] = as_read(f.h, scale, inverse);
   }
   in->dot[t] = sum_of_products(base, read);
 }
@@ -82,4 +81,7 @@ const kt_gradients kt_gradients_scalar = {
 
 const kt_gradients *const kt_gradients_of[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_gradients_scalar,
+#if KT_X86
+    [KT_ISA_AVX512] = &kt_gradients_avx512,
+#endif
 };
