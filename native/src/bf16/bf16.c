@@ -76,6 +76,7 @@ const kt_weight_format kt_bf16_format = {
     .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
     .transpose[KT_ISA_SCALAR] = kt_bf16_transpose_scalar,
 #if KT_X86
+    .transpose[KT_ISA_AVX512_VBMI] = kt_bf16_transpose_avx512,
     .product[KT_ISA_AVX512_VBMI] = kt_bf16_product_avx512,
     .product[KT_ISA_AMX] = kt_bf16_product_amx,
 #endif

@@ -4,7 +4,7 @@
 
 #include "../gemm/bf16_gemm.h"
 
-kt_transpose_fn kt_bf16_transpose_scalar;
+kt_transpose_fn kt_bf16_transpose_scalar, kt_bf16_transpose_avx512;
 kt_product_fn kt_bf16_product_scalar, kt_bf16_product_avx512, kt_bf16_product_amx;
 
 /* train/strips.h */

@@ -5,30 +5,15 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512_BF16)
-#include "../gemm/bf16_gemm_avx512.h"
-#include "fp8.h"
+#include "fp8_tables_avx512.h"
 
 KT_BF16_MICROS(decoding, KT_FORM_FP8, 0, 1)
 KT_BF16_MICROS(keeping, KT_FORM_FP8, 1, KT_BF16_BLOCK / 2)
 KT_BF16_MICROS(decoded, KT_FORM_PANEL, 0, KT_BF16_BLOCK / 2)
 static const kt_bf16_kernels kernels = {decoding, keeping, decoded, .as_is = 0};
 
-static kt_line_tables make_tables(void) {
-  _Alignas(64) uint8_t high[128], low[128];
-  for (int i = 0; i < 128; i++) {
-    high[i] = (uint8_t)(kt_fp8_bf16[i] >> 8);
-    low[i] = (uint8_t)kt_fp8_bf16[i];
-  }
-  return (kt_line_tables){
-      .high0 = _mm512_load_si512(high),
-      .high64 = _mm512_load_si512(high + 64),
-      .low0 = _mm512_load_si512(low),
-      .low64 = _mm512_load_si512(low + 64),
-  };
-}
-
 void kt_fp8_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out) {
-  const kt_line_tables tables = make_tables();
+  const kt_line_tables tables = kt_fp8_tables();
   for (int64_t i = 0; i < tiles; i++, codes += KT_FP8_TILE, out += KT_BF16_TILE)
     for (int q = 0; q < KT_FP8_TILE / KT_LINE; q++) {
       __m512i line0, line1;
@@ -79,7 +64,7 @@ static void scaled_product(const kt_line_tables *tables, const kt_weight *w, int
 
 void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  const kt_line_tables tables = make_tables();
+  const kt_line_tables tables = kt_fp8_tables();
   if (w->layout.group) {
     scaled_product(&tables, w, strip, strips, x, stride, tokens, out, panel);
     return;

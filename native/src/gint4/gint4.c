@@ -122,6 +122,7 @@ const kt_weight_format kt_gint4_format = {
     .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
     .transpose[KT_ISA_SCALAR] = kt_gint4_transpose_scalar,
 #if KT_X86
+    .transpose[KT_ISA_AVX512_VBMI] = kt_gint4_transpose_avx512,
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
 #endif

@@ -16,7 +16,7 @@
 
 enum { KT_GINT4_TILE = 512, KT_GINT4_BIAS = 8 };
 
-kt_transpose_fn kt_gint4_transpose_scalar;
+kt_transpose_fn kt_gint4_transpose_scalar, kt_gint4_transpose_avx512;
 kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx512, kt_gint4_product_amx;
 
 /* What follows the codes of an activation row. */

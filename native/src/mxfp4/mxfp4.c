@@ -99,6 +99,7 @@ const kt_weight_format kt_mxfp4_format = {
     .transpose[KT_ISA_SCALAR] = kt_mxfp4_transpose_scalar,
     .scaled_strips = 1u << KT_SCALE_UE8M0,
 #if KT_X86
+    .transpose[KT_ISA_AVX512_VBMI] = kt_mxfp4_transpose_avx512,
     .product[KT_ISA_AVX512_VBMI] = kt_mxfp4_product_avx512,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
 #endif

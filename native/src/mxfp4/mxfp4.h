@@ -13,7 +13,7 @@ enum { KT_MXFP4_TILE = 512, KT_MXFP4_GROUP = 32 };
 /* bf16 bits of the 16 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. */
 extern const uint16_t kt_mxfp4_bf16[16];
 
-kt_transpose_fn kt_mxfp4_transpose_scalar;
+kt_transpose_fn kt_mxfp4_transpose_scalar, kt_mxfp4_transpose_avx512;
 kt_product_fn kt_mxfp4_product_scalar, kt_mxfp4_product_avx512, kt_mxfp4_product_amx;
 
 /* Packed tiles as tiles of bf16 (bf16_gemm.h), 64-byte aligned. exponents: NULL, or per tile and
