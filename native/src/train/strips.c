@@ -5,6 +5,8 @@
 #include "../cpu.h"
 #include "../simd/bits.h"
 
+#include <float.h>
+#include <math.h>
 #include <string.h>
 
 kt_transpose_fn *kt_format_transpose(const kt_weight_format *format) {
@@ -82,13 +84,20 @@ static void columns(const kt_plain *m, int64_t first, int64_t shift, int64_t cou
     for (int64_t i = 0; i < KT_STRIP; i++) store(strip, i, k, number(m, k - shift, first + i));
 }
 
+static uint16_t scaled(uint16_t bits, float scale) {
+  const float value = kt_float((uint32_t)bits << 16) * scale;
+  return fabsf(value) < FLT_MIN ? (uint16_t)(kt_bits(value) >> 16 & 0x8000) : kt_bf16_bits(value);
+}
+
 static void fold(const uint16_t *row, const float *scale, int64_t n, uint16_t *out) {
-  for (int64_t i = 0; i < n; i++)
-    out[i] = kt_bf16_bits(kt_float((uint32_t)row[i] << 16) * scale[i]);
+  for (int64_t i = 0; i < n; i++) out[i] = scaled(row[i], scale[i]);
 }
 
 const kt_strips kt_strips_scalar = {rows, columns, fold};
 
 const kt_strips *const kt_strips_of[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_strips_scalar,
+#if KT_X86
+    [KT_ISA_AVX512_BF16] = &kt_strips_avx512,
+#endif
 };

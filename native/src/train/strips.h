@@ -23,8 +23,9 @@ int kt_scales_to_fold(const kt_layout *layout);
  * same. Only where there are scales to fold. scale: 64-byte aligned. */
 void kt_fold_scales(const kt_weight *w, int64_t column, float *scale);
 
-/* out[n] = bf16(row[n] * scale[n]), ties to even, NaN stays NaN. n % 32 == 0; all 64-byte aligned.
- * out may be row. */
+/* out[n] = bf16(row[n] * scale[n]), ties to even, NaN stays NaN; 0 with the sign of a product below
+ * 2^-126, as which VDPBF16PS would read it anyway. n % 32 == 0; all 64-byte aligned. out may be
+ * row. */
 typedef void kt_fold_row_fn(const uint16_t *row, const float *scale, int64_t n, uint16_t *out);
 
 /* A plain matrix [rows, cols] of KT_BF16 or KT_F32, rows side by side. */
