@@ -35,6 +35,7 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
   const int64_t hidden = b->run.moe->hidden, width = b->run.width;
   const int64_t longest = kt_larger(hidden, width);
   const int64_t pair = kt_larger(b->adapter.pair_cols, KT_STRIP);
+  const int groups = b->folding == KT_FOLD_GROUPS;
   const size_t strip = KT_STRIP * 2, block = KT_MAX_TOKENS * KT_STRIP * sizeof(float);
   const kt_back_worker laid = {
       .lora = {.gather = kt_take(a, 1, kt_gather_size(longest)),
@@ -42,8 +43,8 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
                .spare = kt_take(a, kt_larger(longest, pair), strip),
                .out = kt_take(a, 1, block)},
       .small = kt_take(a, pair, strip),
-      .folded =
-          kt_take(a, b->folding == KT_FOLD_GROUPS ? KT_MAX_TOKENS : 0, (size_t)(2 * longest + 64)),
+      .folded_gate = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(width)),
+      .folded_up = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(longest)),
       .base = kt_take(a, 1, block),
       .added = kt_take(a, 1, block),
       .fold = kt_take(a, longest, sizeof(float)),

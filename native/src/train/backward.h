@@ -42,7 +42,7 @@ typedef struct kt_back_team {
 typedef struct kt_back_worker {
   kt_lora_worker lora;               /* gather, strips, spare, out */
   uint8_t *small;                    /* a strip of a LoRA matrix */
-  uint8_t *folded;                   /* [KT_MAX_TOKENS] rows with scales of a group */
+  uint8_t *folded_gate, *folded_up;  /* [KT_CHUNK] rows with the scales of a group */
   float *base, *added;               /* [KT_MAX_TOKENS][KT_STRIP] */
   float *fold, *fold_gate, *fold_up; /* [longest row] */
   float *a;                          /* [KT_CHUNK][KT_OUTER_ROWS] */
@@ -79,6 +79,9 @@ typedef struct kt_back {
 static inline int64_t kt_back_first_slot(const kt_back *b) {
   return b->run.first_token * b->run.top_k;
 }
+
+/* Bytes from one such row to the next. */
+static inline int64_t kt_folded_stride(int64_t cols) { return 2 * cols + 64; }
 
 /* An expert of a part. */
 static inline const kt_expert *kt_back_expert(const kt_back *b, int64_t part, int64_t expert) {

@@ -50,15 +50,19 @@ typedef struct middle_item {
   int64_t part, expert, slot, column; /* slot: the block's first */
 } middle_item;
 
-/* Rows with the scales of a group. */
-static const uint8_t *fold_rows(const kt_back *b, const kt_back_worker *w, const float *fold,
-                                const uint8_t *rows, int64_t *stride, int64_t cols, int64_t count) {
-  const int64_t to = 2 * cols + 64;
+/* Whether a strip has other scales than the one before it: those of a new group, or the first. */
+static int new_group(const kt_back *b, int64_t column, int64_t first) {
+  if (b->folding != KT_FOLD_GROUPS) return 0;
+  return column == first || column % b->run.moe->layout.group == 0;
+}
+
+/* Rows times scales, into `out`. */
+static const uint8_t *fold_rows(const kt_back *b, const float *fold, const uint8_t *rows,
+                                int64_t stride, int64_t cols, int64_t count, uint8_t *out) {
   for (int64_t i = 0; i < count; i++)
-    b->adapter.strips->fold((const uint16_t *)(const void *)(rows + i * *stride), fold, cols,
-                            (uint16_t *)(void *)(w->folded + i * to));
-  *stride = to;
-  return w->folded;
+    b->adapter.strips->fold((const uint16_t *)(const void *)(rows + i * stride), fold, cols,
+                            (uint16_t *)(void *)(out + i * kt_folded_stride(cols)));
+  return out;
 }
 
 /* The gradient of what A of down has read, into w->added. */
@@ -120,11 +124,9 @@ static void through_function(const middle_item *m, int64_t count) {
 static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, int64_t slot,
                          int64_t count) {
   const kt_back *const b = m->b;
-  const int64_t hidden = b->run.moe->hidden;
-  const kt_weight strip = kt_strip_weight(m->w->lora.strips, 1, hidden);
+  const kt_weight strip = kt_strip_weight(m->w->lora.strips, 1, b->run.moe->hidden);
   const int lora = kt_adapts(&b->adapter, KT_DOWN);
   b->transpose(&m->down, m->column, m->w->lora.strips);
-  if (b->folding == KT_FOLD_GROUPS) kt_fold_scales(&m->down, m->column, m->w->fold);
   if (lora) {
     const kt_plain a = kt_lora_a(&b->adapter, KT_DOWN, m->expert);
     b->adapter.strips->columns(&a, m->part * b->run.width + m->column, 0, b->adapter.cols,
@@ -134,10 +136,7 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t first = kt_block_start(&blocks, i);
     const int64_t some = kt_block_start(&blocks, i + 1) - first;
-    int64_t step = stride;
-    const uint8_t *in = rows + first * stride;
-    if (b->folding == KT_FOLD_GROUPS) in = fold_rows(b, m->w, m->w->fold, in, &step, hidden, some);
-    b->adapter.product(&strip, 0, 1, in, step, some, m->w->base, m->w->panel);
+    b->adapter.product(&strip, 0, 1, rows + first * stride, stride, some, m->w->base, m->w->panel);
     m->slot = slot + first;
     if (lora) add_down_lora(m, some);
     through_function(m, some);
@@ -176,9 +175,14 @@ void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worke
     const int64_t count = kt_block_start(&chunks, i + 1) - slot;
     int64_t stride;
     const uint8_t *const rows = kt_view_rows(&dy, slot, count, w->lora.gather, &stride);
-    for (int64_t strip = first; strip < last; strip++) {
-      m.column = strip * KT_STRIP;
-      middle_strip(&m, rows, stride, slot, count);
+    const int groups = b->folding == KT_FOLD_GROUPS;
+    for (m.column = first * KT_STRIP; m.column < last * KT_STRIP; m.column += KT_STRIP) {
+      if (new_group(b, m.column, first * KT_STRIP)) {
+        kt_fold_scales(&m.down, m.column, w->fold);
+        fold_rows(b, w->fold, rows, stride, r->moe->hidden, count, w->folded_up);
+      }
+      middle_strip(&m, groups ? w->folded_up : rows,
+                   groups ? kt_folded_stride(r->moe->hidden) : stride, slot, count);
     }
   }
 }
@@ -219,15 +223,15 @@ void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker
 
 /* ---- 5: through gate and up to x ------------------------------------------------ */
 
-/* Gradients of `count` slots from `slot` on, as a strip of a matrix reads them. */
-static const uint8_t *inner_rows(const kt_back *b, const kt_back_worker *w, const float *fold,
-                                 const uint8_t *rows, int64_t slot, int64_t count,
-                                 int64_t *stride) {
-  *stride = b->w_stride;
-  const uint8_t *const at = rows + slot * b->w_stride;
-  if (b->folding != KT_FOLD_GROUPS) return at;
-  return fold_rows(b, w, fold, at, stride, b->run.width, count);
-}
+/* An expert's gate and up in a part, some of its slots, and their rows of gradients. */
+typedef struct input_item {
+  const kt_back *b;
+  const kt_back_team *t;
+  const kt_back_worker *w;
+  kt_weight gate, up;
+  int64_t part, expert, slot, count, stride;
+  const uint8_t *gate_rows, *up_rows;
+} input_item;
 
 static void add_x_lora(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
                        int64_t column, int64_t slot, int64_t count) {
@@ -255,49 +259,82 @@ static void add_to_tokens(const kt_back *b, const kt_back_worker *w, float *part
                             partial + b->run.route.token[slot + i] * b->run.moe->hidden + column);
 }
 
-/* One strip of one expert. */
-static void input_strip(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
-                        int64_t part, int64_t active, int64_t column) {
-  const kt_run *const r = &b->run;
-  const int64_t expert = r->route.active[active], width = r->width;
-  const kt_expert *e = kt_back_expert(b, part, expert);
-  const int gated = kt_has_gate(r->moe->activation.function), lora = kt_adapts_x(&b->adapter);
-  const kt_weight gate = {e->gate, e->gate_scale, width, r->moe->hidden, r->moe->layout};
-  const kt_weight up = {e->up, e->up_scale, width, r->moe->hidden, r->moe->layout};
+/* The strip of columns from `column` on, for the slots of the item. */
+static void input_strip(const input_item *m, int64_t column) {
+  const kt_back *const b = m->b;
+  const kt_back_worker *const w = m->w;
+  const int64_t width = b->run.width, stride = m->stride;
+  const int gated = m->gate_rows != NULL, lora = kt_adapts_x(&b->adapter);
   uint8_t *const up_strip = w->lora.strips, *const gate_strip = up_strip + width * KT_STRIP * 2;
-  b->transpose(&up, column, up_strip);
-  if (gated) b->transpose(&gate, column, gate_strip);
-  if (b->folding == KT_FOLD_GROUPS) kt_fold_scales(&up, column, w->fold_up);
-  if (b->folding == KT_FOLD_GROUPS && gated) kt_fold_scales(&gate, column, w->fold_gate);
-  if (lora) kt_pair_a_columns(&b->adapter, expert, column / KT_STRIP, w->small, w->lora.spare);
-  const kt_weight up_weight = kt_strip_weight(up_strip, 1, width);
-  const kt_weight gate_weight = kt_strip_weight(gate_strip, 1, width);
-  const kt_blocks blocks = kt_expert_blocks(&r->route, active, KT_MAX_TOKENS);
+  b->transpose(&m->up, column, up_strip);
+  if (gated) b->transpose(&m->gate, column, gate_strip);
+  if (lora) kt_pair_a_columns(&b->adapter, m->expert, column / KT_STRIP, w->small, w->lora.spare);
+  const kt_weight up = kt_strip_weight(up_strip, 1, width);
+  const kt_weight gate = kt_strip_weight(gate_strip, 1, width);
+  const kt_blocks blocks = kt_blocks_of(0, m->count, KT_MAX_TOKENS);
   for (int64_t i = 0; i < blocks.number; i++) {
-    const int64_t slot = kt_block_start(&blocks, i), count = kt_block_start(&blocks, i + 1) - slot;
-    int64_t stride;
-    const uint8_t *rows = inner_rows(b, w, w->fold_up, t->folded_up, slot, count, &stride);
-    b->adapter.product(&up_weight, 0, 1, rows, stride, count, w->base, w->panel);
-    if (gated) {
-      rows = inner_rows(b, w, w->fold_gate, t->folded_gate, slot, count, &stride);
-      b->adapter.add(&gate_weight, 0, 1, rows, stride, count, w->base, w->panel);
+    const int64_t at = kt_block_start(&blocks, i), count = kt_block_start(&blocks, i + 1) - at;
+    b->adapter.product(&up, 0, 1, m->up_rows + at * stride, stride, count, w->base, w->panel);
+    if (gated)
+      b->adapter.add(&gate, 0, 1, m->gate_rows + at * stride, stride, count, w->base, w->panel);
+    if (lora) add_x_lora(b, m->t, w, column, m->slot + at, count);
+    add_to_tokens(b, w, b->parts[m->part].partial, column, m->slot + at, count);
+  }
+}
+
+/* Rows of the item with the scales of the group of `column`. */
+static void fold_input(input_item *m, int64_t column) {
+  const kt_back *const b = m->b;
+  const kt_back_worker *const w = m->w;
+  const int64_t width = b->run.width, at = m->slot * b->w_stride;
+  m->stride = kt_folded_stride(width);
+  kt_fold_scales(&m->up, column, w->fold_up);
+  m->up_rows =
+      fold_rows(b, w->fold_up, m->t->d_up + at, b->w_stride, width, m->count, w->folded_up);
+  if (!m->gate_rows) return;
+  kt_fold_scales(&m->gate, column, w->fold_gate);
+  m->gate_rows =
+      fold_rows(b, w->fold_gate, m->t->d_gate + at, b->w_stride, width, m->count, w->folded_gate);
+}
+
+/* An expert's strips first .. last - 1. */
+static void expert_inputs(input_item *m, int64_t active, int64_t first, int64_t last) {
+  const kt_back *const b = m->b;
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, KT_CHUNK);
+  for (int64_t i = 0; i < chunks.number; i++) {
+    m->slot = kt_block_start(&chunks, i), m->count = kt_block_start(&chunks, i + 1) - m->slot;
+    m->stride = b->w_stride;
+    m->gate_rows = gated ? m->t->folded_gate + m->slot * m->stride : NULL;
+    m->up_rows = m->t->folded_up + m->slot * m->stride;
+    for (int64_t column = first * KT_STRIP; column < last * KT_STRIP; column += KT_STRIP) {
+      if (new_group(b, column, first * KT_STRIP)) fold_input(m, column);
+      input_strip(m, column);
     }
-    if (lora) add_x_lora(b, t, w, column, slot, count);
-    add_to_tokens(b, w, b->parts[part].partial, column, slot, count);
   }
 }
 
 void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
                     int64_t item) {
-  const int64_t hidden = b->run.moe->hidden, first = item * b->dx_strips;
+  const kt_run *const r = &b->run;
+  const int64_t hidden = r->moe->hidden, first = item * b->dx_strips;
   const int64_t last = kt_smaller(first + b->dx_strips, hidden / KT_STRIP);
   float *const partial = b->parts[part].partial;
-  for (int64_t token = 0; token < b->run.tokens; token++)
+  for (int64_t token = 0; token < r->tokens; token++)
     memset(partial + token * hidden + first * KT_STRIP, 0,
            (size_t)((last - first) * KT_STRIP) * sizeof *partial);
-  for (int64_t active = 0; active < b->run.route.active_count; active++)
-    for (int64_t strip = first; strip < last; strip++)
-      input_strip(b, t, w, part, active, strip * KT_STRIP);
+  for (int64_t active = 0; active < r->route.active_count; active++) {
+    const int64_t expert = r->route.active[active];
+    const kt_expert *e = kt_back_expert(b, part, expert);
+    input_item m = {.b = b,
+                    .t = t,
+                    .w = w,
+                    .gate = {e->gate, e->gate_scale, r->width, hidden, r->moe->layout},
+                    .up = {e->up, e->up_scale, r->width, hidden, r->moe->layout},
+                    .part = part,
+                    .expert = expert};
+    expert_inputs(&m, active, first, last);
+  }
 }
 
 /* ---- 6: gradients of routing weights ---------------------------------------------- */
