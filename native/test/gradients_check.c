@@ -161,15 +161,17 @@ enum { TOKENS = 700, STRIDE = 40, SAVED = 48, SCALES = 3 };
 
 typedef struct inner {
   kt_inner_back in;
-  float *base, *lora, *weight, *h_scale, *dot;
+  float *base, *lora, *weight, *scale, *dot;
+  int8_t *codes;
   uint16_t *gate, *up, *d_gate, *d_up, *middle;
 } inner;
 
-static inner new_inner(int64_t tokens, int with_lora, int with_scale) {
+static inner new_inner(int64_t tokens, int with_lora, int with_codes) {
   inner n = {.base = guarded((size_t)tokens * 128),
              .lora = with_lora ? guarded((size_t)tokens * 128) : NULL,
              .weight = guarded((size_t)tokens * 4),
-             .h_scale = with_scale ? guarded((size_t)((tokens - 1) * SCALES + 1) * 4) : NULL,
+             .scale = guarded((size_t)((tokens - 1) * SCALES + 1) * 4),
+             .codes = with_codes ? guarded((size_t)((tokens - 1) * SAVED + 32)) : NULL,
              .dot = guarded((size_t)tokens * 4),
              .gate = guarded((size_t)((tokens - 1) * SAVED + 32) * 2),
              .up = guarded((size_t)((tokens - 1) * SAVED + 32) * 2),
@@ -181,10 +183,12 @@ static inner new_inner(int64_t tokens, int with_lora, int with_scale) {
                          .gate = n.gate,
                          .up = n.up,
                          .weight = n.weight,
-                         .h_scale = n.h_scale,
+                         .codes = n.codes,
+                         .code_scale = n.scale,
                          .tokens = tokens,
                          .saved_stride = SAVED,
-                         .h_scale_stride = SCALES,
+                         .code_stride = SAVED,
+                         .code_scale_stride = SCALES,
                          .stride = STRIDE,
                          .d_gate = n.d_gate,
                          .d_up = n.d_up,
@@ -224,11 +228,12 @@ static void near(const char *what, const kt_activation *a, float gate, float up,
 static void draw_inner(const inner *n, float most) {
   for (int64_t t = 0; t < n->in.tokens; t++) {
     n->weight[t] = unit();
-    if (n->h_scale) n->h_scale[t * SCALES] = t % 9 ? ldexpf(most, -(int)(t % 12)) / 127 : 0;
+    n->scale[t * SCALES] = t % 9 ? ldexpf(1.0f + unit(), -(int)(t % 12)) : 0;
     for (int64_t r = 0; r < 32; r++) {
       const float gate = argument(t < 64 ? r : t + r), up = argument(t < 36 ? t : t * 7 + r);
       n->base[t * 32 + r] = unit();
       if (n->lora) n->lora[t * 32 + r] = unit();
+      if (n->codes) n->codes[t * SAVED + r] = (int8_t)(draw() % 255 - 127);
       n->gate[t * SAVED + r] = cut(fabsf(gate) <= most ? gate : unit() * most);
       n->up[t * SAVED + r] = cut(fabsf(up) <= most ? up : unit() * most);
     }
@@ -256,29 +261,19 @@ static void check_derivatives(const kt_activation *a, int with_lora) {
     }
 }
 
-/* What the down product reads of h; *doubt grows by what a code more or less would change. */
-static double read_of(double h, const float *scale, double base, double *doubt) {
-  if (!scale || *scale == 0) return 0;
-  const double step = (double)*scale, y = clamped(h / step, -127, 127);
-  if (fabs(fabs(y - trunc(y)) - 0.5) < 1e-3) *doubt += fabs(base) * step;
-  return step * nearbyint(y);
-}
-
-static void check_dots(const kt_activation *a, int with_scale) {
-  inner n = new_inner(TOKENS, 1, with_scale);
+static void check_dots(const kt_activation *a, int with_codes) {
+  inner n = new_inner(TOKENS, 1, with_codes);
   draw_inner(&n, 9.0f);
   kt_gradients_scalar.activate[a->function](a, &n.in);
   for (int64_t t = 0; t < TOKENS; t++) {
     double sum = 0, doubt = 0;
     for (int64_t r = 0; r < 32; r++) {
       const double base = (double)n.base[t * 32 + r];
-      number of_gate, of_up;
-      factors(a, (double)wide(n.gate[t * SAVED + r]), (double)wide(n.up[t * SAVED + r]), &of_gate,
-              &of_up);
-      const double h = of_gate.value * of_up.value;
+      const double code = with_codes ? (double)n.codes[t * SAVED + r] : 0;
       const double middle = (double)wide(n.middle[t * STRIDE + r]);
-      sum += base * (with_scale ? read_of(h, n.h_scale + t * SCALES, base, &doubt) : middle);
-      doubt += 1e-5 * fabs(h * base);
+      const double read = with_codes ? code * (double)n.scale[t * SCALES] : middle;
+      sum += base * read;
+      doubt += 1e-5 * fabs(read * base);
     }
     if (!(fabs(sum - (double)n.dot[t]) <= doubt + 1e-7)) failed("dot", a->function, t, n.dot[t]);
   }
@@ -292,7 +287,7 @@ static void spoil(const inner *n, float value) {
   case 1: n->weight[t] = value; break;
   case 2: n->gate[t * SAVED + r] = cut(value); break;
   case 3: n->up[t * SAVED + r] = cut(value); break;
-  case 4: n->h_scale ? (n->h_scale[t * SCALES] = value) : 0; break;
+  case 4: n->scale[t * SCALES] = value; break;
   default: n->lora ? (n->lora[t * 32 + r] = value) : 0;
   }
 }
@@ -311,7 +306,8 @@ static void compare_activation(const kt_gradients *level, const kt_activation *a
   inner other = new_inner(tokens, 0, 0);
   const size_t size = (size_t)((tokens - 1) * STRIDE + 32) * 2;
   other.in.base = n.base, other.in.lora = n.lora, other.in.weight = n.weight;
-  other.in.gate = n.gate, other.in.up = n.up, other.in.h_scale = n.h_scale;
+  other.in.gate = n.gate, other.in.up = n.up, other.in.codes = n.codes;
+  other.in.code_scale = n.scale;
   if (parts & 4) other.in.middle = NULL;
   draw_inner(&n, 1e38f);
   static const uint32_t odd[] = {0x7fc12345, 0xff812345, 0x7f800000, 0xff800000, 1,

@@ -3,6 +3,8 @@
 
 #include "../moe/rows.h"
 
+#include <string.h>
+
 /* ---- Memory ---------------------------------------------------------------- */
 
 static int makes_bf16(const kt_run *r) { return r->format->rows_kind == KT_ROWS_BF16; }
@@ -172,6 +174,7 @@ void kt_adapted_middle(const kt_adapted *a, const kt_run *r, const kt_adapted_te
   const float *const scale =
       (const float *)(const void *)(row + kt_rows_codes_size(r->format->rows_kind, r->width));
   float *const to = kt_saved_scale(&a->saved, part, first_slot(r) + slot);
+  memcpy(kt_saved_codes(&a->saved, part, first_slot(r) + slot, r->width), row, (size_t)r->width);
   for (int64_t g = 0; g < a->saved.groups; g++) to[g] = scale[g];
 }
 

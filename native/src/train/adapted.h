@@ -55,7 +55,8 @@ void kt_adapted_save_inner(const kt_adapted *adapted, const kt_run *run, kt_proj
                            const kt_inner_item *item, const float *products, const float *bias,
                            int64_t slot, int64_t count);
 
-/* A slot's row of the middle: bf16 where needed, and the scale of `row`, the format's own. */
+/* A slot's row of the middle: bf16 where needed, and codes and scales of `row`, the format's own.
+ */
 void kt_adapted_middle(const kt_adapted *adapted, const kt_run *run, const kt_adapted_team *team,
                        int64_t part, int64_t slot, const float *middle, const uint8_t *row);
 

@@ -95,7 +95,7 @@ static void fold_block(const middle_item *m, const float *fold, uint8_t *rows, u
 static void through_function(const middle_item *m, int64_t count) {
   const kt_back *const b = m->b;
   const int64_t at = kt_back_first_slot(b) + m->slot, width = b->run.width;
-  const int gated = kt_has_gate(b->run.moe->activation.function);
+  const int gated = kt_has_gate(b->run.moe->activation.function), codes = b->saved.groups != 0;
   const int64_t group = b->saved.groups > 1 ? m->column / b->run.moe->layout.group : 0;
   const int64_t strips = width / KT_STRIP, strip = m->part * strips + m->column / KT_STRIP;
   const kt_inner_back back = {
@@ -104,10 +104,12 @@ static void through_function(const middle_item *m, int64_t count) {
       .gate = gated ? kt_saved_gate(&b->saved, m->part, at) + m->column : NULL,
       .up = kt_saved_up(&b->saved, m->part, at, width) + m->column,
       .weight = b->run.route.weight + m->slot,
-      .h_scale = b->saved.groups ? kt_saved_scale(&b->saved, m->part, at) + group : NULL,
+      .codes = codes ? kt_saved_codes(&b->saved, m->part, at, width) + m->column : NULL,
+      .code_scale = codes ? kt_saved_scale(&b->saved, m->part, at) + group : NULL,
       .tokens = count,
       .saved_stride = b->saved.inner_cols,
-      .h_scale_stride = b->saved.groups,
+      .code_stride = width,
+      .code_scale_stride = b->saved.groups,
       .stride = b->w_stride / 2,
       .d_gate = gated ? row_at(b, m->t->d_gate, m) : NULL,
       .d_up = row_at(b, m->t->d_up, m),

@@ -12,9 +12,8 @@
  *   d_gate  bf16((weight * d) * dh/dgate)
  *   d_up    bf16((weight * d) * dh/dup)
  *   middle  bf16(h)
- *   dot     sum over the columns of base * q, q being what the down product has read: h by its
- *           int8 codes, clamp(h * fl32(1 / h_scale), -127, 127) rounded to even, * h_scale (0 where
- *           h_scale is 0), or without h_scale bf16(h). In this order:
+ *   dot     sum over the columns of base * q, q being what the down product has read:
+ *           codes * code_scale, or without codes bf16(h). In this order:
  *           s[r] = fma(base[16 + r], q[16 + r], base[r] * q[r]), r < 16;
  *           s[r] += s[r + 8], + 4, + 2, + 1.
  * Derivatives are those of torch.clamp (1 at the limits, 0 beyond); that of max(u, 0) is 0 at 0.
@@ -26,8 +25,9 @@ typedef struct kt_inner_back {
   const uint16_t *gate, *up; /* bf16; a token `saved_stride` elements after the other; gate: if the
                                 function has one */
   const float *weight;       /* [tokens] */
-  const float *h_scale;      /* NULL, or a token `h_scale_stride` floats after the other */
-  int64_t tokens, saved_stride, h_scale_stride, stride;
+  const int8_t *codes;       /* of h; NULL, or a token `code_stride` bytes after the other */
+  const float *code_scale;   /* a token `code_scale_stride` floats after the other */
+  int64_t tokens, saved_stride, code_stride, code_scale_stride, stride;
   uint16_t *d_gate, *d_up; /* bf16, a token `stride` elements after the other; d_gate: if gated */
   uint16_t *middle;        /* NULL, or the same */
   float *dot;              /* [tokens] */

@@ -55,13 +55,13 @@ KT_INLINE __m512 nearest_bf16(__m512 x) {
   return _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(x), upper));
 }
 
-KT_INLINE __m512 as_read(__m512 h, const float *scale, float inverse) {
-  if (!scale) return nearest_bf16(h);
-  const __m512 rounder = _mm512_set1_ps(KT_ROUNDER);
-  const __m512 steps = _mm512_mul_ps(h, _mm512_set1_ps(inverse));
-  const __m512 code = kt_at_most16(127.0f, kt_at_least16(-127.0f, steps));
-  return _mm512_mul_ps(_mm512_sub_ps(_mm512_add_ps(code, rounder), rounder),
-                       _mm512_set1_ps(*scale));
+/* What the down product has read in the place of h, 16 columns from `first` on. */
+KT_INLINE __m512 as_read(const kt_inner_back *in, int64_t t, int first, __m512 h) {
+  if (!in->codes) return nearest_bf16(h);
+  const int8_t *codes = in->codes + t * in->code_stride + first;
+  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)codes));
+  const __m512 scale = _mm512_set1_ps(in->code_scale[t * in->code_scale_stride]);
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(wide), scale);
 }
 
 /* In the order of the header, which _mm512_reduce_add_ps does not promise. */
@@ -103,10 +103,8 @@ KT_INLINE columns weighted_sums(const kt_inner_back *in, int64_t t) {
 
 KT_INLINE float dot_of(const kt_inner_back *in, int64_t t, columns h) {
   const columns base = load_columns(in->base + t * KT_STRIP);
-  const float *scale = in->h_scale ? in->h_scale + t * in->h_scale_stride : NULL;
-  const float inverse = scale ? kt_reciprocal(*scale) : 0.0f;
-  const __m512 sum = _mm512_mul_ps(base.low, as_read(h.low, scale, inverse));
-  return sum_of_lanes(_mm512_fmadd_ps(base.high, as_read(h.high, scale, inverse), sum));
+  const __m512 sum = _mm512_mul_ps(base.low, as_read(in, t, 0, h.low));
+  return sum_of_lanes(_mm512_fmadd_ps(base.high, as_read(in, t, 16, h.high), sum));
 }
 
 KT_INLINE void store_token(int function, const kt_inner_back *in, int64_t t, const middle *m) {

@@ -11,11 +11,10 @@ static uint16_t nearest_bf16(float x) {
   return isnan(x) ? KT_BF16_NAN : (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/* What the down product has read in the place of h. inverse: of the scale. */
-static float as_read(float h, const float *scale, float inverse) {
-  if (!scale) return wide(nearest_bf16(h));
-  const float code = kt_at_most(127.0f, kt_at_least(-127.0f, h * inverse));
-  return ((code + KT_ROUNDER) - KT_ROUNDER) * *scale;
+/* What the down product has read in the place of h, column r of token t. */
+static float as_read(const kt_inner_back *in, int64_t t, int64_t r, float h) {
+  if (!in->codes) return wide(nearest_bf16(h));
+  return (float)in->codes[t * in->code_stride + r] * in->code_scale[t * in->code_scale_stride];
 }
 
 static float sum_of_products(const float *a, const float *b) {
@@ -28,8 +27,7 @@ static float sum_of_products(const float *a, const float *b) {
 
 static void activate_back_token(int function, const kt_activation *a, const kt_inner_back *in,
                                 int64_t t) {
-  const float *scale = in->h_scale ? in->h_scale + t * in->h_scale_stride : NULL;
-  const float inverse = scale ? kt_reciprocal(*scale) : 0.0f, *base = in->base + t * KT_STRIP;
+  const float *base = in->base + t * KT_STRIP;
   float read[KT_STRIP];
   for (int64_t r = 0; r < KT_STRIP; r++) {
     const int64_t saved = t * in->saved_stride + r, out = t * in->stride + r;
@@ -41,7 +39,7 @@ static void activate_back_token(int function, const kt_activation *a, const kt_i
     if (kt_has_gate(function)) in->d_gate[out] = nearest_bf16(weighted * f.gate_slope);
     in->d_up[out] = nearest_bf16(weighted * f.up_slope);
     if (in->middle) in->middle[out] = nearest_bf16(f.h);
-    read[r] = as_read(f.h, scale, inverse);
+    read[r] = as_read(in, t, r, f.h);
   }
   in->dot[t] = sum_of_products(base, read);
 }

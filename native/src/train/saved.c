@@ -17,6 +17,7 @@ size_t kt_saved_at(const kt_moe *moe, const kt_adapter *adapter, int64_t pairs, 
   kt_arena a = {memory, 0};
   *saved = (kt_saved){
       .inner = kt_take(&a, rows * inner, sizeof(uint16_t)),
+      .codes = kt_take(&a, groups ? rows * width : 0, 1),
       .scale = kt_take(&a, rows * groups, sizeof(float)),
       .x_products = kt_take(&a, pairs * pair, sizeof(float)),
       .products = kt_take(&a, rows * down, sizeof(float)),

@@ -7,7 +7,8 @@
 
 typedef struct kt_saved {
   uint16_t *inner;   /* [parts][pairs][gate w | up w] before the function, biases added; bf16 */
-  float *scale;      /* [parts][pairs][groups] of the middle's int8 codes; NULL for bf16 rows */
+  int8_t *codes;     /* [parts][pairs][w] of the middle, of formats whose products read int8 */
+  float *scale;      /* [parts][pairs][groups] of the codes; groups is 0 where there are none */
   float *x_products; /* [pairs][2 rank] A x of gate and up */
   float *products;   /* [parts][pairs][rank] A h of down */
   int64_t pairs, inner_cols, groups;
@@ -23,6 +24,9 @@ static inline uint16_t *kt_saved_gate(const kt_saved *s, int64_t part, int64_t s
 }
 static inline uint16_t *kt_saved_up(const kt_saved *s, int64_t part, int64_t slot, int64_t width) {
   return kt_saved_gate(s, part, slot) + (s->inner_cols - width);
+}
+static inline int8_t *kt_saved_codes(const kt_saved *s, int64_t part, int64_t slot, int64_t width) {
+  return s->codes + (part * s->pairs + slot) * width;
 }
 static inline float *kt_saved_scale(const kt_saved *s, int64_t part, int64_t slot) {
   return s->scale + (part * s->pairs + slot) * s->groups;
