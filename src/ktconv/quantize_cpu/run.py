@@ -33,8 +33,8 @@ from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_cpu.backward import (
     BackwardTask,
     backward_buffers,
+    backward_memory,
     backward_notes,
-    panel_memory,
 )
 from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
 from ktconv.quantize_cpu.gptq.coverage import coverage_facts, coverage_lines
@@ -236,8 +236,8 @@ def quantize_cpu(
 def _memory(plan: Plan) -> int:
     """Bytes of one worker."""
     layers, options = plan.moe_layers, plan.target.options
-    panel = panel_memory(layers, options) if options.save_backward else 0
-    return _buffers(plan).nbytes + fold_memory(layers, options) + panel
+    more = backward_memory(layers, options) if options.save_backward else 0
+    return _buffers(plan).nbytes + fold_memory(layers, options) + more
 
 
 def _buffers(plan: Plan) -> BufferSizes:

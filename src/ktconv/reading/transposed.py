@@ -8,6 +8,7 @@ for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,11 @@ def step_rows(rows: int, cols: int) -> int:
     return min(cols, max(1, STEP_BYTES // (4 * rows) // ROWS_STEP) * ROWS_STEP)
 
 
+def transposed_bytes(rows: int, cols: int) -> int:
+    """Memory for a panel of a [rows, cols] piece of a source and a step of its transpose."""
+    return 4 * rows * (panel_columns(rows, cols) + step_rows(rows, cols))
+
+
 def transposed(
     source: MatrixReader,
     fd: int,
@@ -51,35 +57,35 @@ def transposed(
     panel = np.empty(height * columns, np.float32)
     for first in range(0, width, columns):
         count = min(columns, width - first)
-        wanted = range(owned.col_start + first, owned.col_start + first + count)
+        start = owned.col_start + first
+        piece = replace(owned, col_start=start, col_stop=start + count)
         values = panel[: height * count].reshape(height, count)
-        _fill(values, source, fd, scales, owned, wanted, buffers, seen)
+        _fill(values, piece, source, fd, scales, buffers, seen)
         data, step = values.reshape(-1).view(np.uint8), step_rows(height, count)
         for row in range(0, count, step):
             rows = min(step, count - row)
-            yield (
-                first + row,
-                native.Matrix(data, "F32", rows, height, start=row, row_stride=1, col_stride=count),
+            view = native.Matrix(
+                data, "F32", rows, height, start=row, row_stride=1, col_stride=count
             )
+            yield first + row, view
 
 
 def _fill(
     values: F32,
+    piece: Slice,
     source: MatrixReader,
     fd: int,
     scales: Scales | None,
-    owned: Slice,
-    columns: range,
     buffers: Buffers,
     seen: Seen | None,
 ) -> None:
-    """These columns of the rows of `owned`, decoded into `values`."""
-    rows = chunk_rows(source.matrix)
-    for start in range(owned.row_start, owned.row_stop, rows):
-        chunk = range(start, min(start + rows, owned.row_stop))
+    """The elements `piece`, decoded into `values`."""
+    rows, columns = chunk_rows(source.matrix), range(piece.col_start, piece.col_stop)
+    for start in range(piece.row_start, piece.row_stop, rows):
+        chunk = range(start, min(start + rows, piece.row_stop))
         source.read(fd, chunk, buffers.source, buffers.bounce)
         view = source.view(chunk, scales, buffers.source, columns.start, len(columns))
-        first = chunk.start - owned.row_start
+        first = chunk.start - piece.row_start
         target = values[first : first + len(chunk)]
         native.decode(view, target)
         if seen is not None:

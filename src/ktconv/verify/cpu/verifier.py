@@ -10,7 +10,7 @@ from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.packed.weights import Geometry
-from ktconv.quantize_cpu.backward import backward_buffers, panel_memory
+from ktconv.quantize_cpu.backward import backward_buffers, backward_memory
 from ktconv.quantize_cpu.task import quantize_buffers
 from ktconv.reading.buffers import BufferSizes
 from ktconv.targets.ktransformers import Options
@@ -55,7 +55,7 @@ class CpuVerifier(OutputVerifier):
         return {COVERAGE: check_cover(self.output, other, self.findings) if other else None}
 
     def thread_bytes(self) -> int:
-        return self.buffer_sizes().nbytes + _CHECK_BYTES + self._panel()
+        return self.buffer_sizes().nbytes + _CHECK_BYTES + self._transposing()
 
     def shared_bytes(self) -> int:
         return self._proofs.memory
@@ -66,8 +66,8 @@ class CpuVerifier(OutputVerifier):
             sizes = sizes.with_those_of(backward_buffers(self._layers(), options))
         return sizes
 
-    def _panel(self) -> int:
-        return max((panel_memory(self._layers(), one) for one in self._transposed()), default=0)
+    def _transposing(self) -> int:
+        return max((backward_memory(self._layers(), one) for one in self._transposed()), default=0)
 
     def _layers(self) -> Sequence[MoELayer]:
         """Of the source."""
