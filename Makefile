@@ -50,9 +50,11 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
-asan: build/asan/check build/asan/moe_check build/asan/gradients_check build/asan/strips_check
+asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check)
 	build/asan/check
 	build/asan/moe_check
+	build/asan/train_check
+	build/asan/train_calls_check
 	build/asan/gradients_check
 	build/asan/strips_check
 
@@ -64,10 +66,10 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/gradients_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/gradients_check build/asan/train_calls_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
-build/asan/moe_check build/asan/strips_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
+build/asan/moe_check build/asan/train_check build/asan/strips_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 lint: $(VENV)/.dev

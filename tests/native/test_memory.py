@@ -211,11 +211,12 @@ def test_packing_under_sanitizers(sanitized: Build) -> None:
     run([sanitized.program(TESTS / "check.c")])
 
 
-def test_gradients_under_sanitizers(sanitized: Build) -> None:
-    run([sanitized.program(TESTS / "gradients_check.c")])
+@pytest.mark.parametrize("program", ["gradients_check.c", "train_calls_check.c"])
+def test_gradients_under_sanitizers(sanitized: Build, program: str) -> None:
+    run([sanitized.program(TESTS / program)])
 
 
-@pytest.mark.parametrize("program", ["moe_check.c", "strips_check.c"])
+@pytest.mark.parametrize("program", ["moe_check.c", "train_check.c", "strips_check.c"])
 def test_layers_under_sanitizers(sanitized: Build, program: str) -> None:
     """Where the CPU has no AMX, with the emulator in the program."""
     sources = [TESTS / program]
@@ -234,5 +235,5 @@ def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None
     build = Build([compiler, "-static"], kept, tmp_path, vectors="-O2", others="-O2")
     checked = run(["qemu-aarch64", build.program(TESTS / "check.c")])
     assert checked.startswith("levels: scalar neon\n")
-    run(["qemu-aarch64", build.program(TESTS / "moe_check.c")])
-    run(["qemu-aarch64", build.program(TESTS / "strips_check.c")])
+    for name in ("moe_check.c", "train_check.c", "strips_check.c"):
+        run(["qemu-aarch64", build.program(TESTS / name)])

@@ -216,11 +216,20 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
   return b;
 }
 
+/* Those whose saved bytes fit 63 bits: of a pair, gate, up, and less than that of scales; A x of
+ * two matrices, and A h of each part. */
+static int64_t most_tokens(const kt_moe *moe, const kt_lora *lora, int64_t top_k) {
+  const int64_t rank = lora ? lora->rank : 0;
+  const int64_t pair = 8 * moe->intermediate + 4 * (2 + moe->parts) * rank;
+  return INT64_MAX / 2 / pair / top_k;
+}
+
 static kt_status check(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k) {
   const kt_status status = kt_check_layer(moe);
   if (status != KT_OK) return status;
-  if (kt_check_batch(moe, tokens, top_k) != KT_OK) return KT_ERR_ARGUMENT;
-  return kt_check_lora(moe, lora);
+  if (kt_check_batch(moe, tokens, top_k) != KT_OK || kt_check_lora(moe, lora) != KT_OK)
+    return KT_ERR_ARGUMENT;
+  return tokens <= most_tokens(moe, lora, top_k) ? KT_OK : KT_ERR_ARGUMENT;
 }
 
 size_t kt_train_saved_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k) {
@@ -294,7 +303,6 @@ static void start_call(kt_back *b, const kt_moe_call *c, const void *saved) {
   b->dy = kt_run_values(moe, b->want.dy, c->tokens, b->want.dy_dtype);
   kt_saved_at(moe, &b->adapter, c->tokens * c->top_k, (void *)(uintptr_t)saved, &b->saved);
   kt_run_skip(&b->run, c);
-  if (b->want.dweights) memset(b->want.dweights, 0, (size_t)(c->tokens * c->top_k) * sizeof(float));
 }
 
 /* Of no token, all that is wanted of matrices is zero. */
@@ -329,6 +337,10 @@ kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *poo
   if (scratch_size < lay_out(&b, NULL)) return KT_ERR_SCRATCH;
   lay_out(&b, scratch);
   start_call(&b, call, saved);
+  /* All is checked before a result is written. */
   const kt_status good = each_batch(&b, call, check_batch_experts);
-  return good == KT_OK ? each_batch(&b, call, backward_batch) : good;
+  if (good != KT_OK) return good;
+  const size_t pairs = (size_t)(call->tokens * call->top_k);
+  if (b.want.dweights) memset(b.want.dweights, 0, pairs * sizeof(float));
+  return each_batch(&b, call, backward_batch);
 }
