@@ -22,6 +22,7 @@ from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.packed.inspection import inspect_path
 from ktconv.packed.weights import open_packed
+from ktconv.plan.sizes import open_model
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.runtime import MoELayer
@@ -336,3 +337,10 @@ def test_folding_beside_another_tools_matrices(source: Path, tmp_path: Path) -> 
     assert found(check(tmp_path / "merged", source), "structure", "unexpected tensor")
     with pytest.raises(UsageError, match="--save-backward cannot be combined with --fold"):
         reshard(ReshardRequest(output, tmp_path / "cut", 2, source=str(source)))
+
+
+def test_plans_of_servers_do_not_count_them(source: Path, made: Convert, tmp_path: Path) -> None:
+    convert(source, tmp_path / "alone", method="int8", numa=2)
+    both, forward = (open_model(str(one)) for one in (made(), tmp_path / "alone"))
+    assert both.part_bytes == forward.part_bytes
+    assert both.count == forward.count == LAYERS * EXPERTS

@@ -13,6 +13,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint, read_map
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.routers import router_of
+from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
 from ktconv.placement.parallel import LayerShape
 from ktconv.plan.cuts import cut_bytes, grains
@@ -78,10 +79,13 @@ class Model:
 
     @cached_property
     def part_bytes(self) -> Mapping[tuple[int, int], Sequence[int]]:
-        """Of packed experts: bytes in each NUMA part, by layer and expert."""
+        """Of packed experts: bytes in each NUMA part, by layer and expert; without matrices of
+        backward passes, which serving does not load."""
         assert self.packed is not None
         found: dict[tuple[int, int], list[int]] = {}
         for tensor, place in self.packed.tensors.items():
+            if is_backward(tensor.proj):
+                continue
             parts = self.packed.layers[tensor.layer].parts
             sizes = found.setdefault((tensor.layer, tensor.expert), [0] * parts)
             sizes[tensor.part] += place.nbytes
