@@ -95,6 +95,8 @@ class _FarDevice(TorchFunctionMode):
             return any(args[0].data_ptr() == one.data_ptr() for one in self._own)
         if func is Tensor.to:
             return self._moved(*args, **kwargs)
+        if func is Tensor.backward:
+            return self._backward(args[0], kwargs["gradient"])
         far = [isinstance(one, FarTensor) for one in args[:2]]
         if func is Tensor.copy_ and far[0] != far[1]:
             return self._copied(*args, **kwargs)
@@ -105,6 +107,12 @@ class _FarDevice(TorchFunctionMode):
         if _is_far(kwargs.get("device")):
             return FarTensor(_near(func(*args, **{**kwargs, "device": "cpu"})))
         return func(*args, **kwargs)
+
+    def _backward(self, tensor: Tensor, gradient: Tensor) -> None:
+        """While it runs, too, tensors can be far."""
+        run = torch.autograd.Variable._execution_engine.run_backward
+        with self:
+            run((tensor,), (gradient,), False, False, (), accumulate_grad=True)
 
     def _moved(self, tensor: Tensor, *places: Any, **named: Any) -> Tensor:
         """tensor.to of a device, a dtype, both, or as another tensor has them."""

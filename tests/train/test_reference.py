@@ -287,6 +287,19 @@ def test_what_is_not_a_number_stays_in_its_token() -> None:
     assert torch.equal(found[others], expected[others])
 
 
+@pytest.mark.parametrize("activation", ALL, ids=str)
+def test_what_is_not_a_number_is_seen_in_its_gradients(activation: Activation) -> None:
+    """Clamps and max(u, 0) of torch have the derivative 0 there."""
+    base, lora = base_of(activation), lora_of(activation)
+    x, ids, weights, dy = inputs()
+    with torch.no_grad():
+        x[3, 0] = math.nan
+    reference(x, ids, weights, base, lora, activation=activation).backward(dy)
+    others = [token for token in range(TOKENS) if token != 3]
+    assert x.grad[3].isnan().all() and x.grad[others].isfinite().all()
+    assert weights.grad[3].isnan().all() and lora.up_a.grad[ids[3, 0]].isnan().all()
+
+
 def test_groups_round_by_themselves() -> None:
     """A large element takes the precision of its own group alone."""
     x = torch.ones(1, HIDDEN)

@@ -30,24 +30,24 @@ _WEIGHTED_BYTES, _NORMED_BYTES, _NORMED_ROW_BYTES = 8, 14, 20
 
 def compute(packed: Experts, pool: Pool, call: Arguments) -> None:
     """Writes y of `call`."""
-    _worded(partial(_compute, packed, pool, call))
+    worded(partial(_compute, packed, pool, call))
 
 
 def prepared(packed: Experts, pool: Pool, call: Arguments) -> Callable[[], Any]:
     """A function that computes `call` from what its memory has then, and returns its y."""
     work = partial(_compute, packed, pool, call)
     if call.tokens and call.top_k and not packed.weight_on_input and packed.norm is None:
-        work = partial(_run, packed.layer, pool, call, _described(call))
+        work = partial(_run, packed.layer, pool, call, described(call))
     y = call.y.owner
 
     def run() -> Any:
-        _worded(work)
+        worded(work)
         return y
 
     return run
 
 
-def _worded(work: Callable[[], None]) -> None:
+def worded(work: Callable[[], None]) -> None:
     """UsageError for what the C library refuses."""
     try:
         work()
@@ -93,10 +93,11 @@ def _compute(packed: Experts, pool: Pool, call: Arguments) -> None:
 
 
 def _forward(layer: native.Layer, pool: Pool, call: Arguments) -> None:
-    _run(layer, pool, call, _described(call))
+    _run(layer, pool, call, described(call))
 
 
-def _described(call: Arguments) -> native.Call:
+def described(call: Arguments) -> native.Call:
+    """`call` for the C library, which keeps nothing alive."""
     return native.Call(
         call.tokens,
         call.top_k,

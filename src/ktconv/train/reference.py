@@ -148,37 +148,37 @@ def _output(how: _Arithmetic, own: tuple[Base, Lora], x: Tensor, drops: tuple[An
     base, lora = own
     read, s = how.for_base(x), lora.scale
     for_lora = how.for_lora(x) * drops[0]
-    up = linear(read, base.up, base.up_bias) + s * _low_rank(for_lora, lora.up_a, lora.up_b)
+    up = linear(read, base.up, base.up_bias) + s * _low_rank(how, for_lora, lora.up_a, lora.up_b)
     gate = None
     if base.gate is not None:
         gate = linear(read, base.gate, base.gate_bias)
-        gate = gate + s * _low_rank(for_lora, lora.gate_a, lora.gate_b)
+        gate = gate + s * _low_rank(how, for_lora, lora.gate_a, lora.gate_b)
     middle = middle_of(how.activation, gate, up)
     for_lora = how.for_lora(middle) * drops[1]
     out = linear(how.middle_for_base(middle), base.down, base.down_bias)
-    return out + s * _low_rank(for_lora, lora.down_a, lora.down_b)
+    return out + s * _low_rank(how, for_lora, lora.down_a, lora.down_b)
 
 
-def _low_rank(x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | float:
+def _low_rank(how: _Arithmetic, x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | float:
     if a is None or b is None:
         return 0.0
-    return linear(linear(x, a.to(x.dtype)), b.to(x.dtype))
+    return linear(how.for_lora(linear(x, a.to(x.dtype))), b.to(x.dtype))
 
 
 def middle_of(activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
     """The activation of ktconv.h's kt_activation, [M, I]."""
     limit, alpha, beta = activation.limit, activation.alpha, activation.beta
-    u = up.clamp(-limit, limit)
+    u = _clamped(up, -limit, limit)
     if gate is None:
         return _ungated(activation.function, u)
-    g = gate.clamp(max=limit)
+    g = _clamped(gate, -inf, limit)
     match activation.function:
         case "gelu":
             return gelu(g) * u
         case "gelu_tanh":
             return gelu(g, approximate="tanh") * u
         case "swiglu_clamped":
-            return (gate * gate.sigmoid()).clamp(max=limit) * u
+            return _clamped(gate * gate.sigmoid(), -inf, limit) * u
         case "softcap":
             return _capped(g, alpha) * g.sigmoid() * _capped(u, beta)
         case _:
@@ -199,9 +199,19 @@ def _ungated(function: str, u: Tensor) -> Tensor:
         case "ungated_gelu_tanh":
             return gelu(u, approximate="tanh")
         case "relu2":
-            return u.relu().square()
+            return _nan_kept(u, u.relu()).square()
         case _:
-            return u.relu()
+            return _nan_kept(u, u.relu())
+
+
+def _clamped(x: Tensor, low: float, high: float) -> Tensor:
+    return _nan_kept(x, x.clamp(low, high))
+
+
+def _nan_kept(x: Tensor, values: Tensor) -> Tensor:
+    """`values`, but NaN where x is, as is the derivative there: torch would have 0."""
+    nan = x.isnan()
+    return torch.where(nan, x.where(nan, 0).square(), values)
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
@@ -224,12 +234,13 @@ def _to_bf16(x: Tensor) -> Tensor:
 
 
 def _in_levels(x: Tensor, group: int) -> Tensor:
-    """Rows, or groups of them, as int8 codes times a scale."""
-    runs = x.reshape(len(x), -1, group or x.shape[1])
+    """Rows, or groups of them, as int8 codes times a scale, in fp32 as in the kernels."""
+    width = group or x.shape[1]
+    runs = x.float().reshape(len(x), x.shape[1] // width, width)
     scale = runs.abs().amax(dim=2, keepdim=True) * float(np.float32(1 / 127))
     inverse = torch.where(scale < torch.finfo(torch.float32).tiny, 0, 1 / scale)
     codes = (runs * inverse).round()
-    return (codes * scale).reshape(x.shape)
+    return (codes * scale).reshape(x.shape).to(x.dtype)
 
 
 class _Passed(torch.autograd.Function):

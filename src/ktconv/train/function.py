@@ -1,0 +1,202 @@
+"""Packed experts with LoRA as a function of autograd, of tensors on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktconv.errors import UsageError
+from ktconv.native import Call
+from ktconv.native.training import Gradients, Lora, Training
+from ktconv.runtime import MoELayer, workspace
+from ktconv.runtime.arguments import Arguments, arguments
+from ktconv.runtime.arrays import FLOATS, operand
+from ktconv.runtime.compute import described, worded
+from ktconv.system.arrays import Array
+
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of LoRA matrices
+_ALIGNMENT = 64  # of what is saved
+
+
+class Setting(NamedTuple):
+    """What a call has beside tensors. `names` are those of its LoRA matrices, which follow in that
+    order; without any, packed weights are alone."""
+
+    layer: MoELayer
+    names: tuple[str, ...] = ()
+    rank: int = 0
+    scale: float = 1.0
+    dropout: float = 0.0
+    seed: int = 0
+
+    def training(self, matrices: Sequence[Tensor]) -> Training:
+        """For the C library. The matrices must stay alive."""
+        lora = None
+        if matrices:
+            places = {name: one.data_ptr() for name, one in zip(self.names, matrices, strict=True)}
+            dtype = DTYPES[matrices[0].dtype]
+            lora = Lora(self.rank, places, dtype, self.scale, self.dropout, self.seed)
+        return Training(self.layer.packed.layer, lora, self.layer.pool)
+
+
+class PackedLoRA(torch.autograd.Function):
+    """y of `computed`, with gradients of x, weights and the LoRA matrices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        setting: Setting,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        skip: Tensor | None,
+        *matrices: Tensor,
+    ) -> Tensor:
+        call = _call(setting, x, ids, weights, skip)
+        saved = _forward(setting, call, matrices, save=True)
+        ctx.setting, ctx.dtype = setting, weights.dtype
+        read = call.x, call.ids, call.weights, call.skip
+        arrays = (None if one is None else one.owner for one in read)
+        # Also x and matrices as they are: torch refuses a backward of what has changed meanwhile.
+        ctx.save_for_backward(*arrays, saved, *matrices)
+        return _tensor(call)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph; without an error they would count as 0
+            raise UsageError(
+                "packed experts have no gradients of gradients", "leave out create_graph=True"
+            )
+        x, ids, weights, skip, saved, *matrices = ctx.saved_tensors
+        _, of_x, _, of_weights, _, *of_matrices = ctx.needs_input_grad
+        call = _call(ctx.setting, x, ids, weights, skip)
+        wanted = dict(zip(ctx.setting.names, matrices, strict=True))
+        found = {
+            name: torch.empty_like(one, dtype=torch.float32)
+            for (name, one), needed in zip(wanted.items(), of_matrices, strict=True)
+            if needed
+        }
+        if of_x:
+            found["dx"] = _tensor(call)  # what the forward has for y
+        if of_weights:
+            found["dweights"] = torch.empty_like(call.weights.owner)
+        _backward(ctx.setting, call, matrices, dy, saved, found)
+        each = (found.get(name) for name in wanted)
+        return (
+            None,
+            found.get("dx"),
+            None,
+            _as(found.get("dweights"), ctx.dtype),
+            None,
+            *(_as(one, matrix.dtype) for one, matrix in zip(each, matrices, strict=True)),
+        )
+
+
+def computed(
+    setting: Setting,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    skip: Tensor | None,
+    *matrices: Tensor,
+) -> Tensor:
+    """As `MoELayer.__call__`, with LoRA. Gradients follow where something needs them."""
+    needed = any(one.requires_grad for one in (x, weights, *matrices))
+    if needed and torch.is_grad_enabled():
+        y: Tensor = PackedLoRA.apply(setting, x, ids, weights, skip, *matrices)  # type: ignore[no-untyped-call]
+        return y
+    call = _call(setting, x, ids, weights, skip)
+    _forward(setting, call, matrices, save=False)
+    return _tensor(call)
+
+
+def _call(
+    setting: Setting, x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None
+) -> Arguments:
+    """The arguments, checked; its y is new memory."""
+    layer = setting.layer
+    with torch.no_grad():
+        return arguments(layer.hidden, layer.experts, x, ids, weights, skip, None, None)
+
+
+def _forward(
+    setting: Setting, call: Arguments, matrices: Sequence[Tensor], *, save: bool
+) -> Tensor:
+    """Computes y, and returns what the backward needs."""
+    if not call.tokens or not call.top_k:
+        _tensor(call).zero_()
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    training = setting.training(matrices)
+    size = _sized(partial(training.saved_size, call.tokens, call.top_k)) if save else 0
+    saved = _aligned(size)
+
+    def run(made: Call, scratch: Array) -> None:
+        training.forward(made, saved.data_ptr() if save else 0, scratch)
+
+    _run(setting, training, call, run)
+    return saved
+
+
+def _backward(
+    setting: Setting,
+    call: Arguments,
+    matrices: Sequence[Tensor],
+    dy: Tensor,
+    saved: Tensor,
+    found: dict[str, Tensor],
+) -> None:
+    """Computes the gradients that are `found`, by their names of kt_moe_gradients."""
+    if not call.tokens or not call.top_k:
+        for one in found.values():
+            one.zero_()
+        return
+    training = setting.training(matrices)
+    given = operand("the gradient of the result", dy, tuple(call.y.owner.shape), FLOATS)
+    if saved.data_ptr() % _ALIGNMENT:  # a copy, as hooks of saved tensors make
+        saved = _aligned(saved.numel()).copy_(saved)
+    places = {name: one.data_ptr() for name, one in found.items()} | {"dy": given.address}
+    gradients = Gradients(places, given.dtype, call.x.dtype)
+
+    def run(made: Call, scratch: Array) -> None:
+        training.backward(made, saved.data_ptr(), gradients, scratch)
+
+    _run(setting, training, call, run)
+
+
+def _run(
+    setting: Setting, training: Training, call: Arguments, run: Callable[[Call, Array], None]
+) -> None:
+    """Calls `run` with workspace of the pool."""
+    size = _sized(partial(training.scratch_size, call.tokens, call.top_k))
+    memory = workspace.take(setting.layer.pool, size)
+    try:
+        worded(partial(run, described(call), memory))
+    finally:
+        workspace.give(setting.layer.pool, memory)
+
+
+def _sized(size: Callable[[], int]) -> int:
+    """UsageError for what cannot be computed."""
+    found: list[int] = []
+    worded(lambda: found.append(size()))
+    return found[0]
+
+
+def _aligned(size: int) -> Tensor:
+    """Memory for what is saved."""
+    memory = torch.empty(size + _ALIGNMENT - 1, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def _tensor(call: Arguments) -> Tensor:
+    found: Tensor = call.y.owner
+    return found
+
+
+def _as(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
