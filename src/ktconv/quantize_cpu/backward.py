@@ -53,8 +53,9 @@ def backward_notes(options: Options) -> list[str]:
     if not options.save_backward:
         return []
     notes = [
-        "backward matrices are quantized from the source, not from the forward codes, and so their "
-        "weights differ a little from those of the forward pass"
+        "backward matrices are quantized from the source, which is read a second time for them, "
+        "not from the forward codes, and so their weights differ a little from those of the "
+        "forward pass"
     ]
     for option, given in (("importance", options.importance), ("calibrate", options.calibrate)):
         if given is not None:
