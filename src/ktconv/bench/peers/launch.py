@@ -8,52 +8,71 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import ktconv
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request, Result
 
-# `-m` and `-c` look for modules in the working directory first, which may be a checkpoint.
-_START = "import sys; sys.path[:] = filter(None, sys.path); import ktconv.bench.peers.__main__"
+_MODULE = "ktconv.bench.peers.__main__"
 _ERROR_LINES = 3  # of a crashed peer's last words
 
 
 def measure(request: Request) -> Iterator[Result]:
     """One result per number of tokens, as they are ready. Raises PeerError."""
-    paths = [str(Path(ktconv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START],
+    with closing(PeerProcess(_MODULE)) as process:
+        process.send(json.dumps(asdict(request)))
+        for _ in request.tokens:
+            yield Result(**process.receive())
+
+
+class PeerProcess:
+    """Runs a module that reads lines from stdin and writes lines of JSON to stdout."""
+
+    def __init__(self, module: str) -> None:
+        # `-m` and `-c` look for modules in the working directory first, which may be a checkpoint.
+        start = f"import sys; sys.path[:] = filter(None, sys.path); import {module}"
+        paths = [str(Path(ktconv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=words,
+            stderr=self._words,
             env=environment,
             text=True,
         )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with suppress(BrokenPipeError):  # it ended at once; its last words say why
-                process.stdin.write(json.dumps(asdict(request)))
-                process.stdin.close()
-            done = 0
-            for line in process.stdout:
-                facts = json.loads(line)
-                if "problem" in facts:
-                    raise PeerError(facts["problem"])
-                done += 1
-                yield Result(**facts)
-            process.wait()
-            if done < len(request.tokens):
-                words.seek(0)
-                raise PeerError(_last_words(process.returncode, words.read()))
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+
+    def send(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it ended; `receive` says why
+            self._to.write(line + "\n")
+            self._to.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """The next line. PeerError if the peer has a problem, or has ended."""
+        line = self._from.readline()
+        if not line:
+            self._process.wait()
+            self._words.seek(0)
+            raise PeerError(_last_words(self._process.returncode, self._words.read()))
+        facts: dict[str, Any] = json.loads(line)
+        if "problem" in facts:
+            raise PeerError(facts["problem"])
+        return facts
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        with suppress(BrokenPipeError):
+            self._to.close()
+        self._from.close()
+        self._words.close()
 
 
 def _last_words(status: int, text: str) -> str:

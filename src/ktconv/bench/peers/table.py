@@ -13,13 +13,19 @@ from ktconv.bench.peers.base import Peer
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A row of PEERS. `methods` of ours read about as many bytes for the same kind of weights;
-    `unit` is the kind of product that it uses."""
+class Package:
+    """A peer and where it comes from."""
 
     name: str
     package: str  # on PyPI
     module: str
+
+
+@dataclass(frozen=True)
+class Spec(Package):
+    """A row of PEERS. `methods` of ours read about as many bytes for the same kind of weights;
+    `unit` is the kind of product that it uses."""
+
     methods: tuple[str, ...]
     unit: str
     make: Callable[[], Peer]
@@ -59,7 +65,7 @@ def _specs() -> Iterable[Spec]:
 PEERS = {spec.name: spec for spec in _specs()}
 
 
-def why_not(spec: Spec) -> str | None:
+def why_not(spec: Package) -> str | None:
     """Why a peer cannot be measured here, without importing it; None if it can."""
     if find_spec(spec.module) is None:
         return f"{spec.package} is not installed"
