@@ -12,9 +12,9 @@ from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
 from ktconv.bench.run import Report
 
-SCHEMA, PACK_SCHEMA = (
+SCHEMA, PACK_SCHEMA, SFT_SCHEMA = (
     json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
-    for name in ("bench", "bench-pack")
+    for name in ("bench", "bench-pack", "bench-sft")
 )
 SHAPE = Shape("256,128,16,4", 256, 128, 16, 4)
 EXPERT_BYTES = 100_000

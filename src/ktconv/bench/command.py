@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from importlib.util import find_spec
 from pathlib import Path
 
 from ktconv import native
@@ -16,6 +17,7 @@ from ktconv.bench.render import render
 from ktconv.bench.run import bench
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, Format, format_named, output_formats
+from ktconv.native.training import MAX_RANK
 from ktconv.system import machine
 from ktconv.system.pictures import check_plot
 from ktconv.system.text import Notify
@@ -26,7 +28,10 @@ Show = Callable[[str], None]
 DEFAULT_METHODS = "int4,int8,bf16"
 DEFAULT_SHAPE = "qwen3-30b-a3b"
 MOST_TOKENS = 1 << 20
+DEFAULT_TOKENS = {"infer": "1,4,16,64,1024", "sft": "256"}  # by --mode
 PACKING = {"--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format"}
+OF_INFERENCE = {"--stage", "--plot", "--compare", "--tolerance"}
+OF_TRAINING = {"--rank"}
 
 
 def run(
@@ -59,6 +64,37 @@ def check_packing_options(given: Set[str]) -> None:
     """UsageError for an option that `--stage pack` does not have."""
     for name in sorted(given - PACKING):
         raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
+
+
+def check_mode_options(mode: str, given: Set[str]) -> None:
+    """UsageError for an option that `--mode` does not have."""
+    for name in sorted(given & (OF_INFERENCE if mode == "sft" else OF_TRAINING)):
+        raise UsageError(f"{name} does not belong to --mode {mode}", f"leave {name} out")
+
+
+def run_training(
+    request: Request, ranks: tuple[int, ...], form: str, notify: Notify, show: Show
+) -> int:
+    """Shows what `--mode sft` measures; returns how many rows have an error beyond its bound."""
+    if find_spec("torch") is None:
+        raise UsageError(
+            "--mode sft compares gradients with those of torch, which is not installed",
+            "install it with: pip install 'ktconv[model]'",
+        )
+    from ktconv.bench.sft import render as sft_render
+    from ktconv.bench.sft.cases import Request as SftRequest
+    from ktconv.bench.sft.run import bench as sft_bench
+
+    report = sft_bench(SftRequest(request, ranks), notify)
+    show(sft_render.render(report, form))
+    for row in report.rows:
+        for name in row.beyond_bound:
+            notify(
+                f"{row.method} on {row.isa}, {row.tokens} tokens, rank {row.rank}: {name} has a "
+                f"relative error of {row.kernel_errors[name]:.2g}, at most {row.bounds[name]:g} is "
+                "right"
+            )
+    return sum(bool(row.beyond_bound) for row in report.rows)
 
 
 def run_packing(
@@ -98,6 +134,14 @@ def parse_numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     if numbers[0] < 1 or numbers[-1] > most:
         raise UsageError(f"{option} {text!r} must be numbers from 1 to {most}")
     return numbers
+
+
+def parse_tokens(text: str, mode: str) -> tuple[int, ...]:
+    return parse_numbers(text or DEFAULT_TOKENS[mode], "--tokens", MOST_TOKENS)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    return parse_numbers(text, "--rank", MAX_RANK)
 
 
 def parse_threads(text: str) -> tuple[int, ...]:

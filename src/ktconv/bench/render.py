@@ -95,10 +95,12 @@ def _wanted(rows: Sequence[Row]) -> list[str]:
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """With {"shape_hidden": 8} in place of {"shape": {"hidden": 8}}."""
-    shape = facts.get("shape", {})
-    plain = {name: value for name, value in facts.items() if name != "shape"}
-    return plain | {f"shape_{name}": value for name, value in shape.items()}
+    """With {"shape_hidden": 8} in place of {"shape": {"hidden": 8}}, after what is plain."""
+    inner = {name: value for name, value in facts.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in facts.items() if name not in inner}
+    return plain | {
+        f"{of}_{name}": one for of, value in inner.items() for name, one in value.items()
+    }
 
 
 def _table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
@@ -120,8 +122,9 @@ def _markdown(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    """A row of names that any of `rows` has."""
+    out, names = io.StringIO(), dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(out, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue().rstrip("\n")

@@ -11,9 +11,9 @@ from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
 from ktconv.moe.load import expert_activation_of
 
-_SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
+SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
-_DRIFT = 1.3  # of the machine's limits from before the row to after it
+DRIFT = 1.3  # of the machine's limits from before the row to after it
 
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
 Key = tuple[Any, ...]
@@ -152,7 +152,7 @@ def judge(
         distinct_experts=sample.distinct,
         relative_error=errors.relative,
         disturbed=(
-            p90 > _SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > _DRIFT
+            p90 > SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > DRIFT
         ),
         engine=case.engine,
         parts=case.parts,

@@ -52,7 +52,7 @@ def bench(
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
         stack.enter_context(level_kept())
         session = Session(request, pools, Meter(), notify)
-        _measure_machine(session)
+        measure_machine(session)
         for row in _all_rows(session, plan):
             report.rows.append(row)
             notify(
@@ -63,7 +63,7 @@ def bench(
     return report
 
 
-def _measure_machine(session: Session) -> None:
+def measure_machine(session: Session) -> None:
     for isa in session.request.isas:
         native.use_isa(isa)
         for threads, pool in session.pools.items():
@@ -88,7 +88,7 @@ def _all_rows(session: Session, plan: Plan) -> Iterator[Row]:
 def _rows(session: Session, layer: Layer) -> Iterator[Row]:
     """There is memory for the experts of one layer at a time."""
     request, shape = session.request, layer.shape
-    experts = layer.experts or _packed(session, layer)
+    experts = layer.experts or packed(session, layer)
     for pool in session.pools.values():
         experts.layer.touch(pool)
     for tokens, cases in groupby(layer.cases, key=lambda case: case.tokens):
@@ -100,7 +100,7 @@ def _rows(session: Session, layer: Layer) -> Iterator[Row]:
             yield _row(session, case, experts, batch, reference)
 
 
-def _packed(session: Session, layer: Layer) -> Experts:
+def packed(session: Session, layer: Layer) -> Experts:
     method, shape = layer.method, layer.shape
     session.notify(f"{shape.name}, {method.key}: packing {shape.experts} experts")
     source = RandomWeights(session.request.seed, shape.hidden, shape.intermediate)

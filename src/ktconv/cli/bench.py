@@ -12,6 +12,7 @@ from ktconv.cli.output import given_options, notify, print_text
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.errors import UsageError
 
+BenchMode = Literal["infer", "sft"]
 BenchStage = Literal["forward", "pack"]
 BenchFormat = Literal["table", "markdown", "json", "jsonl", "csv"]  # as bench.render.FORMATS
 _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a smaller --method"}
@@ -19,6 +20,10 @@ _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a 
 
 def bench(
     context: typer.Context,
+    mode: Annotated[
+        BenchMode,
+        choice(BenchMode, "infer: forward; sft: LoRA's forward and backward, and its errors."),
+    ] = "infer",
     method: Annotated[str, option("Weight formats, e.g. int4,bf16; or all.", "LIST")] = "",
     shape: Annotated[
         list[str] | None,
@@ -33,7 +38,10 @@ def bench(
     routing: Annotated[
         str, option("balanced, concentrated, zipf:S or trace:FILE.", "KIND")
     ] = "balanced",
-    tokens: Annotated[str, option("Tokens per step, e.g. 1,16,1024.", "LIST")] = "1,4,16,64,1024",
+    tokens: Annotated[
+        str, option("Tokens per step; default: 1,4,16,64,1024, with --mode sft 256.", "LIST")
+    ] = "",
+    rank: Annotated[str, option("Ranks of LoRA, e.g. 8,16,64.", "LIST")] = "16",
     threads: Annotated[str, option("Threads, e.g. 1,2; default: one per core.", "LIST")] = "",
     isa: Annotated[
         str, option("auto, all, or levels: scalar, avx2, avx512, amx, neon.", "LIST")
@@ -65,8 +73,8 @@ def bench(
 ) -> None:
     """Measure the MoE kernels against this machine's own limits.
 
-    The result of every kernel is checked before it is timed. Exit code 1: a kernel was wrong, or
-    a row became slower than in --compare.
+    The result of every kernel is checked before it is timed; with --mode sft, which needs torch,
+    every gradient. Exit code 1: a kernel was wrong, or a row became slower than in --compare.
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
@@ -79,6 +87,7 @@ def bench(
         from ktconv.system.machine import numa_nodes
 
         effort, shapes, show = Effort(seconds, iters), shape or (), (form, notify, print_text)
+        command.check_mode_options(mode, given_options(context))
         if stage == "pack":
             command.check_packing_options(given_options(context))
             with interruptible(lambda: NOTHING_WRITTEN):
@@ -89,7 +98,7 @@ def bench(
         request = Request(
             methods=command.parse_methods(method),
             shapes=command.parse_shapes(shapes),
-            tokens=command.parse_numbers(tokens, "--tokens", command.MOST_TOKENS),
+            tokens=command.parse_tokens(tokens, mode),
             threads=command.parse_threads(threads),
             isas=command.parse_isas(isa, tuple(FORMATS.values())),
             routing=parse_routing(routing),
@@ -104,10 +113,13 @@ def bench(
             peers=peers,
         )
         with interruptible(lambda: NOTHING_WRITTEN):
-            regressions = command.run(
-                request, *show, plots=plot or (), baseline=compare, tolerance=tolerance
-            )
-        if regressions:
+            if mode == "sft":
+                bad = command.run_training(request, command.parse_ranks(rank), *show)
+            else:
+                bad = command.run(
+                    request, *show, plots=plot or (), baseline=compare, tolerance=tolerance
+                )
+        if bad:
             raise typer.Exit(1)
 
 

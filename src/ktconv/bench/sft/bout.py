@@ -1,0 +1,192 @@
+"""One call, at which our methods and peers take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import torch
+
+from ktconv import native
+from ktconv.bench.cases import Layer, Session, different_experts
+from ktconv.bench.limits import Limits
+from ktconv.bench.peers.base import PeerError
+from ktconv.bench.peers.table import why_not
+from ktconv.bench.presets import Shape
+from ktconv.bench.sft.inputs import Inputs
+from ktconv.bench.sft.ours import OurRunner
+from ktconv.bench.sft.peers.launch import PeerRunner
+from ktconv.bench.sft.peers.request import Request
+from ktconv.bench.sft.peers.table import PEERS, Spec
+from ktconv.bench.sft.rows import Case, Checked, Row, judge
+from ktconv.bench.sft.steps import Runner, in_turn
+from ktconv.formats import format_named
+from ktconv.moe import Experts
+from ktconv.runtime import MoELayer
+from ktconv.system import machine
+from ktconv.system.pool import Pool
+from ktconv.system.text import Notify
+from ktconv.train.gradients import base_of, bounds, errors, expected, rounding_of
+from ktconv.train.reference import Base, KernelRounding
+from ktconv.train.step import Step
+
+_COPIES = 4  # of its weights that a peer has while it is made
+
+
+@dataclass(frozen=True)
+class Bout:
+    session: Session
+    layers: Sequence[tuple[Layer, Experts]]  # of one shape, each with its own method
+    inputs: Inputs
+    rank: int
+    pool: Pool
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs.call.x)
+
+    @property
+    def shape(self) -> Shape:
+        return self.layers[0][0].shape
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """Who takes part, and what the check of its first step has found."""
+
+    case: Case
+    runner: Runner
+    checked: Checked
+
+
+def rows_of(bout: Bout) -> Iterator[Row]:
+    """The rows of all that take part."""
+    with ExitStack() as stack:
+        entrants = [*_ours(bout), *_peers(bout, stack)]
+        before = _limits(bout)
+        found = in_turn([one.runner for one in entrants], bout.session.request.effort)
+        after = _limits(bout)
+        pairs = torch.stack(bout.inputs.ids).ge(0).sum().item() / len(bout.inputs.ids)
+        for one, times in zip(entrants, found, strict=True):
+            isa = one.case.isa if one.case.isa in before else list(before)[-1]
+            best = bout.session.meter.found[isa, bout.pool.threads]
+            yield judge(one.case, times, pairs, one.checked, (before[isa], after[isa], best))
+
+
+def _limits(bout: Bout) -> Mapping[str, Limits]:
+    """By level."""
+    found = {}
+    for isa in bout.session.request.isas:
+        native.use_isa(isa)
+        found[isa] = bout.session.meter.again(bout.pool)
+    return found
+
+
+def _case(bout: Bout, engine: str, method: str, isa: str, layer: Layer | None = None) -> Case:
+    return Case(
+        engine=engine,
+        method=method,
+        shape=bout.shape,
+        routing=bout.session.request.routing.text,
+        rank=bout.rank,
+        tokens=bout.tokens,
+        threads=bout.pool.threads,
+        isa=isa,
+        parts=1 if layer is None else layer.parts,
+        layer=None if layer is None else layer.cases[0].layer,
+    )
+
+
+# ---- ours ----
+
+
+def _ours(bout: Bout) -> Iterator[Entrant]:
+    for layer, experts in bout.layers:
+        judged = _Judge(experts, bout.inputs)
+        for isa in bout.session.request.isas:
+            native.use_isa(isa)
+            step = Step(MoELayer(experts, bout.pool), bout.inputs.call)
+            case = _case(bout, "ktconv", layer.method.key, isa, layer)
+            runner = OurRunner(step, isa, bout.inputs.ids)
+            yield Entrant(case, runner, judged.check(step))
+
+
+class _Judge:
+    """The reference's gradients of a call."""
+
+    def __init__(self, experts: Experts, inputs: Inputs) -> None:
+        self._experts, self._call = experts, inputs.call
+        how = rounding_of(experts)
+        self._rounded = expected(self._call, self._base, how, experts.norm)
+        same = how["rounding"] == "none"
+        exact: KernelRounding = {**how, "rounding": "none"}
+        self._exact = (
+            self._rounded if same else expected(self._call, self._base, exact, experts.norm)
+        )
+
+    def _base(self, expert: int) -> Base:
+        return base_of(self._experts.streams(int(self._experts.origins[expert])))
+
+    def check(self, step: Step) -> Checked:
+        step.forward(self._call.ids)
+        step.backward()
+        found = step.found()
+        return Checked(
+            errors(found, self._exact),
+            errors(found, self._rounded),
+            bounds(self._call),
+            step.saved_bytes,
+            step.scratch_bytes,
+        )
+
+
+# ---- peers ----
+
+
+def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
+    """Every installed peer for one of our methods. One that is missing or fails is left out with a
+    message."""
+    request, notify = bout.session.request, bout.session.notify
+    if not request.peers:
+        return
+    for spec in _chosen({layer.method.key for layer, _ in bout.layers}, notify):
+        if not _fits(spec, bout.shape):
+            notify(f"{spec.name}: left out, too little memory is free")
+            continue
+        asked = Request(
+            peer=spec.name,
+            shape=bout.shape,
+            routing=request.routing.text,
+            tokens=bout.tokens,
+            rank=bout.rank,
+            threads=bout.pool.threads,
+            seed=request.seed,
+            different=different_experts(bout.shape),
+        )
+        notify(f"{bout.shape.name}, {spec.name}: {bout.pool.threads} threads")
+        try:
+            runner = stack.enter_context(closing(PeerRunner(asked)))
+        except PeerError as error:
+            notify(f"{spec.name}: left out, {error}")
+            continue
+        engine, _, method = spec.name.partition(" ")
+        ready = runner.ready
+        checked = Checked(
+            ready.errors, saved_bytes=ready.saved_bytes, scratch_bytes=ready.scratch_bytes
+        )
+        yield Entrant(_case(bout, engine, method, "own"), runner, checked)
+
+
+def _chosen(methods: set[str], notify: Notify) -> list[Spec]:
+    """The peers for these methods that can be measured; says why the others cannot."""
+    found = {one: why_not(one) for one in PEERS.values() if methods.intersection(one.methods)}
+    for reason in sorted(set(filter(None, found.values()))):
+        notify(f"peers: {reason}")
+    return [spec for spec, reason in found.items() if not reason]
+
+
+def _fits(spec: Spec, shape: Shape) -> bool:
+    gated, sizes = shape.activation.gated, (shape.hidden, shape.intermediate)
+    each = format_named(spec.method).expert_bytes(*sizes, gated=gated)
+    return _COPIES * each * shape.experts < machine.available_memory()

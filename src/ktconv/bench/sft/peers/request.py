@@ -1,0 +1,40 @@
+"""What goes to a peer's process and what comes back, as JSON of their fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ktconv.bench.presets import Shape
+from ktconv.native import Activation
+
+
+@dataclass(frozen=True)
+class Request:
+    """One peer and one call. Weights, LoRA matrices, tokens and routings follow from the seed, so
+    that they are those of our own rows."""
+
+    peer: str
+    shape: Shape
+    routing: str  # as parse_routing reads it
+    tokens: int
+    rank: int
+    threads: int
+    seed: int = 0
+    different: int = 4  # experts with weights of their own; the others are copies of them
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        facts = json.loads(text)
+        activation = Activation(**facts["shape"].pop("activation"))
+        facts["shape"] = Shape(**facts["shape"], activation=activation)
+        return cls(**facts)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first answer: the peer has been checked, and is warm."""
+
+    errors: dict[str, float]  # by gradients.NAMES, against fp32 on the peer's own weights
+    saved_bytes: int | None
+    scratch_bytes: int | None

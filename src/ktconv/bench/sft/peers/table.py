@@ -1,0 +1,47 @@
+"""The peers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+from ktconv.bench.peers.table import Package
+from ktconv.bench.sft.steps import Trained
+from ktconv.formats import FORMATS
+from ktconv.moe.experts import GatedMatrices
+from ktconv.train.gradients import Call
+
+Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a call and threads
+
+
+@dataclass(frozen=True)
+class Spec(Package):
+    """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`."""
+
+    method: str
+    methods: tuple[str, ...]
+    make: Make
+
+
+def _torch(experts: Sequence[GatedMatrices], call: Call, threads: int) -> Trained:
+    """Imports what the peer needs only when it is measured."""
+    made: Trained = import_module("ktconv.bench.sft.peers.torch_loop").TorchLoop(experts, call)
+    return made
+
+
+def _kt_kernel(method: str, experts: Sequence[GatedMatrices], call: Call, threads: int) -> Trained:
+    module = import_module("ktconv.bench.sft.peers.kt_kernel")
+    made: Trained = module.KtKernel(method, experts, call, threads)
+    return made
+
+
+def _specs() -> Iterable[Spec]:
+    yield Spec("torch bf16", "torch", "torch", "bf16", tuple(FORMATS), _torch)
+    for method in ("bf16", "int8"):
+        make = partial(_kt_kernel, method)
+        yield Spec(f"kt-kernel {method}", "kt-kernel", "kt_kernel", method, (method,), make)
+
+
+PEERS = {spec.name: spec for spec in _specs()}

@@ -1,0 +1,96 @@
+"""A step is a forward that saves what its backward needs, and that backward; turns of steps are
+timed so that what disturbs the machine meets every implementation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from torch import Tensor
+
+from ktconv.bench.measure import Effort
+from ktconv.train.gradients import Found
+
+STEPS_OF_TURN = 3  # the first of them with cold caches
+_LEAST_TURNS, _PATIENCE = 4, 10  # the latter: times --seconds before giving up on more
+
+
+class Trained(Protocol):
+    """A layer with LoRA, bound to a call but for its ids."""
+
+    saved_bytes: int | None  # that the forward leaves for the backward, where it is known
+    scratch_bytes: int | None
+
+    def forward(self, ids: Tensor) -> None: ...
+
+    def backward(self) -> None:
+        """Of the last forward."""
+
+    def found(self) -> Found:
+        """Result and gradients of the last step."""
+
+
+@dataclass
+class Times:
+    """Seconds of each step."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    def __iadd__(self, other: Times) -> Times:
+        self.forward += other.forward
+        self.backward += other.backward
+        return self
+
+    @property
+    def total(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+
+def turn(trained: Trained, ids: Iterator[Tensor], steps: int) -> Times:
+    """So many steps, on the next routings of `ids`."""
+    times = Times()
+    for chosen in islice(ids, steps):
+        start = time.perf_counter()
+        trained.forward(chosen)
+        middle = time.perf_counter()
+        trained.backward()
+        times.forward.append(middle - start)
+        times.backward.append(time.perf_counter() - middle)
+    return times
+
+
+class Runner(Protocol):
+    """Who takes turns: a layer in this process, or the process of a peer."""
+
+    def turn(self, steps: int) -> Times: ...
+
+
+def in_turn(runners: Sequence[Runner], effort: Effort) -> list[Times]:
+    """Times of all runners, which take turns until each has had its time or its iterations."""
+    found = [Times() for _ in runners]
+    if effort.iterations:
+        sizes = [STEPS_OF_TURN] * (effort.iterations // STEPS_OF_TURN)
+        sizes += [rest] if (rest := effort.iterations % STEPS_OF_TURN) else []
+        for steps in sizes:
+            _round(runners, found, steps)
+        return found
+    turns = 0
+    while not _enough(turns, min(times.total for times in found), effort.seconds):
+        _round(runners, found, STEPS_OF_TURN)
+        turns += 1
+    return found
+
+
+def _round(runners: Sequence[Runner], found: list[Times], steps: int) -> None:
+    for runner, times in zip(runners, found, strict=True):
+        times += runner.turn(steps)
+
+
+def _enough(turns: int, measured: float, seconds: float) -> bool:
+    if not turns or measured < seconds:
+        return False
+    return turns >= _LEAST_TURNS or measured >= _PATIENCE * seconds
