@@ -10,7 +10,7 @@ import typer
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.options import ConfigOption, MapOption, ThreadsOption, TowerOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, choice, option
+from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -56,6 +56,9 @@ def verify(
         str | None, option("Memory limit; default: headers plus 1.5GiB.", "SIZE")
     ] = None,
     tokens: Annotated[int, option("Tokens per layer at level layers.", "N", min=1, max=2048)] = 16,
+    gradients: Annotated[
+        bool, flag("--gradients", "At level layers, also check every gradient of LoRA.")
+    ] = False,
     text: Annotated[
         Path | None, option("Text to read instead of the built-in sample.", "FILE")
     ] = None,
@@ -114,6 +117,7 @@ def verify(
             seed=seed,
             threads=threads or None,
             tokens=tokens,
+            gradients=gradients,
             text=text,
             windows=windows,
             work_dir=work_dir,

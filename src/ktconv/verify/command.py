@@ -61,6 +61,7 @@ def _compare(
         ("importance", request.importance),
         ("calibrate", request.calibrate),
         ("level", request.level),
+        ("gradients", request.gradients or None),
         ("text", request.text),
         ("work-dir", request.work_dir),
         ("max-ppl-increase", request.thresholds.max_ppl_increase),

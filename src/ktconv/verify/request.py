@@ -30,6 +30,7 @@ class VerifyRequest:
     seed: int = 0
     threads: int | None = None
     tokens: int = 16  # of level layers, per layer
+    gradients: bool = False  # at level layers, those of LoRA too
     text: Path | None = None  # None: the text that ships with ktconv
     windows: int = 40  # of 512 tokens, of level model
     beside: Path | None = None  # the output that must have all other experts

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from ktconv import __version__
@@ -43,6 +44,7 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     """Opens everything and runs level structure on headers. Raises KtconvError for what cannot be
     verified."""
     level = _level(request)
+    _check_gradients(request, level)
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
@@ -68,6 +70,22 @@ def _level(request: VerifyRequest) -> str:
             "give the original checkpoint with --source MODEL",
         )
     return request.level
+
+
+def _check_gradients(request: VerifyRequest, level: str) -> None:
+    """UsageError for --gradients where nothing computes them."""
+    if not request.gradients:
+        return
+    if level not in LEVELS[2:]:
+        raise UsageError(
+            f"--gradients belongs to level layers, not {level}",
+            "give --source MODEL and --level layers",
+        )
+    if find_spec("torch") is None:
+        raise UsageError(
+            "--gradients compares with those of torch, which is not installed",
+            "install it with: pip install 'ktconv[model]'",
+        )
 
 
 def verify(

@@ -96,6 +96,29 @@ def _layers(about: Mapping[str, Any]) -> Iterator[str]:
         f"max output error vs. source: {worst['quantization_error']:.4f} (layer {worst['layer']}; "
         f"worst expert {worst['worst_expert']['expert']}: {worst['worst_expert']['error']:.4f})"
     )
+    yield from _gradients([row["gradients"] for row in rows if "gradients" in row])
+
+
+def _gradients(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The result with LoRA and its gradients, of --gradients: the error closest to its bound."""
+    if not found:
+        return
+    of_kernels = [
+        (error, row["bounds"][name], name)
+        for row in found
+        for errors in row["kernel_error"].values()
+        for name, error in errors.items()
+    ]
+    error, bound, name = max(of_kernels, key=lambda one: _badness(one[0] / one[1]))
+    yield (
+        f"gradients of LoRA, worst {name}: within {error:.2g} of float32 autograd "
+        f"({bound:g} allowed)"
+    )
+    of_source = [row["source_error"] for row in found if row["source_error"]]
+    if of_source:
+        worst = {key: max((one[key] for one in of_source), key=_badness) for key in of_source[0]}
+        errors = ", ".join(f"{key} {value:.4f}" for key, value in worst.items() if key != "y")
+        yield f"max error of gradients vs. source: {errors}"
 
 
 def _model(about: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import (
     Budget,
+    LayerNeed,
     Need,
     capture_bytes,
     layers_need,
@@ -119,10 +120,9 @@ class OutputVerifier(ABC):
         need, why_not = Need(self.thread_bytes(), shared=self.shared_bytes()), None
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
-            layers = self.output.source_layers.values()
             need = Need(
                 need.thread,
-                layers_need(layers, self.output.packed.layers.values(), self.request, top_k),
+                self.layers_need(top_k),
                 capture_bytes(source),
                 need.shared,
             )
@@ -130,6 +130,11 @@ class OutputVerifier(ABC):
         budget = plan_memory(need, self.request.max_memory, self.request.threads, why_not)
         peak = self.model.memory if self.model else 0
         return replace(budget, peak=max(budget.peak, peak))
+
+    def layers_need(self, top_k: int) -> LayerNeed:
+        """Memory of level layers, whose tokens have up to `top_k` experts."""
+        layers, packed = self.output.source_layers.values(), self.output.packed.layers.values()
+        return layers_need(layers, packed, self.request, top_k)
 
     @abstractmethod
     def thread_bytes(self) -> int:

@@ -6,7 +6,8 @@ arithmetic on the same weights, and reports how far the result is from that of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ktconv.moe.load import kernel_activation, packed_experts
 from ktconv.moe.output_norms import output_norm
 from ktconv.system.arrays import F32
 from ktconv.system.pool import Pool
+from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
@@ -25,19 +27,20 @@ from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
 
 class CpuLayersCheck(LayersCheck):
     compared = "kernels against float32"
+    _output: CpuOutput
 
     def _kernels(self) -> Facts:
-        layers = self._output.packed.layers.values()
-        layouts = {one.format.layout for one in layers if one.format}
-        return {"isas": native.kernel_levels(*layouts), "kernel_bound": KERNEL_BOUND}
+        formats = {one.format for one in self._output.packed.layers.values() if one.format}
+        isas = native.kernel_levels(*(one.layout for one in formats))
+        facts: Facts = {"isas": isas, "kernel_bound": KERNEL_BOUND}
+        if self._request.gradients:
+            from ktconv.verify.cpu.gradients import RANK
+
+            facts["lora_rank"] = RANK
+        return facts
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
-        experts = packed_experts(
-            self._output.packed,
-            layer.index,
-            kernel_activation(layer.activation),
-            output_norm(self._source, self._config, layer),
-        )
+        experts = self._experts(layer)
 
         def compute(expert: int, x: F32) -> Outputs:
             packed, rounded = experts.outputs(experts.streams(expert), x)
@@ -52,7 +55,33 @@ class CpuLayersCheck(LayersCheck):
                     f"float32 arithmetic on the same packed weights; the limit is {KERNEL_BOUND:g}."
                 )
                 self._findings.fail(LEVEL, "kernel", message, layer=layer.index, value=error)
-        return reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
+        facts = reference.facts(layer, inputs, kernel_error, y, self._states.shared(layer, x))
+        if self._request.gradients:
+            facts["gradients"] = self._gradients(layer, inputs)
+        return facts
+
+    def _gradients(self, layer: MoELayer, inputs: Inputs) -> Facts:
+        from ktconv.verify.cpu.gradients import Weights, check_gradients
+
+        # Of folded experts LoRA's B of up and A of down belong to folded weights.
+        folded = self._output.options.fold
+        source = None if folded else partial(self._source.expert, layer)
+        weights = Weights(layer.index, partial(self._experts, layer), source)
+        at_once = self._budget.experts_at_once
+        with Pool(self._request.threads) as pool:
+            return check_gradients(
+                weights, inputs, at_once, pool, self._findings, self._request.seed
+            )
+
+    def _experts(self, layer: MoELayer, slots: Sequence[int] | None = None) -> Experts:
+        """Those of a layer, or some of them."""
+        return packed_experts(
+            self._output.packed,
+            layer.index,
+            kernel_activation(layer.activation),
+            output_norm(self._source, self._config, layer),
+            slots,
+        )
 
     def _outputs(
         self, experts: Experts, inputs: Inputs, reference: LayerReference

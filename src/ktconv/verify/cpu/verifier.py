@@ -25,6 +25,7 @@ from ktconv.verify.cpu.resharded import parts_before
 from ktconv.verify.cpu.structure import CpuStructureCheck
 from ktconv.verify.cpu.weights import ExpertMatrixCheck
 from ktconv.verify.findings import Facts
+from ktconv.verify.memory import LayerNeed
 from ktconv.verify.reading import Context
 from ktconv.verify.totals import Totals
 from ktconv.verify.verifier import OutputVerifier
@@ -56,6 +57,14 @@ class CpuVerifier(OutputVerifier):
 
     def thread_bytes(self) -> int:
         return self.buffer_sizes().nbytes + _CHECK_BYTES + self._transposing()
+
+    def layers_need(self, top_k: int) -> LayerNeed:
+        need = super().layers_need(top_k)
+        if not self.request.gradients:
+            return need
+        from ktconv.verify.cpu.gradients import with_gradients
+
+        return with_gradients(need, self.output.packed.layers.values(), self.request, top_k)
 
     def shared_bytes(self) -> int:
         return self._proofs.memory

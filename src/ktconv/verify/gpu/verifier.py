@@ -46,6 +46,11 @@ class GpuVerifier(OutputVerifier):
                 "quantize-gpu",
                 "omit it",
             )
+        if self.request.gradients:
+            raise UsageError(
+                f"--gradients is for experts on CPUs, and those of {directory} are for GPUs",
+                "leave it out",
+            )
         if other is not None:
             raise UsageError(
                 f"--with is for an output of quantize-cpu, and {directory} is one of quantize-gpu",

@@ -154,6 +154,18 @@ def outputs_chart(section: Facts) -> dict[str, Any]:
     return _chart(layers, series)
 
 
+def gradient_rows(section: Facts) -> list[Facts]:
+    """Errors of each layer's gradients, on every level and against the source's weights."""
+    rows = []
+    for layer in records(section["layers"]):
+        found = mapping(layer["gradients"])
+        for isa, errors in mapping(found["kernel_error"]).items():
+            rows.append(Facts(mapping(errors), layer=layer["layer"], compared=f"kernels, {isa}"))
+        if of_source := mapping(found["source_error"]):
+            rows.append(Facts(of_source, layer=layer["layer"], compared="source's weights"))
+    return rows
+
+
 def compared_layers(result: Facts) -> list[Facts]:
     """Layers with the number of different matrices by projection as `counts`."""
     layers = records(result["layers"])
