@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -43,14 +43,14 @@ def expert_device(model: nn.Module) -> torch.device:
 
 def move_non_experts(model: nn.Module, device: str | torch.device) -> Moved:
     """Move all parameters and buffers of `model` to `device`, but for matrices and biases of routed
-    experts; these, the model's own or packed ones, stay where they are.
+    experts; these, the model's own or packed ones with their LoRA, stay where they are.
 
     Parameters stay the objects that they are, so that tied ones stay tied. Raises CheckpointError
     where no experts are found, UsageError for a device that cannot be used, and for parameters
     without values (meta), which cannot be moved; then nothing has moved.
     """
     target, sites = _usable(device), find_experts(model).values()
-    own = list(chain.from_iterable(site.own.weights for site in sites if not _is_packed(site)))
+    own = list(chain.from_iterable(map(_weights, sites)))
     kept = {id(one) for one in own}
     places = _places(model)
     others = [found[0].tensor for number, found in places.items() if number not in kept]
@@ -72,8 +72,12 @@ def move_non_experts(model: nn.Module, device: str | torch.device) -> Moved:
     return Moved(moved, there, _nbytes(own) + packed)
 
 
-def _is_packed(site: Site) -> bool:
-    return isinstance(site.module, PackedExperts)
+def _weights(site: Site) -> Iterator[Tensor]:
+    """Parameters of the experts: of packed ones those of their LoRA."""
+    module = site.module
+    if not isinstance(module, PackedExperts):
+        return site.own.weights
+    return iter(()) if module.lora is None else module.lora.parameters()
 
 
 def _devices(site: Site) -> set[torch.device]:

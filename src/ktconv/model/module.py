@@ -51,7 +51,7 @@ class PackedExperts(nn.Module):
         lora: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.experts, self.pool, self.lora_experts = experts, pool, lora
+        self.experts, self.pool, self.lora = experts, pool, lora
         self._elsewhere = torch.from_numpy(experts.origins < 0)
         self._identities = own.identities if own else 0
         self.names = own.names if own else {}
@@ -111,7 +111,7 @@ class PackedExperts(nn.Module):
     def _fetched(self, *inputs: Tensor) -> list[Tensor]:
         """Inputs that can be used: on the CPU, or where they are if LoRA fetches them."""
         _check_values(*inputs)
-        if self.lora_experts is not None:
+        if self.lora is not None:
             return list(inputs)
         _check_without_gradients(*inputs)
         return on_cpu(*inputs)
@@ -139,8 +139,8 @@ class PackedExperts(nn.Module):
     def _run(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[M, H] in bf16, of LoRA in the dtype of rows."""
         x = rows if rows.dtype != torch.float64 else rows.float()
-        if self.lora_experts is not None:
-            found: Tensor = self.lora_experts(x, ids, weights)
+        if self.lora is not None:
+            found: Tensor = self.lora(x, ids, weights)
             return found
         y = rows.new_empty(rows.shape, dtype=torch.bfloat16)
         layer = MoELayer(self.experts, self.pool)

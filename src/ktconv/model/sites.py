@@ -13,6 +13,7 @@ from torch import nn
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
+from ktconv.families.family import Projection
 from ktconv.families.names import known_spellings, layer_number
 from ktconv.model.forms import EachExperts, packed_class
 from ktconv.model.listed import ListedExperts, listed_in
@@ -74,6 +75,17 @@ class Site:
         """The number of experts."""
         module = self.module
         return module.experts.count if isinstance(module, PackedExperts) else self.own.count
+
+    @property
+    def names(self) -> dict[Projection, str]:
+        """What the model calls the matrices of an expert; empty where they have no own names."""
+        module = self.module
+        return module.names if isinstance(module, PackedExperts) else self.own.names
+
+    @property
+    def bare_path(self) -> str:
+        """`path` without wrappers around the module, its layer or the model."""
+        return ".".join(word for word in self.path.split(".") if word not in _WRAPPED)
 
     @property
     def layers_path(self) -> str:

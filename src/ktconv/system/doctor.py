@@ -16,6 +16,8 @@ OPTIONAL_PACKAGES = {
     "huggingface_hub": "hub ids as MODEL",
     "torch": "extra model",
     "transformers": "extra model",
+    "peft": "extra train",
+    "accelerate": "extra train",
     "compressed-tensors": "verify --level model of GPU checkpoints, extra gpu",
     "llmcompressor": "extra gpu",
     "datasets": "extra gpu",

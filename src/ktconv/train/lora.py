@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ktconv.errors import UsageError
+from ktconv.families.family import PROJECTIONS, UNGATED, Projection
 from ktconv.moe.experts import OutputNorm
 from ktconv.native.training import LORA_MATRICES, MAX_RANK
 from ktconv.runtime import MoELayer
@@ -18,8 +19,6 @@ from ktconv.system.numbers import real, whole
 from ktconv.train.crossing import fetched, returned
 from ktconv.train.function import DTYPES, Setting, computed
 from ktconv.train.reference import Lora
-
-TARGETS = ("gate", "up", "down")
 
 
 class LoRAExperts(nn.Module):
@@ -49,7 +48,7 @@ class LoRAExperts(nn.Module):
         alpha: float | None = None,
         dropout: float = 0.0,
         *,
-        targets: Iterable[str] = TARGETS,
+        targets: Iterable[str] = PROJECTIONS,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`rank` None: nothing is trained here, and gradients pass through. `alpha`: default
@@ -216,15 +215,15 @@ def _dropout(dropout: float) -> float:
     return found
 
 
-def _targets(targets: Iterable[str], layer: MoELayer) -> tuple[str, ...]:
-    """In the order of TARGETS, without a gate where experts have none."""
+def _targets(targets: Iterable[str], layer: MoELayer) -> tuple[Projection, ...]:
+    """In the order of PROJECTIONS, without a gate where experts have none."""
     if isinstance(targets, str):
         targets = (targets,)
     named = list(targets)
     for name in named:
-        if name not in TARGETS:
-            raise UsageError(f"target {name!r} is none of {', '.join(TARGETS)}")
-    there = TARGETS if layer.activation.gated else TARGETS[1:]
+        if name not in PROJECTIONS:
+            raise UsageError(f"target {name!r} is none of {', '.join(PROJECTIONS)}")
+    there = PROJECTIONS if layer.activation.gated else UNGATED
     found = tuple(name for name in there if name in named)
     if not found:
         raise UsageError(

@@ -1,0 +1,287 @@
+"""Adapters in directories, as PEFT and KTransformers write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ktconv.checkpoint.safetensors_file import read_header
+from ktconv.checkpoint.strict_json import parse_object
+from ktconv.checkpoint.types import TensorRef
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.family import Projection
+from ktconv.system.files import translated
+from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FUSED = "fused_expert_lora.safetensors"  # of KTransformers: without alpha and rank
+_PICKLED = "adapter_model.bin"
+_ANOTHER = "give the adapter of this model"
+_DTYPES = ("BF16", "F16", "F32")
+_DAMAGED = "The file is damaged; save or copy the adapter again."
+# Kinds of LoRA that compute something else, by the settings that switch them on.
+_OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias")
+
+
+class _Stack(NamedTuple):
+    layer: int
+    projection: Projection
+    side: Side
+
+
+class Pair(NamedTuple):
+    """The matrices of one projection of all experts of a layer: W counts as W + scale * B A."""
+
+    a: Tensor  # [E, rank, inputs]
+    b: Tensor  # [E, outputs, rank]
+    scale: float
+
+
+class Linear(NamedTuple):
+    """The same of a linear layer that is no expert's."""
+
+    a: Tensor  # [rank, inputs]
+    b: Tensor  # [outputs, rank]
+    scale: float
+
+
+class Adapter:
+    """An adapter in a directory, for the model with these layers. Headers are read at once,
+    matrices when they are asked for.
+
+    CheckpointError for files that are missing, damaged, or of another kind than LoRA, and for
+    matrices of experts that the layers do not have; UsageError for an `alpha` that contradicts the
+    files, and without one if no file has it.
+    """
+
+    def __init__(self, directory: Path, layers: Mapping[int, LayerNames], alpha: float | None):
+        self.directory, self._layers = directory, layers
+        self._config = _read_config(directory)
+        self._alpha = _checked_alpha(alpha)
+        self.others: dict[str, TensorRef] = {}  # of what is no expert, by PEFT's names
+        self._stacks: dict[_Stack, dict[int | None, TensorRef]] = {}
+        for tensor in _tensors(directory):
+            self._enter(tensor)
+
+    def _enter(self, tensor: TensorRef) -> None:
+        own = (names.place(tensor.name) for names in self._layers.values())
+        place = next(filter(None, own), None) or place_of(tensor.name)
+        if place is None:
+            self.others[tensor.name] = tensor
+            return
+        if place.layer not in self._layers:
+            raise CheckpointError(
+                f"{tensor.file} has {tensor.name}, but layer {place.layer} of the model has no "
+                "experts",
+                _ANOTHER,
+            )
+        stack = self._stacks.setdefault(_Stack(*place[:3]), {})
+        other = stack.setdefault(place.expert, tensor)
+        if other is not tensor or (None in stack and len(stack) > 1):
+            raise CheckpointError(
+                f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same "
+                "matrix",
+                "remove one of them",
+            )
+
+    @property
+    def projections(self) -> dict[int, set[Projection]]:
+        """Which matrices of experts it has, by layer."""
+        found: dict[int, set[Projection]] = {}
+        for stack in self._stacks:
+            found.setdefault(stack.layer, set()).add(stack.projection)
+        return found
+
+    # ---- matrices
+
+    def pair(self, layer: int, projection: Projection, experts: int, shape: Sequence[int]) -> Pair:
+        """The matrices of this many experts, whose own are [outputs, inputs]."""
+        outputs, inputs = shape
+        a = self._stacked(layer, projection, "a", experts)
+        b = self._stacked(layer, projection, "b", experts)
+        name = f"{projection} in layer {layer}"
+        _expect_shapes(self.directory, name, a, b, (experts, outputs, inputs))
+        return Pair(a, b, self._scale(self._layers[layer].module(projection, 0), a.shape[1]))
+
+    def linear(self, module: str, shape: Sequence[int]) -> Linear:
+        """The matrices of another module, whose own is [outputs, inputs]."""
+        a, b = (self._other(module, side) for side in ("A", "B"))
+        outputs, inputs = shape
+        _expect_shapes(self.directory, module, a[None], b[None], (1, outputs, inputs))
+        return Linear(a, b, self._scale(module, a.shape[0]))
+
+    def read(self, tensor: TensorRef) -> Tensor:
+        """As it is stored."""
+        with translated("read", tensor.file):
+            found: Tensor = self._file(tensor.file).get_tensor(tensor.name)
+        return found
+
+    def _other(self, module: str, side: str) -> Tensor:
+        name = f"{PREFIX}{module}.lora_{side}.weight"
+        if name not in self.others:
+            raise CheckpointError(f"{self.directory} does not contain {name}", _DAMAGED)
+        return self.read(self.others[name])
+
+    def _stacked(self, layer: int, projection: Projection, side: Side, experts: int) -> Tensor:
+        """[E, rows, cols]"""
+        stack = self._stacks.get(_Stack(layer, projection, side), {})
+        if None in stack:
+            return self.read(stack[None])
+        for expert in range(experts):
+            if expert not in stack:
+                key = self._layers[layer].key(projection, side, expert)
+                raise CheckpointError(f"{self.directory} does not contain {key}", _ANOTHER)
+        if more := stack.keys() - set(range(experts)):
+            name = stack[max(more, key=str)].name
+            raise CheckpointError(
+                f"{self.directory} contains {name}, but the model has {experts} experts", _ANOTHER
+            )
+        _expect_alike(list(stack.values()))
+        return torch.stack([self.read(stack[expert]) for expert in range(experts)])
+
+    @cached_property
+    def _files(self) -> dict[Path, Any]:
+        return {}
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        return self._files[path]
+
+    # ---- settings
+
+    def _scale(self, module: str, rank: int) -> float:
+        """alpha / rank of a module."""
+        alpha, stated = self._alpha, self._stated("lora_alpha", "alpha_pattern", module)
+        of_rank = self._stated("r", "rank_pattern", module)
+        fused = (self.directory / FUSED).exists()
+        if of_rank not in (None, rank) and not fused:
+            raise CheckpointError(
+                f"{self.directory / CONFIG} says rank {of_rank:g} of {module}, whose matrices have "
+                f"{rank}",
+                _DAMAGED,
+            )
+        if stated is not None and of_rank == rank:
+            if alpha not in (None, stated):
+                raise UsageError(
+                    f"{self.directory / CONFIG} says alpha {stated:g} of {module}, not {alpha:g}",
+                    "leave alpha out",
+                )
+            alpha = stated
+        if alpha is None:
+            raise UsageError(
+                f"{self.directory} does not say the alpha of {module}, whose rank is {rank}",
+                "give the alpha that it was trained with",
+            )
+        return alpha / (sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _stated(self, setting: str, patterns: str, module: str) -> float | None:
+        """A number of the config, by PEFT's rule for modules with one of their own."""
+        own = self._config.get(patterns) or {}
+        for pattern, value in own.items():
+            if _fits(pattern, module, self.directory):
+                return _number(self.directory, f"{patterns} {pattern}", value)
+        if setting not in self._config:
+            return None
+        return _number(self.directory, setting, self._config[setting])
+
+
+def _tensors(directory: Path) -> Iterator[TensorRef]:
+    """Of all files; CheckpointError for one whose dtype LoRA cannot have."""
+    found = [directory / name for name in (WEIGHTS, FUSED) if (directory / name).exists()]
+    if not found:
+        pickled = (directory / _PICKLED).exists()
+        raise CheckpointError(
+            f"{directory} has no {WEIGHTS}" + (f", but {_PICKLED}" if pickled else ""),
+            "save it as safetensors; files of other kinds could run code"
+            if pickled
+            else "give the directory that the adapter was saved to",
+        )
+    for path in found:
+        for tensor in read_header(path).tensors:
+            if tensor.dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"{tensor.name} in {path} is {tensor.dtype}", f"LoRA has {', '.join(_DTYPES)}"
+                )
+            yield tensor
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Empty where KTransformers' file is alone."""
+    path = directory / CONFIG
+    if not path.exists():
+        if (directory / FUSED).exists():
+            return {}
+        raise CheckpointError(
+            f"{directory} has no {CONFIG}", "give the directory that the adapter was saved to"
+        )
+    with translated("read", path):
+        config = parse_object(path.read_bytes(), str(path), _DAMAGED)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{path} is of an adapter of type {config.get('peft_type')!r}, not LORA"
+        )
+    if other := next((name for name in _OTHER_KINDS if config.get(name)), None):
+        raise CheckpointError(
+            f"{path} says {other}, which experts cannot have", "train it without that option"
+        )
+    return config
+
+
+def _fits(pattern: str, module: str, directory: Path) -> bool:
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    except re.error:
+        raise CheckpointError(
+            f"{directory / CONFIG} has a pattern {pattern!r}, which is no regular expression",
+            _DAMAGED,
+        ) from None
+
+
+def _number(directory: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise CheckpointError(f"{directory / CONFIG} says {name} {value!r}, not a number", _DAMAGED)
+    return value
+
+
+def _checked_alpha(alpha: float | None) -> float | None:
+    if alpha is not None and not (isfinite(alpha) and alpha > 0):
+        raise UsageError(f"alpha must be a number above 0, not {alpha}")
+    return alpha
+
+
+def _expect_alike(tensors: Sequence[TensorRef]) -> None:
+    """CheckpointError for experts of a layer with matrices of several shapes or dtypes."""
+    first = tensors[0]
+    for one in tensors:
+        if (one.shape, one.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{one.name} in {one.file} is {one.dtype} {list(one.shape)}, but {first.name} "
+                f"{first.dtype} {list(first.shape)}",
+                "all experts of a layer must have the same rank and dtype",
+            )
+
+
+def _expect_shapes(
+    directory: Path, name: str, a: Tensor, b: Tensor, sizes: tuple[int, int, int]
+) -> None:
+    experts, outputs, inputs = sizes
+    rank = a.shape[1] if a.ndim == 3 else 0
+    for side, found, wanted in (
+        ("A", a, (experts, rank, inputs)),
+        ("B", b, (experts, outputs, rank)),
+    ):
+        if tuple(found.shape) != wanted or not rank:
+            raise CheckpointError(
+                f"{side} of {name} in {directory} is {list(found.shape)}, but the model needs "
+                f"{list(wanted)}",
+                _ANOTHER,
+            )

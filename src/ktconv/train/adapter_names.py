@@ -1,0 +1,93 @@
+"""Names of the LoRA matrices of experts in files of adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from ktconv.families.config import family_of
+from ktconv.families.family import USUAL, Family, Projection
+from ktconv.families.names import expert_module, layer_number
+from ktconv.model.sites import Site
+
+Side = Literal["a", "b"]
+SIDES: tuple[Side, ...] = ("a", "b")
+
+PREFIX = "base_model.model."  # of PEFT's names, before those of the model's modules
+_ENDS: Mapping[Side, str] = {"a": "lora_A.weight", "b": "lora_B.weight"}
+_FUSED = re.compile(r"layers\.([0-9]{1,6})\.experts\.(gate|up|down)_lora_(a|b)")
+
+
+class Place(NamedTuple):
+    """A matrix of an adapter; `expert` None: those of all experts of the layer."""
+
+    layer: int
+    projection: Projection
+    side: Side
+    expert: int | None
+
+
+class LayerNames:
+    """PEFT's names for a layer: those of a model that has a linear layer for each matrix.
+
+    Of lists these are the model's own. Where it has all experts in one module they are those that
+    checkpoints of its family have (Mixtral: block_sparse_moe.experts.3.w1), by which engines and
+    PEFT know them.
+    """
+
+    def __init__(self, site: Site, config: Mapping[str, Any]) -> None:
+        path, family = site.bare_path.removeprefix(PREFIX), family_of(config)
+        self.layer, self.words = site.layer, site.names
+        self.source = path
+        if not self.words:
+            self.words = _words(family)
+            self.source = _source(path, site.layer, family) if family else path
+
+    def module(self, projection: Projection, expert: int) -> str:
+        """model.layers.3.mlp.experts.5.gate_proj"""
+        return f"{self.source}.{expert}.{self.words[projection]}"
+
+    def key(self, projection: Projection, side: Side, expert: int) -> str:
+        """base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight"""
+        return f"{PREFIX}{self.module(projection, expert)}.{_ENDS[side]}"
+
+    def place(self, key: str) -> Place | None:
+        """What has this name; None for others."""
+        for side, end in _ENDS.items():
+            before, found, rest = key.partition(f"{PREFIX}{self.source}.")
+            expert, _, rest = rest.partition(".")
+            for projection, word in self.words.items():
+                if found and not before and expert.isdecimal() and rest == f"{word}.{end}":
+                    return Place(self.layer, projection, side, int(expert))
+        return None
+
+
+def _source(path: str, layer: int, family: Family) -> str:
+    """The experts of a layer as the family's checkpoints call them."""
+    before = f".{path}".partition(f".{layer}.")[0].removeprefix(".")
+    return ".".join(filter(None, (before, str(layer), family.block, family.experts or "experts")))
+
+
+def _words(family: Family | None) -> dict[Projection, str]:
+    """Of one expert's matrices: gate -> gate_proj."""
+    spelt = USUAL if family is None else family.matrices
+    if family is not None and (spelt.rows_of_all or not (spelt.up and family.experts)):
+        spelt = family.unfused
+    return {projection: name for name, projection in spelt.projections.items()}
+
+
+def place_of(key: str) -> Place | None:
+    """What is stored under a key by the spellings of any family, in PEFT's layout or in that of
+    KTransformers (layers.3.experts.gate_lora_a); None for a matrix that is no expert's."""
+    if fused := _FUSED.fullmatch(key):
+        projection: Any = fused[2]
+        of: Any = fused[3]
+        return Place(int(fused[1]), projection, of, None)
+    for side, end in _ENDS.items():
+        found = expert_module(key.removeprefix(PREFIX).removesuffix(f".{end}"))
+        if key.endswith(f".{end}") and found is not None:
+            layer = layer_number(f"{found.source}.")
+            if layer is not None:
+                return Place(layer, found.proj, side, found.expert)
+    return None

@@ -1,0 +1,171 @@
+"""Adapters of prepared models, saved and loaded in PEFT's layout.
+
+A directory holds LoRA of the experts, under a name for each of their matrices, and beside it what
+PEFT has put into other parts of the same model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.model.fitting import settings_of
+from ktconv.system.files import make_directory, write_durably
+from ktconv.train import peft_part
+from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Pair
+from ktconv.train.adapter_names import SIDES, LayerNames
+from ktconv.train.lora import LoRAExperts
+from ktconv.train.models import adapted_layers
+from ktconv.writer.shards import Tensor as Planned
+from ktconv.writer.shards import plan_shard
+
+_STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def save(model: nn.Module, directory: str | Path) -> None:
+    """Write the LoRA of a prepared model's experts, with that of PEFT in its other parts, to
+    `directory`/adapter_model.safetensors and adapter_config.json.
+
+    Keys are those that PEFT has for models with a linear layer for each matrix of an expert
+    (base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight). Each file appears
+    whole or not at all. UsageError for a model that is not prepared, or without LoRA in its
+    experts; ResourceError where files cannot be written.
+    """
+    layers, config = adapted_layers(model), settings_of(model)
+    names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
+    first = next(iter(layers.values()))[1]
+    if first.rank is None:
+        raise UsageError(
+            "the experts of this model have no LoRA (rank=None)",
+            "save what PEFT has in other parts with its own save_pretrained",
+        )
+    tensors = dict(peft_part.tensors(model))
+    for layer, (_, lora) in layers.items():
+        tensors |= _of_experts(names[layer], lora)
+    words = {names[layer].words[one] for layer, (_, lora) in layers.items() for one in lora.targets}
+    stated = peft_part.config(model, first.rank, first.scale * first.rank, first.dropout, words)
+    path = Path(directory)
+    make_directory(path)
+    write_durably(path / WEIGHTS, _file(tensors), path)
+    write_durably(path / CONFIG, (json.dumps(stated, indent=2) + "\n").encode(), path)
+
+
+def load(model: nn.Module, directory: str | Path, *, alpha: float | None = None) -> None:
+    """Read an adapter into a model that `prepare` has given LoRA of the same rank, alpha and
+    targets; where the adapter has LoRA beside the experts, PEFT must have put the same there.
+
+    `directory` is one that `save` or PEFT has written, or of KTransformers, with
+    fused_expert_lora.safetensors. `alpha` is needed where no file has it. CheckpointError, and the
+    model is as before, unless the adapter has exactly the matrices of the model, in their shapes
+    and in a dtype whose numbers the model's has; UsageError for another alpha, and for a model
+    that is not prepared.
+    """
+    path, layers, config = Path(directory), adapted_layers(model), settings_of(model)
+    names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
+    adapter = Adapter(path, names, alpha)
+    _check_projections(adapter, layers)
+    for _, lora, projection, layer in _each(layers):
+        _check(path, lora, projection, layer, _pair(adapter, lora, projection, layer))
+    others = {name: adapter.read(tensor) for name, tensor in adapter.others.items()}
+    peft_part.check(model, path, others)
+    with torch.no_grad():
+        for _, lora, projection, layer in _each(layers):
+            pair = _pair(adapter, lora, projection, layer)
+            for side, tensor in (("a", pair.a), ("b", pair.b)):
+                getattr(lora, f"{projection}_{side}").copy_(tensor)
+    peft_part.put(model, others)
+
+
+def _each(
+    layers: Mapping[int, tuple[Any, LoRAExperts]],
+) -> Iterator[tuple[Any, LoRAExperts, Projection, int]]:
+    """Site, LoRA, projection and layer of every pair of matrices."""
+    for layer, (site, lora) in layers.items():
+        for projection in lora.targets:
+            yield site, lora, projection, layer
+
+
+def _pair(adapter: Adapter, lora: LoRAExperts, projection: Projection, layer: int) -> Pair:
+    """What the adapter has for these matrices."""
+    a, b = _parameters(lora, projection)
+    return adapter.pair(layer, projection, len(a), (b.shape[1], a.shape[2]))
+
+
+def _parameters(lora: LoRAExperts, projection: Projection) -> tuple[Tensor, Tensor]:
+    a: Tensor = getattr(lora, f"{projection}_a")
+    b: Tensor = getattr(lora, f"{projection}_b")
+    return a, b
+
+
+def _check_projections(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
+    """CheckpointError unless the adapter has the matrices of the model's targets, and no others."""
+    found = adapter.projections
+    for layer, (_, lora) in layers.items():
+        own, stored = set(lora.targets), found.get(layer, set())
+        if own != stored:
+            raise CheckpointError(
+                f"{adapter.directory} has LoRA of {_listed(stored)} in layer {layer}, the model of "
+                f"{_listed(own)}",
+                "give ktconv.train.prepare the targets that the adapter has",
+            )
+
+
+def _listed(projections: set[Projection]) -> str:
+    return ", ".join(one for one in PROJECTIONS if one in projections) or "no experts"
+
+
+def _check(
+    directory: Path, lora: LoRAExperts, projection: Projection, layer: int, pair: Pair
+) -> None:
+    """CheckpointError unless the model has these matrices with this rank, alpha and dtype."""
+    where = f"{projection} in layer {layer}"
+    own = _parameters(lora, projection)[0]
+    if pair.a.shape != own.shape:
+        raise CheckpointError(
+            f"{where} has rank {pair.a.shape[1]} in {directory}, and {own.shape[1]} in the model",
+            f"call ktconv.train.prepare with rank={pair.a.shape[1]}",
+        )
+    if not isclose(pair.scale, lora.scale, rel_tol=1e-6):
+        raise UsageError(
+            f"{where} has alpha {pair.scale * own.shape[1]:g} in {directory}, and "
+            f"{lora.scale * own.shape[1]:g} in the model",
+            f"call ktconv.train.prepare with alpha={pair.scale * own.shape[1]:g}",
+        )
+    for tensor in (pair.a, pair.b):
+        if tensor.dtype != own.dtype and own.dtype != torch.float32:
+            raise CheckpointError(
+                f"{where} is {tensor.dtype} in {directory}, and {own.dtype} in the model, which "
+                "would round it",
+                "call ktconv.train.prepare with dtype=torch.float32",
+            )
+
+
+def _of_experts(names: LayerNames, lora: LoRAExperts) -> dict[str, Tensor]:
+    """A layer's matrices by their names."""
+    found = {}
+    for projection in lora.targets:
+        for side, stack in zip(SIDES, _parameters(lora, projection), strict=True):
+            for expert, matrix in enumerate(stack.detach()):
+                found[names.key(projection, side, expert)] = matrix
+    return found
+
+
+def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+    """A safetensors file, a tensor at a time."""
+    planned = [
+        Planned(name, _STORED[one.dtype], tuple(one.shape), one.numel() * one.element_size())
+        for name, one in tensors.items()
+    ]
+    shard = plan_shard(WEIGHTS, planned, {"format": "pt"})
+    yield shard.header
+    for name in sorted(shard.offsets, key=shard.offsets.__getitem__):
+        one = tensors[name].detach().to("cpu").contiguous()
+        yield one.view(torch.uint8).numpy().tobytes()

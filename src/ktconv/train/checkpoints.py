@@ -1,0 +1,33 @@
+"""Adapters in the checkpoints of transformers' Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ktconv.train.adapters import load, save
+
+
+class SaveAdapter(TrainerCallback):
+    """Saves LoRA of the experts into each checkpoint of a Trainer, as `save` does, and reads it
+    again where training is resumed.
+
+        Trainer(model=model, callbacks=[SaveAdapter()], ...)
+
+    Of a model that PEFT has wrapped, Trainer saves PEFT's own adapter alone.
+    """
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            save(kwargs["model"], _folder(args, state))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            load(kwargs["model"], _folder(args, state))
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Where the Trainer puts a checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,137 @@
+"""What PEFT has put into a model beside the experts. PEFT is imported where a model has some."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.train.adapter_names import PREFIX
+
+# What PEFT and engines want to know of an adapter of experts alone.
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
+    "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "rank_pattern": {},
+    "alpha_pattern": {}, "modules_to_save": None,
+}  # fmt: skip
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that PEFT saves them under; none where it has put nothing into the model."""
+    adapted = _adapted(model)
+    if adapted is None:
+        return {}
+    from peft import get_peft_model_state_dict
+
+    # Else PEFT asks the hub whether the vocabulary has grown.
+    found = get_peft_model_state_dict(
+        adapted, adapter_name=_name(adapted), save_embedding_layers=False
+    )
+    return {PREFIX + name.removeprefix(PREFIX): one for name, one in found.items()}
+
+
+def config(
+    model: nn.Module, rank: int, alpha: float, dropout: float, words: Collection[str]
+) -> dict[str, Any]:
+    """adapter_config.json: rank and alpha of the experts' LoRA on modules called `words`, and what
+    PEFT has in other modules. Where these have another rank or alpha, patterns say so."""
+    own: dict[str, Any] = {
+        "base_model_name_or_path": _path_of(model),
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": dropout,
+    }
+    adapted = _adapted(model)
+    if adapted is None:
+        return {**_PLAIN, **own, "target_modules": sorted(words)}
+    theirs = adapted.peft_config[_name(adapted)]
+    found: dict[str, Any] = {key: _plain(one) for key, one in theirs.to_dict().items()}
+    modules = sorted({name.rpartition(".lora_")[0] for name in tensors(model)} - {""})
+    targets = {_last(name) for name in modules}
+    own["target_modules"] = sorted(targets | set(words))
+    for key, ours, pattern in (("r", rank, "rank_pattern"), ("lora_alpha", alpha, "alpha_pattern")):
+        if found[key] != ours:
+            own[pattern] = dict.fromkeys(sorted(targets), found[key]) | found[pattern]
+    return {**found, **own, "inference_mode": True}
+
+
+def check(model: nn.Module, directory: Path, stored: Mapping[str, Tensor]) -> None:
+    """CheckpointError unless these are the tensors that PEFT has in the model."""
+    own = tensors(model)
+    if stored and not own:
+        raise CheckpointError(
+            f"{directory} has {min(stored)}, where the model has no LoRA",
+            "put it there with PEFT's get_peft_model, before or after ktconv.train.prepare",
+        )
+    for name in sorted(own.keys() ^ stored.keys()):
+        raise CheckpointError(
+            f"{directory} does not contain {name}"
+            if name in own
+            else f"{directory} contains {name}, which the model does not have",
+            "give the adapter of this model, with the targets that PEFT was given",
+        )
+    for name, one in own.items():
+        if one.shape != stored[name].shape:
+            raise CheckpointError(
+                f"{name} in {directory} is {list(stored[name].shape)}, but the model has "
+                f"{list(one.shape)}",
+                "give PEFT the rank that the adapter has",
+            )
+
+
+def put(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Into the model, which `check` has approved."""
+    adapted = _adapted(model)
+    if adapted is None:
+        return
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(adapted, dict(stored), adapter_name=_name(adapted))
+
+
+def _adapted(model: nn.Module) -> Any:
+    """The outermost module that PEFT knows; None where there is none."""
+    found = (one for one in model.modules() if isinstance(getattr(one, "peft_config", None), dict))
+    return next(found, None)
+
+
+def _name(adapted: Any) -> str:
+    """Of the adapter. UsageError where there are several, or one that is no LoRA."""
+    names = list(adapted.peft_config)
+    if len(names) != 1:
+        raise UsageError(
+            f"the model has the adapters {', '.join(names)}, and a directory holds one",
+            "delete all others with delete_adapter",
+        )
+    kind = adapted.peft_config[names[0]].peft_type
+    if _plain(kind) != "LORA":
+        raise UsageError(
+            f"PEFT has an adapter of type {_plain(kind)} in the model, which cannot be in one "
+            "directory with LoRA of experts",
+            "give PEFT a LoraConfig",
+        )
+    name: str = names[0]
+    return name
+
+
+def _path_of(model: nn.Module) -> str | None:
+    """Where the model was loaded from, as transformers recorded it."""
+    paths: Iterable[Any] = (getattr(one, "name_or_path", None) for one in model.modules())
+    return next((path for path in paths if isinstance(path, str) and path), None)
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _plain(value: Any) -> Any:
+    """Sets and enumerations as JSON has them."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return getattr(value, "value", value)

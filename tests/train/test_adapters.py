@@ -1,0 +1,317 @@
+"""Adapters in files: written, read, merged, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import EXAMPLE
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from helpers.adapted import apart, logits, train_a_little
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError
+from ktconv.model import load_model
+from ktconv.model.sites import find_experts
+from ktconv.train import load, merge, prepare, save
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+KEY = "base_model.model.model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.weight"
+
+
+def example() -> Any:
+    """In float32."""
+    return load_model(EXAMPLE, "float32")[0]
+
+
+def prepared_example(**options: Any) -> tuple[Any, Any]:
+    model = example()
+    return model, prepare(model, **{"rank": 4, "alpha": 8, **options})
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, Any]:
+    """The example with LoRA that makes a difference; nobody changes it."""
+    model, prepared = prepared_example()
+    train_a_little(prepared)
+    return model, prepared
+
+
+@pytest.fixture
+def saved(trained: tuple[Any, Any], tmp_path: Path) -> Path:
+    save(trained[0], tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_saved_and_loaded(trained: tuple[Any, Any], saved: Path) -> None:
+    """The same numbers, and the same answers bit for bit."""
+    model, _ = prepared_example()
+    assert not torch.equal(logits(model), logits(trained[0]))
+    load(model, saved)
+    assert torch.equal(logits(model), logits(trained[0]))
+    for one, other in zip(model.parameters(), trained[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_saved_and_merged(trained: tuple[Any, Any], saved: Path) -> None:
+    """Into weights that are rounded once, or not at all."""
+    model, expected = example(), logits(trained[0])
+    without = logits(model)
+    merge(model, saved)
+    assert apart(logits(model), expected) < 0.005
+    assert apart(without, expected) > 0.05
+    rounded, _ = load_model(EXAMPLE, "bfloat16")
+    merge(rounded, saved)
+    weight = find_experts(rounded)[0].own.matrices(1)["down"]
+    exact = find_experts(model)[0].own.matrices(1)["down"]
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight, exact.bfloat16())
+
+
+def test_what_is_in_the_files(trained: tuple[Any, Any], saved: Path) -> None:
+    """Every expert has names of its own, and its matrices are those of the model."""
+    stored = load_file(saved / WEIGHTS)
+    lora = trained[1].lora[1]
+    assert len(stored) == 2 * 8 * 3 * 2
+    assert torch.equal(stored[KEY.format(1, 5, "gate", "A")], lora.gate_a[5])
+    assert torch.equal(stored[KEY.format(1, 5, "down", "B")], lora.down_b[5])
+    config = json.loads((saved / CONFIG).read_text())
+    assert {key: config[key] for key in ("r", "lora_alpha", "bias", "peft_type")} == {
+        "r": 4, "lora_alpha": 8, "bias": "none", "peft_type": "LORA",
+    }  # fmt: skip
+    assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
+    assert config["base_model_name_or_path"] == str(EXAMPLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """bf16 goes into float32, and not the other way round, which would round it."""
+    model, prepared = prepared_example(dtype=dtype)
+    train_a_little(prepared)
+    save(model, tmp_path)
+    assert {one.dtype for one in load_file(tmp_path / WEIGHTS).values()} == {dtype}
+    other, _ = prepared_example()
+    load(other, tmp_path)
+    narrow, _ = prepared_example(dtype=torch.bfloat16)
+    if dtype == torch.bfloat16:
+        load(narrow, tmp_path)
+        assert torch.equal(logits(narrow), logits(model))
+    else:
+        with pytest.raises(CheckpointError, match=r"is torch.float32 in .* which would round it"):
+            load(narrow, tmp_path)
+
+
+def test_some_targets(tmp_path: Path) -> None:
+    model, prepared = prepared_example(targets=("down",))
+    train_a_little(prepared)
+    save(model, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["target_modules"] == ["down_proj"]
+    other, _ = prepared_example(targets=("down",))
+    load(other, tmp_path)
+    assert torch.equal(logits(other), logits(model))
+    merged = example()
+    merge(merged, tmp_path)
+    assert apart(logits(merged), logits(model)) < 0.005
+    with pytest.raises(
+        CheckpointError, match=r"LoRA of down in layer 0, the model of gate, up, do"
+    ):
+        load(prepared_example()[0], tmp_path)
+
+
+# ---- KTransformers' file -----------------------------------------------------------------
+
+
+def write_fused(trained: tuple[Any, Any], directory: Path, config: dict[str, Any] | None) -> None:
+    """layers.L.experts.gate_lora_a [E, r, H] and so on: without alpha and rank."""
+    directory.mkdir()
+    tensors = {
+        f"layers.{layer}.experts.{name[:-2]}_lora_{name[-1]}": one.detach().clone()
+        for layer, lora in trained[1].lora.items()
+        for name, one in lora.named_parameters()
+    }
+    save_file(tensors, directory / "fused_expert_lora.safetensors")
+    if config is not None:
+        (directory / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}))
+
+
+@pytest.mark.parametrize(
+    ("config", "alpha"), [(None, 8), ({"r": 4, "lora_alpha": 8}, None), ({"r": 4}, 8)]
+)
+def test_fused_files(
+    config: dict[str, Any] | None, alpha: float | None, trained: tuple[Any, Any], tmp_path: Path
+) -> None:
+    write_fused(trained, tmp_path / "fused", config)
+    model, _ = prepared_example()
+    load(model, tmp_path / "fused", alpha=alpha)
+    assert torch.equal(logits(model), logits(trained[0]))
+    merged = example()
+    merge(merged, tmp_path / "fused", alpha=alpha)
+    assert apart(logits(merged), logits(trained[0])) < 0.005
+
+
+@pytest.mark.parametrize("config", [None, {"r": 16, "lora_alpha": 32}])
+def test_a_fused_file_needs_an_alpha(
+    config: dict[str, Any] | None, trained: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """Also where what is beside it says that of an adapter of another rank."""
+    write_fused(trained, tmp_path / "fused", config)
+    with pytest.raises(UsageError, match=r"does not say the alpha of .*, whose rank is 4"):
+        load(prepared_example()[0], tmp_path / "fused")
+
+
+# ---- what is refused ---------------------------------------------------------------------
+
+Stored = dict[str, Tensor]
+
+
+def lacking(stored: Stored, config: dict[str, Any]) -> None:
+    del stored[KEY.format(1, 3, "up", "B")]
+
+
+def beyond(stored: Stored, config: dict[str, Any]) -> None:
+    stored[KEY.format(1, 8, "up", "B")] = stored[KEY.format(1, 3, "up", "B")].clone()
+
+
+def other_layer(stored: Stored, config: dict[str, Any]) -> None:
+    stored[KEY.format(2, 0, "up", "B")] = stored[KEY.format(1, 3, "up", "B")].clone()
+
+
+def other_module(stored: Stored, config: dict[str, Any]) -> None:
+    for side in "AB":
+        stored[f"base_model.model.model.nothing.lora_{side}.weight"] = torch.ones(4, 4)
+
+
+def one_rank_less(stored: Stored, config: dict[str, Any]) -> None:
+    stored[KEY.format(1, 3, "up", "B")] = torch.ones(256, 3)
+
+
+def turned(stored: Stored, config: dict[str, Any]) -> None:
+    for expert in range(8):
+        name = KEY.format(0, expert, "down", "A")
+        stored[name] = stored[name].T.contiguous()
+
+
+def whole_numbers(stored: Stored, config: dict[str, Any]) -> None:
+    stored[KEY.format(1, 3, "up", "B")] = torch.ones(256, 4, dtype=torch.int32)
+
+
+def wrong_rank(stored: Stored, config: dict[str, Any]) -> None:
+    config["r"] = 8
+
+
+def no_number(stored: Stored, config: dict[str, Any]) -> None:
+    config["lora_alpha"] = "8"
+
+
+def no_alpha(stored: Stored, config: dict[str, Any]) -> None:
+    del config["lora_alpha"]
+
+
+def other_type(stored: Stored, config: dict[str, Any]) -> None:
+    config["peft_type"] = "IA3"
+
+
+def dora(stored: Stored, config: dict[str, Any]) -> None:
+    config["use_dora"] = True
+
+
+def pattern(stored: Stored, config: dict[str, Any]) -> None:
+    config["alpha_pattern"] = {"(": 3}
+
+
+BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
+    lacking: r"does not contain .*layers\.1\.mlp\.experts\.3\.up_proj\.lora_B",
+    beyond: r"experts\.8\.up_proj\.lora_B\.weight, but the model has 8 experts",
+    other_layer: r"layers\.2\..*layer 2 of the model has no experts",
+    other_module: r"model\.nothing\.lora_[AB]\.weight",
+    one_rank_less: r"experts\.3\.up_proj\.lora_B.* is F32 \[256, 3\]",
+    turned: r"A of down in layer 0 .* is \[8, 256, 4\], but the model needs \[8, 256, 256\]",
+    whole_numbers: r"experts\.3\.up_proj\.lora_B.* is I32",
+    wrong_rank: r"adapter_config.json says rank 8 of .* have 4",
+    no_number: "lora_alpha '8', not a number",
+    no_alpha: "does not say the alpha of .*, whose rank is 4",
+    other_type: "of type 'IA3', not LORA",
+    dora: "says use_dora",
+    pattern: r"a pattern '\(', which is no regular expression",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_damaged_adapters(damage: Callable[[Stored, dict[str, Any]], None], saved: Path) -> None:
+    """Neither a model with LoRA nor one to merge into has changed after a refusal."""
+    stored, config = load_file(saved / WEIGHTS), json.loads((saved / CONFIG).read_text())
+    damage(stored, config)
+    save_file(stored, saved / WEIGHTS)
+    (saved / CONFIG).write_text(json.dumps(config))
+    model, plain = prepared_example()[0], example()
+    for change, one in ((load, model), (merge, plain)):
+        before = [tensor.clone() for tensor in one.parameters()]
+        with pytest.raises(KtconvError, match=BAD[damage]):
+            change(one, saved)
+        assert all(map(torch.equal, before, one.parameters()))
+
+
+def test_other_ranks_and_alphas(saved: Path) -> None:
+    """The message says what to give `prepare`."""
+    for option, own in (("rank", 4), ("alpha", 8)):
+        with pytest.raises(KtconvError, match=f"{option} {own} in .*, and 5 in the") as refusal:
+            load(prepared_example(**{option: 5})[0], saved)
+        assert refusal.value.hint == f"call ktconv.train.prepare with {option}={own}"
+    with pytest.raises(UsageError, match=r"says alpha 8 of .*, not 3") as contradiction:
+        load(prepared_example()[0], saved, alpha=3)
+    assert contradiction.value.hint == "leave alpha out"
+
+
+def test_files_that_are_not_there(saved: Path, tmp_path: Path) -> None:
+    model = prepared_example()[0]
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        load(model, tmp_path / "nowhere")
+    (saved / WEIGHTS).rename(saved / "aside")
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
+        load(model, saved)
+    (saved / "adapter_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(CheckpointError, match=r"but adapter_model\.bin") as refusal:
+        load(model, saved)
+    assert refusal.value.hint is not None
+    assert "could run code" in refusal.value.hint
+    (saved / WEIGHTS).write_bytes((saved / "aside").read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        load(model, saved)
+
+
+def test_models_that_have_no_lora(saved: Path, tmp_path: Path) -> None:
+    model = example()
+    for call in (save, load):
+        with pytest.raises(UsageError, match="have no LoRA") as refusal:
+            call(model, saved)
+        assert refusal.value.hint == "call ktconv.train.prepare first"
+    prepare(model, rank=None)
+    with pytest.raises(UsageError, match="rank=None"):
+        save(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="packed experts, to which nothing can be added"):
+        merge(model, saved)
+
+
+def test_a_disk_that_is_full(
+    trained: tuple[Any, Any], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before is there still, and nothing else."""
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        save(trained[0], saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
