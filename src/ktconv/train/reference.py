@@ -148,21 +148,23 @@ def _output(how: _Arithmetic, own: tuple[Base, Lora], x: Tensor, drops: tuple[An
     base, lora = own
     read, s = how.for_base(x), lora.scale
     for_lora = how.for_lora(x) * drops[0]
-    up = linear(read, base.up, base.up_bias) + s * _low_rank(how, for_lora, lora.up_a, lora.up_b)
+    up = linear(read, base.up, base.up_bias) + _low_rank(how, for_lora, lora.up_a, lora.up_b, s)
     gate = None
     if base.gate is not None:
         gate = linear(read, base.gate, base.gate_bias)
-        gate = gate + s * _low_rank(how, for_lora, lora.gate_a, lora.gate_b)
+        gate = gate + _low_rank(how, for_lora, lora.gate_a, lora.gate_b, s)
     middle = middle_of(how.activation, gate, up)
     for_lora = how.for_lora(middle) * drops[1]
     out = linear(how.middle_for_base(middle), base.down, base.down_bias)
-    return out + s * _low_rank(how, for_lora, lora.down_a, lora.down_b)
+    return out + _low_rank(how, for_lora, lora.down_a, lora.down_b, s)
 
 
-def _low_rank(how: _Arithmetic, x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | float:
+def _low_rank(
+    how: _Arithmetic, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float
+) -> Tensor | float:
     if a is None or b is None:
         return 0.0
-    return linear(how.for_lora(linear(x, a.to(x.dtype))), b.to(x.dtype))
+    return linear(how.for_lora(scale * linear(x, a.to(x.dtype))), b.to(x.dtype))
 
 
 def middle_of(activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
