@@ -8,9 +8,11 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 from helpers.training import (  # noqa: E402
+    BOUND,
     MATRICES,
     batch,
     check,
+    double,
     dropped_by,
     errors,
     gradients,
@@ -20,11 +22,12 @@ from helpers.training import (  # noqa: E402
 )
 
 from ktconv import native  # noqa: E402
+from ktconv.errors import UsageError  # noqa: E402
 from ktconv.formats import FORMATS  # noqa: E402
 from ktconv.native import Activation  # noqa: E402
 from ktconv.runtime import MoELayer, Pool  # noqa: E402
 from ktconv.train import LoRAExperts  # noqa: E402
-from ktconv.train.reference import relative  # noqa: E402
+from ktconv.train.reference import Base, as_kernels, reference, relative  # noqa: E402
 
 OF_FORMATS = [name for name in FORMATS if not name.endswith("-f32")]
 # Derivatives jump at a limit. The backward has gate and up in bf16: limits are half-way between its
@@ -60,10 +63,12 @@ def test_levels_agree(pool: Pool) -> None:
     module = lora_experts(packed("bf16"), pool=pool)
     given, before, found = batch(module), native.isa(), {}
     levels = [level for level in native.isa_available() if level != "amx"]
-    for level in levels:
-        native.use_isa(level)
-        found[level] = gradients(module, given)
-    native.use_isa(before)
+    try:
+        for level in levels:
+            native.use_isa(level)
+            found[level] = gradients(module, given)
+    finally:
+        native.use_isa(before)
     for level in levels[1:]:
         for name, one in found[level].items():
             assert relative(one, found[levels[0]][name]) < 0.002, (level, name)
@@ -179,6 +184,39 @@ def test_an_alpha(pool: Pool) -> None:
     layer = MoELayer(packed("bf16"), pool)
     check(lora_experts(layer, 8, 0.5), batch(layer))
     check(lora_experts(layer, 8, 64), batch(layer))
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation("relu2")], ids=str)
+@pytest.mark.parametrize(("rank", "parts"), [(None, 1), (8, 3)])
+def test_weights_of_bf16(
+    isa: str, activation: Activation, rank: int | None, parts: int, pool: Pool
+) -> None:
+    """Their own gradients, which nothing but a caller uses."""
+    experts = packed("bf16", 128, 192, parts=parts, activation=activation)
+    module = lora_experts(experts, rank, pool=pool)
+    given = batch(module, 20)
+    given.ids[given.ids == 3] = 1
+    given.ids[0] = -1
+    base = double(Base.of(module.layer))
+    there = {name: one for name, one in base._asdict().items() if one is not None}
+    for one in there.values():
+        one.requires_grad_()
+    lora = module.lora and type(module.lora)._make(
+        [one if one is None else one.double() for one in module.lora[:6]] + [module.scale]
+    )
+    y = reference(given.x, given.ids, given.weights, base, lora, **as_kernels(module.layer))
+    y.backward(given.dy.double())
+    found = module.base_gradients(*given)
+    assert found.keys() == there.keys()
+    for name, one in found.items():
+        assert one.dtype == torch.float32 and relative(one, there[name].grad) <= BOUND, name
+        assert not one[3].any()
+
+
+def test_weights_of_other_formats_have_no_gradients(pool: Pool) -> None:
+    module = lora_experts(packed("int8"), pool=pool)
+    with pytest.raises(UsageError, match="weights of int8 have no gradients"):
+        module.base_gradients(*batch(module))
 
 
 @pytest.mark.parametrize(("method", "parts"), [("bf16", 1), ("int8", 4), ("gint4-32", 2)])

@@ -224,14 +224,13 @@ def test_a_second_backward_is_refused(module: Any) -> None:
         y.backward(given.dy)
 
 
-@pytest.mark.parametrize("what", ["x", "weights", "up_b"])
+@pytest.mark.parametrize("what", ["x", "ids", "weights", "up_b"])
 def test_changes_before_the_backward_are_refused(module: Any, what: str) -> None:
     """An optimizer's step, for example; gradients would be of another forward."""
     given = batch(module)
-    x, weights = given.x.clone(), given.weights.clone()
-    y = module(x, given.ids, weights)
+    y = module(*given[:3])
     with torch.no_grad():
-        {"x": x, "weights": weights, "up_b": module.up_b}[what].mul_(2)
+        {**given._asdict(), "up_b": module.up_b}[what].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(given.dy)
 

@@ -12,11 +12,11 @@ from helpers.paths import EXAMPLE, ROOT
 torch = pytest.importorskip("torch")
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     convert(EXAMPLE, Path("OUTPUT"), method="int8")
     page = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n((?:import|from) .*?)```", page, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", page.split("\n## ")[0], re.DOTALL)
     assert len(code) == 2
     torch.manual_seed(0)
     exec("\n".join(code), {})

@@ -114,6 +114,32 @@ def computed(
     return _tensor(call)
 
 
+def base_gradients(
+    setting: Setting,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    skip: Tensor | None,
+    dy: Tensor,
+    *matrices: Tensor,
+) -> dict[str, Tensor]:
+    """Of the packed weights of BF16, fp32: gate (where there is one) and up [E, I, H], down
+    [E, H, I], by these names."""
+    layer = setting.layer
+    e, h, i = layer.experts, layer.hidden, layer.intermediate
+    shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
+    if not layer.activation.gated:
+        del shapes["gate"]
+    call = _call(setting, x, ids, weights, skip)
+    saved = _forward(setting, call, matrices, save=True)
+    found = {
+        name: torch.empty(shape, dtype=torch.float32, device="cpu")
+        for name, shape in shapes.items()
+    }
+    _backward(setting, call, matrices, dy, saved, found)
+    return found
+
+
 def _call(
     setting: Setting, x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None
 ) -> Arguments:

@@ -17,7 +17,7 @@ from ktconv.runtime import MoELayer
 from ktconv.runtime.compiled import uncompiled
 from ktconv.system.numbers import real, whole
 from ktconv.train.crossing import fetched, returned
-from ktconv.train.function import DTYPES, Setting, computed
+from ktconv.train.function import DTYPES, Setting, base_gradients, computed
 from ktconv.train.reference import Lora
 
 
@@ -97,6 +97,34 @@ class LoRAExperts(nn.Module):
         y = self._computed(*fetched(x, ids, weights, skip))
         return returned(y, x.device)
 
+    @torch.no_grad()
+    def base_gradients(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        dy: Tensor,
+        *,
+        skip: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The gradients of BF16 weights, which stay as they are: gate and up [E, I, H] and down
+        [E, H, I] in fp32, where `dy` [..., H] is that of the result. Of tensors on the CPU; without
+        dropout.
+
+        UsageError for other formats, layers with norms of outputs or weights on inputs, and as a
+        call.
+        """
+        packed = self.layer.packed
+        if packed.format.code != "bf16" or packed.norm is not None or packed.weight_on_input:
+            raise UsageError(
+                f"weights of {packed.format.key} have no gradients here: only those of bf16 have, "
+                "without norms of outputs or weights on inputs",
+                "load or pack the layer as bf16",
+            )
+        matrices = self._matrices()
+        setting = self._setting(matrices)
+        return base_gradients(setting, x, ids, weights, skip, dy, *matrices.values())
+
     @property
     def scale(self) -> float:
         """alpha / rank."""
@@ -156,11 +184,11 @@ class LoRAExperts(nn.Module):
 
     def _summed(self, x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None) -> Tensor:
         matrices = self._matrices()
-        dropout = self.dropout if self.training and matrices else 0.0
-        # Of torch's own numbers, so that checkpointing drops the same elements again.
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if dropout else 0
-        names = tuple(matrices)
-        setting = Setting(self.layer, names, self.rank or 0, self.scale, dropout, seed)
+        setting = self._setting(matrices)
+        if self.training and self.dropout and matrices:
+            # Of torch's own numbers, so that checkpointing drops the same elements again.
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+            setting = setting._replace(dropout=self.dropout, seed=seed)
         return computed(setting, x, ids, weights, skip, *matrices.values())
 
     def _normed(
@@ -178,6 +206,10 @@ class LoRAExperts(nn.Module):
         """Which ids contribute."""
         there = (ids >= 0) & (ids < self.layer.experts)
         return there if skip is None else there & ~skip[torch.where(there, ids, 0).long()]
+
+    def _setting(self, matrices: dict[str, Tensor]) -> Setting:
+        """Of a call without dropout."""
+        return Setting(self.layer, tuple(matrices), self.rank or 0, self.scale)
 
     def _matrices(self) -> dict[str, Tensor]:
         """The parameters that there are. UsageError if they cannot be multiplied with."""
