@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -205,6 +206,24 @@ def test_any_number_of_forwards_may_wait(module: Any) -> None:
         assert torch.equal(module.down_b.grad, alone[which]["down_b"])
 
 
+def test_threads_may_use_one_module(module: Any) -> None:
+    """Each with forwards and backwards of its own."""
+    batches = [batch(module, 20, seed=seed) for seed in range(4)]
+    alone = [gradients(module, one) for one in batches]
+
+    def work(which: int) -> bool:
+        for _ in range(5):
+            x, weights, y = called(module, batches[which])
+            found = torch.autograd.grad(y, (x, weights, module.up_b), batches[which].dy)
+            expected = (alone[which][name] for name in ("x", "weights", "up_b"))
+            if not all(map(torch.equal, found, expected)):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+
+
 def test_two_losses_share_a_forward(module: Any) -> None:
     given = batch(module)
     once = gradients(module, given)
@@ -396,10 +415,10 @@ def test_parameters_of_a_caller(module: Any) -> None:
     assert torch.equal(found, module(*given[:3]))
 
 
-def test_ddp_sees_every_parameter(module: Any) -> None:
+def test_ddp_sees_every_parameter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of experts without tokens have gradients of zero, so that no process waits."""
     dist = torch.distributed
-
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     given = batch(module)
     given = given._replace(ids=torch.zeros_like(given.ids))
     alone = gradients(module, given)

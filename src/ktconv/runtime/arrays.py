@@ -139,7 +139,10 @@ class TorchTensors:
         if not array.is_cpu:
             return f"is on {array.device}: copy it to the CPU"
         if array.requires_grad and self._torch.is_grad_enabled():
-            return "needs a gradient, which packed experts do not have: call under torch.no_grad()"
+            return (
+                "needs a gradient, which calls of a layer do not have: use "
+                "ktconv.train.LoRAExperts, or call under torch.no_grad()"
+            )
         return None if array.layout is self._torch.strided else f"has the layout {array.layout}"
 
     def is_plain(self, array: Any) -> bool:
