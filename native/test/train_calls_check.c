@@ -58,14 +58,14 @@ static const trial batched = {.kind = BF16,
                               .dx_dtype = KT_F32,
                               .id_size = 4};
 
-/* Results where tokens before `from` and from `to` on go to no expert. */
+/* Results of the first `to` tokens, where those before `from` go to no expert. */
 static result results_of(const problem *p, int64_t from, int64_t to) {
   problem some = *p;
-  int32_t *const ids = guarded((size_t)pairs_of(p) * sizeof *ids);
-  for (int64_t i = 0; i < pairs_of(p); i++)
-    ids[i] = i / TOP_K < from || i / TOP_K >= to ? -1 : p->ids[i];
+  some.call.tokens = to;
+  int32_t *const ids = guarded((size_t)pairs_of(&some) * sizeof *ids);
+  for (int64_t i = 0; i < pairs_of(&some); i++) ids[i] = i / TOP_K < from ? -1 : p->ids[i];
   some.call.ids = ids;
-  const result r = make_result(p, -1);
+  const result r = make_result(&some, -1);
   compute(&some, pool, &r);
   return r;
 }

@@ -33,6 +33,7 @@ static const trial trials[] = {
     {BF16, SILU, 0, 96, 32, 1, 13, 5, FOR_ALL, 0, FLOATS},
     {BF16, SILU, 0, 32, 96, 3, 5, 33, FOR_ALL, 0.25f, BFLOATS},
     {BF16, SILU, 0, 64, 64, 1, 100, 16, FOR_ALL, 0, OTHERS},
+    {BF16, SILU, 0, 288, 32, 1, 3, 64, FOR_ALL, 0.25f, FLOATS},
     {BF16, {KT_RELU2, 0, 0, 2.0f}, 1, 64, 32, 2, 9, 1, FOR_UP | FOR_DOWN, 0, MIXED},
     {BF16, {KT_SWIGLU, 1.702f, 1.0f, 0.5f}, 1, 64, 96, 1, 7, 64, FOR_DOWN, 0, OTHERS},
     {BF16, {KT_SWIGLU_CLAMPED, 0, 0, 0.25f}, 1, 32, 64, 2, 6, 16, FOR_DOWN, 0.5f, FLOATS},
