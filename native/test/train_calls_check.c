@@ -221,6 +221,14 @@ WRONG(without_lora, a->lora = NULL)
 WRONG(without_gate, a->p.lora.gate_a = a->p.lora.gate_b = NULL)
 WRONG(of_int8, (a->p.moe.layout = kinds[INT8].layout, a->p.moe.hidden = 64, a->p.moe.parts = 1))
 
+static void gate_of_ungated(arguments *a) {
+  a->p.moe.activation.function = KT_RELU2;
+  a->p.lora.gate_a = a->p.lora.gate_b = NULL;
+  a->want.gate_a = a->want.gate_b = NULL;
+  for (int i = 0; i < MOST_PARTS * EXPERTS; i++)
+    a->p.experts[i].gate = a->p.experts[i].gate_scale = NULL;
+}
+
 typedef struct refusal {
   const char *name;
   wrong *make;
@@ -252,10 +260,11 @@ static const refusal of_forward[] = {REFUSED(with_add, ARGUMENT), REFUSED(no_y, 
                                      REFUSED(other_y, ARGUMENT)};
 
 static const refusal of_backward[] = {
-    REFUSED(no_gradients, ARGUMENT), REFUSED(no_dy, ARGUMENT),        REFUSED(odd_dy, ARGUMENT),
-    REFUSED(other_dy, ARGUMENT),     REFUSED(other_dx, ARGUMENT),     REFUSED(odd_dx, ARGUMENT),
-    REFUSED(odd_dweights, ARGUMENT), REFUSED(odd_gradient, ARGUMENT), REFUSED(no_saved, ARGUMENT),
-    REFUSED(without_lora, ARGUMENT), REFUSED(without_gate, ARGUMENT), REFUSED(of_int8, ARGUMENT)};
+    REFUSED(no_gradients, ARGUMENT),   REFUSED(no_dy, ARGUMENT),        REFUSED(odd_dy, ARGUMENT),
+    REFUSED(other_dy, ARGUMENT),       REFUSED(other_dx, ARGUMENT),     REFUSED(odd_dx, ARGUMENT),
+    REFUSED(odd_dweights, ARGUMENT),   REFUSED(odd_gradient, ARGUMENT), REFUSED(no_saved, ARGUMENT),
+    REFUSED(without_lora, ARGUMENT),   REFUSED(without_gate, ARGUMENT), REFUSED(of_int8, ARGUMENT),
+    REFUSED(gate_of_ungated, ARGUMENT)};
 
 /* The status, and nothing written. */
 static void check_refusal(const refusal *r, kt_status (*function)(const arguments *)) {

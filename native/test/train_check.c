@@ -154,6 +154,9 @@ static void read_dropout(const trial *t, problem *p, kt_pool *pool) {
     if (p->ids[pair] >= 0) read_choice(p, pool, pair, &r);
   if (t->adapted & (FOR_GATE | FOR_UP)) check_marks(t, p, p->keeps_x, p->moe.hidden);
   if (t->adapted & FOR_DOWN) check_marks(t, p, p->keeps_middle, p->moe.intermediate);
+  const int64_t same = t->hidden < p->moe.intermediate ? t->hidden : p->moe.intermediate;
+  if (memcmp(p->keeps_x, p->keeps_middle, (size_t)same) == 0)
+    fail(t, "both inputs drop the same", 0);
   release_result(p, &r);
 }
 
