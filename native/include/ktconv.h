@@ -575,7 +575,7 @@ typedef struct kt_lora {
   const void *down_a;        /* [experts, rank, intermediate] */
   const void *down_b;        /* [experts, hidden, rank] */
   uint64_t seed;             /* of dropout */
-  float scale;               /* alpha / rank; finite */
+  float scale;               /* alpha / rank; finite, also divided by 1 - dropout */
   float dropout;             /* 0 <= dropout < 1: the chance of each element that A reads to be 0,
                                 all others are divided by 1 - dropout */
   int32_t dtype;

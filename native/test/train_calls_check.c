@@ -187,6 +187,7 @@ WRONG(no_weights, a->p.call.weights = NULL)
 WRONG(rank_0, a->p.lora.rank = 0)
 WRONG(rank_1025, a->p.lora.rank = KT_MAX_RANK + 1)
 WRONG(inf_scale, a->p.lora.scale = INFINITY)
+WRONG(inf_factor, (a->p.lora.scale = 3e38f, a->p.lora.dropout = 0.5f))
 WRONG(dropout_1, a->p.lora.dropout = 1.0f)
 WRONG(dropout_minus, a->p.lora.dropout = -0.5f)
 WRONG(dropout_nan, a->p.lora.dropout = NAN)
@@ -247,14 +248,15 @@ static const refusal of_both[] = {
     REFUSED(no_ids, ARGUMENT),        REFUSED(other_ids, ARGUMENT),
     REFUSED(no_weights, ARGUMENT),    REFUSED(rank_0, ARGUMENT),
     REFUSED(rank_1025, ARGUMENT),     REFUSED(inf_scale, ARGUMENT),
-    REFUSED(dropout_1, ARGUMENT),     REFUSED(dropout_minus, ARGUMENT),
-    REFUSED(dropout_nan, ARGUMENT),   REFUSED(half_lora, ARGUMENT),
-    REFUSED(no_gate_b, ARGUMENT),     REFUSED(no_up_a, ARGUMENT),
-    REFUSED(no_down_b, ARGUMENT),     REFUSED(odd_down_a, ARGUMENT),
-    REFUSED(ungated_lora, ARGUMENT),  REFUSED(no_scratch, ARGUMENT),
-    REFUSED(odd_scratch, ARGUMENT),   REFUSED(odd_saved, ARGUMENT),
-    REFUSED(little_scratch, SCRATCH), REFUSED(no_up, EXPERT),
-    REFUSED(no_gate_of_part, EXPERT), REFUSED(bias_of_part, ARGUMENT)};
+    REFUSED(inf_factor, ARGUMENT),    REFUSED(dropout_1, ARGUMENT),
+    REFUSED(dropout_minus, ARGUMENT), REFUSED(dropout_nan, ARGUMENT),
+    REFUSED(half_lora, ARGUMENT),     REFUSED(no_gate_b, ARGUMENT),
+    REFUSED(no_up_a, ARGUMENT),       REFUSED(no_down_b, ARGUMENT),
+    REFUSED(odd_down_a, ARGUMENT),    REFUSED(ungated_lora, ARGUMENT),
+    REFUSED(no_scratch, ARGUMENT),    REFUSED(odd_scratch, ARGUMENT),
+    REFUSED(odd_saved, ARGUMENT),     REFUSED(little_scratch, SCRATCH),
+    REFUSED(no_up, EXPERT),           REFUSED(no_gate_of_part, EXPERT),
+    REFUSED(bias_of_part, ARGUMENT)};
 
 static const refusal of_forward[] = {REFUSED(with_add, ARGUMENT), REFUSED(no_y, ARGUMENT),
                                      REFUSED(other_y, ARGUMENT)};

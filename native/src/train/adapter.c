@@ -18,10 +18,13 @@ static kt_status check_pair(const kt_lora *lora, const void *a, const void *b) {
   return kt_aligned(a, size) && kt_aligned(b, size) ? KT_OK : KT_ERR_ARGUMENT;
 }
 
+/* Of B A, where dropout leaves an element. */
+static float factor_of(const kt_lora *lora) { return lora->scale / (1.0f - lora->dropout); }
+
 kt_status kt_check_lora(const kt_moe *moe, const kt_lora *lora) {
   if (!lora) return KT_OK;
-  if (lora->rank < 1 || lora->rank > KT_MAX_RANK || !isfinite(lora->scale) ||
-      !(lora->dropout >= 0.0f && lora->dropout < 1.0f) ||
+  if (lora->rank < 1 || lora->rank > KT_MAX_RANK ||
+      !(lora->dropout >= 0.0f && lora->dropout < 1.0f) || !isfinite(factor_of(lora)) ||
       (lora->dtype != KT_BF16 && lora->dtype != KT_F32))
     return KT_ERR_ARGUMENT;
   if (!kt_has_gate(moe->activation.function) && (lora->gate_a || lora->gate_b))
@@ -48,7 +51,7 @@ kt_adapter kt_adapter_of(const kt_moe *moe, const kt_lora *lora) {
   if (!lora) return a;
   a.rank = lora->rank;
   a.pair_cols = whole_tiles(2 * lora->rank), a.cols = whole_tiles(lora->rank);
-  a.factor = lora->scale / (1.0f - lora->dropout);
+  a.factor = factor_of(lora);
   a.drop_x = (kt_drop){lora->seed, below(lora->dropout), 0};
   a.drop_middle = (kt_drop){lora->seed, below(lora->dropout), 1};
   return a;

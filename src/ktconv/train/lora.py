@@ -62,8 +62,8 @@ class LoRAExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self.rank = None if rank is None else whole("rank", rank, 1, MAX_RANK)
-        self.alpha = _alpha(alpha, self.rank)
         self.dropout = _dropout(dropout)
+        self.alpha = _alpha(alpha, self.rank, self.dropout)
         self.targets = _targets(targets, layer) if self.rank else ()
         if dtype not in DTYPES:
             raise UsageError(f"parameters of LoRA are float32 or bfloat16, not {dtype}")
@@ -233,18 +233,27 @@ class LoRAExperts(nn.Module):
         return found
 
 
-def _alpha(alpha: float | None, rank: int | None) -> float:
+def _alpha(alpha: float | None, rank: int | None, dropout: float) -> float:
     found = float(rank or 1) if alpha is None else real("alpha", alpha)
-    if not (found > 0 and math.isfinite(found)):
-        raise UsageError(f"alpha must be above 0, not {found:g}", "leave it out: it is rank then")
+    scale = _single(found / (rank or 1))
+    if not (scale > 0 and math.isfinite(_single(scale / (1 - dropout)))):
+        raise UsageError(
+            f"alpha must be above 0, not {found:g}, and alpha / rank within float32",
+            "leave it out: it is rank then",
+        )
     return found
 
 
 def _dropout(dropout: float) -> float:
-    found = real("dropout", dropout)
+    found = _single(given := real("dropout", dropout))
     if not 0 <= found < 1:
-        raise UsageError(f"dropout must be at least 0 and below 1, not {found:g}")
-    return found
+        raise UsageError(f"dropout must be at least 0 and below 1, not {given:g}")
+    return given
+
+
+def _single(number: float) -> float:
+    """As the kernels have it, in float32."""
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 def _targets(targets: Iterable[str], layer: MoELayer) -> tuple[Projection, ...]:
