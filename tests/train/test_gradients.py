@@ -10,6 +10,7 @@ torch: Any = pytest.importorskip("torch")
 from helpers.training import (  # noqa: E402
     BOUND,
     MATRICES,
+    Batch,
     batch,
     check,
     double,
@@ -244,15 +245,15 @@ def test_threads_do_not_matter(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["bf16", "int4"])
-def test_other_tokens_do_not_matter(method: str, pool: Pool) -> None:
-    """For y, dx and dw; gradients of matrices are sums over all."""
+def test_other_tokens_do_not_matter(isa: str, method: str, pool: Pool) -> None:
+    """For y, dx and dw; gradients of matrices are sums over all. Products of bf16 with AMX have
+    another loop for few tokens."""
     module = lora_experts(packed(method), pool=pool)
     given = batch(module, 32)
-    whole, part = (
-        gradients(module, given),
-        gradients(module, type(given)(*(one[7:9] for one in given))),
-    )
-    assert all(torch.equal(part[name], whole[name][7:9]) for name in ("y", "x", "weights"))
+    whole, part = (gradients(module, one) for one in (given, Batch(*(one[7:9] for one in given))))
+    for name in ("y", "x", "weights"):
+        error = relative(part[name], whole[name][7:9])
+        assert error <= (0.004 if isa == "amx" else 0), (name, error)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e20])
