@@ -210,8 +210,10 @@ int main(void) {
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
     check_layer(kinds + i, &silu, 0, 256, 128, 1, pool);
     check_layer(kinds + i, &silu, 0, 128, 768, 2, pool);
-    const size_t functions = i < 3 ? sizeof others / sizeof *others : 1;
-    for (size_t f = 0; f < functions; f++) check_layer(kinds + i, others + f, 1, 128, 256, 2, pool);
+    /* Functions do not know formats: all with one of these, and of each other one another. */
+    const size_t number = sizeof others / sizeof *others, first = i ? i % number : 0;
+    for (size_t f = first; f < (i ? first + 1 : number); f++)
+      check_layer(kinds + i, others + f, 1, 128, 256, 2, pool);
   }
   kt_pool_destroy(pool);
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
