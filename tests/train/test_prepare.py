@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -278,3 +280,26 @@ def test_models_that_do_not_fit(model: Any, int8: Path, tmp_path: Path) -> None:
         experts.down_proj.copy_(experts.down_proj.flip(0).clone())
     with pytest.raises(CheckpointError, match="not those of the model"):
         prepare(shuffled, int8, rank=4)
+
+
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+import ktconv.train
+for name in ktconv.train.__all__:
+    try:
+        getattr(ktconv.train, name)
+    except ktconv.errors.UsageError as error:
+        print(name, error, error.hint)
+"""
+
+
+@pytest.mark.parametrize(("package", "names"), [("torch", 7), ("peft", 0)])
+def test_packages_that_are_not_installed(package: str, names: int) -> None:
+    """The message names the extra. PEFT is only needed for models that have something of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, package], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == names
+    assert all(f"needs {package}, which is not" in one and "ktconv[train]" in one for one in lines)

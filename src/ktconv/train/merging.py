@@ -85,7 +85,7 @@ def _linear(model: nn.Module, adapter: Adapter) -> dict[str, tuple[Tensor, Linea
         weight = _weight(model, name)
         if weight is None or not key.endswith((_A, _B)):
             raise CheckpointError(
-                f"{adapter.directory} contains {key}, for which the model has no linear layer",
+                f"{adapter.directory} contains {key}, for which the model has no matrix",
                 "give the adapter of this model; merge one of another kind with PEFT",
             )
         if name not in found:
@@ -94,12 +94,12 @@ def _linear(model: nn.Module, adapter: Adapter) -> dict[str, tuple[Tensor, Linea
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:
-    """[outputs, inputs] of a linear layer; None where there is none."""
+    """[outputs, inputs] of a linear layer or a router; None where there is none."""
     try:
-        module = model.get_submodule(name)
+        weight = model.get_submodule(name).weight
     except AttributeError:
         return None
-    return module.weight if isinstance(module, nn.Linear) else None
+    return weight if isinstance(weight, nn.Parameter) and weight.ndim == 2 else None
 
 
 def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ def config(
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors(model)} - {""})
     targets = {_last(name) for name in modules}
     own["target_modules"] = sorted(targets | set(words))
+    patterns = _patterns(modules, words, found.get("target_parameters") or ())
     for key, ours, pattern in (("r", rank, "rank_pattern"), ("lora_alpha", alpha, "alpha_pattern")):
+        theirs_of = {name: one for name, one in found[pattern].items() if _fits(name, modules)}
         if found[key] != ours:
-            own[pattern] = dict.fromkeys(sorted(targets), found[key]) | found[pattern]
+            theirs_of = dict.fromkeys(patterns, found[key]) | theirs_of
+        own[pattern] = theirs_of
     return {**found, **own, "inference_mode": True}
 
 
@@ -124,8 +128,23 @@ def _path_of(model: nn.Module) -> str | None:
     return next((path for path in paths if isinstance(path, str) and path), None)
 
 
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
+def _last(module: str, count: int = 1) -> str:
+    return ".".join(module.split(".")[-count:])
+
+
+def _patterns(
+    modules: Iterable[str], words: Collection[str], parameters: Iterable[str]
+) -> list[str]:
+    """What finds these modules and no expert: names that experts have, too, with that before them;
+    of routers, whose parameters PEFT adapts, those."""
+    found = {_last(name) if _last(name) not in words else _last(name, 2) for name in modules}
+    found |= {name for name in parameters if _last(name.rpartition(".")[0]) in found}
+    return sorted(map(re.escape, found))
+
+
+def _fits(pattern: str, modules: Iterable[str]) -> bool:
+    """Whether a pattern of PEFT is of any of these modules."""
+    return any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules)
 
 
 def _plain(value: Any) -> Any:
