@@ -206,6 +206,8 @@ def plot(all_found: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    matplotlib.rcParams["svg.hashsalt"] = path.name
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(all_found), figsize=(6 * len(all_found), 4), sharey=True)
@@ -218,7 +220,7 @@ def plot(all_found: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set(title=f"{found['method']} experts", xlabel="step", ylabel="loss, mean of 10 steps")
         axis.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
