@@ -17,6 +17,7 @@ from bench.reports import LIMITS, SFT_SCHEMA, SHAPE, problems
 from torch import Tensor
 
 from ktconv.bench.measure import Effort
+from ktconv.bench.peers.base import PeerError
 from ktconv.bench.render import FORMATS
 from ktconv.bench.sft import steps
 from ktconv.bench.sft.render import render
@@ -130,14 +131,33 @@ def test_all_take_turns() -> None:
     heard: list[tuple[str, int]] = []
     found = in_turn([Recorder("a", heard), Recorder("b", heard)], Effort(iterations=7))
     assert heard == [("a", 3), ("b", 3), ("a", 3), ("b", 3), ("a", 1), ("b", 1)]
-    assert [len(times.forward) for times in found] == [7, 7]
+    assert [len(times_of(one).forward) for one in found] == [7, 7]
+
+
+def times_of(found: Times | PeerError) -> Times:
+    assert isinstance(found, Times)
+    return found
+
+
+@pytest.mark.parametrize("effort", [Effort(iterations=8), Effort(seconds=2.0)])
+def test_a_peer_that_ends_on_the_way_does_not_stop_others(effort: Effort) -> None:
+    class Mortal(Recorder):
+        def turn(self, steps: int) -> Times:
+            if ("mortal", 3) in self.heard:
+                raise PeerError("it is out of memory")
+            return super().turn(steps)
+
+    heard: list[tuple[str, int]] = []
+    first, second = in_turn([Mortal("mortal", heard, 0.1), Recorder("b", heard, 0.3)], effort)
+    assert str(first) == "it is out of memory"
+    assert len(times_of(second).forward) >= 8 and heard.count(("mortal", 3)) == 1
 
 
 def test_turns_go_on_until_the_fastest_had_its_time() -> None:
     heard: list[tuple[str, int]] = []
     runners = [Recorder("slow", heard, 1.0), Recorder("fast", heard, 0.1)]
     found = in_turn(runners, Effort(seconds=1.6))
-    assert [times.total for times in found] == pytest.approx([18, 1.8])
+    assert [times_of(one).total for one in found] == pytest.approx([18, 1.8])
     heard.clear()
     in_turn([Recorder("slow", heard, 1.0)], Effort(seconds=0.1))
     assert len(heard) == 1  # its patience ends

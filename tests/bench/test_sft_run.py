@@ -32,7 +32,7 @@ from ktconv.bench.sft.peers.launch import PeerRunner
 from ktconv.bench.sft.peers.request import Request
 from ktconv.bench.sft.peers.table import PEERS
 from ktconv.bench.sft.peers.worker import work
-from ktconv.bench.sft.steps import in_turn
+from ktconv.bench.sft.steps import Times, in_turn
 from ktconv.cli.app import app
 from ktconv.formats import FORMATS
 from ktconv.native import Activation
@@ -174,6 +174,7 @@ def test_peer_computes_the_step(name: str) -> None:
         assert set(runner.ready.errors) == set(NAMES)
         assert all(error < bound for error in runner.ready.errors.values())
         (times,) = in_turn([runner], Effort(iterations=4))
+        assert isinstance(times, Times)
         assert len(times.forward) == 4 and min(times.forward + times.backward) > 0
     finally:
         runner.close()

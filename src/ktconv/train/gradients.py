@@ -27,11 +27,11 @@ from ktconv.train.reference import (
 
 MATRICES = Lora._fields[:6]
 NAMES = ("y", "dx", "dw", *MATRICES)  # y, and the gradients of x, of weights and of MATRICES
-ALPHA_OVER_RANK = 2.0
+_ALPHA_OVER_RANK = 2.0
 _B_DEVIATION = 0.1  # of random B, so that LoRA's part of the result is of the size of the base's
 
-# Of errors relative in the 2-norm. Each gradient is made from activations rounded to bf16 once or
-# twice, 2^-9 / sqrt(3) = 0.0011 each, and factors that are themselves so; 0.0045 is typical.
+# Of errors relative in the 2-norm. Rounding to bf16 has one of at most 2^-8 / sqrt(3) = 0.0023, by
+# where in its binade a number is; results go through one to four of them: 0.002 to 0.0045.
 BOUND = 0.006
 BOUND_OF_DX = 0.005  # it is summed in fp32 and rounded once
 # Of fewer pairs of token and expert one unlucky element counts in norms: bounds are doubled.
@@ -80,7 +80,7 @@ def random_lora(
         up_b=b(intermediate),
         down_a=a(intermediate),
         down_b=b(hidden),
-        scale=ALPHA_OVER_RANK,
+        scale=_ALPHA_OVER_RANK,
     )
 
 

@@ -14,7 +14,7 @@ from helpers.paths import EXAMPLE, MODELS
 from typer.testing import CliRunner
 
 from ktconv.cli.app import app
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.verify import Request, Result, Thresholds, verify
 from ktconv.verify.gpu.output import GpuOutput
 
@@ -184,6 +184,11 @@ def test_sizes_that_are_no_numbers(example: Callable[..., Path]) -> None:
 
 
 @pytest.mark.skipif(not MODELS.is_dir(), reason="the trained models are not here")
+def test_gradients_are_those_of_cpu_experts(example: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match="--gradients is for experts on CPUs"):
+        verify(Request(example(), str(EXAMPLE), gradients=True))
+
+
 def test_what_llm_compressor_writes_by_itself(tmp_path: Path) -> None:
     """Targets by class, an ignore list, no recipe and no manifest."""
     model_free = pytest.importorskip("llmcompressor.entrypoints.model_free")

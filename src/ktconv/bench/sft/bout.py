@@ -69,6 +69,10 @@ def rows_of(bout: Bout) -> Iterator[Row]:
         after = _limits(bout)
         pairs = torch.stack(bout.inputs.ids).ge(0).sum().item() / len(bout.inputs.ids)
         for one, times in zip(entrants, found, strict=True):
+            if isinstance(times, PeerError):
+                name = f"{one.case.engine} {one.case.method}"
+                bout.session.notify(f"{name}: left out, {times}")
+                continue
             isa = one.case.isa if one.case.isa in before else list(before)[-1]
             best = bout.session.meter.found[isa, bout.pool.threads]
             yield judge(one.case, times, pairs, one.checked, (before[isa], after[isa], best))

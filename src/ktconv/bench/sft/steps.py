@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ktconv.bench.measure import Effort
+from ktconv.bench.peers.base import PeerError
 from ktconv.train.gradients import Found
 
 STEPS_OF_TURN = 3  # the first of them with cold caches
@@ -66,12 +67,14 @@ def turn(trained: Trained, ids: Iterator[Tensor], steps: int) -> Times:
 class Runner(Protocol):
     """Who takes turns: a layer in this process, or the process of a peer."""
 
-    def turn(self, steps: int) -> Times: ...
+    def turn(self, steps: int) -> Times:
+        """PeerError if the process has ended."""
 
 
-def in_turn(runners: Sequence[Runner], effort: Effort) -> list[Times]:
-    """Times of all runners, which take turns until each has had its time or its iterations."""
-    found = [Times() for _ in runners]
+def in_turn(runners: Sequence[Runner], effort: Effort) -> list[Times | PeerError]:
+    """Times of all runners, which take turns until each has had its time or its iterations; for a
+    peer that ends on the way why it did."""
+    found: list[Times | PeerError] = [Times() for _ in runners]
     if effort.iterations:
         sizes = [STEPS_OF_TURN] * (effort.iterations // STEPS_OF_TURN)
         sizes += [rest] if (rest := effort.iterations % STEPS_OF_TURN) else []
@@ -79,18 +82,25 @@ def in_turn(runners: Sequence[Runner], effort: Effort) -> list[Times]:
             _round(runners, found, steps)
         return found
     turns = 0
-    while not _enough(turns, min(times.total for times in found), effort.seconds):
+    while not _enough(turns, found, effort.seconds):
         _round(runners, found, STEPS_OF_TURN)
         turns += 1
     return found
 
 
-def _round(runners: Sequence[Runner], found: list[Times], steps: int) -> None:
-    for runner, times in zip(runners, found, strict=True):
-        times += runner.turn(steps)
+def _round(runners: Sequence[Runner], found: list[Times | PeerError], steps: int) -> None:
+    for index, runner in enumerate(runners):
+        times = found[index]
+        if isinstance(times, Times):
+            try:
+                times += runner.turn(steps)
+            except PeerError as error:
+                found[index] = error
 
 
-def _enough(turns: int, measured: float, seconds: float) -> bool:
+def _enough(turns: int, found: Sequence[Times | PeerError], seconds: float) -> bool:
+    """Of those that still take part, the one with the least time decides."""
+    measured = min((one.total for one in found if isinstance(one, Times)), default=seconds)
     if not turns or measured < seconds:
         return False
     return turns >= _LEAST_TURNS or measured >= _PATIENCE * seconds

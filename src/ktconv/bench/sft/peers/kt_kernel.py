@@ -56,7 +56,7 @@ class KtKernel:
         given = self._bf16(experts) if method == "bf16" else self._int8(experts)
         self._lora = list(matrices_of(call.lora).values())
         self._start(kind, up.shape, len(experts), given, threads)
-        self._results(call)
+        self._make_room(call)
 
     def _bf16(self, experts: Sequence[GatedMatrices]) -> dict[str, Any]:
         """Fields of the configuration: addresses of stacked matrices."""
@@ -111,7 +111,7 @@ class KtKernel:
         self._moe.update_lora_weights(*_addresses(self._lora))
         self._alive = [order]
 
-    def _results(self, call: Call) -> None:
+    def _make_room(self, call: Call) -> None:
         gradients = [torch.zeros_like(matrix) for matrix in self._lora]
         self._y, self._dx = torch.zeros_like(call.x), torch.zeros_like(call.x)
         self._dw, self._count = torch.zeros_like(call.weights), np.array([len(call.x)], np.int32)
