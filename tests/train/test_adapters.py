@@ -228,6 +228,16 @@ def pattern(stored: Stored, config: dict[str, Any]) -> None:
     config["alpha_pattern"] = {"(": 3}
 
 
+def pattern_list(stored: Stored, config: dict[str, Any]) -> None:
+    config["rank_pattern"] = ["gate_proj"]
+
+
+def twice(stored: Stored, config: dict[str, Any]) -> None:
+    """Under the names of another family."""
+    name = KEY.format(1, 3, "up", "B")
+    stored[name.replace("mlp", "block_sparse_moe").replace("up_proj", "w3")] = stored[name].clone()
+
+
 BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     lacking: r"does not contain .*layers\.1\.mlp\.experts\.3\.up_proj\.lora_B",
     beyond: r"experts\.8\.up_proj\.lora_B\.weight, but the model has 8 experts",
@@ -241,6 +251,8 @@ BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     no_alpha: "does not say the alpha of .*, whose rank is 4",
     other_type: "of type 'IA3', not LORA",
     dora: "says use_dora",
+    pattern_list: r"says rank_pattern \['gate_proj'\]",
+    twice: r"experts\.3\.up_proj\..* and .*experts\.3\.w3\..* are the same matrix",
     pattern: r"a pattern '\(', which is no regular expression",
 }
 
@@ -286,6 +298,24 @@ def test_files_that_are_not_there(saved: Path, tmp_path: Path) -> None:
     (saved / WEIGHTS).write_bytes((saved / "aside").read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         load(model, saved)
+
+
+def test_one_matrix_in_two_files(trained: tuple[Any, Any], saved: Path) -> None:
+    write_fused(trained, saved.parent / "fused", None)
+    (saved.parent / "fused/fused_expert_lora.safetensors").rename(
+        saved / "fused_expert_lora.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"layers\.\d\.experts\.\w+ in .* the same matrix"):
+        load(prepared_example()[0], saved)
+
+
+def test_a_pipe_in_the_place_of_a_file(saved: Path) -> None:
+    """Is not waited for."""
+    for name in (WEIGHTS, CONFIG):
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+        with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+            load(prepared_example()[0], saved)
 
 
 def test_models_that_have_no_lora(saved: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Projection
 from ktconv.system.files import translated
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,8 +85,11 @@ class Adapter:
                 _ANOTHER,
             )
         stack = self._stacks.setdefault(_Stack(*place[:3]), {})
-        other = stack.setdefault(place.expert, tensor)
-        if other is not tensor or (None in stack and len(stack) > 1):
+        alone = place.expert is None  # of all experts: there is no other
+        other = next(iter(stack.values()), None) if alone else stack.get(place.expert)
+        other = other or stack.get(None)
+        stack[place.expert] = tensor
+        if other is not None:
             raise CheckpointError(
                 f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same "
                 "matrix",
@@ -186,6 +190,8 @@ class Adapter:
     def _stated(self, setting: str, patterns: str, module: str) -> float | None:
         """A number of the config, by PEFT's rule for modules with one of their own."""
         own = self._config.get(patterns) or {}
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{self.directory / CONFIG} says {patterns} {own!r}", _DAMAGED)
         for pattern, value in own.items():
             if _fits(pattern, module, self.directory):
                 return _number(self.directory, f"{patterns} {pattern}", value)
@@ -217,14 +223,14 @@ def _tensors(directory: Path) -> Iterator[TensorRef]:
 def _read_config(directory: Path) -> dict[str, Any]:
     """Empty where KTransformers' file is alone."""
     path = directory / CONFIG
-    if not path.exists():
+    try:
+        config = parse_object(read_small(directory, CONFIG, MAX_CONFIG_BYTES), str(path), _DAMAGED)
+    except MissingFileError:
         if (directory / FUSED).exists():
             return {}
         raise CheckpointError(
             f"{directory} has no {CONFIG}", "give the directory that the adapter was saved to"
-        )
-    with translated("read", path):
-        config = parse_object(path.read_bytes(), str(path), _DAMAGED)
+        ) from None
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{path} is of an adapter of type {config.get('peft_type')!r}, not LORA"

@@ -54,11 +54,13 @@ class LayerNames:
 
     def place(self, key: str) -> Place | None:
         """What has this name; None for others."""
+        start = f"{PREFIX}{self.source}."
+        if not key.startswith(start):
+            return None
+        expert, _, rest = key.removeprefix(start).partition(".")
         for side, end in _ENDS.items():
-            before, found, rest = key.partition(f"{PREFIX}{self.source}.")
-            expert, _, rest = rest.partition(".")
             for projection, word in self.words.items():
-                if found and not before and expert.isdecimal() and rest == f"{word}.{end}":
+                if expert.isdecimal() and rest == f"{word}.{end}":
                     return Place(self.layer, projection, side, int(expert))
         return None
 
