@@ -130,6 +130,7 @@ ODD: list[tuple[str, Any]] = [
         ("[]", "is not a report"),
         ("{}", "is not a report"),
         ('{"schema": 1, "passed": true}', "is not a report"),
+        (json.dumps(report().facts() | {"mode": "sft"}), "--mode sft, which is not compared"),
         (json.dumps(report().facts() | {"schema": 2}), "schema 2, this ktconv reads 1"),
         (json.dumps(report().facts() | {"rows": [1]}), "is not a complete report"),
         (json.dumps(report().facts() | {"rows": [_without("median_us")]}), "median_us"),

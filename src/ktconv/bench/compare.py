@@ -53,6 +53,11 @@ def read_report(path: Path) -> Baseline:
         raise UsageError(f"{path} is nested too deeply", "write it with --format json") from None
     if not isinstance(content, dict) or "rows" not in content or "limits" not in content:
         raise UsageError(f"{path} is not a report of ktconv bench", "write it with --format json")
+    if content.get("mode") == "sft":
+        raise UsageError(
+            f"{path} is a report of --mode sft, which is not compared",
+            "give a report of --mode infer",
+        )
     if content.get("schema") != SCHEMA:
         raise UsageError(
             f"{path} has schema {content.get('schema')}, this ktconv reads {SCHEMA}",
