@@ -31,15 +31,18 @@ from ktconv.train import LoRAExperts  # noqa: E402
 from ktconv.train.reference import Base, as_kernels, reference, relative  # noqa: E402
 
 OF_FORMATS = [name for name in FORMATS if not name.endswith("-f32")]
-# Derivatives jump at a limit. The backward has gate and up in bf16: limits are half-way between its
-# numbers here, so that none of them is rounded to the other side, nor a gate times its sigmoid.
-LIMIT = 1.23046875
+# Derivatives jump at a limit, which none of the numbers that a forward saves may cross. One of
+# bf16, and one between two of them.
+LIMIT, BETWEEN = 1.25, 1.2345
+
 FUNCTIONS = [
     Activation(limit=LIMIT),
     Activation("swiglu", 1.702, 1.0, LIMIT),
     Activation("gelu"),
     Activation("gelu_tanh"),
+    Activation(limit=BETWEEN),
     Activation("swiglu_clamped", limit=LIMIT),
+    Activation("swiglu_clamped", limit=BETWEEN),
     Activation("softcap", 2.0, 3.0),
     Activation("relu2"),
     Activation("relu"),

@@ -371,6 +371,7 @@ static void start_call(forward *f, const kt_moe_call *c, void *saved) {
   f->add = c->add, f->y = c->y, f->y_dtype = c->y_dtype;
   f->y_size = (size_t)moe->hidden * kt_value_size(c->y_dtype);
   if (saved) kt_saved_at(moe, &f->adapted.adapter, c->tokens * c->top_k, saved, &f->adapted.saved);
+  if (saved) kt_adapted_cuts(&f->adapted, &moe->activation);
   kt_run_skip(&f->run, c);
 }
 

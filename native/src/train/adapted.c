@@ -3,6 +3,7 @@
 
 #include "../moe/rows.h"
 
+#include <math.h>
 #include <string.h>
 
 /* ---- Memory ---------------------------------------------------------------- */
@@ -118,6 +119,25 @@ void kt_adapted_inputs(kt_run *r, kt_adapted *a, const kt_lora_worker *w, const 
   kt_barrier_wait(&r->all);
 }
 
+/* The gate whose SiLU is `limit`: SiLU rises from there on, and lies below its argument. */
+static float silu_cut(float limit) {
+  double low = (double)limit, high = (double)limit + 1.0;
+  for (int i = 0; i < 60; i++) {
+    const double middle = (low + high) / 2;
+    if (middle / (1 + exp(-middle)) > (double)limit)
+      high = middle;
+    else
+      low = middle;
+  }
+  return (float)low;
+}
+
+void kt_adapted_cuts(kt_adapted *a, const kt_activation *activation) {
+  const float limit = activation->limit;
+  const int after = activation->function == KT_SWIGLU_CLAMPED && limit < INFINITY;
+  a->up_cut = limit, a->gate_cut = after ? silu_cut(limit) : limit;
+}
+
 /* ---- B of gate and up ------------------------------------------------------------ */
 
 /* Where the strips of a projection lie: gate's first. */
@@ -145,10 +165,20 @@ void kt_adapted_add_inner(const kt_adapted *a, const kt_lora_worker *w, uint8_t 
   a->adapter.add(&b, 0, item->strips, rows, stride, count, out, panel);
 }
 
-static void save_columns(const float *products, const float *bias, uint16_t *out) {
+/* Magnitudes that rounding has taken across a cut go to the next number on their own side. */
+static void keep_sides(const float *values, float cut, uint16_t *rounded) {
+  for (int i = 0; i < KT_STRIP; i++) {
+    const int beyond = fabsf(values[i]) > cut;
+    const float kept = fabsf(kt_float((uint32_t)rounded[i] << 16));
+    if (beyond != (kept > cut)) rounded[i] = (uint16_t)(beyond ? rounded[i] + 1 : rounded[i] - 1);
+  }
+}
+
+static void save_columns(const float *products, const float *bias, float cut, uint16_t *out) {
   float values[KT_STRIP];
   for (int i = 0; i < KT_STRIP; i++) values[i] = bias ? products[i] + bias[i] : products[i];
   kt_rows_store(KT_BF16, values, KT_STRIP, out);
+  if (cut < INFINITY) keep_sides(values, cut, out);
 }
 
 void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p,
@@ -161,7 +191,7 @@ void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p
       uint16_t *const row = p == KT_GATE ? kt_saved_gate(&a->saved, item->part, at)
                                          : kt_saved_up(&a->saved, item->part, at, r->width);
       save_columns(products + (s * count + i) * KT_STRIP, bias ? bias + s * KT_STRIP : NULL,
-                   row + item->row + s * KT_STRIP);
+                   p == KT_GATE ? a->gate_cut : a->up_cut, row + item->row + s * KT_STRIP);
     }
 }
 

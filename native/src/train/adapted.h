@@ -14,6 +14,7 @@ typedef struct kt_adapted {
   uint16_t *pairs; /* [slots] rows [gate | up] of A x, times factor */
   float *values;   /* [slots][2 rank] the same as numbers, where they are not saved */
   int64_t x_stride;
+  float gate_cut, up_cut; /* magnitudes from which a clamp makes the derivative 0 */
   kt_share rows, experts;
 } kt_adapted;
 
@@ -30,6 +31,9 @@ void kt_take_adapted_team(kt_arena *arena, const kt_run *run, const kt_adapted *
                           int64_t slots, kt_adapted_team *team);
 void kt_take_lora_worker(kt_arena *arena, const kt_run *run, const kt_adapter *adapter,
                          kt_lora_worker *worker);
+
+/* Of a call that saves: gate and up are rounded, but not across where a derivative jumps. */
+void kt_adapted_cuts(kt_adapted *adapted, const kt_activation *activation);
 
 /* Before the job of a batch. */
 void kt_adapted_start(const kt_run *run, kt_adapted *adapted);
