@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from helpers.convert import convert, ktconv
+from helpers.family_list import MODELS
+from helpers.family_models import write
 from helpers.paths import EXAMPLE
 
 from ktconv.errors import UsageError
@@ -172,3 +174,15 @@ def test_without_torch(example: Example, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match="torch, which is not installed") as error:
         run.prepare(request(example("int4")))
     assert error.value.hint is not None and "ktconv[" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "gpt-oss MXFP4", "Nemotron-3 NVFP4"])
+def test_limits_biases_and_experts_without_a_gate(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    write(model, tmp_path / "model")
+    output, allow = tmp_path / "out", not model.for_ktransformers
+    convert(tmp_path / "model", output, method="int8", allow_activation_mismatch=allow)
+    asked = VerifyRequest(output, str(tmp_path / "model"), tokens=8, gradients=True, threads=1)
+    result = verify(asked)
+    assert result.passed, result.facts["failures"]
+    assert all(row["gradients"]["kernel_error"] for row in result.facts["layers"]["layers"])
