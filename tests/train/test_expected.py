@@ -114,30 +114,11 @@ def test_bf16_weights_are_judged_without_any_rounding() -> None:
     assert rounding_of(packed("int8"))["rounding"] == "int8"
 
 
-def bounds_of(call: Call, activation: Activation) -> dict[str, float]:
-    experts = packed("bf16", activation)
-    return bounds(call, lambda e: base_of(experts.streams(e)), rounding_of(experts))
-
-
 def test_bounds_double_for_few_calls() -> None:
     few = call_of()
-    many = few._replace(
-        **{name: getattr(few, name).repeat(5, 1) for name in ("x", "dy", "weights")},
-        ids=few.ids.clamp(min=0).repeat(5, 1),
-    )
-    wanted = dict.fromkeys(NAMES, BOUND) | {"dx": BOUND_OF_DX}
-    assert bounds_of(many, Activation()) == wanted
-    assert bounds_of(few, Activation()) == {name: 2 * bound for name, bound in wanted.items()}
-
-
-def test_bounds_are_wider_where_elements_are_at_a_limit() -> None:
-    """A limit that nothing reaches changes nothing; at one that some reach slopes jump."""
-    call = call_of()
-    plain = bounds_of(call, Activation())
-    assert bounds_of(call, Activation(limit=1e6)) == plain
-    at_limit = bounds_of(call, Activation(limit=0.5))
-    assert all(at_limit[name] > plain[name] for name in NAMES)
-    assert at_limit["up_a"] > plain["up_a"] + 0.01
+    many = few._replace(ids=few.ids.clamp(min=0).repeat(5, 1))
+    assert bounds(many) == dict.fromkeys(NAMES, BOUND) | {"dx": BOUND_OF_DX}
+    assert bounds(few) == {name: 2 * bound for name, bound in bounds(many).items()}
 
 
 def test_errors_tell() -> None:

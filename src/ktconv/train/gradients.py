@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from math import inf, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +36,6 @@ BOUND = 0.006
 BOUND_OF_DX = 0.005  # it is summed in fp32 and rounded once
 # Of fewer pairs of token and expert one unlucky element counts in norms: bounds are doubled.
 _FEW_PAIRS = 64
-_NEAR = 2.0**-8  # of a limit: half a step of bf16 there, at most
 
 
 class Call(NamedTuple):
@@ -174,26 +172,11 @@ def errors(found: Mapping[str, Tensor], right: Expected) -> dict[str, float]:
     return each | {"dw": each["dw"] * (norm or 1.0) / max(norm, right.dw_norm, 1e-30)}
 
 
-def bounds(
-    call: Call,
-    base: Callable[[int], Base],
-    how: KernelRounding,
-    norm: OutputNorm | None = None,
-) -> dict[str, float]:
-    """The largest errors that are right, by NAMES; arguments are those of `expected`."""
+def bounds(call: Call) -> dict[str, float]:
+    """The largest errors that are right, by NAMES."""
     found = dict.fromkeys(NAMES, BOUND) | {"dx": BOUND_OF_DX}
     few = int((call.ids >= 0).sum()) < _FEW_PAIRS
-    found = {name: 2 * bound if few else bound for name, bound in found.items()}
-    limit = how["activation"].limit
-    if limit == inf:
-        return found
-    # Slopes jump there, and elements that are nearer to it than bf16 tells may be on either side.
-    low, high = (
-        expected(call, base, {**how, "activation": replace(how["activation"], limit=one)}, norm)
-        for one in (limit * (1 - _NEAR), limit * (1 + _NEAR))
-    )
-    moved = errors(low.found, high)
-    return {name: found[name] + moved[name] for name in moved}
+    return {name: 2 * bound if few else bound for name, bound in found.items()}
 
 
 @contextmanager

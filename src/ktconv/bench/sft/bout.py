@@ -123,7 +123,6 @@ class _Judge:
         self._experts, self._call = experts, inputs.call
         how = rounding_of(experts)
         self._rounded = expected(self._call, self._base, how, experts.norm)
-        self._bounds = bounds(self._call, self._base, how, experts.norm)
         same = how["rounding"] == "none"
         exact: KernelRounding = {**how, "rounding": "none"}
         self._exact = (
@@ -140,7 +139,7 @@ class _Judge:
         return Checked(
             errors(found, self._exact),
             errors(found, self._rounded),
-            self._bounds,
+            bounds(self._call),
             step.saved_bytes,
             step.scratch_bytes,
         )

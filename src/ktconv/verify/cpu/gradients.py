@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from ktconv.runtime import MoELayer
 from ktconv.system.pool import Pool
 from ktconv.train.gradients import (
     Call,
+    Expected,
     base_of,
     bounds,
     errors,
@@ -34,7 +34,7 @@ from ktconv.train.gradients import (
     rounding_of,
     torch_threads,
 )
-from ktconv.train.reference import Base, KernelRounding
+from ktconv.train.reference import KernelRounding
 from ktconv.train.step import Step
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.hidden_states import LEVEL, Inputs
@@ -101,19 +101,20 @@ class _Group:
     def __init__(self, weights: Weights, numbers: Sequence[int], inputs: Inputs, seed: int) -> None:
         self.experts = experts = weights.packed(numbers)
         self._call = _call(experts, numbers, inputs, seed)
+        self.limits = bounds(self._call)
         how = rounding_of(experts)
         exact: KernelRounding = {**how, "rounding": "none"}
-        on_packed = partial(self._base, experts.streams, numbers)
-        self._on_packed = expected(self._call, on_packed, how, experts.norm)
-        self.limits = bounds(self._call, on_packed, how, experts.norm)
+        self._on_packed = self._expected(experts.streams, numbers, how)
         self._on_source = None
         if weights.source is not None:
-            on_source = partial(self._base, weights.source, numbers)
-            self._on_source = expected(self._call, on_source, exact, experts.norm)
+            self._on_source = self._expected(weights.source, numbers, exact)
 
-    @staticmethod
-    def _base(streams: Callable[[int], Streams], numbers: Sequence[int], expert: int) -> Base:
-        return base_of(streams(numbers[expert]))
+    def _expected(
+        self, streams: Callable[[int], Streams], numbers: Sequence[int], how: KernelRounding
+    ) -> Expected:
+        return expected(
+            self._call, lambda expert: base_of(streams(numbers[expert])), how, self.experts.norm
+        )
 
     def errors(self, pool: Pool) -> tuple[Errors, Errors | None]:
         """Of our gradients at the level in use: from those on packed and on source weights."""
