@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 from helpers.adapted import apart, logits, train_a_little
+from helpers.disk_calls import hooked
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -238,6 +239,22 @@ def twice(stored: Stored, config: dict[str, Any]) -> None:
     stored[name.replace("mlp", "block_sparse_moe").replace("up_proj", "w3")] = stored[name].clone()
 
 
+def no_table(stored: Stored, config: dict[str, Any]) -> None:
+    config["rank_pattern"] = ["gate_proj"]
+
+
+def endless_alpha(stored: Stored, config: dict[str, Any]) -> None:
+    config["lora_alpha"] = 10**400
+
+
+def negative_alpha(stored: Stored, config: dict[str, Any]) -> None:
+    config["lora_alpha"] = -8
+
+
+def diverged(stored: Stored, config: dict[str, Any]) -> None:
+    stored[KEY.format(1, 3, "up", "B")][2, 1] = float("inf")
+
+
 BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     lacking: r"does not contain .*layers\.1\.mlp\.experts\.3\.up_proj\.lora_B",
     beyond: r"experts\.8\.up_proj\.lora_B\.weight, but the model has 8 experts",
@@ -253,6 +270,10 @@ BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     dora: "says use_dora",
     pattern_list: r"says rank_pattern \['gate_proj'\]",
     twice: r"experts\.3\.up_proj\..* and .*experts\.3\.w3\..* are the same matrix",
+    no_table: r"says rank_pattern \['gate_proj'\]",
+    endless_alpha: "says lora_alpha 1000.*, not a number above 0",
+    negative_alpha: "says lora_alpha -8, not a number above 0",
+    diverged: r"experts\.3\.up_proj\.lora_B\.weight in .* has a NaN or an infinity",
     pattern: r"a pattern '\(', which is no regular expression",
 }
 
@@ -330,6 +351,42 @@ def test_models_that_have_no_lora(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="packed experts, to which nothing can be added"):
         merge(model, saved)
+
+
+class Killed(BaseException):
+    """In the place of a signal."""
+
+
+def test_a_kill_leaves_no_matrices_with_the_alpha_of_others(saved: Path) -> None:
+    """Where an adapter of another alpha was before: one is whole, or there is none to load."""
+    other, _ = prepared_example(alpha=80)
+    first = {name: (saved / name).read_bytes() for name in (WEIGHTS, CONFIG)}
+    states = []
+    for stop in range(1, 20):
+        for name, data in first.items():
+            (saved / name).write_bytes(data)
+        calls = iter(range(1, 20))
+
+        def before(
+            name: str, arguments: tuple[Any, ...], calls: Any = calls, n: int = stop
+        ) -> None:
+            if next(calls) == n:
+                raise Killed
+
+        try:
+            with hooked(before):
+                save(other, saved)
+        except Killed:
+            states.append([_old(saved / name, data) for name, data in first.items()])
+        else:
+            break
+    assert [True, True] in states and [False, None] in states  # and nothing that is half of each
+    assert not [one for one in states if one[1] is not None and one[0] != one[1]]
+    load(other, saved)
+
+
+def _old(path: Path, data: bytes) -> bool | None:
+    return path.read_bytes() == data if path.exists() else None
 
 
 def test_a_disk_that_is_full(

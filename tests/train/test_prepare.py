@@ -258,6 +258,8 @@ def test_models_that_do_not_fit(model: Any, int8: Path, tmp_path: Path) -> None:
     """Nothing has changed after a refusal."""
     with pytest.raises(CheckpointError, match="no experts were found"):
         prepare(torch.nn.Linear(3, 3), rank=4)
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module, not str"):
+        prepare("MODEL", rank=4)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rank must"):
         prepare(model, rank=0)
     with pytest.raises(UsageError, match="gait"):

@@ -104,8 +104,13 @@ def find_experts(model: nn.Module) -> dict[int, Site]:
 
     Those of vision, audio and talker parts are left out where the language model has some. Raises
     CheckpointError if there are none, if experts are not in a numbered layer, or if a layer has
-    two.
+    two; UsageError for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model must be a torch.nn.Module, not {type(model).__name__}",
+            "load it with ktconv.model.load_model or transformers",
+        )
     found = [path for path, module in model.named_modules() if _has_experts(model, path, module)]
     if not found:
         raise CheckpointError(

@@ -113,15 +113,42 @@ def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> N
     from `path`, so that the next run overwrites what a killed one left; the caller must have the
     lock of what it writes.
     """
+    with _staged(path, data, staging) as temporary, translated("write", path):
+        temporary.replace(path)
+        sync(path.parent)
+
+
+def write_described(
+    path: Path, data: bytes | Iterable[bytes], description: Path, text: bytes
+) -> None:
+    """Replace `path` by `data`, and `description`, in the same directory, by `text`; after return
+    they survive a power loss. A killed run may leave no description, but never that of another
+    `path`; a full disk leaves both as they were.
+    """
+    folder = path.parent
+    with _staged(path, data, folder) as first, _staged(description, text, folder) as second:
+        with translated("write", description):
+            if description.exists() and description.read_bytes() != text:
+                description.unlink()
+                sync(folder)
+        with translated("write", path):
+            first.replace(path)
+            sync(folder)
+        with translated("write", description):
+            second.replace(description)
+            sync(folder)
+
+
+@contextmanager
+def _staged(path: Path, data: bytes | Iterable[bytes], staging: Path) -> Iterator[Path]:
+    """A temporary file with `data`, on the disk. It is removed if it, or what is inside, fails."""
     temporary = staging / f"{path.name}.part"
     try:
-        with translated("write", path):
-            with temporary.open("wb") as file:
-                file.writelines([data] if isinstance(data, bytes) else data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync(path.parent)
+        with translated("write", path), temporary.open("wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

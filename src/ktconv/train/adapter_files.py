@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isfinite, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Projection
 from ktconv.system.files import translated
+from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
 
@@ -26,6 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = "fused_expert_lora.safetensors"  # of KTransformers: without alpha and rank
 _PICKLED = "adapter_model.bin"
 _ANOTHER = "give the adapter of this model"
+_LARGEST = float(torch.finfo(torch.float32).max)
 _DTYPES = ("BF16", "F16", "F32")
 _DAMAGED = "The file is damaged; save or copy the adapter again."
 # Kinds of LoRA that compute something else, by the settings that switch them on.
@@ -126,6 +128,11 @@ class Adapter:
         """As it is stored."""
         with translated("read", tensor.file):
             found: Tensor = self._file(tensor.file).get_tensor(tensor.name)
+        if not found.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name} in {tensor.file} has a NaN or an infinity",
+                "its training has diverged; give an adapter of an earlier step",
+            )
         return found
 
     def _other(self, module: str, side: str) -> Tensor:
@@ -253,15 +260,22 @@ def _fits(pattern: str, module: str, directory: Path) -> bool:
 
 
 def _number(directory: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise CheckpointError(f"{directory / CONFIG} says {name} {value!r}, not a number", _DAMAGED)
-    return value
+    """Above 0, within float32."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not 0 < value <= _LARGEST:
+        raise CheckpointError(
+            f"{directory / CONFIG} says {name} {value!r:.60}, not a number above 0", _DAMAGED
+        )
+    return float(value)
 
 
 def _checked_alpha(alpha: float | None) -> float | None:
-    if alpha is not None and not (isfinite(alpha) and alpha > 0):
-        raise UsageError(f"alpha must be a number above 0, not {alpha}")
-    return alpha
+    if alpha is None:
+        return None
+    found = real("alpha", alpha)
+    if not 0 < found <= _LARGEST:
+        raise UsageError(f"alpha must be a number above 0, not {found:g}")
+    return found
 
 
 def _expect_alike(tensors: Sequence[TensorRef]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.model.fitting import settings_of
-from ktconv.system.files import make_directory, write_durably
+from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
 from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Pair
 from ktconv.train.adapter_names import SIDES, LayerNames
@@ -35,9 +35,9 @@ def save(model: nn.Module, directory: str | Path) -> None:
     `directory`/adapter_model.safetensors and adapter_config.json.
 
     Keys are those that PEFT has for models with a linear layer for each matrix of an expert
-    (base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight). Each file appears
-    whole or not at all. UsageError for a model that is not prepared, or without LoRA in its
-    experts; ResourceError where files cannot be written.
+    (base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight). Each file appears whole
+    or not at all, and matrices never beside the alpha of others. UsageError for a model that is not
+    prepared, or without LoRA in its experts; ResourceError where files cannot be written.
     """
     layers, config = adapted_layers(model), settings_of(model)
     names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
@@ -54,8 +54,8 @@ def save(model: nn.Module, directory: str | Path) -> None:
     stated = peft_part.config(model, first.rank, first.scale * first.rank, first.dropout, words)
     path = Path(directory)
     make_directory(path)
-    write_durably(path / WEIGHTS, _file(tensors), path)
-    write_durably(path / CONFIG, (json.dumps(stated, indent=2) + "\n").encode(), path)
+    described = (json.dumps(stated, indent=2) + "\n").encode()
+    write_described(path / WEIGHTS, _file(tensors), path / CONFIG, described)
 
 
 def load(model: nn.Module, directory: str | Path, *, alpha: float | None = None) -> None:

@@ -15,7 +15,12 @@ def fetched(
     x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The same on the CPU; gradients go back to where each came from."""
-    inputs = [one for one in (x, ids, weights, skip) if one is not None]
+    named = {"x": x, "ids": ids, "weights": weights}
+    named |= {} if skip is None else {"skip": skip}
+    for name, one in named.items():
+        if not isinstance(one, Tensor):
+            raise UsageError(f"{name} must be a tensor of torch, not {type(one).__name__}")
+    inputs = list(named.values())
     if any(one.is_meta for one in inputs):
         raise UsageError(
             "packed experts got an input on meta, which has no values",

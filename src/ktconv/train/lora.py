@@ -258,9 +258,8 @@ def _single(number: float) -> float:
 
 def _targets(targets: Iterable[str], layer: MoELayer) -> tuple[Projection, ...]:
     """In the order of PROJECTIONS, without a gate where experts have none."""
-    if isinstance(targets, str):
-        targets = (targets,)
-    named = list(targets)
+    alone = isinstance(targets, str) or not isinstance(targets, Iterable)
+    named = [targets] if alone else list(targets)
     for name in named:
         if name not in PROJECTIONS:
             raise UsageError(f"target {name!r} is none of {', '.join(PROJECTIONS)}")
