@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers.paths import EXAMPLE
@@ -213,6 +213,14 @@ def no_number(stored: Stored, config: dict[str, Any]) -> None:
     config["lora_alpha"] = "8"
 
 
+def huge_rank(stored: Stored, config: dict[str, Any]) -> None:
+    config["r"] = 10**400
+
+
+def alpha_of_nothing(stored: Stored, config: dict[str, Any]) -> None:
+    config["lora_alpha"] = 0
+
+
 def no_alpha(stored: Stored, config: dict[str, Any]) -> None:
     del config["lora_alpha"]
 
@@ -265,6 +273,8 @@ BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     whole_numbers: r"experts\.3\.up_proj\.lora_B.* is I32",
     wrong_rank: r"adapter_config.json says rank 8 of .* have 4",
     no_number: "lora_alpha '8', not a number",
+    huge_rank: "says r 10000.*, not a number above 0",
+    alpha_of_nothing: "says lora_alpha 0, not a number above 0",
     no_alpha: "does not say the alpha of .*, whose rank is 4",
     other_type: "of type 'IA3', not LORA",
     dora: "says use_dora",
@@ -306,8 +316,17 @@ def test_other_ranks_and_alphas(saved: Path) -> None:
 
 def test_files_that_are_not_there(saved: Path, tmp_path: Path) -> None:
     model = prepared_example()[0]
-    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
-        load(model, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, what in (
+        ("nowhere", "does not exist"),
+        ("file", "is not a directory"),
+        ("empty", r"has no adapter_config\.json"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            load(model, tmp_path / name)
+    with pytest.raises(UsageError, match="alpha must be a number, not 'x'"):
+        load(model, saved, alpha=cast(Any, "x"))
     (saved / WEIGHTS).rename(saved / "aside")
     with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
         load(model, saved)

@@ -29,6 +29,7 @@ _PICKLED = "adapter_model.bin"
 _ANOTHER = "give the adapter of this model"
 _LARGEST = float(torch.finfo(torch.float32).max)
 _DTYPES = ("BF16", "F16", "F32")
+_SAVED_TO = "give the directory that the adapter was saved to"
 _DAMAGED = "The file is damaged; save or copy the adapter again."
 # Kinds of LoRA that compute something else, by the settings that switch them on.
 _OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias")
@@ -198,7 +199,9 @@ class Adapter:
         """A number of the config, by PEFT's rule for modules with one of their own."""
         own = self._config.get(patterns) or {}
         if not isinstance(own, dict):
-            raise CheckpointError(f"{self.directory / CONFIG} says {patterns} {own!r}", _DAMAGED)
+            raise CheckpointError(
+                f"{self.directory / CONFIG} says {patterns} {own!r:.60}, not an object", _DAMAGED
+            )
         for pattern, value in own.items():
             if _fits(pattern, module, self.directory):
                 return _number(self.directory, f"{patterns} {pattern}", value)
@@ -214,9 +217,7 @@ def _tensors(directory: Path) -> Iterator[TensorRef]:
         pickled = (directory / _PICKLED).exists()
         raise CheckpointError(
             f"{directory} has no {WEIGHTS}" + (f", but {_PICKLED}" if pickled else ""),
-            "save it as safetensors; files of other kinds could run code"
-            if pickled
-            else "give the directory that the adapter was saved to",
+            "save it as safetensors; files of other kinds could run code" if pickled else _SAVED_TO,
         )
     for path in found:
         for tensor in read_header(path).tensors:
@@ -230,14 +231,15 @@ def _tensors(directory: Path) -> Iterator[TensorRef]:
 def _read_config(directory: Path) -> dict[str, Any]:
     """Empty where KTransformers' file is alone."""
     path = directory / CONFIG
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory} {what}", _SAVED_TO)
     try:
         config = parse_object(read_small(directory, CONFIG, MAX_CONFIG_BYTES), str(path), _DAMAGED)
     except MissingFileError:
         if (directory / FUSED).exists():
             return {}
-        raise CheckpointError(
-            f"{directory} has no {CONFIG}", "give the directory that the adapter was saved to"
-        ) from None
+        raise CheckpointError(f"{directory} has no {CONFIG}", _SAVED_TO) from None
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{path} is of an adapter of type {config.get('peft_type')!r}, not LORA"
