@@ -223,13 +223,19 @@ def test_weights_of_other_formats_have_no_gradients(pool: Pool) -> None:
         module.base_gradients(*batch(module))
 
 
-@pytest.mark.parametrize(("method", "parts"), [("bf16", 1), ("int8", 4), ("gint4-32", 2)])
-def test_dropout(method: str, parts: int, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each element of x, of a token and one of its experts, and each of the middle on its own."""
-    module = lora_experts(packed(method, parts=parts), dropout=0.25, pool=pool)
-    given = batch(module, 12)
+@pytest.mark.parametrize(
+    ("method", "parts", "tokens", "size"),
+    [("bf16", 1, 12, 256), ("int8", 4, 12, 256), ("gint4-32", 2, 12, 256), ("int8", 1, 2100, 64)],
+)
+def test_dropout(
+    method: str, parts: int, tokens: int, size: int, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element of x, of a token and one of its experts, and each of the middle on its own; also
+    in the second batch of the kernels."""
+    module = lora_experts(packed(method, size, size, parts=parts), dropout=0.25, pool=pool)
+    given = batch(module, tokens)
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(12345))
-    dropped = dropped_by(12345, 0.25, 12, 2, 256, 256)
+    dropped = dropped_by(12345, 0.25, tokens, 2, size, size)
     assert float((dropped[0] == 0).double().mean()) == pytest.approx(0.25, abs=0.02)
     check(module, given, dropped=dropped)
     undropped = errors(module, given)
