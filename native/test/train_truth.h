@@ -150,8 +150,6 @@ static inline double slope(const kt_activation *a, double gate, double up, int b
   return (here - activated(a, by_gate ? gate - step : gate, by_gate ? up : up - step)) / step;
 }
 
-static inline double as_saved(double value) { return (double)wide(nearest_bf16((float)value)); }
-
 /* Gradients of gate and up. */
 static inline void through_function(const problem *p, const slot_truth *s, int64_t pair,
                                     const double *dy) {
@@ -169,9 +167,8 @@ static inline void through_function(const problem *p, const slot_truth *s, int64
   }
   for (int64_t i = 0; i < inner; i++) {
     const double d = (double)p->call.weights[pair] * (base[i] + lora[i]);
-    const double gate = as_saved(s->gate[i]), up = as_saved(s->up[i]);
-    s->d_gate[i] = d * slope(&p->moe.activation, gate, up, 1);
-    s->d_up[i] = d * slope(&p->moe.activation, gate, up, 0);
+    s->d_gate[i] = d * slope(&p->moe.activation, s->gate[i], s->up[i], 1);
+    s->d_up[i] = d * slope(&p->moe.activation, s->gate[i], s->up[i], 0);
   }
   free(base);
   free(lora);
