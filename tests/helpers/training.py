@@ -103,6 +103,12 @@ def gradients(module: LoRAExperts, given: Batch, skip: Tensor | None = None) -> 
     return {"y": y.detach()} | _named(x, weights, dict(module.named_parameters()))
 
 
+def called(module: LoRAExperts, given: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """x and weights, which need gradients, and y of them."""
+    x, weights = given.x.clone().requires_grad_(), given.weights.clone().requires_grad_()
+    return x, weights, module(x, given.ids, weights)
+
+
 def expected(
     module: LoRAExperts,
     given: Batch,

@@ -1,15 +1,31 @@
-"""Threads of the kernels."""
+"""Threads of the kernels, and a layer on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from ktconv.runtime import Pool
+from ktconv.runtime import MoELayer, Pool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     with Pool(2) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def layer(pool: Pool) -> MoELayer:
+    from helpers.training import packed  # which imports torch
+
+    return MoELayer(packed("int8"), pool)
+
+
+@pytest.fixture
+def module(layer: MoELayer) -> Any:
+    """LoRA on it."""
+    from helpers.training import lora_experts
+
+    return lora_experts(layer)
