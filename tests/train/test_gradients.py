@@ -26,8 +26,8 @@ from ktconv import native  # noqa: E402
 from ktconv.errors import UsageError  # noqa: E402
 from ktconv.formats import FORMATS  # noqa: E402
 from ktconv.native import Activation  # noqa: E402
-from ktconv.runtime import MoELayer, Pool  # noqa: E402
-from ktconv.train import LoRAExperts  # noqa: E402
+from ktconv.runtime import MoELayer, Pool, workspace  # noqa: E402
+from ktconv.train import LoRAExperts, function  # noqa: E402
 from ktconv.train.reference import Base, as_kernels, reference, relative  # noqa: E402
 
 OF_FORMATS = [name for name in FORMATS if not name.endswith("-f32")]
@@ -289,3 +289,33 @@ def test_memory_that_is_kept(pool: Pool) -> None:
         codes = 256 + 4 * parts if method == "int8" else 0
         stated = 100 * 4 * (4 * 256 + (8 + 4 * parts) * 16 + codes)
         assert stated <= sum(kept) <= stated + 4 * 64
+
+
+@pytest.mark.parametrize("method", ["bf16", "int8", "gint4-32"])
+@pytest.mark.parametrize(
+    "targets", [("up",), ("gate", "down"), ("gate", "up", "down")], ids="+".join
+)
+def test_memory_of_earlier_calls_does_not_matter(
+    isa: str,
+    method: str,
+    targets: tuple[str, ...],
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Working memory and what is saved begin with NaN of earlier calls, or with zeros."""
+    module = lora_experts(packed(method, parts=2), 5, targets=targets, dropout=0.25, pool=pool)
+    given = batch(module, 11)
+    given.ids[0] = torch.tensor([2, -1])
+    take, aligned = workspace.take, function._aligned
+
+    def found(value: int) -> dict[str, Any]:
+        def filled(memory: Any) -> Any:
+            memory[:] = value
+            return memory
+
+        monkeypatch.setattr(workspace, "take", lambda *of: filled(take(*of)))
+        monkeypatch.setattr(function, "_aligned", lambda size: filled(aligned(size)))
+        torch.manual_seed(3)
+        return gradients(module, given)
+
+    assert same(found(0), found(0xFF))
