@@ -209,7 +209,11 @@ def texts(count: int = 6) -> list[dict[str, list[int]]]:
 
 
 def trained(
-    output: Path, adapted: bool, resume: Path | None = None, **options: Any
+    output: Path,
+    adapted: bool,
+    resume: Path | None = None,
+    saver: SaveAdapter | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """By transformers' Trainer, unchanged; the model and the losses of its steps."""
     from transformers import Trainer, TrainingArguments
@@ -224,7 +228,9 @@ def trained(
         str(output), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, save_steps=2,
         logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=texts(), callbacks=[SaveAdapter()])
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=texts(), callbacks=[saver or SaveAdapter()]
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return model.eval(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -236,6 +242,9 @@ def test_trainer(adapted: bool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert (tmp_path / "checkpoint-2/adapter_model.safetensors").exists()
     resumed, _ = trained(tmp_path, adapted, tmp_path / "checkpoint-2")
+    assert torch.equal(logits(resumed), logits(model))
+    moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
+    resumed, _ = trained(tmp_path / "other", adapted, moved, SaveAdapter(resume_from=moved))
     assert torch.equal(logits(resumed), logits(model))
     if not adapted:
         again, _ = trained(tmp_path / "again", adapted, gradient_checkpointing=True)

@@ -19,13 +19,19 @@ class SaveAdapter(TrainerCallback):
     Of a model that PEFT has wrapped, Trainer saves PEFT's own adapter alone.
     """
 
+    def __init__(self, resume_from: str | Path | None = None) -> None:
+        """`resume_from`: the checkpoint that training goes on from, where that is not in the
+        Trainer's own output directory."""
+        super().__init__()
+        self._resume_from = None if resume_from is None else Path(resume_from)
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             save(kwargs["model"], _folder(args, state))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step:
-            load(kwargs["model"], _folder(args, state))
+            load(kwargs["model"], self._resume_from or _folder(args, state))
 
 
 def _folder(args: Any, state: Any) -> Path:
