@@ -28,6 +28,9 @@ def test_only_what_is_needed_is_computed(module: Any) -> None:
     x = given.x.clone().requires_grad_()
     module(x, *given[1:3]).backward(given.dy)
     assert torch.equal(x.grad, whole["x"])
+    weights = given.weights.clone().requires_grad_()  # of a router below inputs that are frozen
+    module(given.x, given.ids, weights).backward(given.dy)
+    assert torch.equal(weights.grad, whole["weights"])
     assert not module(*given[:3]).requires_grad
 
 
