@@ -314,6 +314,15 @@ def test_other_ranks_and_alphas(saved: Path) -> None:
     assert contradiction.value.hint == "leave alpha out"
 
 
+def test_rank_stabilized_adapters(saved: Path, trained: tuple[Any, Any]) -> None:
+    """PEFT's use_rslora divides alpha by the root of the rank: 4 / 2 is 8 / 4."""
+    config = json.loads((saved / CONFIG).read_text())
+    (saved / CONFIG).write_text(json.dumps(config | {"use_rslora": True, "lora_alpha": 4}))
+    model = prepared_example()[0]
+    load(model, saved)
+    assert torch.equal(logits(model), logits(trained[0]))
+
+
 def test_files_that_are_not_there(saved: Path, tmp_path: Path) -> None:
     model = prepared_example()[0]
     (tmp_path / "empty").mkdir()
