@@ -309,7 +309,9 @@ def test_a_time_that_does_not_end_is_refused(seconds: str) -> None:
 
 def test_every_option_has_a_meaning_for_packing_or_none() -> None:
     options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
-    assert options - {"--help"} == command.PACKING | {words[0] for words in MEANINGLESS}
+    of_fine_tuning = {"--mode"} | command.OF_TRAINING  # refused by check_mode_options
+    none = {words[0] for words in MEANINGLESS}
+    assert options - {"--help"} == command.PACKING | none | of_fine_tuning
 
 
 def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,12 +183,12 @@ def test_sizes_that_are_no_numbers(example: Callable[..., Path]) -> None:
     assert done.exit_code == 2 and "--tp does not apply" in done.stderr
 
 
-@pytest.mark.skipif(not MODELS.is_dir(), reason="the trained models are not here")
 def test_gradients_are_those_of_cpu_experts(example: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="--gradients is for experts on CPUs"):
         verify(Request(example(), str(EXAMPLE), gradients=True))
 
 
+@pytest.mark.skipif(not MODELS.is_dir(), reason="the trained models are not here")
 def test_what_llm_compressor_writes_by_itself(tmp_path: Path) -> None:
     """Targets by class, an ignore list, no recipe and no manifest."""
     model_free = pytest.importorskip("llmcompressor.entrypoints.model_free")
