@@ -162,7 +162,7 @@ def test_what_peft_saves_itself(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "with")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, lora_alpha=6)
     torch.manual_seed(3)
-    peft.get_peft_model(example(), config).save_pretrained(tmp_path / "without")
+    peft.get_peft_model(example(), config).save_pretrained(str(tmp_path / "without"))
     one, other = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("with", "without")
     )
