@@ -31,6 +31,7 @@ F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi.py
+NOT_NEEDED = {"audit", "router", "limits"}  # folders without which products link
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 STRIP = 32
@@ -90,7 +91,9 @@ def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
             )
             partial.rename(target)
 
-    sources = [*sorted(NATIVE.glob("src/**/*.c")), NATIVE / "test/product.c"]
+    library_sources = sorted(NATIVE.glob("src/**/*.c"))
+    needed = [one for one in library_sources if one.parent.name not in NOT_NEEDED]
+    sources = [*needed, NATIVE / "test/product.c"]
     # Several processes that begin at once should not wait for one another at every file.
     random.Random(os.getpid()).shuffle(sources)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -98,7 +101,8 @@ def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
     for old in {*cache.glob("*.o")} - {*objects}:
         old.unlink(missing_ok=True)
     library = directory / "products.so"
-    command = [compiler, "-shared", *map(str, objects), "-lm", "-pthread", "-o", str(library)]
+    command = [compiler, "-shared", *map(str, objects), "-lm", "-pthread", "-Wl,-z,defs"]
+    command += ["-o", str(library)]
     subprocess.run(command, check=True)
     return library
 
