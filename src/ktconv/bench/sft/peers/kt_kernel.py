@@ -40,7 +40,7 @@ KINDS = {"bf16": Kind("AMXBF16_SFT_MOE", 32), "int8": Kind("AMXInt8_SFT_MOE", 64
 
 
 class KtKernel:
-    """`method` is one of KINDS. LoRA matrices do not change, so it is told of them once."""
+    """`method` is one of KINDS. LoRA matrices stay the same, so kt-kernel gets them only once."""
 
     saved_bytes: int | None = None
     scratch_bytes: int | None = None

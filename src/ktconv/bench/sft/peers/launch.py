@@ -1,4 +1,4 @@
-"""A peer as a runner: its process takes turns when it is told to."""
+"""A peer in a process of its own, which runs a turn of steps whenever it is asked to."""
 
 from __future__ import annotations
 
