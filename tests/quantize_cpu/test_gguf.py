@@ -163,7 +163,7 @@ def test_convert_and_verify(mixed: Path, tmp_path: Path) -> None:
     ]
     assert manifest["geometry"]["model_type"] == "qwen3_moe"
     assert read_json(output / "config.json")["num_experts"] == EXPERTS
-    assert "base_model: mixed\n" in (output / "README.md").read_text()
+    assert "# mixed: CPU experts in" in (output / "README.md").read_text()
     result = run("verify", output, "--source", mixed, "--json")
     assert_safe(result, 0)
     facts = json.loads(result.stdout)

@@ -265,7 +265,7 @@ def test_card_repeats_options(options: dict[str, Any], model: Path, tmp_path: Pa
 def test_card_front_matter(converted: tuple[str, Path]) -> None:
     method, output = converted
     card = (output / "README.md").read_text()
-    assert card.startswith("---\nbase_model: model\n")
+    assert card.startswith("---\nlibrary_name: ktransformers\npipeline_tag: text-generation\n")
     assert f"- {method}\n" in card
 
 

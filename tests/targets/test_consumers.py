@@ -22,8 +22,10 @@ from helpers.families import (
 from typer.testing import CliRunner
 
 from ktconv.checkpoint import open_checkpoint
+from ktconv.checkpoint.source_card import SourceCard
 from ktconv.cli.app import app
 from ktconv.conversion.plan import plan_checkpoint
+from ktconv.conversion.records import ErrorSummary
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.moe import open_experts
 from ktconv.native import Activation
@@ -243,7 +245,7 @@ def test_quantize_gpu_refuses_nothing(limit: float | None, can: str, tmp_path: P
     checkpoint = open_checkpoint(model(tmp_path, swiglu_limit=limit))
     options = GpuOptions(scheme="W4A16", group_size=32)
     plan = plan_checkpoint(checkpoint, PackQuantizedTarget(options, checkpoint))
-    text = card(plan)
+    text = card(plan, SourceCard(), ErrorSummary())
     assert f"It {can} be the weights of `--kt-method RAWINT4` itself" in text
     assert ("KTransformers' RAWINT4 computes plain SiLU" in text) == (limit is not None)
     words = "SiLU, gate and up clamped to 7" if limit else "SiLU"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktconv import __version__
@@ -69,6 +71,31 @@ def _chosen_experts(unit: LayerUnit) -> Record:
 def _own_activation(layer: MoELayer, most: ExpertActivation) -> Record:
     other = layer.activation != most
     return {"activation": layer.activation.as_record()} if other else {}
+
+
+@dataclass(slots=True)
+class ErrorSummary:
+    """Relative RMS errors of all weights of the finished units, in whatever order they finish."""
+
+    count: int = 0
+    totals: list[float] = field(default_factory=list)  # by unit
+    worst: tuple[str, float] | None = None
+
+    def add(self, record: Record) -> None:
+        tensors = record["tensors"].items()
+        errors = {name: entry.get("relative_rms_error") for name, entry in tensors}
+        known = {name: error for name, error in errors.items() if error is not None}
+        if not known:
+            return
+        self.count += len(known)
+        self.totals.append(math.fsum(known.values()))
+        found = [*known.items(), *([self.worst] if self.worst else [])]
+        self.worst = min(found, key=lambda one: (-one[1], one[0]))
+
+    @property
+    def mean(self) -> float | None:
+        """The sum is rounded once, so that no order of the units changes it."""
+        return math.fsum(self.totals) / self.count if self.count else None
 
 
 def describe_units(keys: Sequence[str]) -> str:

@@ -19,10 +19,11 @@ from typing import Any, Generic
 
 from ktconv.checkpoint import NamingMap, TensorRef
 from ktconv.checkpoint.side_files import RECORDS
+from ktconv.checkpoint.source_card import source_card
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
-from ktconv.conversion.records import describe_units, run_record
+from ktconv.conversion.records import ErrorSummary, describe_units, run_record
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
@@ -163,25 +164,6 @@ def manifest_memory(output: Path) -> int:
         return 0
 
 
-@dataclass(slots=True)
-class ErrorSummary:
-    """Relative RMS errors of all weights of the finished units."""
-
-    count: int = 0
-    total: float = 0.0
-    worst: tuple[str, float] | None = None
-
-    def add(self, record: Record) -> None:
-        for name, entry in record["tensors"].items():
-            error = entry.get("relative_rms_error")
-            if error is None:
-                continue
-            self.count += 1
-            self.total += error
-            if self.worst is None or error > self.worst[1]:
-                self.worst = name, error
-
-
 class Conversion(ABC):
     """One run of a planned conversion into one output directory."""
 
@@ -236,6 +218,7 @@ class Conversion(ABC):
         self.state = OutputState(self.plan, self.journal)
         self.done: set[str] = set()
         self.errors = ErrorSummary()
+        self.source_card = source_card(self.plan.checkpoint, self.request.model)
 
     def run(self) -> Report:
         started = time.monotonic()
@@ -479,6 +462,6 @@ class Conversion(ABC):
             seconds=time.monotonic() - started,
             source_bytes=sum(unit.source_bytes for unit in pending),
             worst=errors.worst,
-            mean_error=errors.total / errors.count if errors.count else None,
+            mean_error=errors.mean,
             more=self.more() if complete else {},
         )

@@ -337,4 +337,4 @@ class QuantizeCpu(Conversion):
             super().run_pipeline(units)
 
     def card(self) -> str:
-        return model_card(self.plan)
+        return model_card(self.plan, self.source_card, self.errors)

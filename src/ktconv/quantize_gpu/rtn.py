@@ -167,7 +167,7 @@ class Rtn(Conversion):
         return {RENAMED: self._renamed} if self._renamed else {}
 
     def card(self) -> str:
-        return config.card(self.plan)
+        return config.card(self.plan, self.source_card, self.errors)
 
     def origin(self) -> Record:
         """Library versions, because rounding may change between them."""

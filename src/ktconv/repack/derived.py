@@ -7,7 +7,6 @@ run.json and manifest, and a run into an output with another one is refused.
 
 from __future__ import annotations
 
-import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system import machine
-from ktconv.targets.card import card, mismatch_paragraph, runtime
+from ktconv.targets.card import card, errors_line, header, mismatch_paragraph, runtime, tags
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
@@ -51,7 +50,6 @@ class Preflight(AnyPreflight[KTransformersTarget]):
 
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
     about: str  # for the model card: what the weights come from
-    base: str | None  # the model's name, if it is known
     command: str  # the command that was given
 
 
@@ -86,16 +84,16 @@ class Derived(Conversion, ABC):
 
     def card(self) -> str:
         preflight, name = self.preflight, self.plan.target.name
-        base = json.dumps(preflight.base, ensure_ascii=False) if preflight.base else None
         library, whose = runtime(self.plan)
         why = mismatch_paragraph(self.plan)
         return card(
             self.plan,
-            (f"base_model: {base}\n" if base else "") + f"library_name: {library}",
+            header(self.source_card, library, tags(self.plan)),
             f"CPU experts in {name}",
             f"Routed experts for {whose} CPU kernels, from {preflight.about}",
             "contains a checksum of every tensor." + (f"\n\n{why}" if why else ""),
             preflight.command,
+            errors_line(self.errors),
         )
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:

@@ -188,7 +188,6 @@ def _preflight(inputs: _Input, plan: Plan) -> Preflight:
         **derived.needs(asked, model, plan, 0, inputs.manifest),
         origin={"merged_from": _origin(inputs, plan)},
         about="layer folders" + (f" of {base}" if base else ""),
-        base=base,
         command=_command(inputs),
         inputs=inputs,
     )

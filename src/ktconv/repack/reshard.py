@@ -186,7 +186,6 @@ def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflig
         **derived.needs(request, str(request.packed), plan, memory, packed.manifest),
         origin={"resharded_from": _origin(packed, request.numa)},
         about=f"packed weights in {packed.tree.parts} NUMA part(s)",
-        base=None,
         command=f"ktconv reshard PACKED OUTPUT --numa {request.numa} "
         f"--max-shard-size {request.max_shard_size}",
         packed=packed,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv import __version__
 from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
+from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
+from ktconv.conversion.records import ErrorSummary
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
@@ -81,10 +84,48 @@ def codes_in_words(options: Options) -> str:
     return words + (f"; {options.fold} folded" if options.fold else "")
 
 
-def yaml_name(name: str) -> str:
-    """A name as a YAML scalar: plain if possible, otherwise in double quotes, as in JSON."""
-    plain = re.fullmatch(r"[A-Za-z][\w./-]*", name, re.ASCII)
-    return name if plain else json.dumps(name, ensure_ascii=False)
+def header(source: SourceCard, library: str, tags: Sequence[str]) -> str:
+    """The YAML of a card, in the words of the hub, without the lines of three dashes. Without a
+    base model that the hub has, which it would refuse, the card has none."""
+    relation = ("quantized",) if source.base_model else ()
+    entries: list[tuple[str, Sequence[str]]] = [
+        ("base_model", source.base_model),
+        ("base_model_relation", relation),
+        ("library_name", (library,)),
+        ("pipeline_tag", source.pipeline_tag),
+        ("license", source.license),
+        ("license_name", source.license_name),
+        ("license_link", source.license_link),
+    ]
+    lines = [line for key, values in entries for line in _entry(key, values)]
+    return "\n".join(lines + _list("language", source.language) + _list("tags", tags))
+
+
+def _entry(key: str, values: Sequence[str]) -> list[str]:
+    if len(values) > 1:
+        return _list(key, values)
+    return [f"{key}: {yaml_string(value)}" for value in values]
+
+
+def _list(key: str, values: Sequence[str]) -> list[str]:
+    return [f"{key}:", *(f"- {yaml_string(value)}" for value in values)] if values else []
+
+
+def yaml_string(text: str) -> str:
+    """A YAML scalar that is this string: plain if possible, otherwise in double quotes, as in
+    JSON."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and text.lower() not in NOT_STRINGS
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def errors_line(errors: ErrorSummary) -> str:
+    """What the conversion measured, as a line of a list; empty where it quantized nothing."""
+    if errors.worst is None or errors.mean is None:
+        return ""
+    return (
+        f"- Relative RMS error of the weights: mean {errors.mean:.4f} over the tensors, worst "
+        f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
+    )
 
 
 def _use(plan: Plan) -> str:
@@ -143,9 +184,9 @@ def _tower(plan: Plan) -> str:
     return "" if tower is None else f" of the tower {tower}"
 
 
-def model_card(plan: Plan) -> str:
+def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """The card of a conversion."""
-    name, options = model_name(plan.checkpoint.path), plan.target.options
+    name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
     mapped, tower = plan.checkpoint.mapped is not None, plan.checkpoint.tower
     command = command_line(name, options, mapped=mapped, tower=tower)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
@@ -154,17 +195,25 @@ def model_card(plan: Plan) -> str:
     recorded = "has a checksum of every tensor and the quantization error of every matrix."
     return card(
         plan,
-        f"base_model: {yaml_name(name)}\nlibrary_name: {library}",
+        header(source, library, tags(plan)),
         f"{name}: CPU experts in {plan.target.name}",
         f"The routed experts of {name}, quantized for {whose} CPU kernels",
         f"{recorded}\n\n{_use(plan)}",
         command,
+        errors_line(errors),
     )
 
 
-def card(plan: Plan, header: str, title: str, intro: str, recorded: str, command: str) -> str:
+def tags(plan: Plan) -> list[str]:
+    """What users search for."""
+    return ["ktconv", "mixture-of-experts", plan.target.options.method]
+
+
+def card(
+    plan: Plan, header: str, title: str, intro: str, recorded: str, command: str, errors: str = ""
+) -> str:
     """README.md of packed experts. `header`: lines of its YAML; `recorded`: what the manifest has,
-    and paragraphs after that."""
+    and paragraphs after that; `errors`: a line of the list."""
     options = plan.target.options
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     content = "all tensors" if plan.others else "expert weights only"
@@ -176,10 +225,6 @@ def card(plan: Plan, header: str, title: str, intro: str, recorded: str, command
     )
     return f"""---
 {header}
-tags:
-- ktconv
-- mixture-of-experts
-- {options.method}
 ---
 
 # {title}
@@ -192,7 +237,7 @@ tags:
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}{_backward(plan)}
 - Codes by {codes_in_words(options)}
-- `ktconv.json` {recorded}
+{errors}- `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:
 

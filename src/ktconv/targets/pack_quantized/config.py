@@ -8,8 +8,10 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.checkpoint.activations import in_words
+from ktconv.checkpoint.source_card import SourceCard
+from ktconv.conversion.records import ErrorSummary
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.card import model_name, yaml_name
+from ktconv.targets.card import errors_line, header, model_name
 from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
 from ktconv.targets.pack_quantized.names import LINEAR, module_name, target_pattern
@@ -86,9 +88,12 @@ def recipe_yaml(plan: Plan) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def card(plan: Plan) -> str:
+_TAGS = ("ktconv", "llm-compressor", "compressed-tensors", "mixture-of-experts")
+
+
+def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """README.md of the output."""
-    name, options = model_name(plan.checkpoint.path), plan.target.options
+    name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
     counts = sorted({len(unit.experts) for unit in plan.layers})
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     chosen = any(unit.omitted for unit in plan.layers)
@@ -103,15 +108,7 @@ def card(plan: Plan) -> str:
         command += " --map FILE.toml"
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     return f"""---
-base_model: {yaml_name(name)}
-base_model_relation: quantized
-library_name: transformers
-tags:
-- ktconv
-- llm-compressor
-- compressed-tensors
-- mixture-of-experts
-- {options.scheme}
+{header(source, "transformers", [*_TAGS, options.scheme])}
 ---
 
 # {name}: experts in {options.scheme}
@@ -123,7 +120,7 @@ tags:
 - Experts per layer: {", ".join(map(str, counts))}
 - Activation of the experts: {in_words(activations)}
 - `ktconv.json` contains a checksum of every tensor and the quantization error of every matrix.
-{note}
+{errors_line(errors)}{note}
 {_use(plan, chosen)}
 
 Made with ktconv {__version__} and llm-compressor:
