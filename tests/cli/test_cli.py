@@ -341,6 +341,7 @@ PLACES = {
     "merge": ("README.md", "Change"),
     "reshard": ("README.md", "Change"),
     "verify": ("README.md", "Verify"),
+    "push": ("README.md", "Publish"),
     "inspect": ("README.md", "Look"),
     "stats": ("docs/hot-experts.md", "Counting"),
     "plan": ("README.md", "Plan"),

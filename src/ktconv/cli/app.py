@@ -13,6 +13,7 @@ from ktconv.cli.doctor import doctor
 from ktconv.cli.inspect import inspect
 from ktconv.cli.parsing import Command, Group
 from ktconv.cli.plan import plan
+from ktconv.cli.push import push_command
 from ktconv.cli.quantize_cpu import quantize_cpu_command
 from ktconv.cli.quantize_gpu import quantize_gpu_command
 from ktconv.cli.repack import merge_command, reshard_command
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "merge": merge_command,
     "reshard": reshard_command,
     "verify": verify,
+    "push": push_command,
     "inspect": inspect,
     "stats": stats,
     "plan": plan,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -181,6 +183,7 @@ def report_facts(report: Report) -> dict[str, Any]:
         "mean_relative_rms_error": report.mean_error,
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        **(upload_commands(report.preflight.request.output) if report.complete else {}),
         **report.more,
     }
 
@@ -237,6 +240,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         yield from coverage_lines(coverage)
     if not report.converted and report.complete:
         yield f"{output} is complete: nothing to do."
+        yield from _upload_lines(output)
         return
     if report.converted:
         rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
@@ -253,6 +257,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         yield f"{output} is complete."
         if flags := report.preflight.plan.target.serving():
             yield f"Serve it with sglang-kt: {flags} {output}"
+        yield from _upload_lines(output)
     elif report.missing:
         yield (
             f"{output} is incomplete: missing {describe_units(report.missing)}. Index "
@@ -263,6 +268,20 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"Another ktconv is still writing to {output} and will finalize it; if it "
             "fails, run with --finalize."
         )
+
+
+def upload_commands(output: Path) -> dict[str, str]:
+    """Commands that publish an output; USER stands for the user's name on the hub."""
+    name = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", output.resolve().name).strip("-.") or "NAME"
+    path = f"./{output}" if str(output).startswith("-") else str(output)
+    where, what = f"USER/{name[:80]}", shlex.quote(path)
+    return {"push": f"ktconv push {what} {where}", "upload": f"hf upload {where} {what} ."}
+
+
+def _upload_lines(output: Path) -> Iterator[str]:
+    commands = upload_commands(output)
+    yield f"Publish it: {commands['push']}"
+    yield f"or: {commands['upload']}"
 
 
 def progress_over(sizes: dict[str, int]) -> Any:

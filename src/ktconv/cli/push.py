@@ -1,0 +1,46 @@
+"""`ktconv push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from ktconv.cli.exits import errors_shown, interruptible
+from ktconv.cli.output import JsonOption, print_result
+from ktconv.cli.parsing import argument, flag, option
+
+
+def push_command(
+    output: Annotated[Path, argument("A finished output of a conversion.", "OUTPUT")],
+    repository: Annotated[str, argument("Model repository of the hub: org/name.", "REPOSITORY")],
+    private: Annotated[
+        bool, flag("--private", "Make the repository private; refuse one that is public.")
+    ] = False,
+    revision: Annotated[
+        str | None, option("Branch to push to, made if missing; otherwise main.", "BRANCH")
+    ] = None,
+    create_pr: Annotated[
+        bool, flag("--create-pr", "Open a pull request instead of writing to the branch.")
+    ] = False,
+    message: Annotated[str | None, option("Message of the commit.", "TEXT")] = None,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Check the output and list what would be sent; send nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a finished output to the Hugging Face hub, with the token of `hf auth login`.
+
+    Run the same command again to continue an interrupted upload.
+
+    Example: ktconv push qwen3-int4 org/Qwen3-30B-A3B-int4 --private
+    """
+    with errors_shown(as_json):
+        from ktconv.push.command import Request, push
+
+        request = Request(output, repository, private, revision, create_pr, message)
+        with interruptible(lambda: _NEXT_STEP):
+            done = push(request, dry_run)
+        print_result(as_json, done.facts(), done.lines)
+
+
+_NEXT_STEP = "What was sent stays there: run the same command again to continue."

@@ -1,0 +1,1 @@
+"""`ktconv push`: finished outputs, sent to a repository of the hub."""

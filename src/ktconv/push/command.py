@@ -1,0 +1,90 @@
+"""`push`: one output to one repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv import __version__
+from ktconv.errors import UsageError
+from ktconv.push.content import Content, content_of
+from ktconv.push.hub import MAIN, Sent, check_repository, send
+from ktconv.system.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to push, and where to."""
+
+    output: Path
+    repository: str  # org/name
+    private: bool = False  # of a repository that is made
+    revision: str | None = None  # a branch; None: main
+    create_pr: bool = False
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What was sent; without `sent`: what would be."""
+
+    request: Request
+    content: Content
+    sent: Sent | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready."""
+        request, sent = self.request, self.sent
+        return {
+            "schema": 1,
+            "output": str(request.output),
+            "repository": request.repository,
+            "revision": request.revision or MAIN,
+            "private": request.private,
+            "files": len(self.content.files),
+            "bytes": self.content.nbytes,
+            "names": list(self.content.files),
+            "pushed": sent is not None,
+            "commit": sent.commit if sent else None,
+            "url": sent.url if sent else None,
+            "pull_request": sent.pull_request if sent else None,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        where = f"{self.request.repository} ({self.request.revision or MAIN})"
+        what = f"{len(self.content.files)} files, {format_size(self.content.nbytes)}"
+        if self.sent is None:
+            yield f"Would send {what}, to {where}:"
+            yield from (f"  {name}  {format_size(n)}" for name, n in self.content.files.items())
+            return
+        where = f"a pull request to {where}" if self.sent.pull_request else where
+        yield f"{self.request.output} is in {where}: {what}."
+        yield self.sent.pull_request or self.sent.url
+
+
+def push(request: Request, dry_run: bool = False) -> Pushed:
+    """Check the output and send it; with `dry_run` check it, without a network.
+
+    Raises OutputError for an output that is not complete, and as `hub.send`.
+    """
+    check_repository(request.repository)
+    if request.create_pr and request.revision not in (None, MAIN):
+        raise UsageError(
+            "--create-pr opens a pull request against main, not against --revision",
+            "omit one of the two",
+        )
+    content = content_of(request.output)
+    if dry_run:
+        return Pushed(request, content)
+    sent = send(
+        request.output,
+        request.repository,
+        private=request.private,
+        revision=request.revision,
+        create_pr=request.create_pr,
+        message=request.message or f"Upload the output of ktconv {__version__}",
+    )
+    return Pushed(request, content, sent)

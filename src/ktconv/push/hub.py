@@ -1,0 +1,203 @@
+"""Sending files through huggingface_hub, and what its errors mean.
+
+The token is the one of the hub's own login. It is never an argument here, and texts of the server
+are shown without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv import __version__
+from ktconv.errors import KtconvError, ResourceError, UsageError
+from ktconv.push.content import IGNORED
+
+MAIN = "main"
+_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
+_MOST_CHARACTERS = 96
+_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
+_HIDDEN = "[token]"
+_AGAIN = "run the same command again: what the hub has already is not sent again"
+_LOGIN = "log in with a token that may write: hf auth login"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the hub has now."""
+
+    commit: str
+    url: str
+    pull_request: str | None
+
+
+def check_repository(name: str) -> None:
+    """UsageError unless `name` is org/name, as the hub allows it."""
+    kind, _, rest = name.partition("/")
+    if kind in ("datasets", "spaces", "kernels", "buckets") and "/" in rest:
+        raise UsageError(f"{name} is not a model repository", "give org/name of a model")
+    parts = name.split("/")
+    fits = len(parts) == 2 and all(_NAME.fullmatch(part) for part in parts)
+    if not fits or len(name) > _MOST_CHARACTERS or re.search(r"--|\.\.|\.git$", name):
+        raise UsageError(
+            f"{name} cannot be a repository of the hub",
+            f"give org/name, of letters, digits, -, _ and ., at most {_MOST_CHARACTERS} "
+            "characters, without -- and ..",
+        )
+
+
+def send(
+    output: Path,
+    repository: str,
+    *,
+    private: bool,
+    revision: str | None,
+    create_pr: bool,
+    message: str,
+) -> Sent:
+    """Make the repository if there is none, and send the files of `output` to it.
+
+    UsageError without the package, a token or the right to write, ResourceError where the hub
+    cannot be reached or refuses.
+    """
+    api = _api()
+    with errors_explained(repository):
+        _prepare(api, repository, private)
+        if revision not in (None, MAIN) and not str(revision).startswith("refs/"):
+            api.create_branch(repository, branch=str(revision), exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository,
+            folder_path=output,
+            commit_message=message,
+            revision=revision,
+            create_pr=create_pr,
+            ignore_patterns=list(IGNORED),
+        )
+    return Sent(str(done.oid), str(done.commit_url), done.pr_url)
+
+
+def _api() -> Any:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise UsageError(
+            "push needs the package huggingface_hub", "pip install 'ktconv[hub]'"
+        ) from None
+    return HfApi(token=True, library_name="ktconv", library_version=__version__)
+
+
+def _prepare(api: Any, repository: str, private: bool) -> None:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        there = api.model_info(repository)
+    except GatedRepoError:
+        raise
+    except RepositoryNotFoundError:  # or one that we may not know of: then it cannot be made
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        return
+    if private and there.private is False:
+        raise UsageError(
+            f"{repository} exists already, and everybody can read it",
+            "make it private in its settings, or push to another name",
+        )
+
+
+# ---- errors --------------------------------------------------------------------------------
+
+
+@contextmanager
+def errors_explained(repository: str) -> Iterator[None]:
+    """Errors of the hub and its library as ours, in one sentence."""
+    try:
+        yield
+    except KtconvError:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:
+        found = explained(error, repository)
+        if found is None:
+            raise
+        raise found from None
+
+
+def explained(error: Exception, repository: str) -> KtconvError | None:
+    """What an error means; None for one that neither the hub nor a network has."""
+    from huggingface_hub import errors, get_token
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UsageError(
+            "push needs the hub, and HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
+        )
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return UsageError("push needs a token of the hub, and there is none", _LOGIN)
+    if isinstance(error, errors.HFValidationError):
+        return UsageError(f"the hub does not allow this: {_first_line(error, None)}")
+    if isinstance(error, errors.HfHubHTTPError) and (status := _status(error)) is not None:
+        said = _first_line(error.server_message or "", get_token())
+        return _of_status(status, repository, said)
+    if isinstance(error, OSError) and error.filename is not None:
+        return ResourceError(f"{error.filename} cannot be read: {error.strerror or error}")
+    if isinstance(error, KeyError):  # what the library makes of an answer without some field
+        return ResourceError(f"the hub's answer for {repository} has no {error}", _AGAIN)
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        status = _status(error.__cause__)
+        why = f" (status {status})" if status else ""
+        said = _first_line(error, get_token())
+        return ResourceError(f"the upload to {repository} stopped: {said}{why}", _AGAIN)
+    if isinstance(error, OSError | RuntimeError | ValueError) or _is_of_network(error):
+        return ResourceError(
+            f"the hub cannot be reached for {repository}: {_first_line(error, get_token())}",
+            f"check the network, then {_AGAIN}",
+        )
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    found = getattr(getattr(error, "response", None), "status_code", None)
+    return found if isinstance(found, int) else None
+
+
+def _of_status(status: int, repository: str, said: str) -> KtconvError:
+    if status == 401:
+        return UsageError("the hub does not accept the token", _LOGIN)
+    if status == 403:
+        words = f" ({said})" if said else ""
+        return UsageError(
+            f"the token may not write to {repository}{words}",
+            f"{_LOGIN}; or push to a name of your own",
+        )
+    if status == 404:
+        return UsageError(
+            f"the hub has no {repository} that this token can see, or no such revision",
+            f"check both names, or {_LOGIN}",
+        )
+    if status == 409:
+        return ResourceError(
+            f"the hub reports a conflict for {repository}: {said or 'something else changed it'}",
+            "wait until nothing else writes there, then run the same command again",
+        )
+    if status in (400, 413, 422):
+        return UsageError(f"the hub refuses this content for {repository}: {said or status}")
+    return ResourceError(
+        f"the hub answered {status} for {repository}: {said or 'no reason'}", _AGAIN
+    )
+
+
+def _is_of_network(error: Exception) -> bool:
+    """httpx in versions 1 of the library, httpx2 in versions 2."""
+    modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    return bool(modules & {"httpx", "httpx2", "requests", "hf_xet"})
+
+
+def _first_line(error: object, token: str | None) -> str:
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", lines[0] if lines else "")
+    if token:
+        text = text.replace(token, _HIDDEN)
+    return _TOKEN.sub(_HIDDEN, text)[:300].rstrip(".")

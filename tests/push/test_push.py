@@ -1,0 +1,338 @@
+"""`ktconv push` against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import write_model
+from helpers.convert import all_files, convert
+from helpers.hub_uploads import READ_ONLY, TOKEN, Hub, Repository
+from typer.testing import CliRunner, Result
+
+from ktconv.cli.app import app
+from ktconv.errors import KtconvError
+from ktconv.push.command import Request, push
+from ktconv.push.content import content_of
+
+NAME = "org/some-moe"
+
+pytestmark = pytest.mark.filterwarnings(  # of what the library asks of httpx
+    "ignore:Use 'content=:DeprecationWarning"
+)
+
+
+@pytest.fixture
+def output(kept: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(kept, tmp_path / "out"))
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def pushed(*words: object) -> dict[str, Any]:
+    result = run("push", *words, "--json")
+    assert result.exit_code == 0, result.output
+    assert TOKEN not in result.output
+    facts: dict[str, Any] = json.loads(result.stdout)
+    return facts
+
+
+def fails(*words: object, code: int = 2) -> str:
+    """The error of a push, which has one sentence, and no secret."""
+    result = run("push", *words)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output and result.stdout == ""
+    for secret in (TOKEN, READ_ONLY, "secret-of-a-url"):
+        assert secret not in result.output
+    return result.stderr
+
+
+def test_all_files_arrive(hub: Hub, kept: Path) -> None:
+    facts = pushed(kept, NAME, "--private", "--message", "A first one")
+    there = hub.repositories[NAME]
+    assert there.private and there.commits == ["A first one"]
+    assert there.branches["main"] == all_files(kept)
+    assert facts["names"] == sorted(all_files(kept)) and facts["pushed"]
+    assert facts["bytes"] == sum(map(len, all_files(kept).values()))
+    assert facts["url"].startswith(f"{hub.url}/{NAME}/commit/")
+
+
+def test_again_sends_nothing(hub: Hub, kept: Path) -> None:
+    pushed(kept, NAME)
+    stored = list(hub.stored)
+    assert stored
+    assert pushed(kept, NAME)["url"]
+    assert hub.stored == stored and len(hub.repositories[NAME].commits) == 1
+
+
+def test_an_interrupted_push_goes_on(hub: Hub, kept: Path) -> None:
+    """What the hub has is not sent again, and nothing is visible until all of it is there."""
+    hub.fail_after = 2
+    assert "stopped: Error while uploading" in fails(kept, NAME, code=3)
+    assert len(hub.stored) == 2 and hub.repositories[NAME].branches["main"] == {}
+    hub.fail_after = None
+    pushed(kept, NAME)
+    assert hub.repositories[NAME].branches["main"] == all_files(kept)
+    assert len(hub.stored) == len(set(hub.stored))
+
+
+def test_a_changed_card_is_all_that_is_sent(hub: Hub, output: Path) -> None:
+    pushed(output, NAME)
+    before = len(hub.stored)
+    (output / "README.md").write_text((output / "README.md").read_text() + "\nMeasured by us.\n")
+    pushed(output, NAME)
+    assert len(hub.stored) == before + 1
+    assert hub.repositories[NAME].branches["main"] == all_files(output)
+
+
+def test_branch_and_pull_request(hub: Hub, output: Path) -> None:
+    assert pushed(output, NAME, "--revision", "int4")["revision"] == "int4"
+    there = hub.repositories[NAME]
+    assert there.branches["main"] == {} and there.branches["int4"] == all_files(output)
+    assert pushed(output, NAME, "--create-pr")["pull_request"] == f"{hub.url}/{NAME}/discussions/1"
+    assert there.branches["main"] == {} and there.branches["refs/pr/1"] == all_files(output)
+    assert "one of the two" in fails(output, NAME, "--create-pr", "--revision", "int4")
+
+
+def test_hidden_and_half_written_files_stay(hub: Hub, output: Path) -> None:
+    (output / ".env").write_text("SECRET=1")
+    (output / ".git").mkdir()
+    (output / ".git" / "config").write_text("x")
+    (output / "figures").mkdir()
+    (output / "figures" / ".hidden").write_text("x")
+    (output / "figures" / "error.png").write_bytes(b"png")
+    (output / "model.safetensors.part").write_bytes(b"half")
+    listed = pushed(output, NAME, "--dry-run")["names"]
+    assert not hub.requests
+    pushed(output, NAME)
+    there = hub.repositories[NAME].branches["main"]
+    assert sorted(there) == listed
+    assert "figures/error.png" in there and "README.md" in there
+    assert not [name for name in there if "/." in f"/{name}" or name.endswith(".part")]
+
+
+@pytest.mark.parametrize("kind", ["layers", "quantized"])
+def test_other_outputs(kind: str, hub: Hub, tmp_path: Path) -> None:
+    if kind == "layers":
+        convert(write_model(tmp_path / "model", layers=1), tmp_path / "out", layout="layers")
+        output = tmp_path / "out"
+    else:
+        from ktconv.merge import Request as MergeRequest
+        from ktconv.merge import merge
+
+        convert(write_model(tmp_path / "model", layers=1), tmp_path / "folders", layout="layers")
+        output = tmp_path / "merged"
+        merge(MergeRequest(tmp_path / "folders", output))
+    pushed(output, NAME)
+    assert hub.repositories[NAME].branches["main"] == all_files(output)
+
+
+# ---- refusals ------------------------------------------------------------------------------
+
+
+def _unfinished(output: Path) -> None:
+    (output / ".ktconv").mkdir()
+
+
+def _no_manifest(output: Path) -> None:
+    (output / "ktconv.json").unlink()
+
+
+def _damaged_manifest(output: Path) -> None:
+    (output / "ktconv.json").write_text("{")
+
+
+def _missing_shard(output: Path) -> None:
+    sorted(output.glob("*.safetensors"))[0].unlink()
+
+
+def _short_shard(output: Path) -> None:
+    shard = sorted(output.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def _foreign_shard(output: Path) -> None:
+    (output / "extra.safetensors").write_bytes(b"x")
+
+
+def _missing_config(output: Path) -> None:
+    (output / "config.json").unlink()
+
+
+def _link(output: Path) -> None:
+    (output / "notes.txt").symlink_to("/etc/hostname")
+
+
+def _linked_folder(output: Path) -> None:
+    (output / "notes").symlink_to("/etc")
+
+
+def _pipe(output: Path) -> None:
+    os.mkfifo(output / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_unfinished, "is not finished"),
+        (_no_manifest, "has no ktconv.json"),
+        (_damaged_manifest, "ktconv.json is damaged"),
+        (_missing_shard, ".safetensors is missing"),
+        (_short_shard, ".safetensors is not as it was written"),
+        (_foreign_shard, "contains extra.safetensors, weights"),
+        (_missing_config, "config.json is missing"),
+        (_link, "notes.txt is a link"),
+        (_linked_folder, "notes is a link"),
+        (_pipe, "pipe is not a regular file"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_outputs_that_are_not_sent(spoil: Any, said: str, hub: Hub, output: Path) -> None:
+    spoil(output)
+    assert said in fails(output, NAME)
+    assert said in fails(output, NAME, "--dry-run")
+    assert not hub.requests
+
+
+def test_paths_that_are_no_output(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "does not exist" in fails(tmp_path / "nothing", NAME)
+    assert "is a file" in fails(tmp_path / "file", NAME)
+    assert "has no ktconv.json" in fails(tmp_path, NAME)
+    assert not hub.requests
+
+
+def test_a_shard_on_another_disk(hub: Hub, output: Path, tmp_path: Path) -> None:
+    """Weights may be links: their content is known."""
+    shard = sorted(output.glob("*.safetensors"))[0]
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    pushed(output, NAME)
+    there = hub.repositories[NAME].branches["main"]
+    assert there[shard.name] == (tmp_path / "elsewhere").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("some-moe", "give org/name"),
+        ("a/b/c", "give org/name"),
+        ("datasets/org/name", "not a model repository"),
+        ("org/na me", "give org/name"),
+        ("org/na--me", "give org/name"),
+        ("org/name.git", "give org/name"),
+        ("https://huggingface.co/org/name", "give org/name"),
+        ("org/" + "x" * 96, "give org/name"),
+    ],
+)
+def test_names_that_the_hub_does_not_allow(name: str, said: str, hub: Hub, kept: Path) -> None:
+    assert said in fails(kept, name)
+    assert not hub.requests
+
+
+def test_tokens(hub: Hub, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", READ_ONLY)
+    message = fails(kept, NAME)
+    assert f"may not write to {NAME}" in message and "hf auth login" in message
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "does not accept the token" in fails(kept, NAME)
+    monkeypatch.delenv("HF_TOKEN")
+    asked = len(hub.requests)
+    assert "needs a token of the hub" in fails(kept, NAME)
+    assert len(hub.requests) == asked and not hub.repositories
+
+
+def test_private_is_not_taken_for_public(hub: Hub, kept: Path) -> None:
+    hub.repositories[NAME] = Repository(private=False)
+    assert "everybody can read it" in fails(kept, NAME, "--private")
+    assert not hub.stored and hub.repositories[NAME].branches["main"] == {}
+    hub.repositories[NAME].private = True
+    pushed(kept, NAME, "--private")
+
+
+def test_offline(hub: Hub, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in fails(kept, NAME)
+
+
+def test_a_dry_run_needs_no_package(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert f"to {NAME} (main)" in run("push", kept, NAME, "--dry-run").stdout
+    assert "ktconv[hub]" in fails(kept, NAME)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said", "code"),
+    [
+        ("create", 403, "may not write to org/some-moe (not allowed)", 2),
+        ("create", 409, "has no 'url'", 3),
+        ("/commit/", 409, "a conflict for org/some-moe: not allowed with [token]", 3),
+        ("/commit/", 400, "refuses this content for org/some-moe: not allowed", 2),
+        ("/commit/", 412, "answered 412", 3),
+        ("preupload", 404, "the hub has no", 2),
+        ("/store/", 403, "stopped: Error while uploading", 3),
+    ],
+)
+def test_refusals(path: str, status: int, said: str, code: int, hub: Hub, kept: Path) -> None:
+    hub.refused[path] = (status, f"not allowed with {TOKEN}" if code == 3 else "not allowed")
+    assert said in fails(kept, NAME, code=code)
+
+
+def test_a_hub_that_is_not_there(hub: Hub, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        assert "cannot be reached" in fails(kept, NAME, code=3)
+
+
+def test_errors_as_json(hub: Hub, tmp_path: Path) -> None:
+    result = run("push", tmp_path, NAME, "--json")
+    assert json.loads(result.stdout)["error"]["exit_code"] == result.exit_code == 2
+
+
+def test_the_library(hub: Hub, kept: Path) -> None:
+    done = push(Request(kept, NAME))
+    assert done.sent and done.content == content_of(kept)
+    with pytest.raises(KtconvError):
+        push(Request(kept, "name"))
+
+
+def test_a_process_of_its_own_logs_no_token(hub: Hub, kept: Path, tmp_path: Path) -> None:
+    """With the library's own debug output on."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": TOKEN,
+    }
+    command = [sys.executable, "-m", "ktconv", "push", str(kept), NAME]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert TOKEN not in done.stdout + done.stderr and "secret-of-a-url" not in done.stderr
+    assert hub.repositories[NAME].branches["main"] == all_files(kept)
+
+
+# ---- the end of conversions ----------------------------------------------------------------
+
+
+def test_conversions_end_with_the_commands(hub: Hub, tmp_path: Path) -> None:
+    model, output = write_model(tmp_path / "model", layers=1), tmp_path / "a model"
+    words = ("quantize-cpu", model, output, "--numa", "1")
+    text = run(*words).stdout
+    assert f"ktconv push '{output}' USER/a-model\n" in text
+    assert text.endswith(f"hf upload USER/a-model '{output}' .\n")
+    facts = json.loads(run(*words, "--json").stdout)
+    assert facts["upload"] == f"hf upload USER/a-model '{output}' ."
+    assert facts["push"] == f"ktconv push '{output}' USER/a-model"
