@@ -133,6 +133,16 @@ def test_folders_that_are_no_side_files(model: Path, output: Path) -> None:
     assert "LICENSE" in contents(output) and not (output / "LICENSES").exists()
 
 
+def test_licences_by_any_name(model: Path, output: Path) -> None:
+    names = ["LICENSE-MODEL", "License.txt", "LICENCE", "COPYING", "USE_POLICY.md", "Notice.txt"]
+    for name in [*names, "USAGE_POLICY", "THIRD_PARTY_NOTICES.md"]:
+        (model / name).write_text(f"This is {name}.")
+    (model / "POLICY.md").write_text("a page")
+    done(model, output)
+    assert {*names, "USAGE_POLICY", "THIRD_PARTY_NOTICES.md"} <= contents(output).keys()
+    assert not (output / "POLICY.md").exists()
+
+
 def test_templates_that_are_no_folder(model: Path, output: Path) -> None:
     templates = model / "additional_chat_templates"
     templates.mkdir()

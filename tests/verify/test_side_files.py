@@ -244,6 +244,19 @@ def test_rewritten_files_are_a_note(output: Path, furnished: Path) -> None:
         assert any(f"{name} differs from the source's" in note for note in result.facts["notes"])
 
 
+def test_a_licence_that_an_earlier_version_did_not_copy(output: Path, furnished: Path) -> None:
+    """A note; one that the manifest records is missing."""
+    (output / "LICENSE").unlink()
+    failures = found(check(output, furnished, "structure"), "structure", "missing file")
+    assert [failure["file"] for failure in failures] == ["LICENSE"]
+    manifest = read_json(output / "ktconv.json")
+    del manifest["side_files"]["LICENSE"]
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    result = check(output, furnished, "structure")
+    assert result.passed
+    assert any("no LICENSE, a licence" in note for note in result.facts["notes"])
+
+
 def test_merges_in_two_spellings() -> None:
     old, new = (
         json.dumps({"model": {"merges": merges}}).encode() for merges in (["a b"], [["a", "b"]])

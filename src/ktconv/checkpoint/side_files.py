@@ -22,14 +22,17 @@ RECORDS = "side_files"  # of the manifest: name by text.path_text -> {"bytes", "
 Record = dict[str, Any]
 
 _PATTERNS = ("*.json", "*.jinja", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken", "*.py")
-_LEGAL_PATTERNS = ("LICENSE*", "NOTICE*")
+_LEGAL_PATTERNS = (
+    *("LICENSE*", "License*", "LICENCE*", "COPYING*", "NOTICE*", "Notice*"),
+    *("USE_POLICY*", "USAGE_POLICY*", "THIRD_PARTY_NOTICES*"),
+)
 _TEMPLATES = "additional_chat_templates"
 # What ktconv writes beside shards.
 MANIFEST, CARD, INDEX = "ktconv.json", "README.md", "model.safetensors.index.json"
 
 
 def is_legal(name: Path) -> bool:
-    """Whether it is a licence or notice, which no loader reads."""
+    """Whether it is a licence, notice or policy of use, which no loader reads."""
     return _fits(name.name, _LEGAL_PATTERNS) and not _fits(name.name, _PATTERNS)
 
 

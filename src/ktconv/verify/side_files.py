@@ -10,7 +10,14 @@ from pathlib import Path
 from ktconv.checkpoint import read_header
 from ktconv.checkpoint.agreement import absent_layers, contradictions
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.checkpoint.side_files import RECORDS, Record, flaws, list_side_files, record_of
+from ktconv.checkpoint.side_files import (
+    RECORDS,
+    Record,
+    flaws,
+    is_legal,
+    list_side_files,
+    record_of,
+)
 from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
@@ -103,7 +110,13 @@ class _SideFiles:
 
     def _absent(self, name: str) -> None:
         """A failure for our own outputs, a note for others: tools omit files, and folders that were
-        merged without a source may have had none."""
+        merged without a source may have had none. Files that the manifest records are
+        reported before."""
+        if is_legal(Path(name)):  # earlier versions copied fewer of them
+            self._findings.note(
+                f"{self._directory} has no {name}, a licence or notice of the source"
+            )
+            return
         manifest = self._output.manifest
         if manifest and (manifest.source_files or not manifest.merged):
             self._fail("missing file", f"{self._directory} has no {name}", name)
