@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             self._create(json.loads(body))
         elif path == "/api/validate-yaml":
-            self._answer({"errors": [], "warnings": []})
+            self._validate(json.loads(body)["content"])
         elif match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             self._batch(json.loads(body))
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)(?:/(.+))?)?", path):
@@ -156,6 +156,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repositories.setdefault(name, Repository(private))
         answer = {"url": f"{self.hub.url}/{name}", "id": name, "name": name}
         self._answer({**answer, "error": "it exists"} if exists else answer, 409 if exists else 200)
+
+    def _validate(self, card: str) -> None:
+        """The hub refuses base models that are no ids."""
+        found = re.search("^base_model: (.*)$", card, re.MULTILINE)
+        wrong = found is not None and "/" not in found[1]
+        said = '"base_model" is not valid. Use a model id from https://hf.co/models.'
+        errors = [{"message": said}] if wrong else []
+        self._answer({"errors": errors, "warnings": []}, 400 if wrong else 200)
 
     def _preupload(self, there: dict[str, bytes], wanted: dict[str, Any]) -> None:
         files = [

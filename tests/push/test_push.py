@@ -293,7 +293,19 @@ def test_a_hub_that_is_not_there(hub: Hub, kept: Path, monkeypatch: pytest.Monke
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        assert "cannot be reached" in fails(kept, NAME, code=3)
+        said = f"the hub cannot be reached for {NAME}: Connection refused."
+        assert said in fails(kept, NAME, code=3)
+
+
+def test_a_card_that_the_hub_does_not_allow(hub: Hub, output: Path) -> None:
+    """As those of earlier versions: found before anything is sent."""
+    card = output / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nbase_model: model\n", 1))
+    message = fails(output, NAME)
+    assert (
+        'refuses this content for org/some-moe: Invalid metadata in README.md. - "base' in message
+    )
+    assert not hub.stored
 
 
 def test_errors_as_json(hub: Hub, tmp_path: Path) -> None:
@@ -316,11 +328,13 @@ def test_a_process_of_its_own_logs_no_token(hub: Hub, kept: Path, tmp_path: Path
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(tmp_path / "hf"),
         "HF_TOKEN": TOKEN,
+        "HF_DEBUG": "1",
+        "HF_HUB_VERBOSITY": "debug",
     }
     command = [sys.executable, "-m", "ktconv", "push", str(kept), NAME]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert TOKEN not in done.stdout + done.stderr and "secret-of-a-url" not in done.stderr
+    assert TOKEN not in done.stdout + done.stderr
     assert hub.repositories[NAME].branches["main"] == all_files(kept)
 
 

@@ -6,6 +6,7 @@ are shown without it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,9 +151,15 @@ def explained(error: Exception, repository: str) -> KtconvError | None:
         why = f" (status {status})" if status else ""
         said = _first_line(error, get_token())
         return ResourceError(f"the upload to {repository} stopped: {said}{why}", _AGAIN)
-    if isinstance(error, OSError | RuntimeError | ValueError) or _is_of_network(error):
+    if isinstance(error, json.JSONDecodeError):
+        return ResourceError(f"the hub's answer for {repository} is no JSON", _AGAIN)
+    if isinstance(error, ValueError):  # of the model card, or of storage
+        said = _first_line(" ".join(str(error).split()), get_token())
+        return UsageError(f"the hub refuses this content for {repository}: {said}")
+    if isinstance(error, OSError | RuntimeError) or _is_of_network(error):
+        said = _first_line(_cause(error), get_token())
         return ResourceError(
-            f"the hub cannot be reached for {repository}: {_first_line(error, get_token())}",
+            f"the hub cannot be reached for {repository}: {said}",
             f"check the network, then {_AGAIN}",
         )
     return None
@@ -193,6 +200,18 @@ def _is_of_network(error: Exception) -> bool:
     """httpx in versions 1 of the library, httpx2 in versions 2."""
     modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
     return bool(modules & {"httpx", "httpx2", "requests", "hf_xet"})
+
+
+def _cause(error: BaseException) -> object:
+    """What the system said, in errors of whatever library; otherwise the error."""
+    inner: BaseException | None = error
+    for _ in range(20):
+        if inner is None:
+            break
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__cause__ or inner.__context__
+    return error
 
 
 def _first_line(error: object, token: str | None) -> str:
