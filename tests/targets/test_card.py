@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ def test_the_card_goes_on_to_what_is_made_from_outputs(model: Path, tmp_path: Pa
     for name in ("merged", "resharded"):
         assert data_of(tmp_path / name) == expected
         assert (tmp_path / name / "LICENSE").is_file()
+    # The same bytes have the same errors; those of rows that were split are not known.
+    texts = {name: (tmp_path / name / "README.md").read_text() for name in ("folders", "merged")}
+    lines = [re.findall("Relative RMS error.*", text) for text in texts.values()]
+    assert lines[0] == lines[1] != []
+    assert "Relative RMS" not in (tmp_path / "resharded" / "README.md").read_text()
 
 
 def test_the_order_of_threads_leaves_no_trace(tmp_path: Path) -> None:

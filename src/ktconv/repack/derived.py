@@ -20,6 +20,7 @@ from ktconv.checkpoint.side_files import find_side_files
 from ktconv.checkpoint.towers import tower_config
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Copy, LayerContent, lay_out
+from ktconv.conversion.records import ErrorSummary
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
@@ -93,8 +94,12 @@ class Derived(Conversion, ABC):
             f"Routed experts for {whose} CPU kernels, from {preflight.about}",
             "contains a checksum of every tensor." + (f"\n\n{why}" if why else ""),
             preflight.command,
-            errors_line(self.errors),
+            errors_line(self.measured()),
         )
+
+    def measured(self) -> ErrorSummary:
+        """Errors of the weights, as far as they are known, for the card."""
+        return self.errors
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         return CheckedCopy(reader, tensor, name, self.request.verify, self.known)
