@@ -10,8 +10,6 @@ from helpers.cli import write_model
 from helpers.convert import convert
 from helpers.hub_uploads import TOKEN, Hub, serving
 
-constants = pytest.importorskip("huggingface_hub.constants")
-
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Hub]:
@@ -22,6 +20,7 @@ def server() -> Iterator[Hub]:
 @pytest.fixture
 def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     """Empty, and what the library talks to, logged in."""
+    constants = pytest.importorskip("huggingface_hub.constants")
     server.reset()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
