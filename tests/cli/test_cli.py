@@ -347,6 +347,7 @@ PLACES = {
     "plan": ("README.md", "Plan"),
     "bench": ("README.md", "Measure"),
     "doctor": ("README.md", "Look"),
+    "completion": ("README.md", "Look"),
 }
 
 
@@ -430,7 +431,9 @@ def imported_by(*words: object) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("words", [("--help",), ("quantize-cpu", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("quantize-cpu", "--help"), ("--version",), ("completion", "bash")]
+)
 def test_help_imports_little(words: tuple[str, ...]) -> None:
     heavy = {"numpy", "torch", "transformers", "safetensors", "huggingface_hub", "cffi", "jinja2"}
     assert not imported_by(*words) & heavy

@@ -9,6 +9,7 @@ import typer
 
 from ktconv import __version__
 from ktconv.cli.bench import bench
+from ktconv.cli.completion import completion
 from ktconv.cli.doctor import doctor
 from ktconv.cli.inspect import inspect
 from ktconv.cli.parsing import Command, Group
@@ -59,6 +60,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "bench": bench,
     "doctor": doctor,
+    "completion": completion,
 }
 for _name, _command in COMMANDS.items():
     app.command(_name, cls=Command)(_command)

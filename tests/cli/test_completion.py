@@ -1,0 +1,83 @@
+"""The scripts of `ktconv completion`, run by shells that are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cli import ktconv
+
+SCRIPT = f"""#!{sys.executable}
+import sys
+sys.argv[0] = "ktconv"
+from ktconv.cli.entry import main
+main()
+"""
+WORDS = {
+    "quan": ["quantize-cpu", "quantize-gpu"],
+    "quantize-cpu --me": ["--method"],
+    "quantize-cpu MODEL OUTPUT --method ''": ["int4", "int8"],
+    "quantize-cpu MODEL OUTPUT --layout l": ["layers"],
+    "completion ''": ["bash", "zsh", "fish"],
+    "inspect ''": [],  # bash then completes files
+}
+
+
+def shell(name: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`code` run where `ktconv` is this one, in an empty home."""
+    binary = shutil.which(name)
+    if binary is None:
+        pytest.skip(f"{name} is not installed")
+    command = folder / "ktconv"
+    command.write_text(SCRIPT)
+    command.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return subprocess.run(
+        [binary, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_bash_completes(line: str, tmp_path: Path) -> None:
+    code = f"""source <(ktconv completion bash)
+    COMP_WORDS=(ktconv {line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+    $(complete -p ktconv | sed 's/.*-F \\([^ ]*\\).*/\\1/') ktconv
+    printf '%s\\n' "${{COMPREPLY[@]}}"; complete -p ktconv >&2"""
+    ended = shell("bash", code, tmp_path)
+    assert ended.stdout.split() == WORDS[line]
+    assert "-o default" in ended.stderr  # files, where there is nothing else
+    assert [path.name for path in tmp_path.iterdir()] == ["ktconv"]
+
+
+def test_fish_completes(tmp_path: Path) -> None:
+    code = "ktconv completion fish | source; complete -C 'ktconv quantize-cpu a b --method '"
+    ended = shell("fish", code, tmp_path)
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["int4", "int8"]
+
+
+def test_zsh_takes_the_script(tmp_path: Path) -> None:
+    code = """autoload -Uz compinit; compinit -u -D; source <(ktconv completion zsh)
+    print -r -- $_comps[ktconv]"""
+    ended = shell("zsh", code, tmp_path)
+    assert ended.stdout.strip() == "_ktconv_completion" and ended.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_scripts_ask_ktconv(name: str) -> None:
+    result = ktconv("completion", name)
+    assert f"_KTCONV_COMPLETE=complete_{name}" in result.stdout
+
+
+@pytest.mark.parametrize("words", [["completion"], ["completion", "tcsh"]])
+def test_other_shells_are_refused(words: list[str]) -> None:
+    result = ktconv(*words)
+    assert result.exit_code == 2
+    assert all(name in result.stderr for name in ("bash", "zsh", "fish"))
