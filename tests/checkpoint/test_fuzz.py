@@ -23,6 +23,7 @@ from ktconv.checkpoint.safetensors_file import BITS_PER_ELEMENT
 from ktconv.errors import KtconvError
 from ktconv.reading.matrices import MatrixReader
 from ktconv.reading.reader import SourceReader
+from ktconv.system.opened import Opened
 
 Entry = tuple[str, tuple[int, ...]]  # dtype and shape
 HIDDEN, INNER = 128, 192
@@ -131,7 +132,7 @@ def write(directory: Path, kind: str, tensors: dict[str, Entry]) -> bool:
 class InsideTensors(SourceReader):
     """Refuses to read beyond a tensor."""
 
-    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
+    def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         assert offset >= 0 and offset + len(target) <= tensor.nbytes, (tensor, offset, len(target))
         super().read(fd, tensor, target, offset)
 

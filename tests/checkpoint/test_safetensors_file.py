@@ -160,7 +160,7 @@ def test_system_error_is_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ResourceError, match=r"x\.safetensors cannot be read: Input/output error"):
         read_header(path)
 

@@ -79,6 +79,9 @@ class Planned:
     def tasks(self, unit: Unit) -> list[Step]:
         return self.steps(int(unit.key))
 
+    def confirm(self, unit: Unit) -> None:
+        pass
+
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         self.done.append(unit.key)
 

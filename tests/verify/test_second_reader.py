@@ -31,6 +31,7 @@ from ktconv.checkpoint.fused import FusedLayout
 from ktconv.reading import matrices
 from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.reading.reader import SourceReader
+from ktconv.system.opened import Opened
 from ktconv.verify import Request, verify
 from ktconv.verify.findings import Findings
 from ktconv.verify.reading_check import ReadingCheck, expert_check
@@ -290,7 +291,7 @@ def bytes_read(change: Callable[[np.ndarray], np.ndarray]) -> Patch:
     def apply(patch: pytest.MonkeyPatch) -> None:
         right = MatrixReader.read
 
-        def wrong(self: MatrixReader, fd: int, chunk: range, target: Any, bounce: Any) -> int:
+        def wrong(self: MatrixReader, fd: Opened, chunk: range, target: Any, bounce: Any) -> int:
             count = right(self, fd, chunk, target, bounce)
             target[:count] = change(target[:count].copy())
             return count

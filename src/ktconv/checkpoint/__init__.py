@@ -105,7 +105,7 @@ def open_checkpoint(
     sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
     for header in headers:
         name = path_text(header.file.name)
-        sources.append(SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256))
+        sources.append(_source_file(name, header))
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=content,
@@ -121,6 +121,10 @@ def open_checkpoint(
         tower=None if chosen is None else chosen.name,
         mapped=mapped,
     )
+
+
+def _source_file(name: str, header: Header) -> SourceFile:
+    return SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256, header.etag)
 
 
 def _side_directory(
@@ -212,14 +216,18 @@ def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """What identifies this state of the checkpoint, as JSON-ready objects.
 
     One per file: config.json with name, bytes and sha256; each shard with name, bytes,
-    mtime_ns and header_sha256, all as they were when the checkpoint was opened.
+    mtime_ns (etag, of one that is read over a network) and header_sha256, all as they were when
+    the checkpoint was opened.
     """
     return [
-        {"name": source.name, "bytes": source.nbytes}
-        | (
-            {"sha256": source.sha256}
-            if source.mtime_ns is None
-            else {"mtime_ns": source.mtime_ns, "header_sha256": source.sha256}
-        )
+        {"name": source.name, "bytes": source.nbytes} | _state(source)
         for source in checkpoint.sources
     ]
+
+
+def _state(source: SourceFile) -> dict[str, Any]:
+    if source.etag is not None:
+        return {"etag": source.etag, "header_sha256": source.sha256}
+    if source.mtime_ns is None:
+        return {"sha256": source.sha256}
+    return {"mtime_ns": source.mtime_ns, "header_sha256": source.sha256}

@@ -17,14 +17,17 @@ _IMATRIX = (".imatrix", ".dat")
 
 
 def locate_model(model: str | Path) -> Path:
-    """The directory of safetensors files, or one of the GGUF files, that `model` means; never
-    touches the network.
+    """The directory of safetensors files, or one of the GGUF files, that `model` means; touches
+    the network for a URL only.
 
-    `model` is a directory, a GGUF file, or a hub id `org/name` of the local Hugging Face cache; a
-    name after a colon chooses one of several GGUF models there, as in `org/name:Q4_K_M`. A
-    directory with safetensors files counts as such; otherwise it must contain one GGUF model, or
-    its subdirectories must. Raises CheckpointError with a hint what to give instead.
+    `model` is a URL (see `remote.urls`), a directory, a GGUF file, or a hub id `org/name` of the
+    local Hugging Face cache; a name after a colon chooses one of several GGUF models there, as in
+    `org/name:Q4_K_M`. A directory with safetensors files counts as such; otherwise it must contain
+    one GGUF model, or its subdirectories must. Raises CheckpointError with a hint what to give
+    instead.
     """
+    if isinstance(model, str) and "://" in model:
+        return _remote(model)
     path = Path(model)
     if path.is_dir():
         return _in_directory(path, str(model))
@@ -36,6 +39,13 @@ def locate_model(model: str | Path) -> Path:
         f"{model} does not exist",
         "Give a checkpoint directory, a GGUF file, or a hub id org/name from the local cache.",
     )
+
+
+def _remote(model: str) -> Path:
+    from ktconv.remote import open_remote
+    from ktconv.remote.urls import parse_url
+
+    return _in_directory(open_remote(model), model, parse_url(model).wanted)
 
 
 def _file(path: Path) -> Path:

@@ -13,8 +13,9 @@ from ktconv.checkpoint.encodings.base import WEIGHT, Encoding, Parts
 from ktconv.checkpoint.types import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
-from ktconv.system.files import FileTooShortError, read_exactly
-from ktconv.system.regular_files import opened_regular, unreadable
+from ktconv.system.files import FileTooShortError
+from ktconv.system.opened import opened_source
+from ktconv.system.regular_files import unreadable
 
 _PARTS = frozenset(
     name
@@ -110,8 +111,8 @@ def _declared_shape(parts: Parts) -> tuple[int, int] | None:
         return None
     data = bytearray(tensor.nbytes)
     try:
-        with opened_regular(tensor.file) as fd:
-            read_exactly(fd, memoryview(data), tensor.offset)
+        with opened_source(tensor.file) as opened:
+            opened.read(memoryview(data), tensor.offset)
     except FileTooShortError:
         raise CheckpointError(f"{tensor.file} became shorter while it was read") from None
     except OSError as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.system.regular_files import opened_regular, unreadable
+from ktconv.system.files import FileTooShortError
+from ktconv.system.opened import Opened, opened_source
+from ktconv.system.regular_files import unreadable
 
 # The format's own limit; it keeps a damaged length from becoming an allocation.
 MAX_HEADER_BYTES = 100_000_000
@@ -45,8 +47,9 @@ class Header:
     tensors: Sequence[TensorRef]  # ascending offset
     metadata: Mapping[str, Any]  # of safetensors files: texts
     file_bytes: int
-    mtime_ns: int
+    mtime_ns: int | None  # None: it is elsewhere, and has an etag
     sha256: str  # of the header's bytes, of safetensors files without their length
+    etag: str | None = None
 
 
 def read_header(path: Path) -> Header:
@@ -55,7 +58,12 @@ def read_header(path: Path) -> Header:
     Raises CheckpointError naming the file (and tensor) for anything that is missing or
     wrong, ResourceError where the system refuses to read.
     """
-    raw, status = _read_raw_header(path)
+    with _opened_header(path) as (raw, opened):
+        return _header(path, raw, opened)
+
+
+def _header(path: Path, raw: bytes, opened: Opened) -> Header:
+    file_bytes = opened.nbytes
     entries = parse_object(raw, f"the header of {path}", _DAMAGED)
     if b"\\u0000" in raw:
         _refuse_nul(path, entries)
@@ -63,9 +71,9 @@ def read_header(path: Path) -> Header:
     data_start = 8 + len(raw)
     tensors = [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
     tensors.sort(key=attrgetter("offset", "nbytes"))
-    _check_coverage(path, tensors, data_start, status.st_size)
+    _check_coverage(path, tensors, data_start, file_bytes)
     digest = hashlib.sha256(raw).hexdigest()
-    return Header(path, tensors, metadata, status.st_size, status.st_mtime_ns, digest)
+    return Header(path, tensors, metadata, file_bytes, opened.mtime_ns, digest, opened.etag)
 
 
 def header_mentions(path: Path, text: bytes) -> bool:
@@ -73,24 +81,28 @@ def header_mentions(path: Path, text: bytes) -> bool:
 
     Raises as `read_header` does where the file cannot be a safetensors file.
     """
-    return text in _read_raw_header(path)[0]
+    with _opened_header(path) as (raw, _):
+        return text in raw
 
 
-def _read_raw_header(path: Path) -> tuple[bytes, os.stat_result]:
-    with opened_regular(path) as descriptor:
+@contextmanager
+def _opened_header(path: Path) -> Iterator[tuple[bytes, Opened]]:
+    with opened_source(path) as opened:
         try:
-            status = os.fstat(descriptor)
-            return _read_length_and_json(path, descriptor, status.st_size), status
+            raw = _read_length_and_json(path, opened, opened.nbytes)
+        except FileTooShortError as error:
+            raise CheckpointError(f"{path} became shorter while it was read", _DAMAGED) from error
         except OSError as error:
             raise unreadable(path, error) from error
+        yield raw, opened
 
 
-def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes:
+def _read_length_and_json(path: Path, opened: Opened, file_bytes: int) -> bytes:
     if file_bytes < 8:
         raise CheckpointError(
             f"{path} has {file_bytes} bytes, too few for the 8 bytes of a header length", _DAMAGED
         )
-    length = int.from_bytes(_pread_exactly(path, descriptor, 8, 0), "little")
+    length = int.from_bytes(opened.take(8, 0), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path} declares a header of {length} bytes, more than the format's "
@@ -103,23 +115,10 @@ def _read_length_and_json(path: Path, descriptor: int, file_bytes: int) -> bytes
             f"{path} is truncated: {missing} of the {length} bytes of its header are missing",
             _DAMAGED,
         )
-    raw = _pread_exactly(path, descriptor, length, 8)
+    raw = opened.take(length, 8)
     if not raw.startswith(b"{"):
         raise CheckpointError(f"the header of {path} does not start with '{{'", _DAMAGED)
     return raw
-
-
-def _pread_exactly(path: Path, descriptor: int, count: int, offset: int) -> bytes:
-    """`count` bytes from `offset`; pread may return fewer, and the file may become shorter."""
-    pieces = []
-    while count:
-        piece = os.pread(descriptor, count, offset)
-        if not piece:
-            raise CheckpointError(f"{path} became shorter while it was read", _DAMAGED)
-        pieces.append(piece)
-        count -= len(piece)
-        offset += len(piece)
-    return b"".join(pieces)
 
 
 def _refuse_nul(path: Path, names: Iterable[str]) -> None:

@@ -12,12 +12,14 @@ from ktconv.checkpoint.gguf.parts import SUFFIX, all_parts, read_parts
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.system.elsewhere import Span, advise
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
 SINGLE_FILE = "model.safetensors"
+HEAD_BYTES = 256 << 10  # most headers end there; fetched at once where files are elsewhere
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
@@ -68,6 +70,7 @@ def _select_safetensors(directory: Path) -> ShardSelection:
 
 def read_shards(selection: ShardSelection) -> list[Header]:
     """Read every selected header once and check them against the index and each other."""
+    advise([Span(file, 0, HEAD_BYTES) for file in selection.files], lambda _: None)
     read = read_parts if selection.gguf else _read_each
     headers = read(selection.files)
     if selection.index is None:

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.system.regular_files import MissingFileError, opened_small, read_chunks, unreadable
+from ktconv.system.regular_files import (
+    MissingFileError,
+    check_small,
+    opened_small,
+    read_chunks,
+    unreadable,
+)
 from ktconv.system.text import path_of, path_text
 
 RECORDS = "side_files"  # of the manifest: name by text.path_text -> {"bytes", "sha256"}
@@ -59,8 +65,7 @@ def find_side_files(directory: Path) -> list[Path]:
         _check_name(directory, name)
         if name == Path(_TEMPLATES):
             _names(directory / name)  # raises: it is none
-        with opened_small(directory, name):
-            pass
+        check_small(directory, name)
     return names
 
 

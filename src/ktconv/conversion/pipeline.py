@@ -8,7 +8,6 @@ workers are at the next ones. Memory is that of the workers, whatever the size o
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections import deque
@@ -19,11 +18,11 @@ from typing import Any, Protocol
 from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import Span
-from ktconv.system.files import opened_fd
+from ktconv.reading.reader import Span, advise
 from ktconv.writer.staging import Staging
 
 PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
+ADVISE_BYTES = 64 << 20  # asked for at once
 OPEN_UNITS = 3  # one being committed, one being finished, one being started
 
 
@@ -49,6 +48,9 @@ class Work(Protocol):
         """Where its tensors are written until they are final."""
 
     def tasks(self, unit: Unit) -> Sequence[Task]: ...
+
+    def confirm(self, unit: Unit) -> None:
+        """Raise what speaks against making its files final."""
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Its files are final; `tensors` are the results of its tasks."""
@@ -197,6 +199,7 @@ class Pipeline:
 
     def _commit_loop(self) -> None:
         while (opened := self._commits.get()) is not None:
+            self._work.confirm(opened.unit)
             self._work.finished(opened.unit, opened.staging.commit(), opened.results)
             with self._changed:
                 self._open.remove(opened)
@@ -206,24 +209,32 @@ class Pipeline:
     def _prefetch_loop(self) -> None:
         advised = 0
         while (task := self._prefetch.get()) is not None:
-            for span in task.spans():
-                advise(span)
-            advised += task.source_bytes
+            spans, more = list(task.spans()), task.source_bytes
+            # Together, as far as is known: neighbours in a file are one request to a server.
+            while more < ADVISE_BYTES and (following := self._waiting()) is not None:
+                spans += following.spans()
+                more += following.source_bytes
+            advise(spans)
+            advised += more
             with self._changed:
                 while not self._stopped and advised - self._taken_bytes > PREFETCH_BYTES:
                     self._changed.wait()
                 if self._stopped:
                     return
 
+    def _waiting(self) -> Task | None:
+        """What is to be prefetched next, if that is known; the end stays for who waits for it."""
+        try:
+            task = self._prefetch.get_nowait()
+        except queue.Empty:
+            return None
+        if task is None:
+            self._prefetch.put(None)
+        return task
+
 
 class _Stopped(BaseException):
     """Ends a task early; another error or an interrupt is already known."""
-
-
-def advise(span: Span) -> None:
-    """Ask the kernel to read ahead. Advice only: errors show when the bytes are read."""
-    with contextlib.suppress(OSError), opened_fd(span.file, os.O_RDONLY | os.O_NONBLOCK) as fd:
-        os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class _Thread(threading.Thread):

@@ -35,7 +35,7 @@ from ktconv.errors import (
 )
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
-from ktconv.system import machine
+from ktconv.system import elsewhere, machine
 from ktconv.system.files import sync, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.journal import (
@@ -147,6 +147,7 @@ def fit_threads(
 def fit_memory(request: BaseRequest, per_thread: int, libraries: int = 0) -> tuple[int, int]:
     """Threads that --max-memory allows, and the peak to expect."""
     base = machine.resident_memory() + MEMORY_MARGIN + libraries + manifest_memory(request.output)
+    base += elsewhere.memory()
     threads = fit_threads(request.max_memory, request.threads, base, per_thread)
     return threads, base + threads * per_thread
 
@@ -381,6 +382,10 @@ class Conversion(ABC):
 
     def run_pipeline(self, units: Sequence[Unit]) -> None:
         Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(units)
+
+    def confirm(self, unit: Unit) -> None:
+        """SourceChangedError where the source is elsewhere, and not what it was."""
+        elsewhere.confirm(self.plan.checkpoint.files)
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Journal a unit whose files are final."""

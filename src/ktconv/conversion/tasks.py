@@ -12,7 +12,7 @@ import numpy as np
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.errors import VerificationError
 from ktconv.reading.buffers import COPY_BYTES, Buffers
-from ktconv.reading.matrices import source_bytes, span_of
+from ktconv.reading.matrices import source_bytes, spans_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.writer.journal import Record
@@ -66,7 +66,7 @@ class ExpertTask:
         return source_bytes(self.matrix)
 
     def spans(self) -> Sequence[Span]:
-        return [span_of(self.matrix)]
+        return spans_of(self.matrix)
 
 
 def pieces_of(

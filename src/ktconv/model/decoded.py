@@ -29,6 +29,7 @@ from ktconv.families.names import layer_number
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8
+from ktconv.system.elsewhere import elsewhere_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,11 +171,13 @@ class StateDict(dict[str, Any]):
                 self[name] = _Lazy(self, weight)
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor that stays in its file; None if it is not stored as `dtype`."""
+        """A tensor that stays in its file; None if it is not stored as `dtype`, or not here."""
         import torch
 
         stored = self[name].weight.stored
         if stored is None or _torch_dtype(stored) != dtype or not stored.nbytes:
+            return None
+        if elsewhere_of(stored.file) is not None:
             return None
         with self.reader.open(stored.file):  # as it was
             # "c": a tensor that cannot be written to warns

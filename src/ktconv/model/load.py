@@ -28,6 +28,7 @@ from ktconv.checkpoint.side_files import find_side_files
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
+from ktconv.system.elsewhere import materialize
 from ktconv.system.text import printable
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def load_config(directory: Path, name: Path | None = None) -> Any:
     for whatever else keeps it from being loaded.
     """
     name = name or directory
+    materialize(directory)
     _refuse_what_runs(directory, name)
     with loading(directory, str(name), name, CONFIG_NAME):
         from transformers import AutoConfig

@@ -13,6 +13,7 @@ from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, Projection, Te
 from ktconv.conversion.plan import LayerUnit
 from ktconv.reading.matrices import ROWS_STEP, source_bytes
 from ktconv.reading.reader import SourceReader
+from ktconv.system.opened import Opened
 
 STEP = 32  # rows: formats quantize whole strips of so many
 PAGE_BYTES = 4096  # what a disk reads at least
@@ -133,7 +134,7 @@ class TimedReader(SourceReader):
         """Let all threads end at their next read."""
         self._deadline = 0.0
 
-    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
+    def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         """Raises OutOfTimeError after the deadline."""
         if time.monotonic() > self._deadline:
             raise OutOfTimeError

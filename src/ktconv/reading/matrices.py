@@ -26,6 +26,7 @@ from ktconv.formats.folding import factors
 from ktconv.reading.grid_blocks import decode_blocks, require_package
 from ktconv.reading.reader import Runs, SourceReader, Span
 from ktconv.system.arrays import F32, I8, I32, U8
+from ktconv.system.opened import Opened
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
@@ -104,9 +105,27 @@ def source_bytes(matrix: ExpertMatrix) -> int:
     return total + (4 if found.scale.outer is not None else 0)
 
 
-def span_of(matrix: ExpertMatrix) -> Span:
-    """The span of a file from the first to the last byte of a matrix."""
-    return Span(matrix.tensor.file, *matrix.extent)
+def spans_of(matrix: ExpertMatrix) -> list[Span]:
+    """What reading a matrix touches: the bytes from its first to its last one, and its scales and
+    what belongs to them, in the order of reading."""
+    spans = [] if matrix.bias is None else [_grid_span(matrix.bias, matrix.rows, 1)]
+    found = matrix.quantization
+    if found is not None:
+        grids = [one for one in (found.scale, found.zero_point) if isinstance(one, BlockGrid)]
+        spans += [_grid_span(grid, matrix.rows, matrix.cols) for grid in grids]
+        if found.groups is not None:
+            spans.append(_part(found.groups.tensor, 4 * found.groups.start, 4 * matrix.cols))
+        if (outer := found.scale.outer) is not None:
+            spans.append(_part(outer.tensor, 4 * outer.index, 4))
+    return [*spans, Span(matrix.tensor.file, *matrix.extent)]
+
+
+def _grid_span(grid: BlockGrid, rows: int, cols: int) -> Span:
+    return _part(grid.tensor, *scale_span(grid, rows, cols))
+
+
+def _part(tensor: TensorRef, offset: int, nbytes: int) -> Span:
+    return Span(tensor.file, tensor.offset + offset, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +138,7 @@ class MatrixReader:
     keep_integers: bool = False  # with their row scales, where the packed format includes them
     factors: Factors | None = None  # of weights and bias; integers are not kept under them
 
-    def open(self) -> AbstractContextManager[int]:
+    def open(self) -> AbstractContextManager[Opened]:
         """A descriptor of the matrix's file."""
         return self.reader.open(self.matrix.tensor.file)
 
@@ -239,7 +258,7 @@ class MatrixReader:
             values = native.decode(view)
         return bool(np.isfinite(values[:, col]).all())
 
-    def read(self, fd: int, chunk: range, target: U8, bounce: U8) -> int:
+    def read(self, fd: Opened, chunk: range, target: U8, bounce: U8) -> int:
         """Read the rows of `chunk` into `target`, densely packed in their own orientation, and
         decoded if the package gguf does that; returns the number of bytes read."""
         matrix, unit = self.matrix, self.matrix.element
@@ -251,7 +270,7 @@ class MatrixReader:
             return count
         return self._read_stored(fd, chunk, target.data[: matrix.nbytes(len(chunk))], bounce)
 
-    def _read_stored(self, fd: int, chunk: range, data: memoryview, bounce: U8) -> int:
+    def _read_stored(self, fd: Opened, chunk: range, data: memoryview, bounce: U8) -> int:
         matrix, unit = self.matrix, self.matrix.element
         rows, cols = len(chunk) // unit.unit_rows, matrix.cols // unit.unit_cols
         if matrix.col_stride == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,20 +12,25 @@ import numpy as np
 
 from ktconv.checkpoint import SourceFile, TensorRef
 from ktconv.errors import ResourceError, SourceChangedError
-from ktconv.system.files import io_error, read_exactly
-from ktconv.system.regular_files import MissingFileError, open_regular
+from ktconv.system import elsewhere
+from ktconv.system.elsewhere import Span as Span
+from ktconv.system.files import io_error, opened_fd
+from ktconv.system.opened import Opened, open_source
+from ktconv.system.regular_files import MissingFileError
 from ktconv.system.text import path_text
 
 BOUNCE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of a source file that a task will read."""
+def advise(spans: Sequence[Span]) -> None:
+    """Ask for spans to be read ahead, in this order: the system, or what serves files that are
+    elsewhere. Only a hint: errors are found when the bytes are read."""
+    elsewhere.advise(spans, _advise_local)
 
-    file: Path
-    offset: int
-    nbytes: int
+
+def _advise_local(span: Span) -> None:
+    with suppress(OSError), opened_fd(span.file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +47,48 @@ class SourceReader:
     """Reads spans of source files; refuses a file that changed since it was opened."""
 
     def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
-        known = {source.name: source for source in sources if source.mtime_ns is not None}
+        known = {
+            source.name: (source.nbytes, source.mtime_ns, source.etag)
+            for source in sources
+            if (source.mtime_ns, source.etag) != (None, None)
+        }
         self._state = {
-            path: (known[name].nbytes, known[name].mtime_ns)
-            for path in files
-            if (name := path_text(path.name)) in known
+            path: known[name] for path in files if (name := path_text(path.name)) in known
         }
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[int]:
-        """A descriptor of a shard that is as it was when the headers were read, to the end."""
+    def open(self, path: Path) -> Iterator[Opened]:
+        """A shard that is as it was when the headers were read, to the end."""
         try:
-            fd = open_regular(path)
+            opened = open_source(path)
         except MissingFileError as error:  # it was there when the headers were read
             raise ResourceError(f"cannot read {path}: No such file or directory") from error
         try:
-            self._refuse_changed(fd, path)
+            self._refuse_changed(opened)
             try:
-                yield fd
+                yield opened
             finally:  # also where reading failed: that can be the change's doing
-                self._refuse_changed(fd, path)
+                self._refuse_changed(opened)
         finally:
-            os.close(fd)
+            opened.close()
 
-    def _refuse_changed(self, fd: int, path: Path) -> None:
-        status = os.fstat(fd)
-        if self._state.get(path) not in (None, (status.st_size, status.st_mtime_ns)):
+    def _refuse_changed(self, opened: Opened) -> None:
+        path = opened.path
+        if self._state.get(path) not in (None, (opened.nbytes, opened.mtime_ns, opened.etag)):
             raise SourceChangedError(
                 f"{path} changed while it was read",
                 "make sure nothing writes there, then start again",
             )
 
-    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
+    def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         """Bytes from `offset` on of a tensor."""
         try:
-            read_exactly(fd, target, tensor.offset + offset)
+            fd.read(target, tensor.offset + offset)
         except OSError as error:
             raise io_error(f"read tensor {tensor.name} from", tensor.file, error) from error
 
     def read_runs(
-        self, fd: int, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
+        self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
     ) -> None:
         """All runs, one behind the other. Short runs are read with the gaps between them,
         through `bounce`: a large read and a copy cost less than many small reads."""
@@ -95,7 +102,7 @@ class SourceReader:
                 self.read(fd, tensor, piece, runs.start + run * runs.stride)
 
     def _read_with_gaps(
-        self, fd: int, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
+        self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
     ) -> None:
         per_read = len(bounce) // runs.stride
         dense = np.frombuffer(target, np.uint8).reshape(runs.count, runs.length)

@@ -17,6 +17,7 @@ from ktconv.formats import Slice
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import ROWS_STEP, MatrixReader, Scales, chunk_rows
 from ktconv.system.arrays import F32
+from ktconv.system.opened import Opened
 
 PANEL_BYTES = 32 << 20  # of float32
 STEP_BYTES = 4 << 20  # of float32: rows that are quantized or compared together
@@ -41,7 +42,7 @@ def transposed_bytes(rows: int, cols: int) -> int:
 
 def transposed(
     source: MatrixReader,
-    fd: int,
+    fd: Opened,
     scales: Scales | None,
     owned: Slice,
     buffers: Buffers,
@@ -74,7 +75,7 @@ def _fill(
     values: F32,
     piece: Slice,
     source: MatrixReader,
-    fd: int,
+    fd: Opened,
     scales: Scales | None,
     buffers: Buffers,
     seen: Seen | None,

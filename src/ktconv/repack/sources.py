@@ -61,9 +61,9 @@ def source_files(manifest: Manifest | None) -> list[SourceFile]:
 
 
 def _source_file(file: Record) -> SourceFile:
-    mtime = file.get("mtime_ns")
-    checksum = file.get("sha256") if mtime is None else file.get("header_sha256")
-    return SourceFile(str(file.get("name")), file.get("bytes", 0), mtime, str(checksum))
+    mtime, etag = file.get("mtime_ns"), file.get("etag")
+    checksum = file.get("sha256") if (mtime, etag) == (None, None) else file.get("header_sha256")
+    return SourceFile(str(file.get("name")), file.get("bytes", 0), mtime, str(checksum), etag)
 
 
 def check_side_files(manifest: Manifest | None, directory: Path) -> None:

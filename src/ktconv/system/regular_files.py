@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.system.elsewhere import elsewhere_of, materialize
 from ktconv.system.units import format_size
 
 # Far beyond any config.json; parsed JSON takes several times its size.
@@ -68,12 +69,20 @@ def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES
     the same repository. Raises as `open_regular`; CheckpointError for other links and larger files.
     """
     path = directory / name
+    materialize(path)
     with opened_regular(path) as descriptor:
         _refuse_outside(directory, path, descriptor)
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise _too_large(path, f"has {format_size(size)}", limit)
         yield descriptor
+
+
+def check_small(directory: Path, name: str | Path) -> None:
+    """Raises as `opened_small`; a file that is elsewhere is not fetched for that."""
+    if elsewhere_of(directory / name) is None:
+        with opened_small(directory, name):
+            pass
 
 
 def read_chunks(path: Path, descriptor: int, limit: int = MAX_SMALL_BYTES) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ from ktconv.packed.matrix_check import ErrorStats
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader
 from ktconv.system.arrays import U8
-from ktconv.system.files import FileTooShortError, io_error, read_exactly
-from ktconv.system.regular_files import opened_regular
+from ktconv.system.files import FileTooShortError, io_error
+from ktconv.system.opened import opened_source
 from ktconv.verify.findings import Findings
 from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader import SecondReader
@@ -87,8 +87,8 @@ class TensorStream:
 def read_into(tensor: TensorRef, target: U8, start: int) -> U8:
     """Fills `target` with the tensor's bytes from `start` on and returns it."""
     try:
-        with opened_regular(tensor.file) as fd:
-            read_exactly(fd, target.data, tensor.offset + start)
+        with opened_source(tensor.file) as opened:
+            opened.read(target.data, tensor.offset + start)
     except FileTooShortError:
         raise CheckpointError(f"{tensor.file} became shorter while it was read") from None
     except OSError as error:

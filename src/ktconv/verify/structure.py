@@ -92,11 +92,12 @@ class StructureCheck(ABC):
         now = {file["name"]: file for file in source_identity(self._output.checkpoint)}
         for name in sorted(before.keys() | now.keys()):
             old, new = dict(before.get(name, {})), dict(now.get(name, {}))
-            times = old.pop("mtime_ns", None), new.pop("mtime_ns", None)
-            if old != new:
+            tags = {old.pop("etag", None), new.pop("etag", None)} - {None}
+            times = {old.pop("mtime_ns", None), new.pop("mtime_ns", None)} - {None}
+            if old != new or len(tags) > 1:
                 message = f"{name} of the source differs from the file that was converted."
                 self._fail("changed source", message, file=name)
-            elif times[0] != times[1]:
+            elif len(times) > 1:
                 self._findings.note(
                     f"{name} of the source has another modification time than at conversion"
                 )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +23,9 @@ from ktconv.checkpoint.gguf.types import FIRST_OF_IK_LLAMA, REMOVED, TYPES, Ggml
 from ktconv.checkpoint.safetensors_file import MAX_HEADER_BYTES, Header
 from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.system.regular_files import opened_regular, unreadable
+from ktconv.system.files import FileTooShortError
+from ktconv.system.opened import Opened, opened_source
+from ktconv.system.regular_files import unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -64,10 +65,10 @@ def read_gguf_header(path: Path) -> Header:
     Raises CheckpointError naming the file (and tensor) for anything that is missing or wrong,
     ResourceError where the system refuses to read.
     """
-    with opened_regular(path) as descriptor:
+    with opened_source(path) as opened:
         try:
-            status = os.fstat(descriptor)
-            source = _Source(path, descriptor, status.st_size)
+            file_bytes, mtime_ns, etag = opened.nbytes, opened.mtime_ns, opened.etag
+            source = _Source(path, opened, file_bytes)
             tensors_count, pairs_count = _read_counts(source)
             metadata = _read_pairs(source, pairs_count)
             alignment = _alignment(source, metadata)
@@ -81,9 +82,9 @@ def read_gguf_header(path: Path) -> Header:
         for name, kind, shape, offset, nbytes in entries
     ]
     tensors.sort(key=attrgetter("offset", "nbytes"))
-    _check_places(path, tensors, start, alignment, status.st_size)
+    _check_places(path, tensors, start, alignment, file_bytes)
     digest = hashlib.sha256(memoryview(source.data)[:header_bytes]).hexdigest()
-    return Header(path, tensors, metadata, status.st_size, status.st_mtime_ns, digest)
+    return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
 
 
 def float32_bytes(path: Path) -> int:
@@ -94,12 +95,12 @@ def float32_bytes(path: Path) -> int:
 class _Source:
     """The bytes from the start of a file on, as far as they were asked for."""
 
-    def __init__(self, path: Path, descriptor: int, file_bytes: int) -> None:
+    def __init__(self, path: Path, opened: Opened, file_bytes: int) -> None:
         self.path, self.file_bytes = path, file_bytes
         self.data = bytearray()
         self.position = 0
         self.kept_items = 0
-        self._descriptor = descriptor
+        self._opened = opened
 
     def fail(self, fault: str, hint: str = _DAMAGED) -> NoReturn:
         raise CheckpointError(f"{self.path} {fault}", hint)
@@ -123,11 +124,10 @@ class _Source:
         if end > MAX_HEADER_BYTES:
             self.fail(f"has a header of more than {MAX_HEADER_BYTES} bytes")
         end = min(max(end, len(self.data) + _CHUNK), self.file_bytes)
-        while len(self.data) < end:
-            piece = os.pread(self._descriptor, end - len(self.data), len(self.data))
-            if not piece:
-                self.fail("became shorter while it was read")
-            self.data += piece
+        try:
+            self.data += self._opened.take(end - len(self.data), len(self.data))
+        except FileTooShortError:
+            self.fail("became shorter while it was read")
 
     def unpack(self, form: Struct) -> tuple[Any, ...]:
         start = self.take(form.size)

@@ -10,7 +10,7 @@ from typing import Any
 from ktconv.checkpoint.gguf.file import MAGIC, read_gguf_header
 from ktconv.checkpoint.safetensors_file import Header
 from ktconv.errors import CheckpointError
-from ktconv.system.regular_files import opened_regular
+from ktconv.system.opened import opened_source
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<base>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
@@ -29,8 +29,8 @@ def is_gguf(path: Path) -> bool:
     """Whether the file begins like a GGUF file, or is called one. Raises as `open_regular`."""
     if path.name.endswith(SUFFIX):
         return True
-    with opened_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        return file.read(len(MAGIC)) == MAGIC
+    with opened_source(path) as opened:
+        return opened.nbytes >= len(MAGIC) and opened.take(len(MAGIC), 0) == MAGIC
 
 
 def model_files(names: Iterable[str]) -> Mapping[str, str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 from typing import Generic, TypeVar
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer
-from ktconv.reading.matrices import source_bytes, span_of
-from ktconv.reading.reader import Span
+from ktconv.reading.matrices import source_bytes, spans_of
+from ktconv.reading.reader import advise
 
 # Of the source, beyond the experts that are decoded: a disk is fast with as much to do.
 ADVISED_BYTES = 64 << 20
@@ -82,8 +81,7 @@ class Advice:
                 if matrices is None:
                     return
                 found = list(matrices)
-                for matrix in found:
-                    advise(span_of(matrix))
+                advise([span for matrix in found for span in spans_of(matrix)])
                 before = self._given[-1] if self._given else 0
                 self._given.append(before + sum(map(source_bytes, found)))
 
@@ -91,9 +89,3 @@ class Advice:
 def advise_layer(layer: MoELayer) -> None:
     """Ask the system to read the first experts of a layer."""
     Advice(expert.values() for expert in layer.experts).upto(0, NEXT_LAYER_BYTES)
-
-
-def advise(span: Span) -> None:
-    """Ask the system to read a span. Only a hint: an error is found when the span is read."""
-    with suppress(OSError), span.file.open("rb") as file:
-        os.posix_fadvise(file.fileno(), span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)

@@ -18,6 +18,7 @@ from ktconv.reading.decoded import decoded_rows, source_buffer
 from ktconv.reading.matrices import MatrixReader, chunks
 from ktconv.reading.reader import Runs, SourceReader
 from ktconv.system.arrays import F32, U8, Array
+from ktconv.system.opened import Opened
 
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _NUMBERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.float32}
@@ -161,11 +162,11 @@ class _LoadedReader(SourceReader):
         self._source, self._spans = source, spans
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[int]:
+    def open(self, path: Path) -> Iterator[Opened]:
         with self._source.open(path) as fd:
             yield fd
 
-    def read(self, fd: int, tensor: TensorRef, target: memoryview, offset: int) -> None:
+    def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         found = self._part(tensor, offset, len(target))
         if found is None:
             super().read(fd, tensor, target, offset)
@@ -173,7 +174,7 @@ class _LoadedReader(SourceReader):
             target[:] = found.data
 
     def read_runs(
-        self, fd: int, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
+        self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
     ) -> None:
         length = (runs.count - 1) * runs.stride + runs.length
         found = self._part(tensor, runs.start, length)

@@ -14,7 +14,6 @@ Memory, in the layers (and similarly in the head, where logits take the place of
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ktconv.checkpoint import ExpertMatrix, MoELayer
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
 from ktconv.families.config import USUAL_TOP_K, top_k_of
 from ktconv.model.streamed.experts import ROWS_AT_ONCE, expert_memory
@@ -32,6 +31,7 @@ from ktconv.model.streamed.packed import TOKENS_AT_ONCE
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, experts_bytes
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system import machine
+from ktconv.system.text import path_text
 from ktconv.system.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -427,17 +427,22 @@ def _read_speed(parted: PartedModel) -> float:
     checkpoint = parted.checkpoint
     total = sum(source.nbytes for source in checkpoint.sources)
     size = min(_READ_BYTES, total // 100)
-    file = max(checkpoint.files, key=lambda path: path.stat().st_size)
     buffer = memoryview(bytearray(4 << 20))
     started, done = time.perf_counter(), 0
-    with SourceReader(checkpoint.files, checkpoint.sources).open(file) as fd:
-        start = os.fstat(fd).st_size // 2
+    file, nbytes = max(_sizes(checkpoint), key=lambda found: found[1])
+    size = min(size, nbytes - nbytes // 2)
+    with SourceReader(checkpoint.files, checkpoint.sources).open(file) as opened:
         while done < size and time.perf_counter() - started < _SECONDS:
-            count = os.preadv(fd, [buffer[: size - done]], start + done)
-            if count == 0:
-                break
-            done += count
+            piece = buffer[: size - done]
+            opened.read(piece, nbytes // 2 + done)
+            done += len(piece)
     return done / (time.perf_counter() - started) if done > 1 << 20 else math.inf
+
+
+def _sizes(checkpoint: Checkpoint) -> list[tuple[Path, int]]:
+    """The files of weights with their sizes."""
+    known = {source.name: source.nbytes for source in checkpoint.sources}
+    return [(path, known[path_text(path.name)]) for path in checkpoint.files]
 
 
 def _decode_speed(parted: PartedModel, matrix: ExpertMatrix) -> float:

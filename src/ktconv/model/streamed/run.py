@@ -17,7 +17,6 @@ from torch import Tensor
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError
 from ktconv.model.load import running
-from ktconv.model.streamed.ahead import advise
 from ktconv.model.streamed.calls import (
     Call,
     ExpertRunner,
@@ -29,7 +28,7 @@ from ktconv.model.streamed.cut import Asked, CutModel, Run
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.reading.matrices import experts_bytes
-from ktconv.reading.reader import Span
+from ktconv.reading.reader import Span, advise
 from ktconv.system.text import Notify, silent
 
 HEAD = "head"  # the unit of progress behind the layers
@@ -150,8 +149,8 @@ class StreamedPass:
 
     def _read_ahead(self, index: int, runner: ExpertRunner) -> None:
         """Ask the system to read the next layer while this one is computed."""
-        for tensor in self._parted.tensors(index):
-            advise(Span(tensor.file, tensor.offset, tensor.nbytes))
+        tensors = self._parted.tensors(index)
+        advise([Span(tensor.file, tensor.offset, tensor.nbytes) for tensor in tensors])
         if (experts := self._parted.experts.get(index)) is not None:
             runner.ahead(experts.source)
 

@@ -22,7 +22,7 @@ from ktconv.quantize_cpu.gptq.inputs import LayerInputs
 from ktconv.quantize_cpu.packing import Part
 from ktconv.quantize_cpu.task import QuantizeTask
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import source_bytes, span_of
+from ktconv.reading.matrices import source_bytes, spans_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import F32, F64, I8, U8
 from ktconv.targets.ktransformers import Options
@@ -63,7 +63,8 @@ class CompensatedExpert:
         return sum(map(source_bytes, self.layer.experts[self.expert].values()))
 
     def spans(self) -> Sequence[Span]:
-        return [span_of(matrix) for matrix in self.layer.experts[self.expert].values()]
+        matrices = self.layer.experts[self.expert].values()
+        return [span for matrix in matrices for span in spans_of(matrix)]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         exponents = None

@@ -124,7 +124,7 @@ def _same_source(
 def _source_files(manifest: Manifest | None) -> dict[str, Record]:
     files = manifest.source_files if manifest else {}
     return {
-        name: {key: value for key, value in about.items() if key != "mtime_ns"}
+        name: {key: value for key, value in about.items() if key not in ("mtime_ns", "etag")}
         for name, about in files.items()
     }
 

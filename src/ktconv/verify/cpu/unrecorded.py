@@ -19,6 +19,7 @@ from ktconv.reading.matrices import ROWS_STEP, MatrixReader, Scales, buffer_byte
 from ktconv.reading.reader import SourceReader
 from ktconv.reading.transposed import transposed
 from ktconv.system.arrays import F32
+from ktconv.system.opened import Opened
 
 # Fields of Options, the most probable first: the reference converter's, ours.
 _POSSIBLE: tuple[Mapping[str, Any], ...] = (
@@ -94,7 +95,7 @@ class _FirstRows:
             return scales_of(fmt, view, Proof.by(rule)).most[:rows]
 
     def _view(
-        self, source: MatrixReader, fd: int, grid: Scales | None, rows: int, buffers: Buffers
+        self, source: MatrixReader, fd: Opened, grid: Scales | None, rows: int, buffers: Buffers
     ) -> native.Matrix:
         matrix = source.matrix
         if self.proj == "down_bwd":

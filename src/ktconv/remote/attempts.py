@@ -1,0 +1,84 @@
+"""Requests that are tried again, with growing pauses, and counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ktconv.errors import KtconvError, UsageError
+from ktconv.remote.store import Store
+
+ATTEMPTS = 8
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds; about a minute in all
+
+T = TypeVar("T")
+
+
+class ShortReadError(OSError):
+    """A server sent fewer bytes than were asked for, or more."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What went over the network in this process."""
+
+    requests: int = 0  # for bytes of files; what a redirect adds is not counted
+    nbytes: int = 0
+    retries: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, requests: int = 0, nbytes: int = 0, retries: int = 0) -> None:
+        with self._lock:
+            self.requests += requests
+            self.nbytes += nbytes
+            self.retries += retries
+
+
+transfer = Counters()
+
+
+def attempt(store: Store, call: Callable[[], T]) -> T:
+    """The result of `call`, tried again where the store says that this can help. Raises what
+    `store.explain` makes of the last error."""
+    try:
+        from tenacity import Retrying, retry_if_exception, stop_after_attempt
+        from tenacity.wait import wait_exponential_jitter
+    except ImportError:
+        raise UsageError(
+            "reading over a network needs the package tenacity, which is not installed",
+            "install it with: pip install 'ktconv[remote]'",
+        ) from None
+    retrying = Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_exponential_jitter(FIRST_PAUSE, LONGEST_PAUSE, jitter=FIRST_PAUSE),
+        retry=retry_if_exception(
+            lambda error: isinstance(error, ShortReadError) or store.transient(error)
+        ),
+        before_sleep=lambda _: transfer.add(retries=1),
+        reraise=True,
+    )
+    try:
+        return retrying(call)
+    except KtconvError:
+        raise
+    except Exception as error:
+        raise store.explain(error) from error
+
+
+def fetch(store: Store, name: str, start: int, stop: int) -> bytes:
+    """Exactly these bytes of a file."""
+
+    def once() -> bytes:
+        transfer.add(requests=1)
+        data = store.read(name, start, stop)
+        transfer.add(nbytes=len(data))
+        if len(data) != stop - start:
+            raise ShortReadError(
+                f"{store.url.shown} sent {len(data)} of the {stop - start} bytes from {start} on "
+                f"of {name}"
+            )
+        return data
+
+    return attempt(store, once) if stop > start else b""

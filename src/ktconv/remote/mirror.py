@@ -1,0 +1,247 @@
+"""A local directory that stands for a remote one: empty files with the names of those there.
+
+Headers and weights are read through `system.opened`, which asks here; files beside the weights are
+fetched when they are first used. The directory is removed when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from ktconv.errors import CheckpointError, SourceChangedError, show_as
+from ktconv.remote.ahead import AHEAD_BYTES, ReadAhead
+from ktconv.remote.attempts import attempt, fetch
+from ktconv.remote.store import RemoteFile, Store, open_store, with_cache
+from ktconv.remote.urls import Url, parse_url
+from ktconv.system.elsewhere import Elsewhere, Span, forget, register
+from ktconv.system.files import FileTooShortError, io_error, translated
+from ktconv.system.opened import Opened
+from ktconv.system.regular_files import MAX_SMALL_BYTES, MissingFileError
+
+MAX_FILES = 100_000
+_WEIGHTS = (
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+)
+_SMALL_BYTES = 64 << 20  # of files beside the weights that are fetched together
+
+
+class RemoteDirectory(Elsewhere):
+    """The files of a store under a directory of this machine."""
+
+    memory = AHEAD_BYTES
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self.store, self.directory = store, directory
+        self.url = store.pinned
+        self._files = {file.name: file for file in _checked(store, attempt(store, store.files))}
+        self._ahead = ReadAhead(lambda name, start, stop: fetch(store, name, start, stop))
+        self._lock = threading.Lock()
+        self._unconfirmed: set[str] = set()
+        self._fetched: set[str] = set()
+
+    def place(self) -> None:
+        """Make the empty files."""
+        folders = {self.directory}
+        for name in self._files:
+            path = self.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            folders.add(path.parent)
+        register(folders, self)
+        show_as(str(self.directory), self.url.shown)
+
+    def remove(self) -> None:
+        folders = [self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())]
+        forget(folders)
+        shutil.rmtree(self.directory.parent, ignore_errors=True)
+
+    def _file(self, path: Path) -> RemoteFile:
+        found = self._files.get(path.relative_to(self.directory).as_posix())
+        if found is None:
+            raise MissingFileError(f"{path} does not exist", "Check the URL.")
+        return found
+
+    # ---- Elsewhere ----
+
+    def open(self, path: Path) -> RemoteOpened:
+        return RemoteOpened(self, path, self._file(path))
+
+    def read(self, file: RemoteFile, target: memoryview, offset: int) -> None:
+        if offset + len(target) > file.nbytes:
+            raise FileTooShortError("the file ends too early")
+        self._ahead.read(file.name, target, offset)
+        with self._lock:  # afterwards: a `confirm` in between may have asked before these bytes
+            self._unconfirmed.add(file.name)
+
+    def advise(self, spans: Sequence[Span]) -> None:
+        wanted = []
+        for span in spans:
+            file = self._file(span.file)
+            wanted.append((file.name, span.offset, min(span.offset + span.nbytes, file.nbytes)))
+        self._ahead.want(wanted)
+
+    def confirm(self) -> None:
+        with self._lock:
+            names, self._unconfirmed = sorted(self._unconfirmed), set()
+        if not names:
+            return
+        try:
+            now = attempt(self.store, lambda: self.store.state(names))
+            self._compare(names, now)
+        except BaseException:
+            with self._lock:
+                self._unconfirmed.update(names)
+            raise
+
+    def _compare(self, names: Sequence[str], now: Mapping[str, RemoteFile]) -> None:
+        for name in names:
+            before, found = self._files[name], now.get(name)
+            if found is None or (found.nbytes, found.etag) != (before.nbytes, before.etag):
+                what = "is gone" if found is None else "changed"
+                raise SourceChangedError(
+                    f"{self.url.shown}/{name} {what} while it was read",
+                    "make sure nothing writes there, then start again",
+                )
+
+    def materialize(self, path: Path) -> None:
+        if path != self.directory:
+            if path in (self.directory / folder for folder in self._folders()):
+                return
+            self._download(self._file(path))
+            return
+        for file in self._files.values():
+            if file.nbytes <= _SMALL_BYTES and not file.name.endswith(_WEIGHTS):
+                self._download(file)
+
+    def _folders(self) -> set[str]:
+        return {str(parent) for name in self._files for parent in PurePosixPath(name).parents}
+
+    def _download(self, file: RemoteFile) -> None:
+        if file.nbytes > MAX_SMALL_BYTES:
+            return  # the size of the empty file says nothing: `opened_small` would take it
+        path = self.directory / file.name
+        with self._lock:
+            if file.name in self._fetched:
+                return
+            data = fetch(self.store, file.name, 0, file.nbytes)
+            temporary = path.with_name(f".{path.name}.part")
+            with translated("write", path):
+                temporary.write_bytes(data)
+                temporary.replace(path)
+            self._fetched.add(file.name)
+            self._unconfirmed.add(file.name)
+
+
+class RemoteOpened(Opened):
+    """A remote file that is read through the read-ahead of its directory."""
+
+    def __init__(self, directory: RemoteDirectory, path: Path, file: RemoteFile) -> None:
+        self.path, self._directory, self._file = path, directory, file
+
+    @property
+    def nbytes(self) -> int:
+        return self._file.nbytes
+
+    @property
+    def mtime_ns(self) -> int | None:
+        return None
+
+    @property
+    def etag(self) -> str | None:
+        return self._file.etag
+
+    def read(self, target: memoryview, offset: int) -> None:
+        self._directory.read(self._file, target, offset)
+
+    def close(self) -> None:
+        pass
+
+
+def _checked(store: Store, files: Sequence[RemoteFile]) -> Sequence[RemoteFile]:
+    """CheckpointError for names that would lead out of a directory, for none and for too many."""
+    if not files:
+        raise CheckpointError(f"{store.url.shown} contains no files", "Check the URL.")
+    if len(files) > MAX_FILES:
+        raise CheckpointError(
+            f"{store.url.shown} contains {len(files)} files, more than a checkpoint has",
+            "Give the directory of one checkpoint.",
+        )
+    for file in files:
+        parts = PurePosixPath(file.name).parts
+        if not parts or file.name.startswith("/") or ".." in parts or "\0" in file.name:
+            raise CheckpointError(
+                f"{store.url.shown} contains a file called {file.name!r}, which leads out of it",
+                "Do not use it.",
+            )
+    return files
+
+
+# ---- the mirrors of this process -------------------------------------------------------------
+
+_mirrors: dict[Url, RemoteDirectory] = {}
+_opening = threading.Lock()
+
+
+def open_remote(model: str, cache_dir: Path | None = None) -> Path:
+    """The local directory that stands for the one that a URL names; the same one whenever the same
+    URL is given. `cache_dir`: keep what is read there, for other runs.
+
+    Raises UsageError for a URL that is none or a package that is missing, and what a server's
+    refusal means as CheckpointError or ResourceError.
+    """
+    return _opened(parse_url(model), cache_dir).directory
+
+
+def pinned(model: str) -> str:
+    """The URL of exactly the state that `open_remote` opened."""
+    url = parse_url(model)
+    found = _opened(url, None).url
+    return found.shown + (f":{url.wanted}" if url.wanted else "")
+
+
+def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
+    key = Url(url.scheme, url.place, url.revision, url.folder, None, url.query)
+    with _opening:
+        if key not in _mirrors:
+            store = open_store(key)
+            if cache_dir is not None:
+                store = with_cache(store, cache_dir)
+            try:
+                root = Path(tempfile.mkdtemp(prefix="ktconv-"))
+            except OSError as error:
+                raise io_error("write", tempfile.gettempdir(), error) from error
+            try:
+                directory = root / key.name
+                directory.mkdir()
+                found = RemoteDirectory(store, directory)
+                with translated("write", directory):
+                    found.place()
+            except BaseException:
+                shutil.rmtree(root, ignore_errors=True)
+                raise
+            atexit.register(found.remove)
+            _mirrors[key] = found
+        return _mirrors[key]
+
+
+def close_all() -> None:
+    """Forget and remove all mirrors of this process; for tests."""
+    with _opening:
+        for found in _mirrors.values():
+            atexit.unregister(found.remove)
+            found.remove()
+        _mirrors.clear()

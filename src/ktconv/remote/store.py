@@ -1,0 +1,78 @@
+"""The interface of what serves a remote directory, and the table of those that there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from ktconv.errors import KtconvError
+from ktconv.remote.urls import Url
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file as its server describes it."""
+
+    name: str  # relative to the directory, with slashes
+    nbytes: int
+    etag: str  # changes whenever the content does, as far as the server knows
+    sha256: str | None = None
+
+
+class Store(ABC):
+    """A remote directory. Safe to use from several threads; methods raise what their libraries
+    raise, which `transient` and `explain` understand."""
+
+    url: Url
+
+    @abstractmethod
+    def files(self) -> Sequence[RemoteFile]:
+        """All files, those of folders too."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes from `start` to before `stop`, with one request."""
+
+    @abstractmethod
+    def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
+        """These files as they are now, asked anew; those that are gone are missing."""
+
+    @abstractmethod
+    def transient(self, error: BaseException) -> bool:
+        """Whether the same request can succeed a little later."""
+
+    @abstractmethod
+    def explain(self, error: BaseException) -> KtconvError:
+        """An error of the library in one sentence, with the way out; no secrets."""
+
+    @property
+    def pinned(self) -> Url:
+        """The URL of exactly this state, where the server keeps states: of a commit."""
+        return self.url
+
+
+def open_store(url: Url) -> Store:
+    """What serves `url`. UsageError names the extra where a package is missing."""
+    module, name = _STORES[url.scheme]
+    store: Store = getattr(import_module(module), name)(url)
+    return store
+
+
+def with_cache(store: Store, directory: Path) -> Store:
+    """`store`, keeping what is read in `directory`."""
+    cached: Store = import_module("ktconv.remote.cached").CachedStore(store, directory)
+    return cached
+
+
+# Their modules import packages that are not always installed.
+_FSSPEC = "ktconv.remote.filesystem", "FsspecStore"
+_STORES: Mapping[str, tuple[str, str]] = {
+    "hf": ("ktconv.remote.hub", "HubStore"),
+    "s3": _FSSPEC,
+    "gs": _FSSPEC,
+    "https": _FSSPEC,
+    "http": _FSSPEC,
+}

@@ -1,0 +1,116 @@
+"""What a MODEL argument with a URL means.
+
+    hf://org/name, hf://org/name@REVISION, hf://org/name@REVISION/folder
+    s3://bucket/prefix, gs://bucket/prefix, https://host/directory/
+
+A file of a GGUF model may follow, as a path or, for repositories of the hub, after a colon.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from ktconv.errors import UsageError
+
+SCHEMES = ("hf", "s3", "gs", "gcs", "https", "http")
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_HUB = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)"
+    r"(?:@(?P<revision>[^/:\s]+))?(?:/(?P<folder>[^:]*))?(?::(?P<file>[^:]+))?"
+)
+_GGUF = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A directory that is read over a network."""
+
+    scheme: str
+    place: str  # without the scheme: org/name, bucket/prefix, host/path
+    revision: str | None = None  # of a repository of the hub
+    folder: str = ""  # in that repository; "" is all of it
+    wanted: str | None = None  # of several GGUF models there: one
+    query: str = ""  # of an https URL: signatures, which are not shown
+
+    @property
+    def full(self) -> str:
+        """What opens it. May contain secrets."""
+        return f"{self.scheme}://{self.place}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def shown(self) -> str:
+        """For users: without passwords and signatures."""
+        place = self.place
+        if self.scheme in ("http", "https"):
+            host, slash, path = place.partition("/")
+            place = host.rpartition("@")[2] + slash + path
+        revision = f"@{self.revision}" if self.revision else ""
+        folder = f"/{self.folder}" if self.folder else ""
+        return f"{self.scheme}://{place}{revision}{folder}"
+
+    @property
+    def name(self) -> str:
+        """What a user would call the model."""
+        last = (self.folder or self.place).rstrip("/").rpartition("/")[2]
+        return re.sub(r"[^\w.-]", "-", last).strip(".-") or "model"
+
+
+def is_url(model: object) -> bool:
+    """Whether a MODEL argument is a URL; of any scheme, so that a wrong one is named."""
+    return isinstance(model, str) and _URL.fullmatch(model) is not None
+
+
+def parse_url(model: str) -> Url:
+    """The parts of a URL. UsageError for a scheme or form that is not known."""
+    match = _URL.fullmatch(model)
+    if match is None or (scheme := match["scheme"].lower()) not in SCHEMES:
+        raise UsageError(
+            f"{_without_secrets(model)} is not a URL that ktconv reads",
+            "use hf://org/name, s3://bucket/prefix, gs://bucket/prefix or https://host/directory/",
+        )
+    if scheme == "hf":
+        return _hub_url(model, match["rest"])
+    if scheme in ("http", "https"):
+        parts = urlsplit(model)
+        place, wanted = _split_file(urlunsplit(("", parts.netloc, parts.path, "", ""))[2:])
+        url = Url(scheme, place, wanted=wanted, query=parts.query)
+        found = parts.hostname
+    else:
+        place, wanted = _split_file(match["rest"].strip("/"))
+        url = Url("gs" if scheme == "gcs" else scheme, place, wanted=wanted)
+        found = place.partition("/")[0]
+    if not found or ".." in place.split("/"):
+        raise UsageError(
+            f"{_without_secrets(model)} names no directory",
+            "give the directory of the checkpoint, for example s3://bucket/models/name",
+        )
+    return url
+
+
+def _hub_url(model: str, rest: str) -> Url:
+    match = _HUB.fullmatch(rest.rstrip("/"))
+    if match is None or ".." in rest.split("/"):
+        raise UsageError(
+            f"{model} is not a repository of the hub",
+            "give hf://org/name or hf://org/name@REVISION; of several GGUF models, "
+            "hf://org/name:FILE",
+        )
+    folder, wanted = match["folder"] or "", match["file"]
+    if folder.endswith(_GGUF) and wanted is None:
+        folder, wanted = _split_file(folder)
+    return Url("hf", match["id"], match["revision"], folder.strip("/"), wanted)
+
+
+def _split_file(place: str) -> tuple[str, str | None]:
+    """A directory, and the GGUF file that `place` names in it."""
+    if not place.endswith(_GGUF):
+        return place.rstrip("/"), None
+    directory, _, name = place.rpartition("/")
+    return directory, name
+
+
+def _without_secrets(model: str) -> str:
+    return re.sub(r"(://)[^/@]*@", r"\1", model).partition("?")[0]
