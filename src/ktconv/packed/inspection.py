@@ -12,7 +12,7 @@ from ktconv.checkpoint import Checkpoint, NamingMap, open_checkpoint, read_map
 from ktconv.checkpoint.activations import in_words, of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.locate import locate_model
-from ktconv.errors import CheckpointError, UnknownNamesError
+from ktconv.errors import CheckpointError, UnknownNamesError, shown
 from ktconv.families.activations import expert_activation
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
@@ -81,7 +81,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "checkpoint",
-        "path": str(checkpoint.path),
+        "path": shown(str(checkpoint.path)),
         "family": checkpoint.config.get("model_type"),
         "files": len(checkpoint.files),
         "bytes": sum(source.nbytes for source in checkpoint.sources),

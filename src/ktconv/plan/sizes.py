@@ -11,7 +11,7 @@ from typing import Any
 
 from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint, read_map
 from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError, UsageError, shown
 from ktconv.families.routers import router_of
 from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
@@ -134,7 +134,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Model:
         for one in checkpoint.layers
     ]
     other = sum(tensor.nbytes for tensor in checkpoint.other_tensors)
-    return Model(str(checkpoint.path), layers, checkpoint.config, other)
+    return Model(shown(str(checkpoint.path)), layers, checkpoint.config, other)
 
 
 def _of_packed(found: PackedWeights) -> Model:

@@ -44,7 +44,7 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
     `store.explain` makes of the last error."""
     try:
         from tenacity import Retrying, retry_if_exception, stop_after_attempt
-        from tenacity.wait import wait_exponential_jitter
+        from tenacity.wait import wait_exponential, wait_random
     except ImportError:
         raise UsageError(
             "reading over a network needs the package tenacity, which is not installed",
@@ -52,7 +52,7 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
         ) from None
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential_jitter(FIRST_PAUSE, LONGEST_PAUSE, jitter=FIRST_PAUSE),
+        wait=wait_exponential(FIRST_PAUSE, LONGEST_PAUSE) + wait_random(0, FIRST_PAUSE),
         retry=retry_if_exception(
             lambda error: isinstance(error, ShortReadError) or store.transient(error)
         ),

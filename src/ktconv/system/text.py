@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ktconv.errors import shown
+
 Notify = Callable[[str], None]  # takes a line that a user should read
 
 # What moves the cursor, changes colours, reorders a line, or cannot be seen; and halves of
@@ -34,8 +36,8 @@ def printable(text: str, keep: str = "") -> str:
 
 def path_text(path: str | Path) -> str:
     """A path of the system as valid Unicode, the same in every locale: its bytes as UTF-8, those
-    that are not UTF-8 as \\xff."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    that are not UTF-8 as \\xff. Of a source that is not on this machine, its URL."""
+    return shown(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 def path_of(text: str) -> str:

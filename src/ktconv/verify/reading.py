@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.packed.matrix_check import ErrorStats
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.reader import SourceReader
+from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import opened_source
@@ -108,6 +108,10 @@ class CopyCheck:
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        found = self.origin
+        return [] if found is None else [Span(found.file, found.offset, found.nbytes)]
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         stream, equal = TensorStream(self.context, self.tensor), True

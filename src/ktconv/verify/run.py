@@ -11,8 +11,9 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.checkpoint import check_source_options
-from ktconv.errors import KtconvError, UsageError
+from ktconv.errors import KtconvError, UsageError, shown
 from ktconv.model.text import read_text
+from ktconv.system import elsewhere
 from ktconv.system.text import Notify, silent
 from ktconv.verify.cpu.verifier import CpuVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
@@ -105,6 +106,7 @@ def verify(
         sizes, threads = verifier.buffer_sizes(), verifier.budget.threads
         for found in run_checks(verifier.checks, sizes, threads, observer):
             totals.add(found)
+    _confirm(verifier)
     levels: dict[str, Facts | None] = {
         "structure": verifier.structure
         | {
@@ -118,7 +120,14 @@ def verify(
     if verifier.level != "structure":
         levels["weights"] = verifier.weights_facts(totals)
     levels |= _computed(verifier, progression, notify)
+    _confirm(verifier)
     return _result(verifier, levels, time.monotonic() - started)
+
+
+def _confirm(verifier: OutputVerifier) -> None:
+    """SourceChangedError where the source is elsewhere, and not what it was."""
+    if (source := verifier.output.checkpoint) is not None:
+        elsewhere.confirm(source.files)
 
 
 def _computed(
@@ -161,7 +170,7 @@ def _result(verifier: OutputVerifier, levels: dict[str, Facts | None], seconds: 
         "passed": findings.count() == 0,
         "level": verifier.level,
         "output": str(output.directory),
-        "source": str(output.checkpoint.path) if output.checkpoint else None,
+        "source": shown(str(output.checkpoint.path)) if output.checkpoint else None,
         **output.described,
         "sample": request.sample,
         "seed": request.seed,

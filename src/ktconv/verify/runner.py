@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.reading.buffers import Buffers, BufferSizes
+from ktconv.reading.reader import Span, advise
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,9 +29,13 @@ class Check(Protocol[Found]):
     def nbytes(self) -> int:
         """Bytes that it reports as progress."""
 
+    def spans(self) -> Sequence[Span]:
+        """What it will read of the source, in order; other files are not read ahead."""
+
     def run(self, buffers: Buffers, advance: Advance) -> Found: ...
 
 
+ADVISE_AHEAD = 64 << 20  # bytes: less, and more is asked for, up to twice as much
 OTHER = "other"  # the unit of non-expert tensors
 
 
@@ -60,13 +65,32 @@ def run_checks(
         return check.run(local.buffers, progress.advance)
 
     def started() -> Iterator[Check[R]]:
-        for check in checks:
+        for check in _advised(checks):
             progress.start(check.unit)
             yield check
 
     for check, found in zip(checks, in_order(run, started(), threads, 2 * threads), strict=True):
         progress.finish(check.unit)
         yield found
+
+
+def _advised(checks: Sequence[Check[R]]) -> Iterator[Check[R]]:
+    """The checks, while what those behind them will read is read ahead."""
+    ahead, behind = 0, iter(checks)  # bytes that are asked for and not yet about to be read
+    sizes: deque[int] = deque()
+    for check in checks:
+        wanted: list[Span] = []
+        if ahead < ADVISE_AHEAD:
+            for following in behind:
+                spans = following.spans()
+                sizes.append(sum(span.nbytes for span in spans))
+                wanted += spans
+                ahead += sizes[-1]
+                if ahead >= 2 * ADVISE_AHEAD:
+                    break
+        advise(wanted)
+        yield check
+        ahead -= sizes.popleft()
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:

@@ -23,6 +23,7 @@ from ktconv.model.decoded import SourceWeights, StateDict
 from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
+from ktconv.system import elsewhere
 
 _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
@@ -111,8 +112,10 @@ class PartedModel:
         self._state.read = read
 
     def check_unchanged(self) -> None:
-        """SourceChangedError where a file changed whose weights are used as they lie there."""
+        """SourceChangedError where a file changed whose weights are used as they lie there, or one
+        that is elsewhere."""
         self._state.check_mapped()
+        elsewhere.confirm(self.checkpoint.files)
 
     # ---- materialising ----
 

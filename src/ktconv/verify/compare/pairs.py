@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
 from ktconv.reading.buffers import Buffers
+from ktconv.reading.reader import Span
 from ktconv.system.arrays import F32, U8, Bools
 from ktconv.verify.compare.comparison import finite
 from ktconv.verify.compare.sides import Piece, Side, Values
@@ -112,6 +113,9 @@ class MatrixTask:
         """Bytes while it runs: both sides, codes in parts and joined, and rows in float64."""
         return self.nbytes + 4 * self.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
 
+    def spans(self) -> Sequence[Span]:
+        return []  # both are on this machine
+
     def run(self, _: Buffers, advance: Advance) -> TaskResult:
         found = self._compare()
         advance(self.nbytes)
@@ -202,6 +206,9 @@ class TensorTask:
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return []  # both are on this machine
 
     def run(self, _: Buffers, advance: Advance) -> TaskResult:
         found = self._compare()

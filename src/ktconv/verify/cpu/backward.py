@@ -21,7 +21,8 @@ from ktconv.packed.matrix_check import ErrorStats
 from ktconv.packed.proof import Proof
 from ktconv.packed.scale_rules import Allowed
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import MatrixReader, source_bytes
+from ktconv.reading.matrices import MatrixReader, source_bytes, spans_of
+from ktconv.reading.reader import Span
 from ktconv.reading.transposed import Seen, transposed
 from ktconv.system.arrays import F32
 from ktconv.targets.ktransformers import Options
@@ -69,6 +70,11 @@ class BackwardCheck:
             for part in range(self.output.options.numa)
             for kind in KINDS
         ]
+
+    def spans(self) -> Sequence[Span]:
+        if self.source is None:
+            return []
+        return spans_of(self.source.experts[self.expert][self.proj])
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         proof = Proof(native.Choice(self.options.scale))

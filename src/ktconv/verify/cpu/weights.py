@@ -17,7 +17,15 @@ from ktconv.packed.matrix_check import ErrorStats
 from ktconv.packed.proof import Proof
 from ktconv.packed.scale_rules import Allowed
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import Factors, MatrixReader, Scales, chunks, source_bytes
+from ktconv.reading.matrices import (
+    Factors,
+    MatrixReader,
+    Scales,
+    chunks,
+    source_bytes,
+    spans_of,
+)
+from ktconv.reading.reader import Span
 from ktconv.system.arrays import I8
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.cpu.parts import LEVEL, PartCheck
@@ -58,6 +66,11 @@ class ExpertMatrixCheck:
         )
         places = self.output.packed.tensors
         return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
+
+    def spans(self) -> Sequence[Span]:
+        if self.source is None:
+            return []
+        return spans_of(self.source.experts[self.expert][self.proj])
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         exponents, numa = self._exponents(), self.output.options.numa

@@ -3,7 +3,7 @@ copies, and every expert's matrix, unpacked without compressed-tensors, against 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ from ktconv.checkpoint import ExpertMatrix, MoELayer, TensorRef
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.reading.buffers import Buffers
-from ktconv.reading.matrices import MatrixReader
+from ktconv.reading.matrices import MatrixReader, spans_of
+from ktconv.reading.reader import Span
 from ktconv.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.pack_quantized.scheme import PARTS
 from ktconv.verify.gpu.output import GpuOutput, Module
@@ -49,6 +50,9 @@ class ModuleCheck:
         if self.matrix is not None:
             return self.matrix.nbytes(self.matrix.rows)
         return self.module.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return [] if self.matrix is None else spans_of(self.matrix)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         streams = {
@@ -140,6 +144,9 @@ class DecodedCheck:
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return spans_of(self.matrix)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         assert self.context.reader is not None

@@ -1,0 +1,205 @@
+"""Commands on a source that is read over a network: what they write, read, notice and say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write_model
+from helpers.stores import FolderStore, ResetError
+from remote.conftest import Served
+
+from ktconv.remote import attempts, mirror, transfer
+from ktconv.remote.store import RemoteFile
+
+URL = "hf://org/model"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", layers=2)
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
+
+
+def texts(output: Path) -> str:
+    files = (path for path in output.rglob("*") if path.suffix in (".json", ".md"))
+    return "".join(path.read_text() for path in files)
+
+
+def every(count: int, fault: str) -> Any:
+    """A fault of every so-manyth read."""
+
+    def apply(number: int, data: bytes) -> bytes:
+        if number % count:
+            return data
+        if fault == "reset":
+            raise ResetError("connection reset")
+        return data[: len(data) // 2]
+
+    return apply
+
+
+@pytest.mark.parametrize("fault", [None, "reset", "short"])
+def test_quantize_cpu_writes_what_it_writes_from_a_local_copy(
+    model: Path, tmp_path: Path, served: Served, fault: str | None
+) -> None:
+    def prepare(store: FolderStore) -> None:
+        if fault:
+            store.fault = every(3, fault)
+
+    served.prepare = prepare
+    retries = transfer.retries
+    done(model, tmp_path / "local")
+    done(URL, tmp_path / "remote")
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+    assert (transfer.retries > retries) == (fault is not None)
+    assert "ktconv-" not in texts(tmp_path / "remote").replace("ktconv-version", "")
+    manifest = json.loads((tmp_path / "remote" / "ktconv.json").read_text())
+    for name, source in manifest["source"]["files"].items():
+        assert "mtime_ns" not in source and ("etag" in source) == name.endswith(".safetensors")
+
+
+def test_each_byte_is_read_once_and_none_is_kept(
+    model: Path, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    done(URL, tmp_path / "remote")
+    store = served.stores["org/model"]
+    size = sum(path.stat().st_size for path in model.iterdir())
+    assert store.nbytes < 2.5 * size  # headers are read again with what follows them: small files
+    root = mirror.open_remote(URL)
+    assert all(path.stat().st_size == 0 for path in root.glob("*.safetensors"))
+    mirror.close_all()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_verify_stats_and_inspect_read_the_same_way(
+    model: Path, tmp_path: Path, served: Served
+) -> None:
+    done(model, tmp_path / "local")
+    local = json.loads(
+        ktconv_done("verify", tmp_path / "local", "--source", model, "--level=weights", "--json")
+    )
+    found = json.loads(
+        ktconv_done("verify", tmp_path / "local", "--source", URL, "--level=weights", "--json")
+    )
+    assert found["source"] == "hf://org/model@main" and found["level"] == "weights"
+    assert found["weights"] == local["weights"]
+    assert "hf://org/model" in ktconv_done("inspect", URL)
+    about = json.loads(ktconv_done("inspect", URL, "--json"))
+    there = json.loads(ktconv_done("inspect", model, "--json"))
+    assert about == there | {"path": "hf://org/model@main"}
+
+
+def test_inspect_reads_headers_only(tmp_path: Path, served: Served) -> None:
+    model = write_model(tmp_path / "model", layers=2, inner=1024, experts=16, shards=1)
+    ktconv_done("inspect", URL)
+    (size,) = (path.stat().st_size for path in model.glob("*.safetensors"))
+    assert served.stores["org/model"].nbytes < size / 8
+
+
+def test_quantize_gpu_reads_the_same_way(model: Path, tmp_path: Path, served: Served) -> None:
+    ktconv_done("quantize-gpu", model, tmp_path / "local", "--scheme=W4A16")
+    ktconv_done("quantize-gpu", URL, tmp_path / "remote", "--scheme=W4A16")
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+def test_a_run_continues_where_it_was(model: Path, tmp_path: Path, served: Served) -> None:
+    done(model, tmp_path / "local")
+    done(URL, tmp_path / "remote", "--layers=1")
+    mirror.close_all()
+    first = served.stores["org/model"].nbytes
+    done(URL, tmp_path / "remote")
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+    assert served.stores["org/model"].nbytes < first + sum(
+        path.stat().st_size for path in model.iterdir()
+    )
+
+
+def test_a_source_that_changes_is_noticed_before_a_layer_is_kept(
+    model: Path, tmp_path: Path, served: Served
+) -> None:
+    target = sorted(model.glob("*.safetensors"))[-1]
+
+    def prepare(store: FolderStore) -> None:
+        def fault(_: int, data: bytes) -> bytes:
+            if len(data) > 10_000 and store.states == 0:
+                os.utime(target, ns=(1, 1))
+            return data
+
+        store.fault = fault
+
+    served.prepare = prepare
+    said = refused(run(URL, tmp_path / "remote"), 2, "changed while it was read")
+    assert said.startswith(f"Error: {URL}@main/{target.name}")
+    assert not contents(tmp_path / "remote").get("model.safetensors.index.json")
+
+
+def test_a_server_that_stays_away_ends_in_one_sentence(
+    model: Path, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+
+    def prepare(store: FolderStore) -> None:
+        def fault(_: int, data: bytes) -> bytes:
+            if len(data) > 10_000:
+                raise ResetError("connection reset")
+            return data
+
+        store.fault = fault
+
+    served.prepare = prepare
+    refused(run(URL, tmp_path / "remote"), 2, f"{URL}@main: connection reset")
+    served.prepare = lambda store: None
+    mirror.close_all()
+    done(URL, tmp_path / "remote")  # and the same command goes on later
+
+
+def test_whoever_reads_a_placeholder_gets_nothing(model: Path, served: Served) -> None:
+    """Never zeros of the right size."""
+    root = mirror.open_remote(URL)
+    assert {path.name for path in root.iterdir()} == {path.name for path in model.iterdir()}
+    assert all(path.read_bytes() == b"" for path in root.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/../../x", "a\0b"])
+def test_a_listing_cannot_lead_out_of_the_mirror(model: Path, served: Served, name: str) -> None:
+    def prepare(store: FolderStore) -> None:
+        listed = store.files()
+        changed = RemoteFile(name, 1, "x")
+        store.files = lambda: [*listed, changed]  # type: ignore[method-assign]
+
+    served.prepare = prepare
+    refused(ktconv("inspect", URL), 2, "which leads out of it")
+
+
+@pytest.mark.parametrize(
+    ("url", "phrase"),
+    [
+        ("ftp://host/dir", "ftp://host/dir is not a URL that ktconv reads"),
+        ("hf://name", "hf://name is not a repository of the hub"),
+        ("hf://org/name@", "is not a repository of the hub"),
+        ("s3://", "names no directory"),
+        ("https://user:secret@host/../dir/?sig=secret", "https://host/../dir/ names no directory"),
+    ],
+)
+def test_urls_that_are_none_are_refused(tmp_path: Path, url: str, phrase: str) -> None:
+    for words in (("inspect", url), ("quantize-cpu", url, tmp_path / "output")):
+        result = ktconv(*words)
+        refused(result, 2, phrase)
+        assert not re.search("secret", result.output)
