@@ -119,6 +119,15 @@ def test_quantize_gpu_reads_the_same_way(model: Path, tmp_path: Path, served: Se
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
 
 
+def test_cards_say_how_to_make_them_again(model: Path, tmp_path: Path, served: Served) -> None:
+    done(URL, tmp_path / "cpu")
+    ktconv_done("quantize-gpu", URL, tmp_path / "gpu", "--scheme=W4A16")
+    for output, command in (("cpu", "quantize-cpu"), ("gpu", "quantize-gpu")):
+        card = (tmp_path / output / "README.md").read_text()
+        assert "base_model: org/model\n" in card
+        assert f"    ktconv {command} hf://org/model@main OUTPUT" in card
+
+
 def test_a_run_continues_where_it_was(model: Path, tmp_path: Path, served: Served) -> None:
     done(model, tmp_path / "local")
     done(URL, tmp_path / "remote", "--layers=1")

@@ -114,6 +114,8 @@ def test_a_source_from_the_hub(model: Path, tmp_path: Path) -> None:
     data = data_of(tmp_path / "out")
     assert data["base_model"] == "org/some-moe"
     assert data["license_link"] == "https://huggingface.co/org/some-moe/blob/main/LICENSE"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "ktconv quantize-cpu hf://org/some-moe@0123abc OUTPUT" in card
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class SourceCard:
     """What is known of a source; empty where nothing is."""
 
     name: str | None = None  # org/name of the source itself
+    argument: str | None = None  # what commands find exactly this state of it by
     base_model: tuple[str, ...] = ()  # that, or what the source was made from: ids of the hub
     license: tuple[str, ...] = ()
     license_name: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ def source_card(checkpoint: Checkpoint, model: str) -> SourceCard:
         link = (f"https://huggingface.co/{identity}/blob/main/{link[0]}",) if identity else ()
     return SourceCard(
         name=identity,
+        argument=_argument(model, checkpoint.path, identity),
         base_model=base,
         license=found.get("license", ()),
         license_name=found.get("license_name", ())[:1],
@@ -88,6 +90,21 @@ def hub_id(model: str, path: Path) -> str | None:
         if (match := _CACHED.fullmatch(part)) and _HUB_ID.fullmatch(f"{match[1]}/{match[2]}"):
             return f"{match[1]}/{match[2]}"
     return None
+
+
+def _argument(model: str, path: Path, identity: str | None) -> str | None:
+    """The URL of the commit of a repository of the hub; None for what is not on the hub."""
+    if identity is None:
+        return None
+    from ktconv.remote import is_url, pinned
+
+    if is_url(model):
+        return pinned(model)
+    for number, part in enumerate(path.parts):
+        if part == "snapshots" and path.parts[number + 1 :]:
+            commit, *inside = path.parts[number + 1 :]
+            return f"hf://{identity}@{commit}" + (f":{'/'.join(inside)}" if inside else "")
+    return identity
 
 
 def _directory(path: Path) -> Path:

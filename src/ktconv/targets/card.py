@@ -188,7 +188,7 @@ def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """The card of a conversion."""
     name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
     mapped, tower = plan.checkpoint.mapped is not None, plan.checkpoint.tower
-    command = command_line(name, options, mapped=mapped, tower=tower)
+    command = command_line(source.argument or name, options, mapped=mapped, tower=tower)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
     library, whose = runtime(plan)

@@ -101,7 +101,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
     others = "in bf16" if plan.checkpoint.is_gguf else "as it was"
-    command = command_line(name, options)
+    command = command_line(source.argument or name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
     if plan.checkpoint.mapped is not None:
