@@ -17,12 +17,11 @@ from typing import Any
 from ktconv import __version__
 from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.push.content import IGNORED
+from ktconv.remote.network_errors import cause, first_line, is_of_network, status_of
 
 MAIN = "main"
 _NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _MOST_CHARACTERS = 96
-_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
-_HIDDEN = "[token]"
 _AGAIN = "run the same command again: what the hub has already is not sent again"
 _LOGIN = "log in with a token that may write: hf auth login"
 
@@ -138,36 +137,31 @@ def explained(error: Exception, repository: str) -> KtconvError | None:
     if isinstance(error, errors.LocalTokenNotFoundError):
         return UsageError("push needs a token of the hub, and there is none", _LOGIN)
     if isinstance(error, errors.HFValidationError):
-        return UsageError(f"the hub does not allow this: {_first_line(error, None)}")
-    if isinstance(error, errors.HfHubHTTPError) and (status := _status(error)) is not None:
-        said = _first_line(error.server_message or "", get_token())
+        return UsageError(f"the hub does not allow this: {first_line(error)}")
+    if isinstance(error, errors.HfHubHTTPError) and (status := status_of(error)) is not None:
+        said = first_line(error.server_message or "", get_token())
         return _of_status(status, repository, said)
     if isinstance(error, OSError) and error.filename is not None:
         return ResourceError(f"{error.filename} cannot be read: {error.strerror or error}")
     if isinstance(error, KeyError):  # what the library makes of an answer without some field
         return ResourceError(f"the hub's answer for {repository} has no {error}", _AGAIN)
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        status = _status(error.__cause__)
+        status = status_of(error.__cause__)
         why = f" (status {status})" if status else ""
-        said = _first_line(error, get_token())
+        said = first_line(error, get_token())
         return ResourceError(f"the upload to {repository} stopped: {said}{why}", _AGAIN)
     if isinstance(error, json.JSONDecodeError):
         return ResourceError(f"the hub's answer for {repository} is no JSON", _AGAIN)
     if isinstance(error, ValueError):  # of the model card, or of storage
-        said = _first_line(" ".join(str(error).split()), get_token())
+        said = first_line(" ".join(str(error).split()), get_token())
         return UsageError(f"the hub refuses this content for {repository}: {said}")
-    if isinstance(error, OSError | RuntimeError) or _is_of_network(error):
-        said = _first_line(_cause(error), get_token())
+    if isinstance(error, OSError | RuntimeError) or is_of_network(error):
+        said = first_line(cause(error), get_token())
         return ResourceError(
             f"the hub cannot be reached for {repository}: {said}",
             f"check the network, then {_AGAIN}",
         )
     return None
-
-
-def _status(error: BaseException) -> int | None:
-    found = getattr(getattr(error, "response", None), "status_code", None)
-    return found if isinstance(found, int) else None
 
 
 def _of_status(status: int, repository: str, said: str) -> KtconvError:
@@ -194,29 +188,3 @@ def _of_status(status: int, repository: str, said: str) -> KtconvError:
     return ResourceError(
         f"the hub answered {status} for {repository}: {said or 'no reason'}", _AGAIN
     )
-
-
-def _is_of_network(error: Exception) -> bool:
-    """httpx in versions 1 of the library, httpx2 in versions 2."""
-    modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
-    return bool(modules & {"httpx", "httpx2", "requests", "hf_xet"})
-
-
-def _cause(error: BaseException) -> object:
-    """What the system said, in errors of whatever library; otherwise the error."""
-    inner: BaseException | None = error
-    for _ in range(20):
-        if inner is None:
-            break
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-        inner = inner.__cause__ or inner.__context__
-    return error
-
-
-def _first_line(error: object, token: str | None) -> str:
-    lines = str(error).strip().splitlines()
-    text = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", lines[0] if lines else "")
-    if token:
-        text = text.replace(token, _HIDDEN)
-    return _TOKEN.sub(_HIDDEN, text)[:300].rstrip(".")

@@ -55,6 +55,12 @@ class ReadAhead:
         self._held = 0  # bytes of pieces that are taken
         self._workers = 0
 
+    def close(self) -> None:
+        """Fetch nothing more ahead."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
+
     # ---- what will be read ----
 
     def want(self, spans: Iterable[tuple[str, int, int]]) -> None:

@@ -46,8 +46,8 @@ class RemoteDirectory(Elsewhere):
 
     def __init__(self, store: Store, directory: Path) -> None:
         self.store, self.directory = store, directory
-        self.url = store.pinned
         self._files = {file.name: file for file in _checked(store, attempt(store, store.files))}
+        self.url = store.pinned  # known by now
         self._ahead = ReadAhead(lambda name, start, stop: fetch(store, name, start, stop))
         self._lock = threading.Lock()
         self._unconfirmed: set[str] = set()
@@ -65,6 +65,7 @@ class RemoteDirectory(Elsewhere):
         show_as(str(self.directory), self.url.shown)
 
     def remove(self) -> None:
+        self._ahead.close()
         folders = [self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())]
         forget(folders)
         shutil.rmtree(self.directory.parent, ignore_errors=True)

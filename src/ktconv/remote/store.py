@@ -22,6 +22,10 @@ class RemoteFile:
     sha256: str | None = None
 
 
+class WholeFileError(OSError):
+    """A server that sends a whole file where a part of it was asked for."""
+
+
 class Store(ABC):
     """A remote directory. Safe to use from several threads; methods raise what their libraries
     raise, which `transient` and `explain` understand."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from ktconv.errors import UsageError
 
@@ -19,8 +19,9 @@ SCHEMES = ("hf", "s3", "gs", "gcs", "https", "http")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _HUB = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)"
-    r"(?:@(?P<revision>[^/:\s]+))?(?:/(?P<folder>[^:]*))?(?::(?P<file>[^:]+))?"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/:\s]+|[^/:\s]+))?(?:/(?P<folder>[^:]*))?(?::(?P<file>[^:]+))?"
 )
+_OWN_REF = re.compile(r"refs/(?:pr|convert)/[^/:\s]+")
 _GGUF = ".gguf"
 
 
@@ -47,7 +48,7 @@ class Url:
         if self.scheme in ("http", "https"):
             host, slash, path = place.partition("/")
             place = host.rpartition("@")[2] + slash + path
-        revision = f"@{self.revision}" if self.revision else ""
+        revision = f"@{_in_url(self.revision)}" if self.revision else ""
         folder = f"/{self.folder}" if self.folder else ""
         return f"{self.scheme}://{place}{revision}{folder}"
 
@@ -101,7 +102,13 @@ def _hub_url(model: str, rest: str) -> Url:
     folder, wanted = match["folder"] or "", match["file"]
     if folder.endswith(_GGUF) and wanted is None:
         folder, wanted = _split_file(folder)
-    return Url("hf", match["id"], match["revision"], folder.strip("/"), wanted)
+    revision = match["revision"] and unquote(match["revision"])
+    return Url("hf", match["id"], revision, folder.strip("/"), wanted)
+
+
+def _in_url(revision: str) -> str:
+    """A branch with slashes in its name has them as %2F, but for those of the hub's own."""
+    return revision if _OWN_REF.fullmatch(revision) else quote(revision, safe="")
 
 
 def _split_file(place: str) -> tuple[str, str | None]:

@@ -1,0 +1,182 @@
+"""Repositories of the Hugging Face hub, through huggingface_hub.
+
+A revision is resolved to its commit once, so that all bytes are of one state. Address, token,
+offline mode and time limits are the library's own: HF_ENDPOINT, HF_TOKEN and `hf auth login`,
+HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+from ktconv import __version__
+from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError
+from ktconv.remote.network_errors import cause, first_line, is_of_network, status_of
+from ktconv.remote.store import RemoteFile, Store, WholeFileError
+from ktconv.remote.urls import Url
+
+_LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
+_REFUSED = (401, 403)
+_PARTIAL = 206
+
+
+class HubStore(Store):
+    """A repository with models, or a folder of it. UsageError without huggingface_hub."""
+
+    def __init__(self, url: Url) -> None:
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            raise UsageError(
+                f"{url.shown} is read with the package huggingface_hub, which is not installed",
+                "pip install 'ktconv[hub]'",
+            ) from None
+        self.url = url
+        self._api = HfApi(library_name="ktconv", library_version=__version__)
+        self._commit: str | None = None
+        self._files: dict[str, RemoteFile] = {}
+        self._signed: dict[str, str] = {}  # where the hub sent us for a file, while that works
+        self._lock = threading.Lock()
+
+    @property
+    def pinned(self) -> Url:
+        return replace(self.url, revision=self._commit or self.url.revision)
+
+    def files(self) -> Sequence[RemoteFile]:
+        info = self._api.model_info(self.url.place, revision=self.url.revision, files_metadata=True)
+        self._commit = info.sha
+        folder = f"{self.url.folder}/" if self.url.folder else ""
+        found = (_described(one, folder) for one in info.siblings or ())
+        self._files = {file.name: file for file in found if file is not None}
+        return list(self._files.values())
+
+    def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
+        """As they were: what a commit has never changes."""
+        return {name: self._files[name] for name in names}
+
+    # ---- bytes ----
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        signed = self._signed.get(name)
+        if signed is not None:
+            try:
+                return self._get(signed, {}, start, stop)[0]
+            except Exception as error:
+                if status_of(error) not in _REFUSED:
+                    raise
+                with self._lock:  # it expired: the hub signs another one
+                    self._signed.pop(name, None)
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
+        path = f"{self.url.folder}/{name}" if self.url.folder else name
+        address = hf_hub_url(
+            self.url.place, path, revision=self._commit, endpoint=self._api.endpoint
+        )
+        headers = build_hf_headers(library_name="ktconv", library_version=__version__)
+        data, found = self._get(address, headers, start, stop)
+        if found is not None:
+            with self._lock:
+                self._signed[name] = found
+        return data
+
+    def _get(
+        self, address: str, headers: Mapping[str, str], start: int, stop: int
+    ) -> tuple[bytes, str | None]:
+        """Some bytes, and the address of another host where they came from."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        wanted = {**headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with get_session().stream(
+            "GET",
+            address,
+            headers=wanted,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            follow_redirects=True,
+        ) as response:
+            if response.status_code >= 400:
+                response.read()  # what the server says about it
+            hf_raise_for_status(response)
+            length = int(response.headers.get("content-length") or stop - start)
+            if response.status_code != _PARTIAL and length != stop - start:
+                raise WholeFileError(f"{self.url.shown}: the server sends whole files only")
+            data: bytes = response.read()
+            asked = [(one.url.host, one.url.port) for one in (*response.history, response)]
+            return data, str(response.url) if asked[0] != asked[-1] else None
+
+    # ---- errors ----
+
+    def transient(self, error: BaseException) -> bool:
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        if isinstance(error, OfflineModeIsEnabled | WholeFileError):
+            return False
+        if isinstance(error, HfHubHTTPError) or status_of(error) is not None:
+            return status_of(error) in _LATER
+        return is_of_network(error) or isinstance(error, ConnectionError | TimeoutError)
+
+    def explain(self, error: BaseException) -> KtconvError:
+        from huggingface_hub import errors, get_token
+
+        name, shown = self.url.place, self.url.shown
+        page = f"{self._api.endpoint}/{quote(name)}"
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            return UsageError(
+                f"{shown} is on the hub, and HF_HUB_OFFLINE forbids to ask there",
+                f"unset HF_HUB_OFFLINE, or give {name} if it is in the local cache",
+            )
+        if isinstance(error, errors.GatedRepoError):
+            logged = "" if get_token() else ", and there is no token"
+            return CheckpointError(
+                f"{shown} is gated, and access is not granted{logged}",
+                f"accept its conditions at {page}, then log in: hf auth login",
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return CheckpointError(
+                f"the hub has {name}, but no revision {self.url.revision} of it",
+                f"choose a branch, tag or commit listed at {page}/tree/main",
+            )
+        if isinstance(error, errors.DisabledRepoError):
+            return CheckpointError(f"the hub has disabled {name}", f"see {page}")
+        if isinstance(error, errors.RepositoryNotFoundError):
+            hidden = "that this token can see" if get_token() else "that is public"
+            login = "" if get_token() else "; for a private one log in: hf auth login"
+            return CheckpointError(
+                f"the hub has no repository {name} {hidden}", f"check the name{login}"
+            )
+        if isinstance(error, errors.EntryNotFoundError):
+            return CheckpointError(f"a file of {shown} is not there any more", f"see {page}")
+        if isinstance(error, errors.HFValidationError):
+            return UsageError(f"{name} cannot be a repository of the hub", "give hf://org/name")
+        said = first_line(cause(error), get_token())
+        status = status_of(error)
+        if status in _REFUSED:
+            return CheckpointError(
+                f"the hub does not let us read {shown} (status {status})",
+                "log in with a token that may read it: hf auth login",
+            )
+        if status is not None:
+            return ResourceError(
+                f"the hub answered {status} for {shown} again and again: {said}",
+                "wait a while, then run the same command again: finished layers are kept",
+            )
+        return ResourceError(
+            f"the hub cannot be reached for {shown}: {said}",
+            "check the network, then run the same command again: finished layers are kept",
+        )
+
+
+def _described(sibling: Any, folder: str) -> RemoteFile | None:
+    """A file in `folder`, as the hub describes it; None for another one."""
+    name: str = sibling.rfilename
+    if not name.startswith(folder):
+        return None
+    lfs = sibling.lfs
+    sha256 = None if lfs is None else str(lfs.sha256)
+    etag = sha256 or str(sibling.blob_id)
+    return RemoteFile(name.removeprefix(folder), int(sibling.size or 0), etag, sha256)

@@ -1,0 +1,44 @@
+"""What errors of libraries for the network have in common, as text without secrets."""
+
+from __future__ import annotations
+
+import re
+
+_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
+_HIDDEN = "[token]"
+_PACKAGES = {"aiohttp", "botocore", "hf_xet", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+
+
+def is_of_network(error: BaseException) -> bool:
+    """Whether a library for the network raised it. huggingface_hub has httpx in its versions 1,
+    httpx2 in versions 2."""
+    modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    return bool(modules & _PACKAGES)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Of HTTP, where a response caused the error."""
+    found = getattr(getattr(error, "response", None), "status_code", None)
+    return found if isinstance(found, int) else None
+
+
+def cause(error: BaseException) -> object:
+    """What the system said, in errors of whatever library; otherwise the error."""
+    inner: BaseException | None = error
+    for _ in range(20):
+        if inner is None:
+            break
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def first_line(error: object, token: str | None = None) -> str:
+    """Of a message, without tokens and without signatures of URLs."""
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", lines[0] if lines else "")
+    text = re.sub(r"(https?://)[^\s/@]+@", r"\1", text)
+    if token:
+        text = text.replace(token, _HIDDEN)
+    return _TOKEN.sub(_HIDDEN, text)[:300].rstrip(".")

@@ -1,0 +1,200 @@
+"""hf:// through huggingface_hub, from a hub on this machine: bytes, faults, refusals, secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.cli import done, ktconv, ktconv_done, refused, run, write_model
+from helpers.hub_server import TOKEN, Fault, HubServer, Repository, serving
+
+from ktconv.remote import ahead, attempts, mirror, transfer
+from ktconv.remote.store import open_store
+from ktconv.remote.urls import parse_url
+
+URL = "hf://org/model"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hub") / "model", layers=2, inner=256)
+
+
+@pytest.fixture(scope="module")
+def local(model: Path) -> Path:
+    done(model, model.parent / "local")
+    return model.parent / "local"
+
+
+@pytest.fixture
+def hub(
+    server: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[HubServer]:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    url, storage = server.url, server.storage_url
+    HubServer.__init__(server)
+    server.url, server.storage_url = url, storage
+    server.repositories["org/model"] = Repository(model)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-login"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 10)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
+    yield server
+    mirror.close_all()
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
+
+
+FAULTS = {
+    "none": None,
+    "reset": Fault("reset"),
+    "short": Fault("short"),
+    "slow": Fault("slow"),
+    "busy": Fault(429, {"Retry_After": "0"}),
+    "down": Fault(503),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_same_bytes_whatever_goes_wrong(
+    hub: HubServer, local: Path, tmp_path: Path, name: str
+) -> None:
+    hub.fault = lambda number: FAULTS[name] if number % 5 == 1 else None
+    retries = transfer.retries
+    done(URL, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
+    assert (transfer.retries > retries) == (name not in ("none", "slow"))
+
+
+def test_requests_that_fail_all_the_same_say_why(
+    hub: HubServer, tmp_path: Path, local: Path
+) -> None:
+    hub.fault = lambda number: Fault(503) if number > 8 else None
+    said = refused(run(URL, tmp_path / "out"), 3, "the hub answered 503 for hf://org/model")
+    assert "secret" not in said
+    hub.fault = lambda _: None
+    mirror.close_all()
+    done(URL, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
+
+
+def test_a_server_that_ignores_ranges_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    """Never a whole shard for a header."""
+    hub.fault, before = lambda _: Fault("whole"), transfer.nbytes
+    refused(run(URL, tmp_path / "out"), 3, "the server sends whole files only")
+    assert transfer.nbytes - before < 100_000
+
+
+def test_signed_addresses_are_used_while_they_are_good(hub: HubServer, model: Path) -> None:
+    hub.repositories["org/counted"] = Repository(model)
+    store = open_store(parse_url("hf://org/counted"))
+    file = max(store.files(), key=lambda one: one.nbytes)
+    content = (model / file.name).read_bytes()
+    assert [store.read(file.name, at, at + 7) for at in range(9)] == [
+        content[at : at + 7] for at in range(9)
+    ]
+    assert len([path for path in hub.requests if "counted/resolve/" in path]) == 1
+    hub.valid_for = 12
+    assert [store.read(file.name, at, at + 7) for at in range(9)] == [
+        content[at : at + 7] for at in range(9)
+    ]
+    assert len([path for path in hub.requests if "counted/resolve/" in path]) == 2
+
+
+def test_all_bytes_are_of_one_commit(hub: HubServer, tmp_path: Path) -> None:
+    commit = hub.repositories["org/model"].commit
+    done(f"{URL}@main", tmp_path / "out")
+    resolved = [path for path in hub.requests if "/resolve/" in path]
+    assert resolved and all(f"/resolve/{commit}/" in path for path in resolved)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"ktconv quantize-cpu hf://org/model@{commit} OUTPUT" in card
+    manifest = json.loads((tmp_path / "out" / "ktconv.json").read_text())
+    etags = {one.get("etag") for one in manifest["source"]["files"].values()}
+    assert all(len(etag) in (40, 64) for etag in etags - {None}) and len(etags) > 2
+
+
+def test_revisions(hub: HubServer, tmp_path: Path) -> None:
+    hub.repositories["org/model"].revisions = ("main", "refs/pr/1", "team/fast")
+    ktconv_done("inspect", f"{URL}@refs/pr/1")
+    ktconv_done("inspect", f"{URL}@team%2Ffast")
+    refused(ktconv("inspect", f"{URL}@v9"), 2, "has org/model, but no revision v9")
+
+
+def test_a_folder_of_a_repository(hub: HubServer, model: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "whole" / "bf16", layers=1)
+    hub.repositories["org/whole"] = Repository(tmp_path / "whole")
+    there = json.loads(ktconv_done("inspect", tmp_path / "whole" / "bf16", "--json"))
+    found = json.loads(ktconv_done("inspect", "hf://org/whole/bf16", "--json"))
+    assert {**found, "path": ""} == {**there, "path": ""}
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def test_gated_private_and_missing_repositories(
+    hub: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/gated"] = Repository(model, gated=True)
+    hub.repositories["org/private"] = Repository(model, private=True)
+    refused(ktconv("inspect", "hf://org/gated"), 2, "org/gated is gated", "there is no token")
+    refused(ktconv("inspect", "hf://org/private"), 2, "the hub has no repository org/private")
+    result = ktconv("inspect", "hf://org/none")
+    refused(result, 2, "the hub has no repository org/none that is public")
+    assert "hf auth login" in result.stderr
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name in ("gated", "private"):
+        assert TOKEN not in ktconv_done("inspect", f"hf://org/{name}")
+    result = ktconv("inspect", "hf://org/none")
+    refused(result, 2, "that this token can see")
+    monkeypatch.setenv("HF_TOKEN", "hf_anotherTokenThatIsSecretToo")
+    mirror.close_all()
+    result = ktconv("inspect", "hf://org/gated")
+    refused(result, 2, "org/gated is gated, and access is not granted.")
+    assert "Secret" not in result.output
+
+
+def test_the_token_never_reaches_the_other_host_or_an_output(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)  # the server checks the other host
+    result = run(URL, tmp_path / "out")
+    assert result.exit_code == 0 and hub.tokens == {TOKEN}
+    assert TOKEN not in result.output and "secret" not in result.output
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+
+
+def test_offline_and_out_of_reach(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    result = run(URL, tmp_path / "out")
+    refused(result, 3, "the hub cannot be reached for hf://org/model: Connection refused")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    from huggingface_hub.utils import close_session
+
+    close_session()  # the library decides when a session is made
+    try:
+        refused(run(URL, tmp_path / "out"), 2, "HF_HUB_OFFLINE forbids")
+    finally:
+        close_session()
+    assert not (tmp_path / "out").exists()
