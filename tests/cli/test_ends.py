@@ -350,6 +350,10 @@ def test_a_failure_is_one_json_document(
     refused_in_json(invoke(name, *FAILING[name], "--json"), 2)
 
 
+def _has_json(name: str) -> bool:
+    return any("--json" in parameter.opts for parameter in COMMANDS[name].params)
+
+
 @pytest.mark.parametrize("words", [["--format", "json"], ["--format=json"]])
 def test_a_failure_of_bench_is_one_json_document(words: list[str]) -> None:
     refused_in_json(invoke("bench", "--method", "int3", *words), 2, "unknown method")
@@ -358,7 +362,7 @@ def test_a_failure_of_bench_is_one_json_document(words: list[str]) -> None:
         assert document["error"]["exit_code"] == 2
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if _has_json(name)])
 def test_wrong_words_are_one_json_document(name: str) -> None:
     result = invoke(name, "--json", "--no-such-option")
     error = json.loads(result.stdout)["error"]
@@ -615,8 +619,15 @@ def test_help_names_values_in_words_of_people(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_choices_are_taken_in_any_case(name: str) -> None:
-    before = ["x"] * sum(p.param_type_name == "argument" for p in COMMANDS[name].params)
+    before: list[str] = []
     for parameter in COMMANDS[name].params:
+        if parameter.param_type_name == "argument":
+            before.append((parameter.metavar or "x").partition("|")[0])
+        elif parameter.required:
+            before += [parameter.opts[0], "1"]
+    for parameter in COMMANDS[name].params:
+        if parameter.param_type_name == "argument":
+            continue
         choices = (parameter.metavar or "").split("|")
         if {"FILE", "DIR"} & set(choices):  # a path, or a word in place of one
             continue

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from ktconv.cli.events import Mode, events, shown_as
 from ktconv.cli.output import notify, print_json, sentence
 from ktconv.cli.process import INTERRUPTED, SIGNALS
 from ktconv.errors import KtconvError
@@ -29,12 +30,40 @@ _NO_THREADS = (
 
 
 @contextmanager
-def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[None]:
+def errors_shown(
+    as_json: bool = False, hints: Hints = _NO_HINTS, progress: Mode = "auto"
+) -> Iterator[None]:
     """Print errors as one sentence and a hint on stderr, and exit with their codes.
 
     Hints of the command (`hints`) take precedence over the hint of the error. With `as_json` the
-    same is on stdout as a JSON document.
+    same is on stdout as a JSON document. `progress` is how the command shows what it does: with
+    json its last event has the exit code.
     """
+    with shown_as(progress), _last_event(), _caught(as_json, hints):
+        yield
+
+
+@contextmanager
+def _last_event() -> Iterator[None]:
+    """With `--progress json`, an event for each way to end; `_end` has named most errors."""
+    listener = events()
+    code = 0
+    try:
+        yield
+    except typer.Exit as error:
+        code = error.exit_code
+        raise
+    except BaseException as error:
+        if listener:
+            listener.failed(f"internal error: {type(error).__name__}", None, 1)
+        raise
+    finally:
+        if listener:
+            listener.emit("finished", exit_code=code)
+
+
+@contextmanager
+def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
     try:
         yield
     except KtconvError as error:
@@ -56,7 +85,7 @@ def errors_shown(as_json: bool = False, hints: Hints = _NO_HINTS) -> Iterator[No
         )
     except KeyboardInterrupt as error:
         next_step = error.next_step if isinstance(error, _Interrupted) else None
-        if next_step:
+        if next_step and not events():
             notify("")  # leaves the line on which the terminal shows ^C
             notify(f"Interrupted. {next_step}")
         _end("interrupted", next_step, INTERRUPTED, as_json)
@@ -67,13 +96,16 @@ def _hint(error: BaseException, hints: Hints) -> str | None:
 
 
 def _fail(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
-    notify(f"Error: {sentence(message)}")
-    if hint:
-        notify(f"Hint: {sentence(hint)}")
+    if not events():
+        notify(f"Error: {sentence(message)}")
+        if hint:
+            notify(f"Hint: {sentence(hint)}")
     _end(message, hint, code, as_json)
 
 
 def _end(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
+    if listener := events():
+        listener.failed(message, hint, code)
     if as_json:
         with suppress(OSError):  # stdout may be what went wrong
             print_error(message, hint, code)

@@ -11,15 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ktconv.cli import events
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
 from ktconv.cli.output import fact_lines, notify, print_result
-from ktconv.cli.parsing import argument, flag, option
+from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.errors import (
     DiskFullError,
     DiskSpaceError,
     FileSizeError,
     InUseError,
     SourceChangedError,
+    UsageError,
 )
 from ktconv.system.units import format_ranges, format_size
 
@@ -71,6 +73,15 @@ OverwriteOption = Annotated[
 ]
 FinalizeOption = Annotated[
     bool, flag("--finalize", "Only write index and manifest of layers already converted.")
+]
+ProgressOption = Annotated[
+    events.Mode,
+    choice(
+        events.Mode,
+        "How progress is shown on stderr; json: one object a line; default: a bar on terminals, "
+        "otherwise lines.",
+        "--progress",
+    ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
 
@@ -285,7 +296,18 @@ def _upload_lines(output: Path) -> Iterator[str]:
 
 
 def progress_over(sizes: dict[str, int]) -> Any:
-    """Progress over units of these sizes, as the terminal allows."""
-    from ktconv.cli.progress import BarObserver, LineObserver
+    """Progress over units of these sizes, as `--progress` says or the terminal allows."""
+    from ktconv.cli.progress import BarObserver, EventObserver, LineObserver, QuietObserver
 
-    return BarObserver(sizes) if BarObserver.fits() else LineObserver(sizes, notify)
+    mode, fits = events.mode(), BarObserver.fits()
+    if mode == "bar" and not fits:
+        raise UsageError(
+            "--progress bar needs a terminal with room for a bar on stderr",
+            "use --progress lines, or leave it out",
+        )
+    if listener := events.events():
+        return EventObserver(sizes, listener)
+    if mode == "none":
+        return QuietObserver(sizes, notify)
+    shows_bar = fits and mode != "lines"
+    return BarObserver(sizes) if shows_bar else LineObserver(sizes, notify)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from ktconv.cli.events import events
 from ktconv.system.text import printable, valid_unicode
 from ktconv.system.units import format_size
 
@@ -79,7 +80,11 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def notify(text: str) -> None:
-    """One line on stderr."""
+    """One line on stderr; with `--progress json` an event."""
+    if listener := events():
+        if text:
+            listener.emit("note", text=text)
+        return
     print(_encodable(printable(text), sys.stderr), file=sys.stderr, flush=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
@@ -67,9 +68,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:  # a shell asks for completions
             return super().parse_args(ctx, args)
-        as_json = wants_json(args)
-        with errors_shown(as_json):
-            refuse_empty(args)
+        as_json, as_events = wants_json(args), wants_events(args)  # parsing empties args
+        refuse_empty_shown(args, as_json)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -78,6 +78,9 @@ class Command(TyperCommand):
                 wrong.message = wrong.message.removeprefix("Value error, ")  # of pydantic
                 if as_json:
                     print_error(wrong.format_message(), None, wrong.exit_code)
+                if as_events:
+                    Events().failed(wrong.format_message(), None, wrong.exit_code)
+                    raise typer.Exit(wrong.exit_code) from None
             raise
 
 
@@ -85,6 +88,20 @@ def wants_json(words: Sequence[str]) -> bool:
     """Whether stdout will be one JSON document, as far as is known before parsing."""
     form = ("--format", "json") in pairwise(words)
     return form or "--json" in words or "--format=json" in words
+
+
+def wants_events(words: Sequence[str]) -> bool:
+    """Whether stderr will be JSON lines, as far as is known before parsing."""
+    return ("--progress", "json") in pairwise(words) or "--progress=json" in words
+
+
+def refuse_empty_shown(words: Sequence[str], as_json: bool) -> None:
+    """`refuse_empty`; its error is shown as the command would show it."""
+    try:
+        refuse_empty(words)
+    except UsageError:
+        with errors_shown(as_json, progress="json" if wants_events(words) else "auto"):
+            raise
 
 
 def refuse_empty(words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a conversion: a bar on terminals, otherwise a line per unit.
+"""Progress of a command: a bar on terminals, a line per unit, or events for programs.
 
 The ETA comes from the bytes of the last half minute, so that it follows the disk.
 """
@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ktconv.cli.events import Events
 from ktconv.conversion.pipeline import Observer
 from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_duration, format_size
 
 WINDOW_SECONDS = 30.0
+EVENT_SECONDS = 1.0  # between events of progress
 BAR_WIDTH = 60  # columns; lines serve narrower terminals better
 
 
@@ -95,6 +97,73 @@ class LineObserver(Progression):
 
     def noted(self, text: str) -> None:
         self._notify(text)
+
+
+class QuietObserver(Progression):
+    """Only what the user must know."""
+
+    def __init__(self, sizes: Mapping[str, int], notify: Notify) -> None:
+        super().__init__(sizes)
+        self._notify = notify
+
+    def noted(self, text: str) -> None:
+        self._notify(text)
+
+
+class EventObserver(Progression):
+    """JSON events: what starts, at most one a second of progress, and each finished unit."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        events: Events,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(sizes)
+        self._events, self._clock = events, clock
+        self._units, self._started = list(sizes), False
+        self._last = clock()
+
+    def begin(self, keys: list[str]) -> None:
+        super().begin(keys)
+        self._units = keys
+        self._start()
+
+    def advanced(self, source_bytes: int) -> None:
+        self._start()
+        super().advanced(source_bytes)
+        if self._clock() - self._last >= EVENT_SECONDS:
+            self._last = self._clock()
+            self._emit("progress", self.unit)
+
+    def unit_started(self, key: str) -> None:
+        self._start()
+        super().unit_started(key)
+
+    def unit_finished(self, key: str) -> None:
+        self._start()
+        self._emit("unit_finished", key)
+
+    def noted(self, text: str) -> None:
+        self._events.emit("note", text=text)
+
+    def _start(self) -> None:
+        """Not every command calls `begin`."""
+        if not self._started:
+            self._started = True
+            self._events.emit("started", units=self._units, bytes=self.total)
+
+    def _emit(self, event: str, unit: str) -> None:
+        speed = self.rate.per_second(self.done)
+        left = max(self.total - self.done, 0)
+        self._events.emit(
+            event,
+            unit=unit,
+            done_bytes=self.done,
+            total_bytes=self.total,
+            bytes_per_second=round(speed),
+            eta_seconds=round(left / speed, 1) if speed else None,
+        )
 
 
 class _Live(ProgressColumn):

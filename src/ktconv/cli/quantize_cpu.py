@@ -120,6 +120,7 @@ def quantize_cpu_command(
             "With --dry-run: predict the errors of methods and scales from a sample of rows.",
         ),
     ] = False,
+    progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Convert the routed experts of a checkpoint into quantized CPU weights.
@@ -128,7 +129,7 @@ def quantize_cpu_command(
 
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
-    with errors_shown(as_json, common.MODEL_HINTS):
+    with errors_shown(as_json, common.MODEL_HINTS, progress):
         from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
         from ktconv.targets.ktransformers import Options

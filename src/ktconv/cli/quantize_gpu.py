@@ -75,6 +75,7 @@ def quantize_gpu_command(
     overwrite: common.OverwriteOption = False,
     finalize: common.FinalizeOption = False,
     dry_run: common.DryRunOption = False,
+    progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
@@ -83,7 +84,7 @@ def quantize_gpu_command(
 
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
-    with errors_shown(as_json, common.MODEL_HINTS):
+    with errors_shown(as_json, common.MODEL_HINTS, progress):
         from ktconv.quantize_gpu.common import Request
         from ktconv.quantize_gpu.run import prepare, quantize_gpu
         from ktconv.targets.pack_quantized.module_classes import class_lines

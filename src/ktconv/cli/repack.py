@@ -36,6 +36,7 @@ def merge_command(
     verify: common.VerifyOption = True,
     overwrite: common.OverwriteOption = False,
     dry_run: common.DryRunOption = False,
+    progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
@@ -44,7 +45,7 @@ def merge_command(
 
     Example: ktconv merge qwen3-layers qwen3-int4 --source Qwen/Qwen3-30B-A3B
     """
-    with errors_shown(as_json, common.PACKED_HINTS):
+    with errors_shown(as_json, common.PACKED_HINTS, progress):
         from ktconv.merge import Request, merge, prepare
 
         request = Request(
@@ -83,6 +84,7 @@ def reshard_command(
     verify: common.VerifyOption = True,
     overwrite: common.OverwriteOption = False,
     dry_run: common.DryRunOption = False,
+    progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Change the number of NUMA parts of a conversion without changing any weight.
@@ -92,7 +94,7 @@ def reshard_command(
 
     Example: ktconv reshard qwen3-int4 qwen3-int4-numa2 --numa 2
     """
-    with errors_shown(as_json, RESHARD_HINTS):
+    with errors_shown(as_json, RESHARD_HINTS, progress):
         from ktconv.repack.reshard import Request, prepare, reshard
 
         request = Request(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ktconv.cli.exits import Hints, errors_shown, interruptible
-from ktconv.cli.options import progress_over
+from ktconv.cli.options import ProgressOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
 from ktconv.errors import DiskFullError
@@ -85,6 +85,7 @@ def stats(
     dry_run: Annotated[
         bool, flag("--dry-run", "Print what the pass takes, and run nothing.")
     ] = False,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Count how often a model's own router chooses each expert on a text.
@@ -94,7 +95,7 @@ def stats(
 
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
-    with errors_shown(as_json, _HINTS):
+    with errors_shown(as_json, _HINTS, progress):
         from ktconv.stats.command import StatsRequest, run
 
         request = StatsRequest(

@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.options import ConfigOption, MapOption, ThreadsOption, TowerOption, progress_over
+from ktconv.cli.options import (
+    ConfigOption,
+    MapOption,
+    ProgressOption,
+    ThreadsOption,
+    TowerOption,
+    progress_over,
+)
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -89,6 +96,7 @@ def verify(
     report: Annotated[
         Path | None, option("Write a self-contained HTML report.", "FILE.html")
     ] = None,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Check that a conversion is complete, uncorrupted and as accurate as its format allows.
@@ -100,7 +108,7 @@ def verify(
 
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """
-    with errors_shown(as_json, _HINTS):
+    with errors_shown(as_json, _HINTS, progress):
         from ktconv.verify.command import run
         from ktconv.verify.request import Thresholds, VerifyRequest
 
