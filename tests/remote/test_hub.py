@@ -142,7 +142,8 @@ def test_a_folder_of_a_repository(hub: HubServer, model: Path, tmp_path: Path) -
     hub.repositories["org/whole"] = Repository(tmp_path / "whole")
     there = json.loads(ktconv_done("inspect", tmp_path / "whole" / "bf16", "--json"))
     found = json.loads(ktconv_done("inspect", "hf://org/whole/bf16", "--json"))
-    assert {**found, "path": ""} == {**there, "path": ""}
+    assert found["network_bytes"] > 0
+    assert there == {name: found[name] for name in there} | {"path": there["path"]}
 
 
 # ---- refusals --------------------------------------------------------------------------------
@@ -198,3 +199,62 @@ def test_offline_and_out_of_reach(
     finally:
         close_session()
     assert not (tmp_path / "out").exists()
+
+
+# ---- options, and models that are not in the cache ---------------------------------------------
+
+
+def test_headers_are_read_without_being_told_to(hub: HubServer, tmp_path: Path) -> None:
+    """inspect, plan and --dry-run; nothing else."""
+    result = ktconv("inspect", "org/model", "--json")
+    assert "headers are read from the hub" in result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["path"].startswith("hf://org/model@") and facts["network_bytes"] > 0
+    ktconv_done("plan", "org/model", "--json")
+    plan = json.loads(
+        ktconv_done("quantize-cpu", "org/model", tmp_path / "x", "--dry-run", "--json")
+    )
+    assert plan["bytes_to_transfer"] == plan["source_bytes"] and plan["requests_to_send"] > 0
+    assert "at 1 Gbit/s" in ktconv_done("quantize-cpu", "org/model", tmp_path / "x", "--dry-run")
+    result = run("org/model", tmp_path / "x")
+    refused(result, 2, "org/model is neither a directory nor a model in the local")
+    assert "hf download org/model;" in result.stderr and "hf://org/model." in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_download_and_revision(hub: HubServer, tmp_path: Path, local: Path) -> None:
+    hub.repositories["org/model"].revisions = ("main", "v1")
+    done("org/model", tmp_path / "a", "--download", "--revision", "v1")
+    assert weights(tmp_path / "a") == weights(local)
+    assert any(path.endswith("/revision/v1") for path in hub.requests)
+    result = run("org/model@v9:Q4", tmp_path / "x")
+    assert "hf download org/model --revision v9 --include '*Q4*' '*.json'" in result.stderr
+    done("org/model@v1", tmp_path / "b", "--download", "--json")
+    words = ("verify", tmp_path / "a", "--source", "org/model", "--level=weights")
+    assert "OK" in ktconv_done(*words, "--download")
+    refused(ktconv(*words), 2, "neither a directory nor a model in the local")
+
+
+def test_options_that_do_not_belong_together(hub: HubServer, tmp_path: Path, local: Path) -> None:
+    for words, said in {
+        ("org/model@v1", "--revision=v2"): "names a revision, and --revision another",
+        (f"{URL}@v1", "--revision=v2"): "--revision does not go with hf://org/model@v1",
+        ("s3://bucket/x", "--revision=v2"): "--revision does not go with s3://bucket/x",
+        (str(local), "--revision=v2"): "--revision is for models of the hub",
+        (str(local), "--download"): "--download is for models of the hub",
+        ("org/model", f"--cache-dir={tmp_path}"): "--cache-dir is for sources",
+    }.items():
+        refused(run(words[0], tmp_path / "x", words[1]), 2, said)
+
+
+def test_reports_have_the_network(hub: HubServer, tmp_path: Path) -> None:
+    hub.fault = lambda number: Fault(503) if number == 3 else None
+    result = ktconv("quantize-cpu", URL, tmp_path / "out", "--json", "--progress=json")
+    report = json.loads(result.stdout)
+    assert report["network_requests"] > 0 and report["network_retries"] > 0
+    events = [json.loads(line) for line in result.stderr.splitlines()]
+    [*_, last] = (one for one in events if one["event"] == "unit_finished")
+    assert 0 < last["network_bytes"] <= report["network_bytes"] and last["network_retries"] > 0
+    mirror.close_all()
+    result = ktconv("quantize-cpu", URL, tmp_path / "lines", "--progress=lines")
+    assert "GB/s, network " in result.stderr and " requests, " in result.stdout

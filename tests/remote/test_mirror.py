@@ -102,6 +102,7 @@ def test_verify_stats_and_inspect_read_the_same_way(
     assert found["weights"] == local["weights"]
     assert "hf://org/model" in ktconv_done("inspect", URL)
     about = json.loads(ktconv_done("inspect", URL, "--json"))
+    assert about.pop("network_bytes") > 0 and about.pop("network_requests") > 0
     there = json.loads(ktconv_done("inspect", model, "--json"))
     assert about == there | {"path": "hf://org/model@main"}
 

@@ -5,26 +5,59 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
 from ktconv.checkpoint.gguf.parts import is_gguf, model_files
 from ktconv.checkpoint.shards import INDEX_SUFFIX, file_names
 from ktconv.errors import CheckpointError, KtconvError
 
-_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\0]+))?")
+_HUB_ID = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?:@(?P<revision>[^:\0]+))?(?::(?P<file>[^:\0]+))?"
+)
 _IMATRIX = (".imatrix", ".dat")
+
+
+class HubModel(NamedTuple):
+    """A MODEL argument that names a repository of the hub."""
+
+    id: str  # org/name
+    revision: str | None
+    file: str | None  # of several GGUF models there: one
+
+    @property
+    def url(self) -> str:
+        revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
+        return f"hf://{self.id}{revision}" + (f":{self.file}" if self.file else "")
+
+    @property
+    def download(self) -> str:
+        """The command that brings it into the local cache."""
+        words = ["hf", "download", self.id]
+        words += ["--revision", self.revision] if self.revision else []
+        words += ["--include", f"*{self.file}*", "*.json"] if self.file else []
+        return shlex.join(words)
+
+
+def hub_model(model: str) -> HubModel | None:
+    """What a MODEL argument means that is no path; None for one that cannot be on the hub."""
+    match = _HUB_ID.fullmatch(model)
+    return match and HubModel(match["id"], match["revision"], match["file"])
 
 
 def locate_model(model: str | Path) -> Path:
     """The directory of safetensors files, or one of the GGUF files, that `model` means; touches
     the network for a URL only.
 
-    `model` is a URL (see `remote.urls`), a directory, a GGUF file, or a hub id `org/name` of the
-    local Hugging Face cache; a name after a colon chooses one of several GGUF models there, as in
-    `org/name:Q4_K_M`. A directory with safetensors files counts as such; otherwise it must contain
-    one GGUF model, or its subdirectories must. Raises CheckpointError with a hint what to give
-    instead.
+    `model` is a URL (see `remote.urls`), a directory, a GGUF file, or a hub id `org/name` or
+    `org/name@revision` of the local Hugging Face cache; a name after a colon chooses one of several
+    GGUF models there, as in `org/name:Q4_K_M`. A directory with safetensors files counts as such;
+    otherwise it must contain one GGUF model, or its subdirectories must. Raises CheckpointError,
+    whose hint says what to give instead.
     """
     if isinstance(model, str) and "://" in model:
         return _remote(model)
@@ -33,8 +66,8 @@ def locate_model(model: str | Path) -> Path:
         return _in_directory(path, str(model))
     if path.exists():
         return _file(path)
-    if isinstance(model, str) and (match := _HUB_ID.fullmatch(model)):
-        return _in_directory(_locate_in_cache(match["id"]), model, match["file"])
+    if isinstance(model, str) and (found := hub_model(model)):
+        return _in_directory(_locate_in_cache(found), model, found.file)
     raise CheckpointError(
         f"{model} does not exist",
         "Give a checkpoint directory, a GGUF file, or a hub id org/name from the local cache.",
@@ -130,19 +163,30 @@ def _listed(names: Sequence[str], limit: int = 20) -> str:
 # ---- the hub's cache -------------------------------------------------------------------
 
 
-def _locate_in_cache(model: str) -> Path:
+def is_cached(model: HubModel) -> bool:
+    """Whether the local cache has this revision."""
+    try:
+        _locate_in_cache(model)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _locate_in_cache(model: HubModel) -> Path:
+    named = model.id + (f"@{model.revision}" if model.revision else "")
     try:
         from huggingface_hub import snapshot_download  # imports slowly; only needed here
     except ImportError:
         raise CheckpointError(
-            f"{model} is not a directory, and without huggingface_hub the local Hugging Face "
+            f"{named} is not a directory, and without huggingface_hub the local Hugging Face "
             "cache cannot be searched for it",
-            f"pip install huggingface_hub, then: hf download {model}",
+            f"pip install huggingface_hub, then: {model.download}",
         ) from None
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(snapshot_download(model.id, revision=model.revision, local_files_only=True))
     except (OSError, ValueError):  # not cached, cached in part, or not a valid id
         raise CheckpointError(
-            f"{model} is neither a directory nor a model in the local Hugging Face cache",
-            f"Check the path, or download it first: hf download {model}",
+            f"{named} is neither a directory nor a model in the local Hugging Face cache",
+            f"Check the path, or download it first: {model.download}; or read it from the hub "
+            f"while it is used: {model.url}",
         ) from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktconv.checkpoint.gguf.parts import SUFFIX, all_parts, read_parts
+from ktconv.checkpoint.hub_cache import download_command
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
@@ -144,7 +145,7 @@ def _select_by_index(directory: Path, index: Path, names: Sequence[str]) -> Shar
         raise CheckpointError(
             f"{len(missing)} of the {len(chosen)} shards that {index} names are missing: "
             f"{_listed(missing)}",
-            _SHARD_HINT,
+            _download(directory, missing) or _SHARD_HINT,
         )
     unused = {name for name in names if name.endswith(".safetensors")} - set(chosen)
     if SINGLE_FILE in unused:
@@ -155,6 +156,11 @@ def _select_by_index(directory: Path, index: Path, names: Sequence[str]) -> Shar
         )
     notes = _ignored_note(unused, f"{index.name} does not name them")
     return ShardSelection([directory / name for name in chosen], index, weight_map, notes)
+
+
+def _download(directory: Path, missing: Sequence[str]) -> str | None:
+    command = download_command(directory, missing)
+    return command and f"Download what is missing: {command}"
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:

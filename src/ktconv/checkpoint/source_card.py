@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconv.checkpoint.hub_cache import HUB_ID, cached_place
 from ktconv.checkpoint.side_files import CARD, is_legal, list_side_files
 from ktconv.checkpoint.types import Checkpoint
 from ktconv.errors import CheckpointError
@@ -21,15 +22,13 @@ from ktconv.system.regular_files import read_small
 MAX_CARD_BYTES = 16 << 20
 _MAX_VALUES = 200  # of a list: some models name a hundred languages
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _URL = re.compile(r"hf://(?P<id>[^/@:]+/[^/@:]+)(?:[@/:].*)?")
-_CACHED = re.compile(r"models--(.+?)--(.+)")
 _WORD = re.compile(r"[a-z0-9][a-z0-9.-]*")
 _LINE = re.compile(r"[\w .,:;()/+&'-]{1,200}", re.ASCII)
 _LINK = re.compile(r"https?://[\w.~:/?#@!$&()*+,;=%-]+|[\w./-]+", re.ASCII)
 _ENCODING = {"quantization_config", "compression_config"}
 _ALLOWED = {
-    "base_model": _HUB_ID,
+    "base_model": HUB_ID,
     "license": _WORD,
     "license_name": _LINE,
     "license_link": _LINK,
@@ -84,12 +83,10 @@ def source_card(checkpoint: Checkpoint, model: str) -> SourceCard:
 
 def hub_id(model: str, path: Path) -> str | None:
     """org/name of a model given as hf://org/name, or whose files are in the hub's cache."""
-    if (url := _URL.fullmatch(model)) and _HUB_ID.fullmatch(url["id"]):
+    if (url := _URL.fullmatch(model)) and HUB_ID.fullmatch(url["id"]):
         return url["id"]
-    for part in reversed(path.parts):
-        if (match := _CACHED.fullmatch(part)) and _HUB_ID.fullmatch(f"{match[1]}/{match[2]}"):
-            return f"{match[1]}/{match[2]}"
-    return None
+    place = cached_place(path)
+    return None if place is None else place.id
 
 
 def _argument(model: str, path: Path, identity: str | None) -> str | None:
@@ -100,11 +97,11 @@ def _argument(model: str, path: Path, identity: str | None) -> str | None:
 
     if is_url(model):
         return pinned(model)
-    for number, part in enumerate(path.parts):
-        if part == "snapshots" and path.parts[number + 1 :]:
-            commit, *inside = path.parts[number + 1 :]
-            return f"hf://{identity}@{commit}" + (f":{'/'.join(inside)}" if inside else "")
-    return identity
+    place = cached_place(path)
+    if place is None or place.commit is None:
+        return identity
+    file = f":{'/'.join(place.inside)}" if place.inside else ""
+    return f"hf://{identity}@{place.commit}{file}"
 
 
 def _directory(path: Path) -> Path:

@@ -8,10 +8,12 @@ from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
 from ktconv.cli.parsing import argument, flag
+from ktconv.cli.sources import RevisionOption, source_of
 
 
 def inspect(
     path: Annotated[str, argument("A checkpoint, GGUF file, output of ktconv, or hub id.", "PATH")],
+    revision: RevisionOption = None,
     config: ConfigOption = None,
     naming: MapOption = None,
     tower: TowerOption = None,
@@ -32,7 +34,9 @@ def inspect(
         from ktconv.packed import explanation
         from ktconv.packed.inspection import inspect_path
 
-        facts = inspect_path(path, config, naming, explain, tower)
+        facts = inspect_path(
+            source_of(path, revision, headers_only=True), config, naming, explain, tower
+        )
         if "map" in facts:
             notify(f"note: {facts['reason']}")
             print_result(as_json, facts, lambda: explanation.unknown_lines(facts))

@@ -23,7 +23,7 @@ from ktconv.errors import (
     SourceChangedError,
     UsageError,
 )
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import format_duration, format_ranges, format_size
 
 if TYPE_CHECKING:
     from ktconv.conversion.plan import Unit
@@ -172,8 +172,30 @@ def preflight_facts(
         "peak_memory_bytes": preflight.peak_memory,
         "disk_needed_bytes": disk_needed(preflight.pending() if pending is None else pending),
         "disk_free_bytes": preflight.disk_free,
+        **network_facts(preflight if pending is None else None),
         "seconds": 0.0,
     }
+
+
+def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
+    """What came over the network so far, and what `planned` will still transfer; empty for sources
+    on this machine."""
+    from ktconv.system.elsewhere import elsewhere_of, in_use, transfer
+
+    if not in_use():
+        return {}
+    facts = {
+        "network_bytes": transfer.nbytes,
+        "network_requests": transfer.requests,
+        "network_retries": transfer.retries,
+    }
+    if planned is not None and elsewhere_of(planned.plan.checkpoint.files[0]) is not None:
+        units = planned.pending()
+        from ktconv.remote.ahead import requests_for
+
+        facts["bytes_to_transfer"] = sum(unit.source_bytes for unit in units)
+        facts["requests_to_send"] = sum(requests_for(unit.source_bytes) for unit in units)
+    return facts
 
 
 def report_facts(report: Report) -> dict[str, Any]:
@@ -235,8 +257,16 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
         "disk": f"{format_size(facts['disk_needed_bytes'])} needed, "
         f"{format_size(facts['disk_free_bytes'])} free{enough}",
     }
-    for note in facts["notes"]:
-        rows[f"note {len(rows) - 11}"] = note
+    if "bytes_to_transfer" in facts:
+        nbytes = facts["bytes_to_transfer"]
+        rows["network"] = (
+            f"{format_size(nbytes)} to transfer in about {facts['requests_to_send']} requests: "
+            f"{format_duration(nbytes / 125e6)} at 1 Gbit/s, {format_duration(nbytes / 1.25e9)} at "
+            f"10; the headers took {format_size(facts['network_bytes'])} in "
+            f"{facts['network_requests']}"
+        )
+    for number, note in enumerate(facts["notes"], 1):
+        rows[f"note {number}"] = note
     return fact_lines(rows)
 
 
@@ -259,6 +289,11 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"{did} {describe_units(report.converted)} in {report.seconds:.1f} s "
             f"({rate:.2f} GB/s of source)."
         )
+        if network := network_facts():
+            yield (
+                f"Network: {format_size(network['network_bytes'])} in "
+                f"{network['network_requests']} requests, {network['network_retries']} repeated."
+            )
     if report.worst and report.mean_error is not None:
         yield (
             f"Relative RMS error: mean {report.mean_error:.4f} over the tensors, "

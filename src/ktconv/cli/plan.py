@@ -9,6 +9,7 @@ from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.sources import RevisionOption, source_of
 from ktconv.system.units import parse_size
 
 PlacementName = Literal["linear", "round_robin", "balanced"]  # as plan.request.PlacementName
@@ -50,6 +51,7 @@ def plan(
     numa: Annotated[
         int, option("NUMA parts; 0: as many as this machine has nodes.", "N", min=0)
     ] = 0,
+    revision: RevisionOption = None,
     config: ConfigOption = None,
     naming: MapOption = None,
     tower: TowerOption = None,
@@ -73,7 +75,7 @@ def plan(
         from ktconv.plan.request import PlanRequest
 
         request = PlanRequest(
-            model=model,
+            model=source_of(model, revision, headers_only=True),
             ep=ep,
             tp=tp,
             placement=placement,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ktconv.cli.events import Events
 from ktconv.conversion.pipeline import Observer
+from ktconv.system.elsewhere import in_use, transfer
 from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_duration, format_size
 
@@ -27,9 +28,9 @@ BAR_WIDTH = 60  # columns; lines serve narrower terminals better
 class Rate:
     """Bytes per second over the last half minute."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, done: int = 0) -> None:
         self._clock = clock
-        self._points: deque[tuple[float, int]] = deque([(clock(), 0)])
+        self._points: deque[tuple[float, int]] = deque([(clock(), done)])
 
     def update(self, done: int) -> None:
         now = self._clock()
@@ -56,15 +57,16 @@ class Progression(Observer):
         self.total = sum(sizes.values())
         self.done = 0
         self.unit = ""
-        self.rate = Rate()
+        self.rate, self.network = Rate(), Rate(done=transfer.nbytes)
 
     def begin(self, keys: list[str]) -> None:
         self.total = sum(self.sizes[key] for key in keys)
-        self.rate = Rate()
+        self.rate, self.network = Rate(), Rate(done=transfer.nbytes)
 
     def advanced(self, source_bytes: int) -> None:
         self.done += source_bytes
         self.rate.update(self.done)
+        self.network.update(transfer.nbytes)
 
     def unit_started(self, key: str) -> None:
         self.unit = key
@@ -72,6 +74,15 @@ class Progression(Observer):
     def eta(self) -> str:
         speed = self.rate.per_second(self.done)
         return format_duration((self.total - self.done) / speed) if speed else "?"
+
+    def speeds(self) -> str:
+        """Of the source, and of the network where it comes from there."""
+        text = f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"
+        if in_use():
+            text += f", network {self.network.per_second(transfer.nbytes) / 1e9:.2f} GB/s"
+        if in_use() and transfer.retries:
+            text += f", {transfer.retries} retries"
+        return text
 
     def __enter__(self) -> Progression:
         return self
@@ -88,11 +99,10 @@ class LineObserver(Progression):
         self._notify = notify
 
     def unit_finished(self, key: str) -> None:
-        speed = self.rate.per_second(self.done) / 1e9
         share = 100 * self.done / self.total if self.total else 100
         self._notify(
             f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
-            f"{speed:.2f} GB/s, ETA {self.eta()}"
+            f"{self.speeds()}, ETA {self.eta()}"
         )
 
     def noted(self, text: str) -> None:
@@ -163,7 +173,19 @@ class EventObserver(Progression):
             total_bytes=self.total,
             bytes_per_second=round(speed),
             eta_seconds=round(left / speed, 1) if speed else None,
+            **self._network(),
         )
+
+    def _network(self) -> dict[str, int]:
+        """Of sources that are read over a network."""
+        if not in_use():
+            return {}
+        return {
+            "network_bytes": transfer.nbytes,
+            "network_bytes_per_second": round(self.network.per_second(transfer.nbytes)),
+            "network_requests": transfer.requests,
+            "network_retries": transfer.retries,
+        }
 
 
 class _Live(ProgressColumn):
@@ -194,7 +216,7 @@ class BarObserver(Progression):
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             _Live(lambda: f"{format_size(self.done)} of {format_size(self.total)}"),
-            _Live(lambda: f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"),
+            _Live(self.speeds),
             _Live(lambda: f"ETA {self.eta()}"),
             console=Console(stderr=True),
             transient=True,

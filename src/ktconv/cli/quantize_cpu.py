@@ -10,6 +10,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
@@ -34,6 +35,9 @@ def quantize_cpu_command(
     ] = 0,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
+    revision: RevisionOption = None,
+    download: DownloadOption = False,
+    cache_dir: CacheDirOption = None,
     config: common.ConfigOption = None,
     naming: common.MapOption = None,
     tower: common.TowerOption = None,
@@ -149,7 +153,7 @@ def quantize_cpu_command(
             save_backward=save_backward,
         )
         request = Request(
-            model=model,
+            model=source_of(model, revision, download, cache_dir, headers_only=dry_run),
             config=config,
             map=naming,
             tower=tower,

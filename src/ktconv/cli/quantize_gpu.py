@@ -13,6 +13,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption, given_options, notify
 from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -57,6 +58,9 @@ def quantize_gpu_command(
         str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
     layers: common.LayersOption = "",
+    revision: RevisionOption = None,
+    download: DownloadOption = False,
+    cache_dir: CacheDirOption = None,
     config: common.ConfigOption = None,
     naming: common.MapOption = None,
     mtp: common.MtpOption = True,
@@ -103,7 +107,7 @@ def quantize_gpu_command(
             dampening=dampening if calibrated else None,
         )
         request = Request(
-            model=model,
+            model=source_of(model, revision, download, cache_dir, headers_only=dry_run),
             config=config,
             map=naming,
             output=output,

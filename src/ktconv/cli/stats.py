@@ -9,6 +9,7 @@ from ktconv.cli.exits import Hints, errors_shown, interruptible
 from ktconv.cli.options import ProgressOption, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
+from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import DiskFullError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -28,6 +29,9 @@ def stats(
             "MODEL",
         ),
     ],
+    revision: RevisionOption = None,
+    download: DownloadOption = False,
+    cache_dir: CacheDirOption = None,
     config: Annotated[
         Path | None, option("Directory with config.json and tokenizer of a GGUF model.", "DIR")
     ] = None,
@@ -99,7 +103,7 @@ def stats(
         from ktconv.stats.command import StatsRequest, run
 
         request = StatsRequest(
-            model=model,
+            model=source_of(model, revision, download, cache_dir),
             config=config,
             text=text,
             max_tokens=max_tokens,

@@ -18,6 +18,7 @@ from ktconv.cli.options import (
 )
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -39,6 +40,9 @@ def verify(
     source: Annotated[
         str | None, option("The original checkpoint: a directory, GGUF file or hub id.", "MODEL")
     ] = None,
+    revision: RevisionOption = None,
+    download: DownloadOption = False,
+    cache_dir: CacheDirOption = None,
     config: ConfigOption = None,
     naming: MapOption = None,
     tower: TowerOption = None,
@@ -112,9 +116,10 @@ def verify(
         from ktconv.verify.command import run
         from ktconv.verify.request import Thresholds, VerifyRequest
 
+        original = source and source_of(source, revision, download, cache_dir)
         request = VerifyRequest(
             output=output,
-            source=source,
+            source=original,
             config=config,
             map=naming,
             tower=tower,

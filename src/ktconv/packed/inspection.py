@@ -16,6 +16,7 @@ from ktconv.errors import CheckpointError, UnknownNamesError, shown
 from ktconv.families.activations import expert_activation
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
+from ktconv.packed.choice import methods
 from ktconv.packed.explanation import explain, explain_unknown
 from ktconv.packed.weights import (
     Geometry,
@@ -25,6 +26,7 @@ from ktconv.packed.weights import (
     name_of,
     open_packed,
 )
+from ktconv.system.elsewhere import elsewhere_of, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
 from ktconv.targets.ktransformers import options_of_record
@@ -96,8 +98,17 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "other_tensors": len(checkpoint.other_tensors),
         "other_bytes": sum(tensor.nbytes for tensor in checkpoint.other_tensors),
         "numa_parts_possible": {key: _possible_parts(checkpoint, key) for key in output_formats()},
+        "methods": methods(checkpoint),
         "notes": list(checkpoint.notes),
+        **_network(checkpoint),
     }
+
+
+def _network(checkpoint: Checkpoint) -> dict[str, int]:
+    """What reading the headers took; nothing for a checkpoint on this machine."""
+    if elsewhere_of(checkpoint.path) is None:
+        return {}
+    return {"network_bytes": transfer.nbytes, "network_requests": transfer.requests}
 
 
 def _possible_parts(checkpoint: Checkpoint, method: str) -> list[int]:

@@ -19,7 +19,7 @@ GAP_BYTES = 64 << 10  # between two spans, fetched with them: less than another 
 AHEAD_BYTES = 384 << 20
 THREADS = 8
 
-Fetch = Callable[[str, int, int], bytes]  # file, start, stop
+Fetch = Callable[[str, int, int], bytes | bytearray]  # file, start, stop
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class _Piece:
     stop: int
     unread: int  # bytes that were announced and not read yet
     taken: bool = False  # somebody fetches it
-    data: Future[bytes] = field(default_factory=Future)
+    data: Future[bytes | bytearray] = field(default_factory=Future)
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +41,11 @@ class _Piece:
     def spent(self) -> bool:
         """Whether nobody is known to need it again."""
         return self.unread <= 0 and self.data.done()
+
+
+def requests_for(nbytes: int) -> int:
+    """About how many requests so many bytes of one layer take."""
+    return -(-nbytes // PIECE_BYTES)
 
 
 class ReadAhead:

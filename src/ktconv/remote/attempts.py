@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.remote.store import Store
+from ktconv.system.elsewhere import transfer
 
 ATTEMPTS = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds; about a minute in all
@@ -18,25 +17,6 @@ T = TypeVar("T")
 
 class ShortReadError(OSError):
     """A server sent fewer bytes than were asked for, or more."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What went over the network in this process."""
-
-    requests: int = 0  # for bytes of files; what a redirect adds is not counted
-    nbytes: int = 0
-    retries: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, requests: int = 0, nbytes: int = 0, retries: int = 0) -> None:
-        with self._lock:
-            self.requests += requests
-            self.nbytes += nbytes
-            self.retries += retries
-
-
-transfer = Counters()
 
 
 def attempt(store: Store, call: Callable[[], T]) -> T:
@@ -64,11 +44,24 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
     except KtconvError:
         raise
     except Exception as error:
-        raise store.explain(error) from error
+        if (found := store.explain(error)) is None:
+            raise
+        raise found from error
 
 
-def fetch(store: Store, name: str, start: int, stop: int) -> bytes:
-    """Exactly these bytes of a file."""
+def fetch(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
+    """Exactly these bytes of a file; what is here already is not asked for."""
+    missing = store.missing(name, start, stop)
+    if list(missing) == [(start, stop)]:
+        return _fetched(store, name, start, stop)
+    data = bytearray(stop - start)
+    for first, last in missing:
+        _fetched(store, name, first, last)  # and kept
+    store.fill(name, memoryview(data), start)
+    return data
+
+
+def _fetched(store: Store, name: str, start: int, stop: int) -> bytes:
 
     def once() -> bytes:
         transfer.add(requests=1)

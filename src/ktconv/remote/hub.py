@@ -120,7 +120,7 @@ class HubStore(Store):
             return status_of(error) in _LATER
         return is_of_network(error) or isinstance(error, ConnectionError | TimeoutError)
 
-    def explain(self, error: BaseException) -> KtconvError:
+    def explain(self, error: BaseException) -> KtconvError | None:
         from huggingface_hub import errors, get_token
 
         name, shown = self.url.place, self.url.shown
@@ -165,6 +165,8 @@ class HubStore(Store):
                 f"the hub answered {status} for {shown} again and again: {said}",
                 "wait a while, then run the same command again: finished layers are kept",
             )
+        if not (is_of_network(error) or isinstance(error, OSError)):
+            return None
         return ResourceError(
             f"the hub cannot be reached for {shown}: {said}",
             "check the network, then run the same command again: finished layers are kept",

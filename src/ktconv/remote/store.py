@@ -40,6 +40,14 @@ class Store(ABC):
     def read(self, name: str, start: int, stop: int) -> bytes:
         """The bytes from `start` to before `stop`, with one request."""
 
+    def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Which ranges of [start, stop) must be read; `fill` has the others."""
+        return [(start, stop)]
+
+    def fill(self, name: str, target: memoryview, start: int) -> None:
+        """Bytes from `start` on, which are here already."""
+        raise NotImplementedError
+
     @abstractmethod
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
         """These files as they are now, asked anew; those that are gone are missing."""
@@ -49,8 +57,9 @@ class Store(ABC):
         """Whether the same request can succeed a little later."""
 
     @abstractmethod
-    def explain(self, error: BaseException) -> KtconvError:
-        """An error of the library in one sentence, with the way out; no secrets."""
+    def explain(self, error: BaseException) -> KtconvError | None:
+        """An error of the library in one sentence, with the way out and without secrets; None for
+        one that neither a server nor a network has."""
 
     @property
     def pinned(self) -> Url:

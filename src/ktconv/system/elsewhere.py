@@ -6,9 +6,10 @@ works on it unchanged, and whatever reads one without asking here gets nothing i
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,25 @@ class Span:
     file: Path
     offset: int
     nbytes: int
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What this process received from elsewhere."""
+
+    requests: int = 0  # for bytes of files; what a redirect adds is not counted
+    nbytes: int = 0
+    retries: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, requests: int = 0, nbytes: int = 0, retries: int = 0) -> None:
+        with self._lock:
+            self.requests += requests
+            self.nbytes += nbytes
+            self.retries += retries
+
+
+transfer = Transfer()
 
 
 class Elsewhere(ABC):
@@ -64,6 +84,11 @@ def elsewhere_of(path: Path) -> Elsewhere | None:
     if not _directories:
         return None
     return _directories.get(path.parent) or _directories.get(path)
+
+
+def in_use() -> bool:
+    """Whether some source of this process is elsewhere."""
+    return bool(_directories)
 
 
 def advise(spans: Sequence[Span], local: Callable[[Span], None]) -> None:

@@ -1,0 +1,99 @@
+"""Sources that are not on this machine: the options for them, and what MODEL means with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from ktconv.cli.output import notify
+from ktconv.cli.parsing import flag, option
+from ktconv.errors import UsageError
+
+RevisionOption = Annotated[
+    str | None, option("Branch, tag or commit of a model of the hub.", "REV", "--revision")
+]
+DownloadOption = Annotated[
+    bool,
+    flag("--download", "Read a model from the hub if it is not in the local cache; keep nothing."),
+]
+CacheDirOption = Annotated[
+    Path | None, option("Keep what is read of a remote source here, for other runs.", "DIR")
+]
+
+
+def source_of(
+    model: str,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Path | None = None,
+    *,
+    headers_only: bool = False,
+) -> str:
+    """The MODEL that these options mean together, for `locate_model`.
+
+    A URL, with what is read kept in `cache_dir`; a path; or a model of the hub, which becomes a URL
+    where the local cache does not have it and it may be read from there: with `download`, or when
+    only headers are needed. UsageError for options that do not belong to the model.
+    """
+    from ktconv.remote.urls import is_url
+
+    if is_url(model):
+        return _opened(_with_revision(model, revision), cache_dir)
+    from ktconv.checkpoint.locate import hub_model, is_cached
+
+    found = None if Path(model).exists() else hub_model(model)
+    if found is None:
+        for name, given in (("revision", revision), ("download", download)):
+            if given:
+                raise UsageError(
+                    f"--{name} is for models of the hub, and {model} is none",
+                    f"give org/name, or omit --{name}",
+                )
+        _refuse_cache(cache_dir, model)
+        return model
+    if revision is not None:
+        if found.revision is not None:
+            raise UsageError(f"{model} names a revision, and --revision another", "give one")
+        found = found._replace(revision=revision)
+    if not is_cached(found) and (download or headers_only):
+        if not download:
+            notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
+        return _opened(found.url, cache_dir)
+    _refuse_cache(cache_dir, model)
+    name = found.id + (f"@{found.revision}" if found.revision else "")
+    return name + (f":{found.file}" if found.file else "")
+
+
+def _with_revision(model: str, revision: str | None) -> str:
+    from ktconv.remote.urls import parse_url
+
+    if revision is None:
+        return model
+    url = parse_url(model)
+    if url.scheme != "hf" or url.revision is not None:
+        raise UsageError(
+            f"--revision does not go with {url.shown}",
+            "give it with a model of the hub that names no revision of its own",
+        )
+    from dataclasses import replace
+
+    file = f":{url.wanted}" if url.wanted else ""
+    return replace(url, revision=revision).shown + file
+
+
+def _opened(url: str, cache_dir: Path | None) -> str:
+    """Opened now, since a model is opened without options."""
+    from ktconv.remote import open_remote
+
+    if cache_dir is not None:
+        open_remote(url, cache_dir)
+    return url
+
+
+def _refuse_cache(cache_dir: Path | None, model: str) -> None:
+    if cache_dir is not None:
+        raise UsageError(
+            f"--cache-dir is for sources that are read over a network, and {model} is on this "
+            "machine, or should be",
+            "omit it, or give a URL or --download",
+        )

@@ -1,0 +1,70 @@
+"""What each method makes of a checkpoint, by its headers: bytes, and what becomes of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktconv.checkpoint import Checkpoint, ExpertMatrix
+from ktconv.formats import FORMATS, output_formats
+
+_SHORT = 5.0  # bits per weight: sources below it were quantized to 4 or 5 bits
+_INTEGER_BITS = {"int4": 4, "int8": 8}
+
+
+def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """By method: bytes of all experts, and in words what it does to the source's numbers."""
+    bits = 8 * _source_bytes(checkpoint) / _weights(checkpoint)
+    return {
+        method: {
+            "expert_bytes": sum(
+                len(layer.experts)
+                * FORMATS[method].expert_bytes(
+                    layer.hidden_size, layer.intermediate_size, gated=layer.gated
+                )
+                for layer in checkpoint.layers
+            ),
+            "numbers": _numbers(checkpoint, method, bits),
+        }
+        for method in output_formats()
+    }
+
+
+def _numbers(checkpoint: Checkpoint, method: str, bits: float) -> str:
+    kept = {_kept_bits(matrix) for layer in checkpoint.layers for matrix in layer.kinds}
+    wanted = _INTEGER_BITS.get(method)
+    if wanted in kept and kept == {wanted}:
+        return "integers of the source are kept"
+    if method == "int8":
+        short = bits < _SHORT
+        return "nearly all of the source's 4 bits are kept" if short else "nearly as the source"
+    if bits < _SHORT:
+        return "the source's 4 bits are rounded once more; compare with --dry-run --estimate"
+    return "rounded to 4 bits; compare with --dry-run --estimate"
+
+
+def _kept_bits(matrix: ExpertMatrix) -> int | None:
+    """Of integers with a scale per row; None for other numbers."""
+    scale = matrix.scale
+    if matrix.element.integer_zero is None or scale is None or scale.block_cols < matrix.cols:
+        return None
+    element = matrix.element
+    return 8 * element.unit_bytes // (element.unit_rows * element.unit_cols)
+
+
+def _source_bytes(checkpoint: Checkpoint) -> int:
+    return sum(
+        matrix.element.nbytes(matrix.rows, matrix.cols)
+        for layer in checkpoint.layers
+        for expert in layer.experts
+        for matrix in expert.values()
+    )
+
+
+def _weights(checkpoint: Checkpoint) -> int:
+    return sum(
+        matrix.rows * matrix.cols
+        for layer in checkpoint.layers
+        for expert in layer.experts
+        for matrix in expert.values()
+    )
