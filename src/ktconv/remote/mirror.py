@@ -215,7 +215,9 @@ def pinned(model: str) -> str:
 
 
 def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
-    key = Url(url.scheme, url.place, url.revision, url.folder, None, url.query)
+    # Web servers without listings have only what is asked for.
+    wanted = url.wanted if url.scheme in ("http", "https") else None
+    key = Url(url.scheme, url.place, url.revision, url.folder, wanted, url.query)
     with _opening:
         if key not in _mirrors:
             store = open_store(key)

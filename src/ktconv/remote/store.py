@@ -81,11 +81,10 @@ def with_cache(store: Store, directory: Path) -> Store:
 
 
 # Their modules import packages that are not always installed.
-_FSSPEC = "ktconv.remote.filesystem", "FsspecStore"
 _STORES: Mapping[str, tuple[str, str]] = {
     "hf": ("ktconv.remote.hub", "HubStore"),
-    "s3": _FSSPEC,
-    "gs": _FSSPEC,
-    "https": _FSSPEC,
-    "http": _FSSPEC,
+    "s3": ("ktconv.remote.filesystem", "S3Store"),
+    "gs": ("ktconv.remote.filesystem", "GcsStore"),
+    "https": ("ktconv.remote.web", "WebStore"),
+    "http": ("ktconv.remote.web", "WebStore"),
 }

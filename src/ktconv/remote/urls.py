@@ -44,18 +44,21 @@ class Url:
     @property
     def shown(self) -> str:
         """For users: without passwords and signatures."""
-        place = self.place
-        if self.scheme in ("http", "https"):
-            host, slash, path = place.partition("/")
-            place = host.rpartition("@")[2] + slash + path
         revision = f"@{_in_url(self.revision)}" if self.revision else ""
         folder = f"/{self.folder}" if self.folder else ""
-        return f"{self.scheme}://{place}{revision}{folder}"
+        return f"{self.scheme}://{self._shown_place}{revision}{folder}"
+
+    @property
+    def _shown_place(self) -> str:
+        if self.scheme not in ("http", "https"):
+            return self.place
+        host, slash, path = self.place.partition("/")
+        return host.rpartition("@")[2] + slash + path
 
     @property
     def name(self) -> str:
         """What a user would call the model."""
-        last = (self.folder or self.place).rstrip("/").rpartition("/")[2]
+        last = (self.folder or self._shown_place).rstrip("/").rpartition("/")[2]
         return re.sub(r"[^\w.-]", "-", last).strip(".-") or "model"
 
 

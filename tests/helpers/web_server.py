@@ -1,0 +1,136 @@
+"""A web server of this machine with a folder, with or without listings, and with faults."""
+
+from __future__ import annotations
+
+import html
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from helpers.hub_server import Fault
+
+
+class WebServer:
+    """`fault` gets the number of each request for bytes, from 0 on, and says what goes wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url = folder, ""
+        self.listing = True
+        self.query = ""  # without it requests are refused
+        self.authorization = ""  # as well
+        self.dated = True  # whether files have an ETag and a date
+        self.fault: Callable[[int], Fault | None] = lambda _: None
+        self.sent: list[tuple[str, int, int]] = []
+        self.number = 0
+        self.lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for _, start, stop in self.sent)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    web: WebServer
+    timeout = 20
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        path = self.web.folder / unquote(parts.path).strip("/")
+        allowed = self.web.authorization in ("", self.headers.get("authorization"))
+        if parts.query != self.web.query or not allowed:
+            self._say(403)
+        elif path.is_dir() and self.web.listing:
+            names = [one.name + "/" * one.is_dir() for one in sorted(path.iterdir())]
+            links = [f'<a href="{quote(name)}">{html.escape(name)}</a>' for name in names]
+            page = f'<a href="../">..</a><a href="?C=N">by name</a>{"".join(links)}'
+            self._say(200, page.encode(), "text/html; charset=utf-8")
+        elif path.is_file():
+            self._file(path)
+        else:
+            self._say(404)
+
+    def _say(self, status: int, data: bytes = b"", kind: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _file(self, path: Path) -> None:
+        with self.web.lock:
+            fault, self.web.number = self.web.fault(self.web.number), self.web.number + 1
+        kind = fault.kind if fault else None
+        status = path.stat()
+        size, match = status.st_size, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["range"])
+        assert match is not None  # nothing is asked for as a whole
+        start, stop = int(match[1]), min(int(match[2]) + 1, size)
+        if isinstance(kind, int):
+            self._say(kind)
+            return
+        if kind == "whole":
+            start, stop = 0, size
+        with path.open("rb") as stream:
+            stream.seek(start)
+            data = stream.read(max(stop - start, 0))
+        self.send_response(200 if kind == "whole" else 206 if start < size else 416)
+        self.send_header("Content-Length", str(len(data)))
+        if kind != "whole":
+            extent = f"{start}-{stop - 1}" if start < size else "*"
+            self.send_header("Content-Range", f"bytes {extent}/{size}")
+        if self.web.dated:
+            self.send_header("ETag", f'"{size:x}-{status.st_mtime_ns:x}"')
+        self.end_headers()
+        self._send(data, kind)
+        with self.web.lock:
+            self.web.sent.append((path.name, start, stop))
+
+    def _send(self, data: bytes, kind: str | None) -> None:
+        if kind in ("reset", "short"):
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            if kind == "reset":  # with a RST: nothing lingers
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.connection.close()
+            return
+        step = max(1, -(-len(data) // 16)) if kind == "slow" else max(1, len(data))
+        for at in range(0, len(data), step):
+            self.wfile.write(data[at : at + step])
+            self.wfile.flush()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # of a client that went away
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[WebServer]:
+    """`folder` on a free port of this machine."""
+    web = WebServer(folder)
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": web}))
+    web.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
+    thread.start()
+    try:
+        yield web
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

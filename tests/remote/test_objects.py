@@ -1,0 +1,306 @@
+"""Object stores and web servers as sources: bytes, faults, refusals, secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write_model
+from helpers.hub_server import Fault
+from helpers.web_server import WebServer, serving
+
+from ktconv.errors import KtconvError
+from ktconv.remote import ahead, attempts, mirror, transfer
+from ktconv.remote.attempts import fetch
+from ktconv.remote.store import Store, open_store
+from ktconv.remote.urls import parse_url
+from ktconv.remote.web import gguf_parts
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("fsspec")
+pytest.importorskip("tenacity")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("web") / "model", layers=2, inner=256)
+
+
+@pytest.fixture(scope="module")
+def local(model: Path) -> Path:
+    done(model, model.parent / "local")
+    return model.parent / "local"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
+    yield
+    mirror.close_all()
+
+
+@pytest.fixture
+def web(model: Path) -> Iterator[WebServer]:
+    with serving(model) as found:
+        yield found
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
+
+
+def opened(url: str) -> Store:
+    return open_store(parse_url(url))
+
+
+# ---- web servers -----------------------------------------------------------------------------
+
+FAULTS = {
+    "none": None,
+    "reset": Fault("reset"),
+    "short": Fault("short"),
+    "slow": Fault("slow"),
+    "busy": Fault(429),
+    "down": Fault(503),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_same_bytes_whatever_goes_wrong(
+    web: WebServer, local: Path, tmp_path: Path, name: str
+) -> None:
+    web.fault = lambda number: FAULTS[name] if number % 5 == 1 else None
+    retries = transfer.retries
+    done(f"{web.url}/", tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
+    assert (transfer.retries > retries) == (name not in ("none", "slow"))
+
+
+def test_without_a_listing_names_come_from_the_index(
+    web: WebServer, model: Path, local: Path, tmp_path: Path
+) -> None:
+    web.listing = False
+    done(web.url, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
+    names = {file.name for file in opened(web.url).files()}
+    assert {path.name for path in model.glob("*.safetensors")} <= names
+    assert {"config.json", "model.safetensors.index.json"} <= names
+
+
+def test_listings_with_folders_odd_names_and_empty_files(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b c").mkdir(parents=True)
+    for name, data in {"x#1.json": b"{}", "a/empty": b"", "a/b c/ü%.bin": b"123"}.items():
+        (tmp_path / name).write_bytes(data)
+    with serving(tmp_path) as web:
+        store = opened(web.url)
+        files = {file.name: file.nbytes for file in store.files()}
+        assert files == {"x#1.json": 2, "a/empty": 0, "a/b c/ü%.bin": 3}
+        assert fetch(store, "a/b c/ü%.bin", 1, 3) == b"23"
+        assert set(store.state(["a/empty", "none"])) == {"a/empty"}
+
+
+def test_of_gguf_models_without_a_listing_all_parts_are_asked_for(tmp_path: Path) -> None:
+    parts = list(gguf_parts("m-Q4-00002-of-00003.gguf"))
+    assert parts == [f"m-Q4-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for name in parts:
+        (tmp_path / name).write_bytes(b"GGUF")
+    with serving(tmp_path) as web:
+        web.listing = False
+        assert {file.name for file in opened(f"{web.url}/{parts[1]}").files()} == set(parts)
+
+
+def test_without_etags_sizes_must_do(web: WebServer, local: Path, tmp_path: Path) -> None:
+    """And nothing is kept: it could be of another state."""
+    web.dated = False
+    done(web.url, tmp_path / "out", "--cache-dir", tmp_path / "cache")
+    assert weights(tmp_path / "out") == weights(local)
+    assert not list((tmp_path / "cache").rglob("*.data"))
+
+
+def test_a_second_command_transfers_nothing(web: WebServer, tmp_path: Path) -> None:
+    cache = "--cache-dir", tmp_path / "cache"
+    done(web.url, tmp_path / "out", *cache)
+    mirror.close_all()
+    before = transfer.nbytes
+    ktconv_done("verify", tmp_path / "out", "--source", web.url, "--level=weights", *cache)
+    assert transfer.nbytes == before
+
+
+@pytest.mark.parametrize("dated", [True, False])
+def test_a_change_in_the_middle_is_noticed(model: Path, tmp_path: Path, dated: bool) -> None:
+    """By the ETag; by the size where the server has neither ETag nor date."""
+    other = tmp_path / "model"
+    other.mkdir()
+    for path in model.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    target = sorted(other.glob("*.safetensors"))[-1]
+    with serving(other) as web:
+        web.dated = dated
+        asked = len(list(other.iterdir()))
+
+        def change(number: int) -> None:
+            if number == asked + 4:
+                with target.open("ab") as stream:
+                    stream.write(b"x")
+
+        web.fault = change
+        said = refused(run(web.url, tmp_path / "out"), 2, "changed while it was read")
+        assert target.name in said
+    assert "model.safetensors.index.json" not in contents(tmp_path / "out")
+
+
+def test_a_server_that_ignores_ranges_is_refused(web: WebServer, tmp_path: Path) -> None:
+    web.fault = lambda _: Fault("whole")
+    before = transfer.nbytes
+    refused(run(web.url, tmp_path / "out"), 2, "the server sends whole files only")
+    assert transfer.nbytes - before < 100_000 and not (tmp_path / "out").exists()
+
+
+def test_signatures_and_passwords_work_and_are_not_shown(
+    web: WebServer, local: Path, tmp_path: Path
+) -> None:
+    web.query, web.authorization = "sig=verysecret", "Basic dXNlcjp2ZXJ5c2VjcmV0"
+    host = web.url.removeprefix("http://")
+    url = f"http://user:verysecret@{host}/?sig=verysecret"
+    result = run(url, tmp_path / "out")
+    assert result.exit_code == 0 and "verysecret" not in result.output
+    assert weights(tmp_path / "out") == weights(local)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"verysecret" in path.read_bytes()] == []
+    mirror.close_all()
+    web.fault = lambda _: Fault(403)
+    result = run(url, tmp_path / "other")
+    refused(result, 2, f"does not let us read http://{host}")
+    assert "verysecret" not in result.output and "signature may have expired" in result.stderr
+
+
+def test_a_run_goes_on_with_a_new_signature(web: WebServer, local: Path, tmp_path: Path) -> None:
+    web.query = "sig=first"
+    done(f"{web.url}/?sig=first", tmp_path / "out", "--layers=1")
+    mirror.close_all()
+    web.query = "sig=second"
+    done(f"{web.url}/?sig=second", tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
+
+
+def test_what_is_not_there_is_said(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(ktconv("inspect", f"{web.url}/none"), 2, f"{web.url}/none contains no files")
+    web.fault = lambda _: Fault(500)
+    refused(ktconv("inspect", web.url), 3, "the server answered 500", "again and again")
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    said = refused(ktconv("inspect", "http://127.0.0.1:1/model"), 3, "cannot be reached")
+    assert "http://127.0.0.1:1/model" in said
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for package in ("fsspec", "s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for url in ("s3://bucket/m", "gs://bucket/m", "https://host/m"):
+        result = ktconv("inspect", url)
+        refused(result, 2, "which is not installed")
+        assert "pip install 'ktconv[remote]'" in result.stderr
+
+
+# ---- S3 --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """An S3 of this machine."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(endpoint: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A file system with the model in s3://bucket/models/model."""
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "name")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "verysecret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    found = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+    if not found.exists("bucket"):
+        found.mkdir("bucket")
+    for path in model.iterdir():
+        found.pipe(f"bucket/models/model/{path.name}", path.read_bytes())
+    return found
+
+
+S3 = "s3://bucket/models/model"
+
+
+def test_s3_gives_the_same_bytes(bucket: Any, model: Path, local: Path, tmp_path: Path) -> None:
+    before = transfer.requests
+    done(S3, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local) and transfer.requests > before
+    manifest = json.loads((tmp_path / "out" / "ktconv.json").read_text())
+    assert all("mtime_ns" not in one for one in manifest["source"]["files"].values())
+    assert "verysecret" not in (tmp_path / "out" / "ktconv.json").read_text()
+    found = json.loads(
+        ktconv_done("verify", tmp_path / "out", "--source", S3, "--level=weights", "--json")
+    )
+    assert found["source"] == S3
+    ktconv_done("quantize-gpu", model, tmp_path / "local-gpu", "--scheme=W4A16")
+    ktconv_done("quantize-gpu", S3, tmp_path / "gpu", "--scheme=W4A16")
+    assert weights(tmp_path / "gpu") == weights(tmp_path / "local-gpu")
+
+
+def test_s3_reads_one_version(bucket: Any) -> None:
+    store = opened(S3)
+    store.files()
+    assert len(fetch(store, "config.json", 1, 5)) == 4
+    bucket.pipe("bucket/models/model/config.json", b"{} other")
+    with pytest.raises(KtconvError, match=f"{S3}/config.json changed while it was read"):
+        fetch(store, "config.json", 1, 5)
+    now = store.state(["config.json", "none"])
+    assert set(now) == {"config.json"} and now["config.json"].nbytes == 8
+
+
+def test_s3_says_what_is_wrong(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(ktconv("inspect", "s3://nobucket/m"), 2, "there is no bucket nobucket")
+    refused(ktconv("inspect", "s3://bucket/none"), 2, "s3://bucket/none contains no files")
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        refused(ktconv("inspect", S3), 3, f"the server cannot be reached for {S3}")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    result = ktconv("inspect", S3)
+    refused(result, 2, f"there are no credentials to read {S3}")
+    assert "FSSPEC_S3_ANON" in result.stderr
+
+
+def test_which_errors_of_s3_are_tried_again(bucket: Any) -> None:
+    from botocore.exceptions import ClientError, EndpointConnectionError
+    from s3fs.errors import translate_boto_error
+
+    def answered(code: str, status: int) -> BaseException:
+        facts: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        return translate_boto_error(ClientError(facts, "GetObject"))
+
+    store = opened(S3)
+    for code, status in (("SlowDown", 503), ("InternalError", 500), ("RequestTimeout", 400)):
+        assert store.transient(answered(code, status))
+    for code, status in (("AccessDenied", 403), ("NoSuchKey", 404), ("ExpiredToken", 400)):
+        assert not store.transient(answered(code, status))
+    assert store.transient(EndpointConnectionError(endpoint_url="x"))
+    said = store.explain(answered("AccessDenied", 403))
+    assert said is not None and "AWS_PROFILE" in str(said.hint)
+    assert "does not let us read" in str(said) and store.explain(AssertionError()) is None
