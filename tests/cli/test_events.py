@@ -13,8 +13,10 @@ import pytest
 from helpers.cli import ktconv
 from helpers.paths import EXAMPLE, ROOT
 
-from ktconv.cli.events import Events
-from ktconv.cli.progress import EventObserver
+from ktconv.cli.events import Events, shown_as
+from ktconv.cli.events import events as shown_events
+from ktconv.cli.options import progress_mode
+from ktconv.cli.progress import BarObserver, EventObserver
 from ktconv.quantize_cpu import run as quantize_cpu_run
 
 SCHEMA = json.loads((ROOT / "docs/progress.schema.json").read_text())
@@ -121,3 +123,35 @@ def test_progress_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None
     events = [json.loads(line) for line in text.getvalue().splitlines()]
     assert [one["event"] for one in events] == ["started"] + ["progress"] * 10
     assert [one["done_bytes"] for one in events[1:]] == list(range(100, 1001, 100))
+
+
+def test_what_libraries_print_becomes_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, and of a bar its last state; nothing after the end."""
+    with shown_as("json"):
+        events = shown_events()
+        assert events is not None
+        print("a warn", end="", file=sys.stderr)
+        print("ing\n\nanother", file=sys.stderr)
+        for share in (10, 50, 100):
+            sys.stderr.write(f"\rsent {share} %")
+        sys.stderr.write("\n")
+        events.emit("finished", exit_code=0)
+        print("too late", file=sys.stderr)
+    print("not an event", file=sys.stderr)
+    *found, last = capsys.readouterr().err.splitlines()
+    assert [one.get("text") for one in events_of("\n".join(found))] == [
+        "a warning",
+        "another",
+        "sent 100 %",
+        None,
+    ]
+    assert last == "not an event"
+
+
+def test_bars_that_the_user_does_not_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BarObserver, "fits", lambda: True)
+    assert progress_mode() == "bar"
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    assert progress_mode() == "lines"
+    with shown_as("bar"):
+        assert progress_mode() == "bar"

@@ -10,8 +10,10 @@ from helpers.convert import convert
 from helpers.paths import EXAMPLE
 from rich.console import Console
 
+from ktconv.cli import progress
 from ktconv.cli.progress import BarObserver, LineObserver, Rate
 from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.system.elsewhere import Transfer
 from ktconv.system.units import format_duration
 from ktconv.targets.ktransformers import Options
 
@@ -106,3 +108,19 @@ def test_bar() -> None:
     assert "250 B of 1.0 kB" in shown
     assert "GB/s" in shown
     assert "ETA" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 96])
+def test_a_bar_with_a_network_is_one_line(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "in_use", lambda: True)
+    monkeypatch.setattr(progress, "transfer", Transfer(retries=12))
+    observer = BarObserver({"layer-00003": 671_000_000_000})
+    text = io.StringIO()
+    observer._bar.live.console = Console(file=text, force_terminal=False, width=width)
+    observer.begin(["layer-00003"])
+    observer.unit_started("layer-00003")
+    observer._bar.console.print(observer._bar.get_renderable())
+    (line,) = text.getvalue().splitlines()
+    assert "layer-00003" in line and "671.0 GB" in line and "ETA ?" in line
+    assert ("network 0.00 GB/s" in line) == (width >= 80)
+    assert ("12 retries" in line) == (width >= 96)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -321,7 +322,7 @@ def test_the_library(hub: Hub, kept: Path) -> None:
 
 
 def test_a_process_of_its_own_logs_no_token(hub: Hub, kept: Path, tmp_path: Path) -> None:
-    """With the library's own debug output on."""
+    """With the library's own debug output on, of which each line is a note."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,
@@ -331,11 +332,30 @@ def test_a_process_of_its_own_logs_no_token(hub: Hub, kept: Path, tmp_path: Path
         "HF_DEBUG": "1",
         "HF_HUB_VERBOSITY": "debug",
     }
-    command = [sys.executable, "-m", "ktconv", "push", str(kept), NAME]
+    command = [sys.executable, "-m", "ktconv", "push", str(kept), NAME, "--progress=json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert TOKEN not in done.stdout + done.stderr
+    events = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+    assert events.count("note") > 1 and events[-1] == "finished"
     assert hub.repositories[NAME].branches["main"] == all_files(kept)
+
+
+def test_progress(hub: Hub, kept: Path) -> None:
+    result = run("push", kept, NAME, "--progress=json", "--json")
+    facts = json.loads(result.stdout)
+    *_, first, last = (json.loads(line) for line in result.stderr.splitlines())
+    assert (first["event"], first["units"], first["bytes"]) == (
+        "started",
+        facts["names"],
+        facts["bytes"],
+    )
+    assert last == {"schema": 1, "event": "finished", "exit_code": 0}
+    result = run("push", kept, "name", "--progress=json")
+    assert json.loads(result.stderr)["event"] == "failed" and result.exit_code == 2
+    said = re.compile(r"^Sending \d+ files, ", re.MULTILINE)
+    assert said.search(run("push", kept, NAME, "--progress=lines").stderr)
+    assert not said.search(run("push", kept, NAME, "--progress=none").stderr)
 
 
 # ---- the end of conversions ----------------------------------------------------------------

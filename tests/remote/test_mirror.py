@@ -99,6 +99,7 @@ def test_verify_stats_and_inspect_read_the_same_way(
         ktconv_done("verify", tmp_path / "local", "--source", URL, "--level=weights", "--json")
     )
     assert found["source"] == "hf://org/model@main" and found["level"] == "weights"
+    assert found["network_bytes"] > 0 and "network_bytes" not in local
     assert found["weights"] == local["weights"]
     assert "hf://org/model" in ktconv_done("inspect", URL)
     about = json.loads(ktconv_done("inspect", URL, "--json"))

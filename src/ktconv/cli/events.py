@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any, Literal
 
 from ktconv.system.text import valid_unicode
@@ -19,6 +20,7 @@ class Events:
     """One JSON object a line; nothing follows `finished` or `failed`. Safe for threads."""
 
     def __init__(self) -> None:
+        self.stream = sys.stderr
         self._lock = threading.RLock()
         self._ended = False
 
@@ -28,10 +30,37 @@ class Events:
                 return
             self._ended = event in ("finished", "failed")
             line = {"schema": SCHEMA, "event": event, **valid_unicode(fields)}
-            print(json.dumps(line), file=sys.stderr, flush=True)
+            print(json.dumps(line), file=self.stream, flush=True)
 
     def failed(self, message: str, hint: str | None, code: int) -> None:
         self.emit("failed", exit_code=code, message=message, hint=hint)
+
+
+class _Notes(io.TextIOBase):
+    """In place of stderr: lines that libraries print there, such as warnings, become notes."""
+
+    def __init__(self, events: Events) -> None:
+        self._events, self._rest = events, ""
+        self._lock = threading.RLock()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._events.stream.fileno()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (_last_state(one) for one in (self._rest + text).split("\n"))
+        for line in lines:
+            if line.strip():
+                self._events.emit("note", text=line.strip())
+        return len(text)
+
+
+def _last_state(line: str) -> str:
+    """What a terminal shows of a line that returns to its start, as bars of libraries do."""
+    return line[line[:-1].rfind("\r") + 1 :]
 
 
 class _Command:
@@ -55,7 +84,9 @@ def shown_as(chosen: Mode) -> Iterator[None]:
     """Progress and messages of the command inside are shown in this way."""
     _Command.mode = chosen
     _Command.events = Events() if chosen == "json" else None
+    notes = _Notes(_Command.events) if _Command.events else None
     try:
-        yield
+        with redirect_stderr(notes) if notes else nullcontext():
+            yield
     finally:
         _Command.mode, _Command.events = "auto", None

@@ -86,6 +86,7 @@ ProgressOption = Annotated[
 DryRunOption = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
 
 
+_TRUE = {"1", "ON", "YES", "TRUE"}  # as the hub's library reads variables
 Job = Callable[..., "Report"]  # takes a request, an observer and a preflight
 
 
@@ -334,15 +335,25 @@ def progress_over(sizes: dict[str, int]) -> Any:
     """Progress over units of these sizes, as `--progress` says or the terminal allows."""
     from ktconv.cli.progress import BarObserver, EventObserver, LineObserver, QuietObserver
 
+    if listener := events.events():
+        return EventObserver(sizes, listener)
+    mode = progress_mode()
+    if mode == "none":
+        return QuietObserver(sizes, notify)
+    return BarObserver(sizes) if mode == "bar" else LineObserver(sizes, notify)
+
+
+def progress_mode() -> events.Mode:
+    """How to show progress: never `auto`. UsageError for a bar where there is no room for one."""
+    from ktconv.cli.progress import BarObserver
+
     mode, fits = events.mode(), BarObserver.fits()
     if mode == "bar" and not fits:
         raise UsageError(
             "--progress bar needs a terminal with room for a bar on stderr",
             "use --progress lines, or leave it out",
         )
-    if listener := events.events():
-        return EventObserver(sizes, listener)
-    if mode == "none":
-        return QuietObserver(sizes, notify)
-    shows_bar = fits and mode != "lines"
-    return BarObserver(sizes) if shows_bar else LineObserver(sizes, notify)
+    if mode == "auto":
+        unwanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _TRUE
+        return "bar" if fits and not unwanted else "lines"
+    return mode

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from ktconv.cli.events import Events
@@ -23,6 +24,7 @@ from ktconv.system.units import format_duration, format_size
 WINDOW_SECONDS = 30.0
 EVENT_SECONDS = 1.0  # between events of progress
 BAR_WIDTH = 60  # columns; lines serve narrower terminals better
+NETWORK_WIDTH, RETRIES_WIDTH = 80, 96  # columns with which the bar shows these, too
 
 
 class Rate:
@@ -77,12 +79,19 @@ class Progression(Observer):
 
     def speeds(self) -> str:
         """Of the source, and of the network where it comes from there."""
-        text = f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"
-        if in_use():
-            text += f", network {self.network.per_second(transfer.nbytes) / 1e9:.2f} GB/s"
-        if in_use() and transfer.retries:
-            text += f", {transfer.retries} retries"
-        return text
+        return ", ".join(filter(None, [self.speed(), self.network_speed(), self.retries()]))
+
+    def speed(self) -> str:
+        return f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"
+
+    def network_speed(self) -> str:
+        """Empty for sources on this machine, as `retries`."""
+        if not in_use():
+            return ""
+        return f"network {self.network.per_second(transfer.nbytes) / 1e9:.2f} GB/s"
+
+    def retries(self) -> str:
+        return f"{transfer.retries} retries" if in_use() and transfer.retries else ""
 
     def __enter__(self) -> Progression:
         return self
@@ -192,7 +201,7 @@ class _Live(ProgressColumn):
     """A column computed from the progression at each refresh."""
 
     def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._text = text
 
     def render(self, task: Task) -> Text:
@@ -216,12 +225,17 @@ class BarObserver(Progression):
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             _Live(lambda: f"{format_size(self.done)} of {format_size(self.total)}"),
-            _Live(self.speeds),
+            _Live(self.speed),
+            _Live(lambda: self.network_speed() if self._width() >= NETWORK_WIDTH else ""),
+            _Live(lambda: self.retries() if self._width() >= RETRIES_WIDTH else ""),
             _Live(lambda: f"ETA {self.eta()}"),
             console=Console(stderr=True),
             transient=True,
         )
         self._task = self._bar.add_task("planning", total=self.total)
+
+    def _width(self) -> int:
+        return self._bar.console.width
 
     def begin(self, keys: list[str]) -> None:
         super().begin(keys)

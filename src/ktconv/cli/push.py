@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from ktconv.cli.events import events
 from ktconv.cli.exits import errors_shown, interruptible
-from ktconv.cli.output import JsonOption, print_result
+from ktconv.cli.options import ProgressOption, progress_mode
+from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
+from ktconv.system.units import format_size
+
+if TYPE_CHECKING:
+    from ktconv.push.content import Content
 
 
 def push_command(
@@ -26,6 +32,7 @@ def push_command(
     dry_run: Annotated[
         bool, flag("--dry-run", "Check the output and list what would be sent; send nothing.")
     ] = False,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Send a finished output to the Hugging Face hub, with the token of `hf auth login`.
@@ -34,13 +41,21 @@ def push_command(
 
     Example: ktconv push qwen3-int4 org/Qwen3-30B-A3B-int4 --private
     """
-    with errors_shown(as_json):
+    with errors_shown(as_json, progress=progress):
         from ktconv.push.command import Request, push
 
         request = Request(output, repository, private, revision, create_pr, message)
         with interruptible(lambda: _NEXT_STEP):
-            done = push(request, dry_run)
+            done = push(request, dry_run, bars=progress_mode() == "bar", begin=_begin)
         print_result(as_json, done.facts(), done.lines)
+
+
+def _begin(content: Content) -> None:
+    """Of the bytes that are sent only the hub's library knows, which shows them as bars."""
+    if listener := events():
+        listener.emit("started", units=list(content.files), bytes=content.nbytes)
+    elif progress_mode() == "lines":
+        notify(f"Sending {len(content.files)} files, {format_size(content.nbytes)}")
 
 
 _NEXT_STEP = "What was sent stays there: run the same command again to continue."

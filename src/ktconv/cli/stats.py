@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ktconv.cli.exits import Hints, errors_shown, interruptible
-from ktconv.cli.options import ProgressOption, progress_over
+from ktconv.cli.options import ProgressOption, network_facts, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
@@ -122,4 +122,4 @@ def stats(
         )
         with interruptible(lambda: _AGAIN):
             facts, lines = run(request, notify, progress_over)
-        print_result(as_json, facts, lambda: lines)
+        print_result(as_json, {**facts, **network_facts()}, lambda: lines)

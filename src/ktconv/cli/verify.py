@@ -14,6 +14,7 @@ from ktconv.cli.options import (
     ProgressOption,
     ThreadsOption,
     TowerOption,
+    network_facts,
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
@@ -142,6 +143,6 @@ def verify(
         )
         with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines, passed = run(request, progress_over, notify, other, report)
-        print_result(as_json, facts, lambda: lines)
+        print_result(as_json, {**facts, **network_facts()}, lambda: lines)
         if not passed:
             raise typer.Exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,15 @@ class Pushed:
         yield self.sent.pull_request or self.sent.url
 
 
-def push(request: Request, dry_run: bool = False) -> Pushed:
+def push(
+    request: Request,
+    dry_run: bool = False,
+    bars: bool = True,
+    begin: Callable[[Content], None] = lambda _: None,
+) -> Pushed:
     """Check the output and send it; with `dry_run` check it, without a network.
 
+    `bars`: let the hub's library show them; `begin` is called before something is sent.
     Raises OutputError for an output that is not complete, and as `hub.send`.
     """
     check_repository(request.repository)
@@ -79,6 +85,7 @@ def push(request: Request, dry_run: bool = False) -> Pushed:
     content = content_of(request.output)
     if dry_run:
         return Pushed(request, content)
+    begin(content)
     sent = send(
         request.output,
         request.repository,
@@ -86,5 +93,6 @@ def push(request: Request, dry_run: bool = False) -> Pushed:
         revision=request.revision,
         create_pr=request.create_pr,
         message=request.message or f"Upload the output of ktconv {__version__}",
+        bars=bars,
     )
     return Pushed(request, content, sent)

@@ -58,14 +58,16 @@ def send(
     revision: str | None,
     create_pr: bool,
     message: str,
+    bars: bool = True,
 ) -> Sent:
-    """Make the repository if there is none, and send the files of `output` to it.
+    """Make the repository if there is none, and send the files of `output` to it; `bars`: the
+    library's.
 
     UsageError without the package, a token or the right to write, ResourceError where the hub
     cannot be reached or refuses.
     """
     api = _api()
-    with errors_explained(repository):
+    with errors_explained(repository), _bars(bars):
         _prepare(api, repository, private)
         if revision not in (None, MAIN) and not str(revision).startswith("refs/"):
             api.create_branch(repository, branch=str(revision), exist_ok=True)
@@ -88,6 +90,21 @@ def _api() -> Any:
             "push needs the package huggingface_hub", "pip install 'ktconv[hub]'"
         ) from None
     return HfApi(token=True, library_name="ktconv", library_version=__version__)
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """The library's bars; HF_HUB_DISABLE_PROGRESS_BARS, where it is set, decides."""
+    from huggingface_hub import constants, utils
+
+    if shown or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def _prepare(api: Any, repository: str, private: bool) -> None:
