@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import socket
 import struct
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from helpers.hub_server import Fault
 
@@ -111,6 +112,38 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
 
 
+class _GcsHandler(_Handler):
+    """What gcsfs asks Google Cloud Storage; of each file the generation is when it was written."""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        query = parse_qs(parts.query)
+        match = re.fullmatch(r"(?:/download)?/storage/v1/b/bucket/o(?:/(.+))?", parts.path)
+        path = self.web.folder / unquote((match and match[1]) or "")
+        if match is None or not path.exists():
+            self._say(404)
+        elif path.is_dir():
+            [prefix] = query.get("prefix", [""])
+            found = (
+                self._about(one) for one in sorted(self.web.folder.rglob("*")) if one.is_file()
+            )
+            self._json({"items": [one for one in found if one["name"].startswith(prefix)]})
+        elif "alt" not in query:
+            self._json(self._about(path))
+        elif query.get("generation", [""]) != [self._about(path)["generation"]]:
+            self._say(404)
+        else:
+            self._file(path)
+
+    def _about(self, path: Path) -> dict[str, str]:
+        status, name = path.stat(), path.relative_to(self.web.folder).as_posix()
+        generation = str(status.st_mtime_ns)
+        return {"name": name, "size": str(status.st_size), "generation": generation}
+
+    def _json(self, content: object) -> None:
+        self._say(200, json.dumps(content).encode(), "application/json")
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -119,10 +152,11 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[WebServer]:
-    """`folder` on a free port of this machine."""
+def serving(folder: Path, as_gcs: bool = False) -> Iterator[WebServer]:
+    """`folder` on a free port of this machine, as a directory or as the bucket gs://bucket."""
     web = WebServer(folder)
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": web}))
+    kind = _GcsHandler if as_gcs else _Handler
+    server = _Server(("127.0.0.1", 0), type("Handler", (kind,), {"web": web}))
     web.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write_model
+from helpers.cli import (
+    check_reader,
+    contents,
+    done,
+    ktconv,
+    ktconv_done,
+    refused,
+    run,
+    start,
+    write_model,
+)
 from helpers.hub_server import Fault
 from helpers.web_server import WebServer, serving
 
 from ktconv.errors import KtconvError
 from ktconv.remote import ahead, attempts, mirror, transfer
 from ktconv.remote.attempts import fetch
+from ktconv.remote.filesystem import GcsStore
 from ktconv.remote.store import Store, open_store
 from ktconv.remote.urls import parse_url
 from ktconv.remote.web import gguf_parts
@@ -189,6 +202,44 @@ def test_a_run_goes_on_with_a_new_signature(web: WebServer, local: Path, tmp_pat
     assert weights(tmp_path / "out") == weights(local)
 
 
+@pytest.mark.parametrize("at", [12, 20])
+def test_a_run_that_is_killed_goes_on(web: WebServer, local: Path, tmp_path: Path, at: int) -> None:
+    """It is killed while a request is answered; what it wrote and read is of use."""
+    more = "--cache-dir", tmp_path / "cache"
+    ready = threading.Event()
+
+    def kill(number: int) -> Fault | None:
+        if number < at:
+            return None
+        assert ready.wait(60)
+        os.kill(process.pid, signal.SIGKILL)
+        return Fault("reset")
+
+    web.fault = kill
+    process = start(web.url, tmp_path / "out", *more)
+    ready.set()
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    clean = contents(local)
+    del clean["ktconv.json"], clean["README.md"]  # name the source
+    check_reader(tmp_path / "out", clean)
+    web.fault = lambda _: None
+    done(web.url, tmp_path / "out", *more)
+    assert weights(tmp_path / "out") == weights(local)
+
+
+def test_the_streaming_pass_reads_the_same_way(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    example = Path(__file__).parents[2] / "docs" / "example" / "tiny-moe"
+    words = "--max-tokens=64", "--json"
+    there = json.loads(ktconv_done("stats", example, *words))
+    with serving(example) as web:
+        web.fault = lambda number: Fault("reset") if number % 4 == 1 else None
+        found = json.loads(ktconv_done("stats", web.url, *words))
+    assert found["layers"] == there["layers"]
+
+
 def test_what_is_not_there_is_said(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ktconv("inspect", f"{web.url}/none"), 2, f"{web.url}/none contains no files")
     web.fault = lambda _: Fault(500)
@@ -212,22 +263,48 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- S3 --------------------------------------------------------------------------------------
 
 
+class Faulty:
+    """A WSGI application, with faults of requests for ranges. `fault` gets their number."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.number = app, 0
+        self.fault: Callable[[int], str | None] = lambda _: None
+
+    def __call__(self, environ: Any, start: Any) -> Any:
+        kind = None
+        if "HTTP_RANGE" in environ:
+            kind, self.number = self.fault(self.number), self.number + 1
+        if kind == "short":
+            return [b"".join(self.app(environ, start))[:-1]]
+        if kind is not None:
+            code = "SlowDown" if kind.startswith("503") else "Other"
+            start(kind, [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()]
+        return self.app(environ, start)
+
+
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def endpoint() -> Iterator[tuple[str, Faulty]]:
     """An S3 of this machine."""
     moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    serving = pytest.importorskip("werkzeug.serving")
+    app = Faulty(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = serving.make_server("127.0.0.1", 0, app, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", app
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.fixture
-def bucket(endpoint: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bucket(
+    endpoint: tuple[str, Faulty], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """A file system with the model in s3://bucket/models/model."""
     s3fs = pytest.importorskip("s3fs")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint[0])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "name")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "verysecret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -240,7 +317,8 @@ def bucket(endpoint: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         found.mkdir("bucket")
     for path in model.iterdir():
         found.pipe(f"bucket/models/model/{path.name}", path.read_bytes())
-    return found
+    yield found
+    endpoint[1].fault = lambda _: None
 
 
 S3 = "s3://bucket/models/model"
@@ -260,6 +338,16 @@ def test_s3_gives_the_same_bytes(bucket: Any, model: Path, local: Path, tmp_path
     ktconv_done("quantize-gpu", model, tmp_path / "local-gpu", "--scheme=W4A16")
     ktconv_done("quantize-gpu", S3, tmp_path / "gpu", "--scheme=W4A16")
     assert weights(tmp_path / "gpu") == weights(tmp_path / "local-gpu")
+
+
+@pytest.mark.parametrize("kind", ["503 Slow Down", "429 Too Many Requests", "500 Error", "short"])
+def test_faults_of_s3(
+    bucket: Any, endpoint: tuple[str, Faulty], local: Path, tmp_path: Path, kind: str
+) -> None:
+    endpoint[1].fault = lambda number: kind if number % 4 == 1 else None
+    retries = transfer.retries
+    done(S3, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local) and transfer.retries > retries
 
 
 def test_s3_reads_one_version(bucket: Any) -> None:
@@ -304,3 +392,39 @@ def test_which_errors_of_s3_are_tried_again(bucket: Any) -> None:
     said = store.explain(answered("AccessDenied", 403))
     assert said is not None and "AWS_PROFILE" in str(said.hint)
     assert "does not let us read" in str(said) and store.explain(AssertionError()) is None
+
+
+# ---- Google Cloud Storage --------------------------------------------------------------------
+
+
+def test_gcs(model: Path, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gcsfs")
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    with serving(model.parent, as_gcs=True) as web:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", web.url)
+        done("gs://bucket/model", tmp_path / "out")
+        assert weights(tmp_path / "out") == weights(local)
+        store = opened("gs://bucket/model")
+        assert {file.name for file in store.files()} == {path.name for path in model.iterdir()}
+        now = store.state(["config.json", "none"])
+        assert set(now) == {"config.json"}
+        os.utime(model / "config.json", ns=(1, 1))  # another generation
+        assert store.state(["config.json"]) != now
+        with pytest.raises(KtconvError, match="changed while it was read"):
+            fetch(store, "config.json", 0, 3)
+        refused(ktconv("inspect", "gs://bucket/none"), 2, "gs://bucket/none")
+
+
+def test_which_errors_of_gcs_are_tried_again() -> None:
+    retry = pytest.importorskip("gcsfs.retry")
+    store = object.__new__(GcsStore)  # errors are told apart without a server
+    store.url = parse_url("gs://bucket/model")
+    assert store.transient(TimeoutError()) and store.transient(ConnectionResetError())
+    for error, words in {
+        retry.HttpError({"code": 401, "message": "no"}): "does not let us read gs://bucket/model",
+        OSError("Forbidden: b/x"): "does not let us read gs://bucket/model",
+        retry.HttpError({"code": 503, "message": "no"}): "answered 503 for gs://bucket/model",
+        FileNotFoundError("x"): "gs://bucket/model is not there",
+    }.items():
+        assert not store.transient(error) and words in str(store.explain(error))

@@ -279,7 +279,9 @@ class GcsStore(FsspecStore):
     def _open(self, fsspec: Any) -> Any:
         # It logs what it raises, too; without a handler that goes to stderr.
         logging.getLogger("gcsfs").addHandler(logging.NullHandler())
-        return super()._open(fsspec)
+        from gcsfs.core import GCSFileSystem  # the other one asks for kinds of buckets by gRPC
+
+        return GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
     def _about(self, path: str) -> Mapping[str, Any]:
         return dict(self._fs.info(path))
@@ -291,7 +293,10 @@ class GcsStore(FsspecStore):
         path, generation = f"{self.url.place}/{name}", None
         if name in self._known:
             generation = self._known[name].etag.partition("-")[0]
-        data: bytes = self._fs.cat_file(path, start=start, end=stop, generation=generation)
+        try:
+            data: bytes = self._fs.cat_file(path, start=start, end=stop, generation=generation)
+        except FileNotFoundError as error:  # this generation was replaced
+            raise ChangedError(name) from error
         if len(data) > stop - start:
             raise WholeFileError("a whole file instead of a range")
         return data
