@@ -39,6 +39,8 @@ class Events:
 class _Notes(io.TextIOBase):
     """In place of stderr: lines that libraries print there, such as warnings, become notes."""
 
+    encoding = "utf-8"  # some ask for it
+
     def __init__(self, events: Events) -> None:
         self._events, self._rest = events, ""
         self._lock = threading.RLock()

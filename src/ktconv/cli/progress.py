@@ -91,7 +91,8 @@ class Progression(Observer):
         return f"network {self.network.per_second(transfer.nbytes) / 1e9:.2f} GB/s"
 
     def retries(self) -> str:
-        return f"{transfer.retries} retries" if in_use() and transfer.retries else ""
+        count = transfer.retries if in_use() else 0
+        return f"{count} {'retry' if count == 1 else 'retries'}" if count else ""
 
     def __enter__(self) -> Progression:
         return self
