@@ -104,10 +104,16 @@ class Handler(BaseHTTPRequestHandler):
                 start += os.sendfile(self.connection.fileno(), file.fileno(), start, stop - start)
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # a process that ends leaves its connections
+
+
 def serve(folder: Path, latency: float) -> None:
     handler = type("Bound", (Handler,), {"folder": folder, "latency": latency})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 

@@ -54,6 +54,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
     monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
     yield
     mirror.close_all()
 
@@ -138,10 +140,13 @@ def test_without_etags_sizes_must_do(web: WebServer, local: Path, tmp_path: Path
 
 def test_a_second_command_transfers_nothing(web: WebServer, tmp_path: Path) -> None:
     cache = "--cache-dir", tmp_path / "cache"
-    done(web.url, tmp_path / "out", *cache)
+    first = run(web.url, tmp_path / "out", *cache)
+    assert first.exit_code == 0 and "cache keeps what is read; it has 0 B" in first.stderr
     mirror.close_all()
     before = transfer.nbytes
-    ktconv_done("verify", tmp_path / "out", "--source", web.url, "--level=weights", *cache)
+    words = "verify", tmp_path / "out", "--source", web.url, "--level=weights"
+    second = ktconv(*words, *cache)
+    assert second.exit_code == 0 and "cache keeps what is read; it has 1" in second.stderr
     assert transfer.nbytes == before
 
 
@@ -191,6 +196,18 @@ def test_signatures_and_passwords_work_and_are_not_shown(
     result = run(url, tmp_path / "other")
     refused(result, 2, f"does not let us read http://{host}")
     assert "verysecret" not in result.output and "signature may have expired" in result.stderr
+
+
+def test_proxies_and_netrc_are_those_of_the_system(
+    web: WebServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is the proxy: it gets whole URLs of a host that there is not."""
+    web.authorization = "Basic dXNlcjp2ZXJ5c2VjcmV0"
+    (tmp_path / "netrc").write_text("machine host.invalid login user password verysecret")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("http_proxy", web.url)
+    files = {file.name for file in opened("http://host.invalid/").files()}
+    assert files == {path.name for path in model.iterdir()}
 
 
 def test_a_run_goes_on_with_a_new_signature(web: WebServer, local: Path, tmp_path: Path) -> None:

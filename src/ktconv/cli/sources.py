@@ -8,6 +8,7 @@ from typing import Annotated
 from ktconv.cli.output import notify
 from ktconv.cli.parsing import flag, option
 from ktconv.errors import UsageError
+from ktconv.system.units import format_size
 
 RevisionOption = Annotated[
     str | None, option("Branch, tag or commit of a model of the hub.", "REV", "--revision")
@@ -86,7 +87,10 @@ def _opened(url: str, cache_dir: Path | None) -> str:
     from ktconv.remote import open_remote
 
     if cache_dir is not None:
+        from ktconv.remote.cached import kept_bytes
+
         open_remote(url, cache_dir)
+        notify(f"note: {cache_dir} keeps what is read; it has {format_size(kept_bytes(cache_dir))}")
     return url
 
 

@@ -153,3 +153,9 @@ def _ranges(text: bytes, nbytes: int) -> list[tuple[int, int, int]]:
         if 0 <= one[0] < one[1] <= nbytes:
             found.append(one)
     return found
+
+
+def kept_bytes(directory: Path) -> int:
+    """What a cache takes on its disk, in bytes."""
+    with translated("read", directory):
+        return sum(path.stat().st_blocks * 512 for path in directory.glob("*/*.data"))

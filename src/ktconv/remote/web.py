@@ -70,6 +70,12 @@ class WebStore(FsspecStore):
         data: bytes = self._run(self._get, name, start, stop)
         return data
 
+    def _open(self, fsspec: Any) -> Any:
+        found = super()._open(fsspec)
+        # Proxies and .netrc, as other programs.
+        found.client_kwargs = {"trust_env": True, **found.client_kwargs}
+        return found
+
     # ---- names ----
 
     def _names(self) -> set[str]:
