@@ -71,7 +71,7 @@ class Command(TyperCommand):
         as_json, as_events = wants_json(args), wants_events(args)  # parsing empties args
         refuse_empty_shown(args, as_json)
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, with_defaults(args))
         except Exception as error:
             wrong: Any = error
             if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
@@ -82,6 +82,20 @@ class Command(TyperCommand):
                     Events().failed(wrong.format_message(), None, wrong.exit_code)
                     raise typer.Exit(wrong.exit_code) from None
             raise
+
+
+# Options whose value can be left out: the value that this means, and what values look like.
+_OPTIONAL = {"--ray": ("auto", re.compile(r"auto|local|ray://.*|[^/\s]+:[0-9]+"))}
+
+
+def with_defaults(words: Sequence[str]) -> list[str]:
+    """`words` with a value for each option that has none; the next word can be an argument."""
+    found = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        default, values = _OPTIONAL.get(word, (None, None))
+        bare = values is not None and not values.fullmatch(following)
+        found.append(f"{word}={default}" if bare else word)
+    return found
 
 
 def wants_json(words: Sequence[str]) -> bool:

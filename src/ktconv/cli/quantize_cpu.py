@@ -10,6 +10,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
@@ -116,6 +117,8 @@ def quantize_cpu_command(
             "DeepSeek-V4 and gpt-oss.",
         ),
     ] = False,
+    ray: RayOption = None,
+    ray_scratch: RayScratchOption = None,
     dry_run: common.DryRunOption = False,
     estimate: Annotated[
         bool,
@@ -175,12 +178,16 @@ def quantize_cpu_command(
                 "--estimate predicts the errors of a conversion without converting",
                 "add --dry-run",
             )
-        preflight = prepare(request)
-        facts, lines = _about_inputs(preflight)
-        if estimate:
-            predicted = estimated(preflight)
-            facts, lines = {**facts, "estimate": predicted}, [*lines, *estimate_lines(predicted)]
-        common.convert(request, preflight, quantize_cpu, dry_run, as_json, facts=facts, lines=lines)
+        with on_cluster(ray, ray_scratch, request, cache_dir) as (request, job):
+            preflight = prepare(request)
+            facts, lines = _about_inputs(preflight)
+            if estimate:
+                predicted = estimated(preflight)
+                facts = {**facts, "estimate": predicted}
+                lines = [*lines, *estimate_lines(predicted)]
+            common.convert(
+                request, preflight, job or quantize_cpu, dry_run, as_json, facts=facts, lines=lines
+            )
 
 
 def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None:

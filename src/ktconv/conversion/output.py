@@ -6,6 +6,7 @@ removes.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ktconv.system.text import path_of, path_text
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
 from ktconv.writer.manifest import MANIFEST, read_manifest
 from ktconv.writer.metadata import CARD, INDEX, index_lines
-from ktconv.writer.staging import shard_record
+from ktconv.writer.staging import shard_record, staged_name
 
 
 class OutputState:
@@ -159,11 +160,12 @@ class OutputState:
 
     def remove_stale_staging(self, claimed: Sequence[Unit]) -> None:
         """Staged files of units that this run has locked, left by a killed run."""
+        state = self._journal.directory
         for unit in claimed:
-            names = list(unit.shard_names)
-            names += [unit.folder, f"{unit.folder}.old"] if unit.folder else []
-            for name in names:
-                remove(self._journal.directory / f"{name}.part")
+            for name in [*unit.shard_names, *([unit.folder] if unit.folder else [])]:
+                remove(state / staged_name(name))
+                for path in state.glob(f"{glob.escape(name)}.*.part"):  # of one attempt of several
+                    remove(path)
 
 
 def _names_in(record: Any) -> Iterator[str]:

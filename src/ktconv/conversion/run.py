@@ -165,6 +165,15 @@ def manifest_memory(output: Path) -> int:
         return 0
 
 
+def staging_of(
+    unit: Unit, staging: Path, output: Path, attempt: str = ""
+) -> ShardStaging | FolderStaging:
+    """What writes the files of a unit into `staging`, and moves them to `output`."""
+    if unit.folder is not None:
+        return FolderStaging(unit.folder, unit.folder_files, staging, output, attempt)
+    return ShardStaging(unit.shards, staging, output, attempt)
+
+
 class Conversion(ABC):
     """One run of a planned conversion into one output directory."""
 
@@ -389,16 +398,16 @@ class Conversion(ABC):
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Journal a unit whose files are final."""
-        record = {"files": files, "tensors": tensors} | self.unit_facts(unit)
+        self.record(unit, {"files": files, "tensors": tensors} | self.unit_facts(unit))
+
+    def record(self, unit: Unit, record: Record) -> None:
+        """Enter a unit, whose files are final, in the journal."""
         self.journal.write_unit(unit.key, record)
         self._mark_done(unit.key, record)
 
     def stage(self, unit: Unit) -> Staging:
         """Where the tensors of a unit are written until they are final."""
-        staging = self.journal.directory
-        if unit.folder is not None:
-            return FolderStaging(unit.folder, unit.folder_files, staging, self.output)
-        return ShardStaging(unit.shards, staging, self.output)
+        return staging_of(unit, self.journal.directory, self.output)
 
     def tasks(self, unit: Unit) -> list[Task]:
         reader = self.reader()

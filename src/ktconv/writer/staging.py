@@ -1,7 +1,9 @@
 """Staged files of a unit: written under temporary names, then renamed together.
 
 Staged files live in OUTPUT/.ktconv under names that no loader looks at. `commit` makes
-them durable and final; until then nothing under a final name changes.
+them durable and final; until then nothing under a final name changes. Where one process writes
+and another makes final, the first one seals, the second one publishes; several attempts at the
+same unit have an `attempt` each in the names of their staged files.
 """
 
 from __future__ import annotations
@@ -41,11 +43,19 @@ class Staging(Protocol):
         """Remove what was staged."""
 
 
+def staged_name(name: str, attempt: str = "") -> str:
+    """Name below the staging directory of a shard or folder that is not final yet."""
+    return f"{name}.{attempt}.part" if attempt else f"{name}.part"
+
+
 class ShardStaging:
     """One or more safetensors shards, pre-sized, each tensor written into its place."""
 
-    def __init__(self, shards: Sequence[Shard], staging: Path, output: Path) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], staging: Path, output: Path, attempt: str = ""
+    ) -> None:
         self._shards, self._staging, self._output = shards, staging, output
+        self._attempt = attempt
         self._fds: dict[str, int] = {}
         self._places: dict[str, tuple[Shard, int]] = {}
         try:
@@ -56,7 +66,11 @@ class ShardStaging:
             raise
 
     def _path(self, shard: Shard) -> Path:
-        return self._staging / f"{shard.name}.part"
+        return self._staging / staged_name(shard.name, self._attempt)
+
+    def files(self) -> list[Path]:
+        """What is staged, below the staging directory."""
+        return [Path(staged_name(shard.name, self._attempt)) for shard in self._shards]
 
     def _open(self, shard: Shard) -> None:
         path = self._path(shard)
@@ -78,17 +92,17 @@ class ShardStaging:
         with translated(f"read tensor {name} back from", self._path(shard)):
             read_exactly(self._fds[shard.name], target, start + offset)
 
-    def commit(self) -> list[dict[str, object]]:
+    def seal(self) -> None:
+        """Make what is staged durable; nothing more can be written."""
         for shard in self._shards:
             with translated("write", self._path(shard)):
                 fd = self._fds[shard.name]
                 os.fsync(fd)
                 os.close(self._fds.pop(shard.name))
-        for shard in self._shards:
-            with translated("rename", self._path(shard)):
-                self._path(shard).replace(self._output / shard.name)
-        with translated("write", self._output):
-            sync(self._output)
+
+    def commit(self) -> list[dict[str, object]]:
+        self.seal()
+        publish_shards(self._shards, self._staging, self._output, self._attempt)
         return [shard_record(shard) for shard in self._shards]
 
     def abandon(self) -> None:
@@ -97,6 +111,16 @@ class ShardStaging:
         self._fds.clear()
         for shard in self._shards:
             remove(self._path(shard))
+
+
+def publish_shards(shards: Sequence[Shard], staging: Path, output: Path, attempt: str = "") -> None:
+    """Give sealed shards their final names."""
+    for shard in shards:
+        path = staging / staged_name(shard.name, attempt)
+        with translated("rename", path):
+            path.replace(output / shard.name)
+    with translated("write", output):
+        sync(output)
 
 
 def shard_record(shard: Shard) -> dict[str, object]:
@@ -112,11 +136,16 @@ class FolderStaging:
     """A folder `_layer_L` with one `.kt` file per tensor, renamed as a whole."""
 
     def __init__(
-        self, folder: str, files: Mapping[str, tuple[str, int]], staging: Path, output: Path
+        self,
+        folder: str,
+        files: Mapping[str, tuple[str, int]],
+        staging: Path,
+        output: Path,
+        attempt: str = "",
     ) -> None:
-        self._files, self._final = files, output / folder
-        self._staged = staging / f"{folder}.part"
-        self._aside = staging / f"{folder}.old.part"
+        self._folder, self._files, self._output = folder, files, output
+        self._staging, self._attempt = staging, attempt
+        self._staged = staging / staged_name(folder, attempt)
         self.abandon()
         try:
             for directory in sorted({self._path(name).parent for name in files}):
@@ -126,8 +155,11 @@ class FolderStaging:
             raise
 
     def _path(self, name: str) -> Path:
-        below_folder = self._files[name][0].split("/", 1)[1]
-        return self._staged / below_folder
+        return self._staged / _below_folder(self._files[name][0])
+
+    def files(self) -> list[Path]:
+        """What is staged, below the staging directory."""
+        return [self._path(name).relative_to(self._staging) for name in self._files]
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
         path = self._path(name)
@@ -139,21 +171,37 @@ class FolderStaging:
         with translated("read back", path), opened_fd(path, os.O_RDONLY) as fd:
             read_exactly(fd, target, offset)
 
-    def commit(self) -> list[dict[str, object]]:
+    def seal(self) -> None:
+        """Make what is staged durable."""
         with translated("write", self._staged):
             for name in self._files:
                 sync(self._path(name))
             for directory in sorted({self._path(name).parent for name in self._files}):
                 sync(directory)
             sync(self._staged)
-        with translated("rename", self._staged):
-            if self._final.exists():  # damaged, or of a run that ended before its journal entry
-                self._final.rename(self._aside)  # at once: nobody sees half a folder
-            self._staged.rename(self._final)
-            sync(self._final.parent)
-        remove(self._aside)
+
+    def commit(self) -> list[dict[str, object]]:
+        self.seal()
+        publish_folder(self._folder, self._staging, self._output, self._attempt)
         return [{"name": path, "bytes": size} for path, size in self._files.values()]
 
     def abandon(self) -> None:
         remove(self._staged)
-        remove(self._aside)
+        remove(self._staging / f"{self._folder}.old.part")
+
+
+def _below_folder(path: str) -> str:
+    return path.split("/", 1)[1]
+
+
+def publish_folder(folder: str, staging: Path, output: Path, attempt: str = "") -> None:
+    """Give a sealed folder its final name."""
+    staged, final = staging / staged_name(folder, attempt), output / folder
+    aside = staging / f"{folder}.old.part"
+    remove(aside)
+    with translated("rename", staged):
+        if final.exists():  # damaged, or of a run that ended before its journal entry
+            final.rename(aside)  # at once: nobody sees half a folder
+        staged.rename(final)
+        sync(output)
+    remove(aside)

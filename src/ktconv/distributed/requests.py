@@ -1,0 +1,86 @@
+"""Requests of conversions as JSON values, for nodes that plan the same conversion."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ktconv.conversion.records import run_record
+from ktconv.conversion.run import BaseRequest, Conversion
+from ktconv.writer.journal import Record
+
+_PATH = "path"  # key of a path's absolute form
+
+
+def request_record(request: BaseRequest) -> Record:
+    """What `request_of` reads. TypeError for options that are no plain values."""
+    given = {name.name: getattr(request, name.name) for name in fields(request)}
+    options = given.pop("options")
+    chosen = {one.name: getattr(options, one.name) for one in fields(options)}
+    chosen = {one.name: chosen[one.name] for one in fields(options) if not _usual(one, chosen)}
+    return {"options": _encode(chosen), **_encode(given), "model": source_name(request.model)}
+
+
+def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
+    """Whether an option has its default."""
+    if one.default_factory is not MISSING:
+        return bool(chosen[one.name] == one.default_factory())
+    return bool(chosen[one.name] == one.default)
+
+
+def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]) -> Any:
+    """The request of this class, with options of that one."""
+    given = {name: _decode(value) for name, value in record.items()}
+    return request(**{**given, "options": options(**given["options"])})
+
+
+def source_name(model: str) -> str:
+    """MODEL as another machine understands it: an absolute path, or a URL of exactly this state."""
+    if "://" in model:
+        from ktconv.remote import pinned
+
+        return pinned(model)
+    return str(Path(model).absolute()) if Path(model).exists() else model
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Path):
+        return {_PATH: str(value.absolute())}
+    if isinstance(value, Mapping):
+        return {str(name): _encode(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_encode(one) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_PATH}:
+            return Path(value[_PATH])
+        return {name: _decode(one) for name, one in value.items()}
+    return value
+
+
+def on_a_node(request: Any, output: Path, threads: int, spare_memory: int) -> Any:
+    """The request as one unit of it is converted: the whole plan, whose state the driver keeps."""
+    return replace(
+        request,
+        output=output,
+        threads=threads,
+        layers=None,
+        overwrite=False,
+        finalize=False,
+        max_memory=request.max_memory + spare_memory,
+    )
+
+
+def digest(conversion: Conversion) -> str:
+    """Of everything that the bytes of an output follow from: driver and nodes must agree."""
+    record = run_record(conversion.plan) | conversion.origin()
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
