@@ -261,9 +261,12 @@ def test_what_is_not_there_is_said(web: WebServer, monkeypatch: pytest.MonkeyPat
     refused(ktconv("inspect", f"{web.url}/none"), 2, f"{web.url}/none contains no files")
     web.fault = lambda _: Fault(500)
     refused(ktconv("inspect", web.url), 3, "the server answered 500", "again and again")
-    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 300.0)  # what never answered is not waited for
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 300.0)
     said = refused(ktconv("inspect", "http://127.0.0.1:1/model"), 3, "cannot be reached")
     assert "http://127.0.0.1:1/model" in said
+    refused(ktconv("inspect", "http://[::1/model"), 2, "http://[::1/model is not a URL")
+    refused(ktconv("inspect", "https://host:99999/x"), 2, "Port out of range")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +383,13 @@ def test_s3_reads_one_version(bucket: Any) -> None:
 
 def test_s3_says_what_is_wrong(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ktconv("inspect", "s3://nobucket/m"), 2, "there is no bucket nobucket")
+    refused(ktconv("inspect", "s3://No_Bucket!/m"), 2, "No_Bucket! cannot be the name of a bucket")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_PROFILE", "nobody")
+        refused(ktconv("inspect", S3), 2, "profile (nobody) could not be found")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "nonsense")
+        refused(ktconv("inspect", S3), 2, "Invalid endpoint: nonsense")
     refused(ktconv("inspect", "s3://bucket/none"), 2, "s3://bucket/none contains no files")
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     with monkeypatch.context() as patch:

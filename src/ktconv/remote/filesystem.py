@@ -7,6 +7,8 @@ AWS_*, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, FSSPEC_S3_*, FSSPEC_GS_
 from __future__ import annotations
 
 import logging
+import socket
+import ssl
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from ktconv.remote.urls import Url
 LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
 REFUSED = (401, 403)
 _CHANGED = 412
+_NOBODY = (ConnectionRefusedError, socket.gaierror)
 _THREADS = 8  # that ask about files
 _AGAIN = "then run the same command again: finished layers are kept"
 
@@ -121,6 +124,9 @@ class FsspecStore(Store):
             return False
         if (status := self._status(error)) is not None:
             return status in LATER
+        # What has never answered is more often misspelled than down.
+        if not self._known and any(isinstance(one, _NOBODY) for one in causes(error)):
+            return False
         return any(self._is_broken(one) for one in causes(error))
 
     def _is_broken(self, error: BaseException) -> bool:
@@ -128,7 +134,8 @@ class FsspecStore(Store):
         import aiohttp
 
         broken = (ConnectionError, TimeoutError, aiohttp.ClientError)
-        return isinstance(error, broken) and not isinstance(error, aiohttp.InvalidURL)
+        wrong = (aiohttp.InvalidURL, aiohttp.ClientSSLError, ssl.CertificateError)
+        return isinstance(error, broken) and not isinstance(error, wrong)
 
     def explain(self, error: BaseException) -> KtconvError | None:
         shown, status = self.url.shown, self._status(error)
@@ -154,7 +161,7 @@ class FsspecStore(Store):
                 f"the server answered {status} for {shown} again and again",
                 f"wait a while, {_AGAIN}",
             )
-        if (status is None and any(map(is_of_network, causes(error)))) or self.transient(error):
+        if any(self._is_broken(one) or is_of_network(one) for one in causes(error)):
             return ResourceError(
                 f"the server cannot be reached for {shown}: {said}",
                 f"check the network and the address, {_AGAIN}",
@@ -247,10 +254,16 @@ class S3Store(FsspecStore):
         )
 
     def explain(self, error: BaseException) -> KtconvError | None:
-        names = {type(one).__name__ for one in causes(error)}
-        if names & {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}:
-            return UsageError(f"there are no credentials to read {self.url.shown}", self.login)
-        bucket = self.url.place.partition("/")[0]
+        from botocore import exceptions
+
+        shown, bucket = self.url.shown, self.url.place.partition("/")[0]
+        found = {type(one): one for one in causes(error)}
+        if {exceptions.NoCredentialsError, exceptions.PartialCredentialsError} & found.keys():
+            return UsageError(f"there are no credentials to read {shown}", self.login)
+        if (profile := found.get(exceptions.ProfileNotFound)) is not None:
+            return UsageError(f"{shown} cannot be read: {first_line(profile)}", self.login)
+        if exceptions.ParamValidationError in found:
+            return UsageError(f"{bucket} cannot be the name of a bucket", "check the URL")
         codes = (getattr(one, "response", None) for one in causes(error))
         if any(isinstance(one, Mapping) and _code(one) == "NoSuchBucket" for one in codes):
             return CheckpointError(f"there is no bucket {bucket}", "check the URL and the endpoint")

@@ -78,7 +78,12 @@ def parse_url(model: str) -> Url:
     if scheme == "hf":
         return _hub_url(model, match["rest"])
     if scheme in ("http", "https"):
-        parts = urlsplit(model)
+        try:
+            parts = urlsplit(model)
+        except ValueError as error:
+            raise UsageError(
+                f"{_without_secrets(model)} is not a URL: {error}", "check its host"
+            ) from None
         place, wanted = _split_file(urlunsplit(("", parts.netloc, parts.path, "", ""))[2:])
         url = Url(scheme, place, wanted=wanted, query=parts.query)
         found = parts.hostname
