@@ -9,12 +9,12 @@ import socket
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from ktconv.distributed import tasks
 from ktconv.distributed.driver import Scheduler
 from ktconv.distributed.jobs import KINDS, Failure, Job, Message, fingerprint
-from ktconv.errors import ResourceError, UsageError
+from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.system.units import format_size
 
 LOCAL, AUTO = "local", "auto"
@@ -54,7 +54,6 @@ class Cluster(Scheduler):
             "_generator_backpressure_num_objects": PENDING_MESSAGES,
         }
         self._task = ray.remote(**options)(tasks.run)
-        self._known: list[Node] = []
 
     def nodes(self) -> list[Node]:
         """Nodes that are alive."""
@@ -86,11 +85,12 @@ class Cluster(Scheduler):
             "num_cpus": job.cpus, "memory": job.memory or None, "name": job.key,
             "resources": job.resources, "scheduling_strategy": "SPREAD",
         }  # fmt: skip
-        others = [node for node in self.nodes() if node.id not in avoid and node.fits(job)]
         if job.node is not None:
             options["scheduling_strategy"] = self._on(job.node, soft=False)
-        elif avoid and others:
-            options["scheduling_strategy"] = self._on(others[0].id, soft=True)
+        elif avoid:
+            others = [node.id for node in self.nodes() if node.fits(job) and node.id not in avoid]
+            if others:
+                options["scheduling_strategy"] = self._on(others[0], soft=True)
         arguments = json.dumps(job.arguments)
         generator: Hashable = self._task.options(**options).remote(
             job.key, KINDS[job.kind], arguments, fingerprint()
@@ -161,11 +161,11 @@ def connected(address: str = AUTO, cpus: int | None = None) -> Iterator[Cluster]
     (started now, with `cpus`, and ended with this process). UsageError or ResourceError if it
     cannot be used. A process that is connected stays so."""
     ray = _library()
+    wanted = os.environ.get("RAY_ADDRESS") or AUTO if address == AUTO else address
+    _check_address(wanted)
     if ray.is_initialized():
         yield Cluster(ray)
         return
-    wanted = os.environ.get("RAY_ADDRESS") or AUTO if address == AUTO else address
-    _check_address(wanted)
     options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
     try:
         ray.init(
@@ -174,10 +174,20 @@ def connected(address: str = AUTO, cpus: int | None = None) -> Iterator[Cluster]
         )  # fmt: skip
     except Exception as error:  # Ray has no one class for this
         raise _refused(wanted, error) from error
+    _keep_stdout_clean()
     try:
         yield Cluster(ray)
     finally:
         ray.shutdown()
+
+
+def _keep_stdout_clean() -> None:
+    """Ray prints on stdout what its daemons report, also with `log_to_driver=False`; results are
+    there. What concerns our jobs, their failures say; the rest is in Ray's logs."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _library() -> Any:
@@ -226,6 +236,8 @@ def _refused(address: str, error: Exception) -> UsageError | ResourceError:
     )
 
 
-def named(failure: Failure, node: Node) -> Failure:
-    """A failure of a job that only `node` could run."""
-    return Failure(**{**vars(failure), "node": node.name})
+def raise_of_node(failure: Failure, node: Node) -> NoReturn:
+    """The error of a job that only `node` could run."""
+    error = KtconvError(f"{node.name}: {failure.message}", failure.hint)
+    error.exit_code = failure.exit_code
+    raise error

@@ -15,7 +15,7 @@ from typing import Any
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Unit
 from ktconv.conversion.run import Conversion, Report
-from ktconv.distributed.cluster import Cluster, named
+from ktconv.distributed.cluster import Cluster, raise_of_node
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job
 from ktconv.distributed.requests import digest, on_a_node, request_record
@@ -104,13 +104,12 @@ class OnCluster(Conversion):
             for node in nodes
         ]
         failures = run_jobs(looks, cluster, Listener())
-        failures = [named(one, nodes[one.key]) for one in failures]
         try:
-            for failure in sorted(failures, key=lambda one: one.node):
-                error = KtconvError(f"{failure.node}: {failure.message}", failure.hint)
-                error.exit_code = failure.exit_code
-                raise error
-            for node in nodes if self.distribution.scratch is None else ():
+            alive = {node.id for node in cluster.working(job)}  # one can have died meanwhile
+            for failure in sorted(failures, key=lambda one: nodes[one.key].name):
+                if failure.key in alive:
+                    raise_of_node(failure, nodes[failure.key])
+            for node in nodes.keys() & alive if self.distribution.scratch is None else ():
                 answer = self.journal.directory / answers[node]
                 if not answer.is_file() or answer.read_text() != token:
                     raise not_shared(self.output, nodes[node].name)
