@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any, Literal
 
@@ -31,6 +31,13 @@ class Events:
             self._ended = event in ("finished", "failed")
             line = {"schema": SCHEMA, "event": event, **valid_unicode(fields)}
             print(json.dumps(line), file=self.stream, flush=True)
+
+    def emit_of(self, run: int, event: Mapping[str, Any]) -> None:
+        """An event of a run of a list, which is named by its line there; how it ends is told by
+        `run_finished`."""
+        if event["event"] not in ("finished", "failed"):
+            known = {name: value for name, value in event.items() if name != "schema"}
+            self.emit(**{**known, "run": run})
 
     def failed(self, message: str, hint: str | None, code: int) -> None:
         self.emit("failed", exit_code=code, message=message, hint=hint)

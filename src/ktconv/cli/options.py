@@ -43,10 +43,12 @@ MODEL_HINTS: Hints = {
 }
 
 # Options that several commands have.
-ModelArgument = Annotated[
-    str,
-    argument("Checkpoint directory, GGUF file, or hub id (org/name) in the local cache.", "MODEL"),
-]
+_MODEL = argument(
+    "Checkpoint directory, GGUF file, hub id (org/name) in the local cache, or URL.", "MODEL"
+)
+_OUTPUT = argument("Output directory; created if missing.", "OUTPUT")
+ModelArgument = Annotated[str, _MODEL]
+OptionalModelArgument = Annotated[str | None, _MODEL]
 ConfigOption = Annotated[
     Path | None,
     option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
@@ -59,7 +61,8 @@ MapOption = Annotated[
     Path | None,
     option("Names of experts in a model that ktconv does not know.", "FILE.toml", "--map"),
 ]
-OutputArgument = Annotated[Path, argument("Output directory; created if missing.", "OUTPUT")]
+OutputArgument = Annotated[Path, _OUTPUT]
+OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
 MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]
 ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE")]

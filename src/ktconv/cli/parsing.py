@@ -16,6 +16,8 @@ from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
+WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
+
 
 def argument(words: str, metavar: str) -> Any:
     return typer.Argument(help=words, metavar=metavar)
@@ -69,6 +71,7 @@ class Command(TyperCommand):
         if ctx.resilient_parsing:  # a shell asks for completions
             return super().parse_args(ctx, args)
         as_json, as_events = wants_json(args), wants_events(args)  # parsing empties args
+        ctx.meta[WORDS] = tuple(args)
         refuse_empty_shown(args, as_json)
         try:
             return super().parse_args(ctx, with_defaults(args))

@@ -6,8 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
 from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
+from ktconv.cli.fleet import convert_list
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
@@ -28,8 +31,9 @@ Layout = Literal["safetensors", "layers"]
 
 
 def quantize_cpu_command(
-    model: common.ModelArgument,
-    output: common.OutputArgument,
+    context: typer.Context,
+    model: common.OptionalModelArgument = None,
+    output: common.OptionalOutputArgument = None,
     method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
     numa: Annotated[
         int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)
@@ -127,6 +131,13 @@ def quantize_cpu_command(
             "With --dry-run: predict the errors of methods and scales from a sample of rows.",
         ),
     ] = False,
+    from_list: Annotated[
+        Path | None,
+        option("Convert several models: a line MODEL OUTPUT [options] for each.", "FILE"),
+    ] = None,
+    at_once: Annotated[
+        int, option("With --from-list: so many models at the same time.", "N", min=1)
+    ] = 1,
     progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -137,6 +148,14 @@ def quantize_cpu_command(
     Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
     """
     with errors_shown(as_json, common.MODEL_HINTS, progress):
+        if from_list is not None:
+            convert_list(context, from_list, (model, output), at_once, as_json)
+            return
+        if model is None or output is None:
+            raise UsageError(
+                f"missing argument {'MODEL' if model is None else 'OUTPUT'}",
+                "give MODEL and OUTPUT, or --from-list FILE",
+            )
         from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
         from ktconv.targets.ktransformers import Options

@@ -1,0 +1,116 @@
+"""`quantize-cpu --from-list`: a line for each change of a run, and a table of states at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ktconv.cli.events import events, mode
+from ktconv.cli.exits import interruptible
+from ktconv.cli.output import notify, print_result
+from ktconv.cli.parsing import WORDS
+from ktconv.errors import UsageError
+from ktconv.system.units import format_duration
+
+_NEXT_STEP = "Finished layers are kept: run the same command again to continue."
+# Options of the whole list, with and without a value: its runs do not get them.
+_WITH_VALUE = {"--from-list", "--at-once", "--progress"}
+_WITHOUT = {"--json"}
+
+
+def convert_list(
+    context: typer.Context, listed: Path, given: Sequence[object], at_once: int, as_json: bool
+) -> None:
+    """Convert every model of a list. `given`: MODEL and OUTPUT, which a list replaces."""
+    from ktconv.fleet.listing import read_list
+    from ktconv.fleet.runs import Fleet, Run
+
+    if any(one is not None for one in given):
+        raise UsageError(
+            "--from-list takes models and outputs from its file", "omit MODEL and OUTPUT"
+        )
+    common = _common(context.meta[WORDS])
+    entries = read_list(listed, lambda words: _refused(context, [*words, *common]))
+
+    def changed(run: Run, event: dict[str, Any]) -> None:
+        if listener := events():
+            listener.emit_of(run.entry.line, event)
+        elif line := _line(run, event, len(entries)):
+            notify(line)
+
+    fleet = Fleet(entries, common, at_once, changed)
+    with interruptible(lambda: _NEXT_STEP):
+        fleet.run()
+    facts = {"schema": 1, "runs": [run.facts() for run in fleet.runs]}
+    print_result(as_json, facts, lambda: _table(fleet.runs))
+    if fleet.exit_code:
+        raise typer.Exit(fleet.exit_code)
+
+
+def _common(words: Sequence[str]) -> list[str]:
+    """The words of this command that each run gets."""
+    found, rest = [], iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name in _WITH_VALUE:
+            if not equals:
+                next(rest, None)
+        elif word not in _WITHOUT:
+            found.append(word)
+    return found
+
+
+def _refused(context: typer.Context, words: Sequence[str]) -> str | None:
+    """What is wrong with these words as arguments of the command; None: nothing."""
+    if "" in words:
+        return "an argument is empty"
+    try:
+        context.command.make_context("quantize-cpu", list(words))
+    except Exception as error:
+        if (message := getattr(error, "format_message", None)) is None:
+            raise
+        return str(message()).rstrip(".")
+    return None
+
+
+def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
+    """A line about a change; None: nothing that a user must know."""
+    name = f"{run.entry.output} (line {run.entry.line})"
+    kind = event["event"]
+    if kind == "run_finished":
+        took = format_duration(run.seconds)
+        hint = f" Hint: {run.hint}." if run.hint else ""
+        return f"{name}: {run.words}, {took}.{hint}"
+    if kind == "run_started":
+        return f"{name}: started, one of {count}"
+    if kind == "note":
+        return f"{name}: {event['text']}"
+    if kind == "unit_finished" and mode() != "none":
+        left = event["eta_seconds"]
+        eta = "?" if left is None else format_duration(left)
+        speed = event["bytes_per_second"] / 1e9
+        return f"{name}: {run.finished}/{run.units} units, {speed:.2f} GB/s, ETA {eta}"
+    return None
+
+
+def _table(runs: Sequence[Any]) -> Iterator[str]:
+    rows = [("line", "model", "output", "time", "state")]
+    rows += [
+        (
+            str(run.entry.line),
+            run.entry.model,
+            str(run.entry.output),
+            format_duration(run.seconds),
+            run.words,
+        )
+        for run in runs
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([*cells, row[4]])
+    done = sum(run.state == "done" for run in runs)
+    yield f"{done} of {len(runs)} done."
