@@ -61,9 +61,9 @@ def fetch(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
     return data
 
 
-def _fetched(store: Store, name: str, start: int, stop: int) -> bytes:
+def _fetched(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
 
-    def once() -> bytes:
+    def once() -> bytes | bytearray:
         transfer.add(requests=1)
         data = store.read(name, start, stop)
         transfer.add(nbytes=len(data))

@@ -67,13 +67,13 @@ class CachedStore(Store):
 
     # ---- bytes ----
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
         data = self._store.read(name, start, stop)
         if len(data) == stop - start and (kept := self._of(name)) is not None:
             self._keep(kept, start, data)
         return data
 
-    def _keep(self, kept: _Kept, start: int, data: bytes) -> None:
+    def _keep(self, kept: _Kept, start: int, data: bytes | bytearray) -> None:
         found = start, start + len(data), zlib.crc32(data)
         with translated("write", self._directory):
             with opened_fd(kept.data, _FLAGS) as fd:

@@ -37,7 +37,7 @@ class Store(ABC):
         """All files, those of folders too."""
 
     @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
         """The bytes from `start` to before `stop`, with one request."""
 
     def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:

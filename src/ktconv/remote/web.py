@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ktconv.remote.attempts import attempt
-from ktconv.remote.filesystem import REFUSED, ChangedError, FsspecStore
+from ktconv.remote.filesystem import BUFFER_BYTES, REFUSED, ChangedError, FsspecStore, received
 from ktconv.remote.store import RemoteFile, WholeFileError
 from ktconv.remote.urls import Url
 
@@ -31,7 +31,6 @@ _NAMES = (
     *("processor_config.json", "video_preprocessor_config.json", "params.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"),
 )
-_BUFFER_BYTES = 1 << 20  # of a connection: 20 % less CPU time than with aiohttp's 64 KiB
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 _PARTS = 1000
 
@@ -66,9 +65,8 @@ class WebStore(FsspecStore):
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(name, about["nbytes"], about["etag"])
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        data: bytes = self._run(self._get, name, start, stop)
-        return data
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        return self._run(self._get, name, start, stop)  # type: ignore[no-any-return]
 
     def _open(self, fsspec: Any) -> Any:
         found = super()._open(fsspec)
@@ -132,7 +130,7 @@ class WebStore(FsspecStore):
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
         address = URL(self._full(name), encoded=True)
         return await session.get(
-            address, headers=headers, timeout=patience, read_bufsize=_BUFFER_BYTES
+            address, headers=headers, timeout=patience, read_bufsize=BUFFER_BYTES
         )
 
     async def _described_there(self, name: str, strict: bool = False) -> RemoteFile | None:
@@ -147,7 +145,7 @@ class WebStore(FsspecStore):
                 raise WholeFileError(f"no size of {name}")
             return RemoteFile(name, size, _etag(response.headers))
 
-    async def _get(self, name: str, start: int, stop: int) -> bytes:
+    async def _get(self, name: str, start: int, stop: int) -> bytearray:
         async with await self._ask(name, start, stop) as response:
             response.raise_for_status()
             known, size = self._known.get(name), _size(response)
@@ -155,8 +153,7 @@ class WebStore(FsspecStore):
                 raise ChangedError(name)
             if response.status != 206 and (start, stop) != (0, size):
                 raise WholeFileError("a whole file instead of a range")
-            data: bytes = await response.read()
-            return data
+            return await received(response.content.read, stop - start)
 
 
 def _size(response: Any) -> int | None:
