@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import ray_jobs
-from helpers.cli import contents, done, refused, run
+from helpers.cli import contents, done, ktconv, ktconv_done, refused, run
 from helpers.ray_jobs import gate_of, log_of, request
 
 from ktconv.conversion.pipeline import Observer
@@ -253,3 +253,14 @@ def test_calibration_on_a_text_is_refused(cluster: Cluster, model: Path, tmp_pat
     result = run(model, tmp_path / "output", "--ray", f"--calibrate={text}")
     refused(result, 2, "--calibrate with a text")
     assert "ktconv stats MODEL --hessian DIR" in result.stderr
+
+
+def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """Continued without the cluster, the same files as on one machine."""
+    pytest.importorskip("llmcompressor")
+    ktconv_done("quantize-gpu", model, tmp_path / "here")
+    ktconv_done("quantize-gpu", model, tmp_path / "there", "--layers=0-1", "--ray", "--threads=1")
+    ktconv_done("quantize-gpu", model, tmp_path / "there")
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
+    refused(ktconv(*words), 2, "--method gptq runs the whole model in one process")

@@ -197,16 +197,17 @@ def quantize_cpu_command(
                 "--estimate predicts the errors of a conversion without converting",
                 "add --dry-run",
             )
-        with on_cluster(ray, ray_scratch, request, cache_dir) as (request, job):
+        cluster = on_cluster(
+            ray, ray_scratch, request, cache_dir, quantize_cpu, there="quantize_cpu_on"
+        )
+        with cluster as (request, job):
             preflight = prepare(request)
             facts, lines = _about_inputs(preflight)
             if estimate:
                 predicted = estimated(preflight)
                 facts = {**facts, "estimate": predicted}
                 lines = [*lines, *estimate_lines(predicted)]
-            common.convert(
-                request, preflight, job or quantize_cpu, dry_run, as_json, facts=facts, lines=lines
-            )
+            common.convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
 
 
 def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None:

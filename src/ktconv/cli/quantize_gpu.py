@@ -13,6 +13,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption, given_options, notify
 from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
@@ -78,6 +79,8 @@ def quantize_gpu_command(
     verify: common.VerifyOption = True,
     overwrite: common.OverwriteOption = False,
     finalize: common.FinalizeOption = False,
+    ray: RayOption = None,
+    ray_scratch: RayScratchOption = None,
     dry_run: common.DryRunOption = False,
     progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
@@ -124,11 +127,15 @@ def quantize_gpu_command(
             overwrite=overwrite,
             finalize=finalize,
         )
-        preflight = prepare(request)
-        facts = {"classes": [asdict(count) for count in preflight.classes]}
-        lines = class_lines(preflight.classes)
-        job = partial(quantize_gpu, notify=notify)
-        common.convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
+        cluster = on_cluster(
+            ray, ray_scratch, request, cache_dir, quantize_gpu, there="quantize_gpu_on"
+        )
+        with cluster as (request, job):
+            preflight = prepare(request)
+            facts = {"classes": [asdict(count) for count in preflight.classes]}
+            lines = class_lines(preflight.classes)
+            job = partial(job, notify=notify)
+            common.convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
 
 
 _OPTIONS_OF: dict[GpuMethod, set[str]] = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from ktconv.cli.parsing import option
 from ktconv.errors import UsageError
@@ -15,6 +14,9 @@ from ktconv.errors import UsageError
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
     from ktconv.quantize_cpu.run import Request
+    from ktconv.quantize_gpu.common import Request as GpuRequest
+
+    AnyRequest = TypeVar("AnyRequest", Request, GpuRequest)
 
 RayOption = Annotated[
     str | None,
@@ -33,24 +35,30 @@ RayScratchOption = Annotated[
 
 @contextmanager
 def on_cluster(
-    address: str | None, scratch: Path | None, request: Request, cache_dir: Path | None
-) -> Iterator[tuple[Request, Job | None]]:
-    """The request with the threads of one node's job, and what runs it; without an address both
-    are as they are on one machine. UsageError for options that need one process."""
+    address: str | None,
+    scratch: Path | None,
+    request: AnyRequest,
+    cache_dir: Path | None,
+    job: Job,
+    there: str,
+) -> Iterator[tuple[AnyRequest, Job]]:
+    """The request with the threads of one node's job, and what runs it: the function `there` of
+    distributed.conversion; without an address `job`, with the request as it is. UsageError for
+    options that need one process."""
     if address is None:
         if scratch is not None:
             raise UsageError("--ray-scratch belongs to --ray", "add --ray, or omit it")
-        yield request, None
+        yield request, job
         return
     if cache_dir is not None:
         raise UsageError(
             "--cache-dir keeps what one process reads, and cannot be combined with --ray",
             "omit it; each node reads only the layers that it converts",
         )
+    from ktconv.distributed import conversion
     from ktconv.distributed.cluster import connected
-    from ktconv.distributed.conversion import Distribution, quantize_cpu_on, refuse_on_cluster
 
-    refuse_on_cluster(request)
+    conversion.refuse_on_cluster(request)
     with connected(address, request.threads) as cluster:
-        request = replace(request, threads=request.threads or cluster.default_cpus())
-        yield request, partial(quantize_cpu_on, Distribution(cluster, scratch))
+        distribution = conversion.Distribution(cluster, scratch)
+        yield distribution.fitted(request), partial(getattr(conversion, there), distribution)

@@ -22,7 +22,11 @@ from ktconv.distributed.requests import digest, on_a_node, request_record
 from ktconv.distributed.units import not_shared
 from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize_cpu.run import Preflight, QuantizeCpu, Request
+from ktconv.quantize_gpu.common import Preflight as GpuPreflight
+from ktconv.quantize_gpu.common import Request as GpuRequest
+from ktconv.quantize_gpu.rtn import Rtn
 from ktconv.system.files import make_directory, remove, sync, translated, write_all, write_durably
+from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Record, file_is_intact
 from ktconv.writer.staging import publish_folder, publish_shards, shard_record, staged_name
 
@@ -36,6 +40,10 @@ class Distribution:
     cluster: Cluster
     scratch: Path | None = None  # on each node, for outputs that are not shared
     kind: str = "convert"
+
+    def fitted(self, request: Any) -> Any:
+        """The request with the threads of one node's job."""
+        return replace(request, threads=request.threads or self.cluster.default_cpus())
 
 
 class OnCluster(Conversion):
@@ -232,8 +240,16 @@ class CpuOnCluster(OnCluster, QuantizeCpu):
         return {"numa": self.plan.target.options.numa}
 
 
-def refuse_on_cluster(request: Request) -> None:
+def refuse_on_cluster(request: Request | GpuRequest) -> None:
     """UsageError for what needs the whole model in one process."""
+    if isinstance(request, GpuRequest):
+        if request.options.method != "rtn":
+            raise UsageError(
+                f"--method {request.options.method} runs the whole model in one process, and "
+                "cannot be combined with --ray",
+                "use --method rtn, or omit --ray",
+            )
+        return
     if request.calibrate is not None and request.calibrate.is_file():
         raise UsageError(
             "--calibrate with a text runs the whole model in one process, and cannot be combined "
@@ -253,8 +269,34 @@ def quantize_cpu_on(
 
     refuse_on_cluster(request)
     if preflight is None:
-        threads = request.threads or distribution.cluster.default_cpus()
-        preflight = prepare(replace(request, threads=threads))
+        preflight = prepare(distribution.fitted(request))
     conversion = CpuOnCluster(preflight, observer or Observer())
+    conversion.distribution = distribution
+    return conversion.run()
+
+
+# ---- quantize-gpu ----------------------------------------------------------------------
+
+
+class GpuOnCluster(OnCluster, Rtn):
+    """quantize-gpu, rounding to nearest."""
+
+    command = "quantize-gpu"
+
+
+def quantize_gpu_on(
+    distribution: Distribution,
+    request: GpuRequest,
+    observer: Observer | None = None,
+    preflight: GpuPreflight | None = None,
+    notify: Notify = silent,
+) -> Report:
+    """As `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
+    from ktconv.quantize_gpu.run import prepare
+
+    refuse_on_cluster(request)
+    if preflight is None:
+        preflight = prepare(distribution.fitted(request))
+    conversion = GpuOnCluster(preflight, observer or Observer(), notify)
     conversion.distribution = distribution
     return conversion.run()
