@@ -22,6 +22,7 @@ CONNECT_SECONDS = 10.0
 PENDING_MESSAGES = 8  # of a job, that the driver has not read yet
 DEFAULT_CPUS = 8  # of a job: many jobs share a node, and the last ones still use all nodes
 _HOST_PORT = re.compile(r"(?P<host>[^/\s]+):(?P<port>[0-9]{1,5})")
+_TOKEN = re.compile("AuthenticationError|InvalidAuthToken|Unauthenticated|no authentication token")
 _START = "start a cluster with: ray start --head; or use --ray local, a cluster of this machine"
 
 
@@ -225,8 +226,26 @@ def _check_address(address: str) -> None:
         ) from error
 
 
+def _wants_token(error: BaseException | None) -> bool:
+    """Whether this, or what it follows from, is about authentication: Ray's outermost error says
+    only that there is no connection."""
+    while error is not None:
+        if _TOKEN.search(f"{type(error).__name__} {error}"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _refused(address: str, error: Exception) -> UsageError | ResourceError:
     text = " ".join(str(error).split())
+    if _wants_token(error):
+        # Ray sends no token to an address that is given, unless it is told to; nor does ktconv.
+        where = "of this machine" if address == AUTO else f"at {address}"
+        return ResourceError(
+            f"the Ray cluster {where} wants a token, and got none or another one",
+            "set RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token or in the "
+            "file that RAY_AUTH_TOKEN_PATH names",
+        )
     if isinstance(error, ConnectionError) and address == AUTO:
         return UsageError("--ray found no Ray cluster on this machine", _START)
     sentence = text.split(". ")[0][:200] or type(error).__name__
