@@ -39,11 +39,14 @@ def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]
 
 
 def source_name(model: str) -> str:
-    """MODEL as another machine understands it: an absolute path, or a URL of exactly this state."""
-    if "://" in model:
+    """MODEL as another machine understands it: an absolute path, or a URL; of a model of the hub
+    that of its commit, other URLs with their signatures."""
+    if model.startswith("hf://"):
         from ktconv.remote import pinned
 
         return pinned(model)
+    if "://" in model:
+        return model
     return str(Path(model).absolute()) if Path(model).exists() else model
 
 
