@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from ktconv.cli.options import Job
     from ktconv.quantize_cpu.run import Request
     from ktconv.quantize_gpu.common import Request as GpuRequest
+    from ktconv.verify.request import VerifyRequest
+    from ktconv.verify.run import Reading
 
     AnyRequest = TypeVar("AnyRequest", Request, GpuRequest)
 
@@ -62,3 +65,25 @@ def on_cluster(
     with connected(address, request.threads) as cluster:
         distribution = conversion.Distribution(cluster, scratch)
         yield distribution.fitted(request), partial(getattr(conversion, there), distribution)
+
+
+@contextmanager
+def reading_on(
+    address: str | None, request: VerifyRequest, other: Path | None
+) -> Iterator[tuple[VerifyRequest, Reading | None]]:
+    """The request with the threads of one node's job, and what reads for `verify`; without an
+    address both are as they are on one machine."""
+    if address is None:
+        yield request, None
+        return
+    if other is not None:
+        raise UsageError(
+            "--ray does not apply when comparing two conversions",
+            "omit it, or verify each against its --source",
+        )
+    from ktconv.distributed.cluster import connected
+    from ktconv.distributed.verification import OnNodes
+
+    with connected(address, request.threads) as cluster:
+        threads = request.threads or cluster.default_cpus()
+        yield replace(request, threads=threads), OnNodes(cluster)

@@ -19,6 +19,7 @@ from ktconv.cli.options import (
 )
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.ray import RayOption, reading_on
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
@@ -101,6 +102,7 @@ def verify(
     report: Annotated[
         Path | None, option("Write a self-contained HTML report.", "FILE.html")
     ] = None,
+    ray: RayOption = None,
     progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -141,8 +143,14 @@ def verify(
             ep=parse_ranges(ep, "--ep") if ep else None,
             max_memory=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         )
-        with interruptible(lambda: NOTHING_WRITTEN):
-            facts, lines, passed = run(request, progress_over, notify, other, report)
+        with (
+            interruptible(lambda: NOTHING_WRITTEN),
+            reading_on(ray, request, other) as (
+                request,
+                read,
+            ),
+        ):
+            facts, lines, passed = run(request, progress_over, notify, other, report, read)
         print_result(as_json, {**facts, **network_facts()}, lambda: lines)
         if not passed:
             raise typer.Exit(1)

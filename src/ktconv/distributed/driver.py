@@ -173,12 +173,16 @@ class _Run:
         self._listener.noted(f"{one.job.key} failed{where}: {failure.message}")
 
 
+KEPT = "run the same command again: finished units are kept"
+
+
 class JobsFailedError(KtconvError):
     """Some jobs failed; the others are finished."""
 
 
-def raise_failures(failures: Sequence[Failure], total: int) -> None:
-    """JobsFailedError that names what failed, and why the first one did."""
+def raise_failures(failures: Sequence[Failure], total: int, again: str = KEPT) -> None:
+    """JobsFailedError that names what failed, and why the first one did. `again`: what running
+    the same command again does."""
     if not failures:
         return
     first = min(failures, key=lambda failure: failure.key)
@@ -188,8 +192,7 @@ def raise_failures(failures: Sequence[Failure], total: int) -> None:
     more += f" and {len(others) - 5} more" if len(others) > 5 else ""
     error = JobsFailedError(
         f"{len(failures)} of {total} units failed: {first.key}{where}: {first.message}{more}",
-        (f"{first.hint.rstrip('.')}; " if first.hint else "")
-        + "run the same command again: finished units are kept",
+        (f"{first.hint.rstrip('.')}; " if first.hint else "") + again,
     )
     error.exit_code = max(failure.exit_code for failure in failures)
     raise error

@@ -27,6 +27,7 @@ PIECES = 4  # of a file, that wait for the driver
 KINDS: dict[str, str] = {
     "convert": "ktconv.distributed.units:convert",
     "look": "ktconv.distributed.units:look",
+    "verify": "ktconv.distributed.verification:check",
 }
 
 

@@ -22,7 +22,7 @@ def request_record(request: BaseRequest) -> Record:
     options = given.pop("options")
     chosen = {one.name: getattr(options, one.name) for one in fields(options)}
     chosen = {one.name: chosen[one.name] for one in fields(options) if not _usual(one, chosen)}
-    return {"options": _encode(chosen), **_encode(given), "model": source_name(request.model)}
+    return {"options": encode(chosen), **encode(given), "model": source_name(request.model)}
 
 
 def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
@@ -34,7 +34,7 @@ def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
 
 def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]) -> Any:
     """The request of this class, with options of that one."""
-    given = {name: _decode(value) for name, value in record.items()}
+    given = {name: decode(value) for name, value in record.items()}
     return request(**{**given, "options": options(**given["options"])})
 
 
@@ -50,23 +50,25 @@ def source_name(model: str) -> str:
     return str(Path(model).absolute()) if Path(model).exists() else model
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """A plain value as JSON values, paths made absolute; `decode` is the opposite. TypeError."""
     if isinstance(value, Path):
         return {_PATH: str(value.absolute())}
     if isinstance(value, Mapping):
-        return {str(name): _encode(one) for name, one in value.items()}
+        return {str(name): encode(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [_encode(one) for one in value]
+        return [encode(one) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """The value that `encode` was given, with lists for tuples."""
     if isinstance(value, dict):
         if value.keys() == {_PATH}:
             return Path(value[_PATH])
-        return {name: _decode(one) for name, one in value.items()}
+        return {name: decode(one) for name, one in value.items()}
     return value
 
 

@@ -73,7 +73,7 @@ class OneUnit(Conversion):
         self.result = {"tensors": tensors, "facts": self.unit_facts(unit)}
 
 
-class _Watched(Observer):
+class Watched(Observer):
     """Passes progress on."""
 
     def __init__(self, reporter: Reporter) -> None:
@@ -117,7 +117,7 @@ def _run(
     conversion: OneUnit, unit: Unit, directory: Path, arguments: Record, reporter: Reporter
 ) -> None:
     conversion.directory, conversion.attempt = directory, arguments["attempt"]
-    conversion.observer = _Watched(reporter)
+    conversion.observer = Watched(reporter)
     conversion.run_pipeline([unit])
 
 

@@ -14,7 +14,7 @@ from ktconv.system.units import format_size
 from ktconv.verify.findings import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
 from ktconv.verify.request import VerifyRequest
-from ktconv.verify.run import prepare, verify
+from ktconv.verify.run import Reading, prepare, verify
 from ktconv.verify.runner import sizes_by_unit
 from ktconv.verify.text import lines_of
 
@@ -27,8 +27,10 @@ def run(
     notify: Notify,
     other: Path | None = None,
     report: Path | None = None,
+    read: Reading | None = None,
 ) -> Outcome:
-    """Verifies, or compares with `other`. Raises KtconvError where that is not possible."""
+    """Verifies, or compares with `other`; `read`: see `verify`. Raises KtconvError where that is
+    not possible."""
     _check_report(report)
     if other is not None:
         outcome = _compare(request, other, progression, notify)
@@ -37,7 +39,7 @@ def run(
         _announce(ready.budget, notify)
         for line in ready.model.lines if ready.model else ():
             notify(line)
-        result = verify(request, progression, ready, notify)
+        result = verify(request, progression, ready, notify, read)
         outcome = in_json(result.facts), list(lines_of(result)), result.passed
     if report is not None:
         _write_report(report, outcome, notify)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +61,26 @@ class Findings:
         """`fail` with a sentence about a tensor in a file."""
         message = f"{name} in {file.name} {words}."
         self.fail(level, check, message, file=file.name, tensor=name, **where)
+
+    def take(self) -> list[tuple[str, str, int, list[Facts]]]:
+        """Level, check, count and listed failures of each check that failed, which are no longer
+        here afterwards."""
+        with self._lock:
+            found = [
+                (level, check, count, [
+                    asdict(one) for one in self._listed if (one.level, one.check) == (level, check)
+                ])
+                for (level, check), count in self._counts.items()
+            ]  # fmt: skip
+            self._listed, self._counts = [], Counter()
+        return found
+
+    def add(self, level: str, check: str, count: int, listed: Sequence[Facts]) -> None:
+        """Adds what `take` returned of one check."""
+        with self._lock:
+            room = max(LISTED_PER_CHECK - self._counts[level, check], 0)
+            self._counts[level, check] += count
+            self._listed += [Failure(**one) for one in listed[:room]]
 
     def note(self, text: str) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.checkpoint import check_source_options
+from ktconv.conversion.pipeline import Observer
 from ktconv.errors import KtconvError, UsageError, shown
 from ktconv.model.text import read_text
 from ktconv.system import elsewhere
@@ -22,8 +23,11 @@ from ktconv.verify.gpu.verifier import GpuVerifier
 from ktconv.verify.memory import memory_facts
 from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
 from ktconv.verify.runner import run_checks, sizes_by_unit
-from ktconv.verify.totals import Totals
+from ktconv.verify.totals import ItemResult, Totals
 from ktconv.verify.verifier import OutputVerifier
+
+# Runs all checks of a verifier, with progress for an observer; results in the order of the checks.
+Reading = Callable[[OutputVerifier, Any], Iterable[ItemResult]]
 
 
 def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
@@ -39,6 +43,12 @@ class Result:
     passed: bool
     failures: Sequence[Failure]
     facts: Mapping[str, Any]
+
+
+def read_here(verifier: OutputVerifier, observer: Observer | None) -> Iterator[ItemResult]:
+    """Runs the checks in threads of this process; results in their order."""
+    sizes, threads = verifier.buffer_sizes(), verifier.budget.threads
+    return run_checks(verifier.checks, sizes, threads, observer)
 
 
 def prepare(request: VerifyRequest) -> OutputVerifier:
@@ -94,17 +104,18 @@ def verify(
     progression: Progression = unwatched,
     prepared: OutputVerifier | None = None,
     notify: Notify = silent,
+    read: Reading | None = None,
 ) -> Result:
     """Runs all levels up to the requested one. `notify` gets a line for each step; `progression`
-    makes an observer from sizes of units, first for reading, then for the computed layers.
+    makes an observer from sizes of units, first for reading, then for the computed layers. `read`
+    runs the checks of levels structure and weights, elsewhere than in this process.
 
     Raises KtconvError where something cannot be run; failed checks are failures of the result.
     """
     started = time.monotonic()
     verifier, totals = prepared or prepare(request), Totals()
     with progression(sizes_by_unit(verifier.checks)) as observer:
-        sizes, threads = verifier.buffer_sizes(), verifier.budget.threads
-        for found in run_checks(verifier.checks, sizes, threads, observer):
+        for found in (read or read_here)(verifier, observer):
             totals.add(found)
     _confirm(verifier)
     levels: dict[str, Facts | None] = {
