@@ -57,7 +57,10 @@ def working(cluster: Cluster) -> list[str]:
     return [node.id for node in cluster.nodes() if node.cpus]
 
 
-@pytest.mark.parametrize("options", [(), ("--layout=layers",), ("--max-shard-size=40kB",)])
+@pytest.mark.parametrize("options", [
+    (), ("--layout=layers",), ("--max-shard-size=40kB",),
+    ("--fold=up-down", "--importance=weights"), ("--save-backward",),
+])  # fmt: skip
 @pytest.mark.parametrize("scratch", [False, True])
 def test_same_bytes(
     cluster: Cluster, model: Path, tmp_path: Path, options: tuple[str, ...], scratch: bool

@@ -280,6 +280,7 @@ def test_room_on_a_node() -> None:
     (("--ray", "--cache-dir=cache"), 2, "--cache-dir"),
 ])  # fmt: skip
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], code: int, words: str) -> None:
+    pytest.importorskip("ray")
     model = write_model(tmp_path / "model", layers=1, experts=1)
     refused(run(model, tmp_path / "output", *options), code, words)
     assert not (tmp_path / "output").exists()
