@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,11 @@ def nodes() -> Iterator[Any]:
     os.environ.update(changed)
     from ray.cluster_utils import Cluster as RayCluster
 
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets have 107 bytes at most
     cluster = RayCluster(
         initialize_head=True,
         head_node_args={
-            **NODE, "num_cpus": 0, "include_dashboard": False,
+            **NODE, "num_cpus": 0, "include_dashboard": False, "temp_dir": folder,
             # A killed node is known to be dead after seconds, not after half a minute.
             "_system_config": {"health_check_period_ms": 500, "health_check_failure_threshold": 5},
         },
@@ -46,6 +49,7 @@ def nodes() -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
