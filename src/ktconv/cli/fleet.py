@@ -10,7 +10,7 @@ import typer
 
 from ktconv.cli.events import events, mode
 from ktconv.cli.exits import interruptible
-from ktconv.cli.output import notify, print_result
+from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
 from ktconv.errors import UsageError
 from ktconv.system.units import format_duration
@@ -82,7 +82,7 @@ def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
     kind = event["event"]
     if kind == "run_finished":
         took = format_duration(run.seconds)
-        hint = f" Hint: {run.hint}." if run.hint else ""
+        hint = f" Hint: {sentence(run.hint)}" if run.hint else ""
         return f"{name}: {run.words}, {took}.{hint}"
     if kind == "run_started":
         return f"{name}: started, one of {count}"
