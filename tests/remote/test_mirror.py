@@ -14,6 +14,7 @@ from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write
 from helpers.stores import FolderStore, ResetError
 from remote.conftest import Served
 
+from ktconv.checkpoint import open_checkpoint
 from ktconv.remote import attempts, mirror, transfer
 from ktconv.remote.store import RemoteFile
 
@@ -214,3 +215,15 @@ def test_urls_that_are_none_are_refused(tmp_path: Path, url: str, phrase: str) -
         result = ktconv(*words)
         refused(result, 2, phrase)
         assert not re.search("secret", result.output)
+
+
+def test_headers_take_little_more_than_their_bytes(tmp_path: Path, served: Served) -> None:
+    """By one request for each, as the index foretells their sizes."""
+    model = write_model(tmp_path / "model", layers=3, experts=16, shards=6)
+    checkpoint = open_checkpoint(URL)
+    store = served.stores["org/model"]
+    heads = {name: (start, stop) for name, start, stop in store.reads if "-of-" in name}
+    assert len(checkpoint.files) == 6 == len([one for one in store.reads if "-of-" in one[0]])
+    for name, (start, stop) in heads.items():
+        size = 8 + int.from_bytes((model / name).read_bytes()[:8], "little")
+        assert start == 0 and size <= stop <= 1.5 * size

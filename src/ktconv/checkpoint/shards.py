@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from ktconv.checkpoint.hub_cache import download_command
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.system.elsewhere import Span, advise
+from ktconv.system.elsewhere import Span, advise, elsewhere_of
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
 SINGLE_FILE = "model.safetensors"
-HEAD_BYTES = 256 << 10  # most headers end there; fetched at once where files are elsewhere
+HEAD_BYTES = 256 << 10  # of a file of unknown tensors: most headers end there
+_ENTRY_BYTES = 90  # of a tensor in a header, beside its name: dtype, shape and offsets
+_METADATA_BYTES = 256  # and what else a header has
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
@@ -71,7 +74,8 @@ def _select_safetensors(directory: Path) -> ShardSelection:
 
 def read_shards(selection: ShardSelection) -> list[Header]:
     """Read every selected header once and check them against the index and each other."""
-    advise([Span(file, 0, HEAD_BYTES) for file in selection.files], lambda _: None)
+    if any(map(elsewhere_of, selection.files)):
+        advise([Span(file, 0, size) for file, size in _head_sizes(selection)], lambda _: None)
     read = read_parts if selection.gguf else _read_each
     headers = read(selection.files)
     if selection.index is None:
@@ -79,6 +83,17 @@ def read_shards(selection: ShardSelection) -> list[Header]:
     else:  # the index has one shard for each tensor, so this checks uniqueness too
         _check_against_index(selection.index, selection.weight_map, headers)
     return headers
+
+
+def _head_sizes(selection: ShardSelection) -> Iterator[tuple[Path, int]]:
+    """About how many bytes the header of each file has: by the names in the index, where there is
+    one. Of a source that is elsewhere, one request brings it, and little else."""
+    sizes: Counter[str] = Counter()
+    for name, shard in selection.weight_map.items():
+        sizes[shard] += len(name) + _ENTRY_BYTES
+    for file in selection.files:
+        known = sizes.get(file.name)
+        yield file, HEAD_BYTES if known is None else known + _METADATA_BYTES
 
 
 def _read_each(files: Sequence[Path]) -> list[Header]:
