@@ -25,7 +25,9 @@ def nodes() -> Iterator[Any]:
     """A cluster of a head, which converts nothing, and two nodes of one CPU."""
     pytest.importorskip("ray")
     paths = [str(Path(ktconv.__file__).parents[1]), str(Path(ray_jobs.__file__).parents[1])]
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets have 107 bytes at most
     changed = {
+        "RAY_TMPDIR": folder,
         "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -34,11 +36,10 @@ def nodes() -> Iterator[Any]:
     os.environ.update(changed)
     from ray.cluster_utils import Cluster as RayCluster
 
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets have 107 bytes at most
     cluster = RayCluster(
         initialize_head=True,
         head_node_args={
-            **NODE, "num_cpus": 0, "include_dashboard": False, "temp_dir": folder,
+            **NODE, "num_cpus": 0, "include_dashboard": False,
             # A killed node is known to be dead after seconds, not after half a minute.
             "_system_config": {"health_check_period_ms": 500, "health_check_failure_threshold": 5},
         },

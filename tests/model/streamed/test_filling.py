@@ -35,7 +35,7 @@ class Reads:
             counts[offset : offset + len(target)] += 1
             own(fd, target, offset)
 
-        monkeypatch.setattr("ktconv.reading.reader.read_exactly", read_exactly)
+        monkeypatch.setattr("ktconv.system.opened.read_exactly", read_exactly)
 
     def of(self, checkpoint: Checkpoint, expert: int) -> set[int]:
         """How often bytes of an expert's matrices were read, their scales left out."""

@@ -286,7 +286,7 @@ def test_ahead(model: Model, torch: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     from ktconv.model.streamed.experts import SourceExperts
 
     spans: list[Any] = []
-    monkeypatch.setattr(ahead, "advise", spans.append)
+    monkeypatch.setattr(ahead, "advise", spans.extend)
     monkeypatch.setattr(ahead, "NEXT_LAYER_BYTES", 1)
     checkpoint = model.checkpoint
     runner = SourceExperts(checkpoint, torch.bfloat16, threads=2)
