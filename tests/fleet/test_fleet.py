@@ -14,7 +14,8 @@ from helpers.cli import contents, ktconv, refused, write_model
 from helpers.paths import EXAMPLE, ROOT
 
 from ktconv.errors import UsageError
-from ktconv.fleet.listing import read_list
+from ktconv.fleet.listing import Entry, read_list
+from ktconv.fleet.runs import Fleet
 
 
 def listed(tmp_path: Path, *lines: str) -> Path:
@@ -75,6 +76,32 @@ def test_events_of_runs(tmp_path: Path) -> None:
     ends = [one for one in events if one["event"] == "run_finished"]
     assert [(one["run"], one["exit_code"]) for one in ends] == [(1, 0), (2, 2)]
     assert {one.get("run") for one in events if one["event"] == "unit_finished"} == {1}
+
+
+def test_plans_of_runs(tmp_path: Path) -> None:
+    path = listed(tmp_path, f"{EXAMPLE} {tmp_path}/a --numa 1")
+    result = ktconv("quantize-cpu", "--from-list", path, "--dry-run")
+    assert result.exit_code == 0 and not (tmp_path / "a").exists()
+    assert "planned: 3.7 MB of source, " in result.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize("more", [(), ("--json", "--progress=json")])
+def test_secrets_of_urls_are_not_shown(tmp_path: Path, more: tuple[str, ...]) -> None:
+    url = "http://user:hunter2@127.0.0.1:9/model/?sig=verysecret"
+    path = listed(tmp_path, f"{url} {tmp_path}/a")
+    result = ktconv("quantize-cpu", "--from-list", path, *more)
+    said = result.stdout + result.stderr
+    assert result.exit_code == 3 and "http://127.0.0.1:9/model/" in said
+    assert "verysecret" not in said and "hunter2" not in said
+
+
+def test_an_error_is_not_replaced_by_what_a_library_says_after_it() -> None:
+    fleet = Fleet([Entry(1, "model", Path("output"), ())], [], 1, lambda run, event: None)
+    (run,) = fleet.runs
+    fleet._event(run, json.dumps({"event": "failed", "message": "full", "hint": "free some"}))
+    fleet._event(run, "a library ends\n")
+    fleet._end(run, 3, "")
+    assert (run.words, run.hint) == ("failed: full", "free some")
 
 
 WRONG = {

@@ -101,7 +101,7 @@ def _table(runs: Sequence[Any]) -> Iterator[str]:
     rows += [
         (
             str(run.entry.line),
-            run.entry.model,
+            run.entry.shown,
             str(run.entry.output),
             format_duration(run.seconds),
             run.words,

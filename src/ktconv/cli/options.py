@@ -238,6 +238,8 @@ def _encodings(facts: dict[str, Any]) -> str:
 
 def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
     """The plan as readable lines."""
+    from ktconv.remote.urls import shown_model
+
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
@@ -245,7 +247,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
     enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
     container = f"{facts['files']} shards" if facts["files"] else "layer folders"
     rows = {
-        "model": f"{request.model} ({facts['model_type']})",
+        "model": f"{shown_model(str(request.model))} ({facts['model_type']})",
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {_encodings(facts)}",

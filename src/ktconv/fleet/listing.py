@@ -16,6 +16,7 @@ from pathlib import Path
 from ktconv.checkpoint.locate import hub_model
 from ktconv.errors import UsageError
 from ktconv.remote import is_url
+from ktconv.remote.urls import shown_model
 from ktconv.system.regular_files import read_small
 
 MAX_LIST_BYTES = 4 << 20
@@ -35,6 +36,11 @@ class Entry:
     @property
     def name(self) -> str:
         return f"line {self.line}"
+
+    @property
+    def shown(self) -> str:
+        """MODEL for users: without secrets."""
+        return shown_model(self.model)
 
 
 Check = Callable[[Sequence[str]], str | None]  # words of a command -> what is wrong with them

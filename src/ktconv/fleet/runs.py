@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ktconv.fleet.listing import Entry
+from ktconv.system.units import format_size
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -33,6 +34,7 @@ class Run:
     seconds: float = 0.0
     message: str | None = None
     hint: str | None = None
+    last_line: str | None = None  # on stderr that is no event
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -42,12 +44,18 @@ class Run:
             return f"running {self.finished}/{self.units}" if self.units else "running"
         if self.state == "failed":
             return f"failed: {self.message}"
+        if self.state == "done" and "complete" not in self.report:  # of --dry-run
+            read, written, needed = (
+                format_size(self.report[f"{name}_bytes"])
+                for name in ("source", "output", "disk_needed")
+            )
+            return f"planned: {read} of source, {written} of output, {needed} of disk needed"
         return self.state
 
     def facts(self) -> dict[str, Any]:
         return {
             "line": self.entry.line,
-            "model": self.entry.model,
+            "model": self.entry.shown,
             "output": str(self.entry.output),
             "state": self.state,
             "exit_code": self.exit_code,
@@ -113,7 +121,7 @@ class Fleet:
         started = time.monotonic()
         run.state = "running"
         entry = run.entry
-        about = {"model": entry.model, "output": str(entry.output)}
+        about = {"model": entry.shown, "output": str(entry.output)}
         self._changed(run, {"event": "run_started", **about})
         with process, ThreadPoolExecutor(1) as reader:
             assert process.stdout is not None
@@ -133,7 +141,7 @@ class Fleet:
             event = json.loads(line)
             kind = event["event"]
         except (ValueError, TypeError, KeyError):  # of the interpreter, or of a library
-            run.message = line.strip() or run.message
+            run.last_line = line.strip() or run.last_line
             return
         if kind == "started":
             run.units, run.finished = len(event["units"]), 0
@@ -157,4 +165,4 @@ class Fleet:
             run.message = f"it was killed by signal {-code}"
             run.hint = "run the same command again: finished layers are kept"
         elif run.message is None:
-            run.message = f"it ended with exit code {code}"
+            run.message = run.last_line or f"it ended with exit code {code}"

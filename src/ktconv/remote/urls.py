@@ -67,6 +67,11 @@ def is_url(model: object) -> bool:
     return isinstance(model, str) and _URL.fullmatch(model) is not None
 
 
+def shown_model(model: str) -> str:
+    """A MODEL argument for users: of a URL, without passwords and signatures."""
+    return _without_secrets(model) if is_url(model) else model
+
+
 def parse_url(model: str) -> Url:
     """The parts of a URL. UsageError for a scheme or form that is not known."""
     match = _URL.fullmatch(model)
