@@ -38,7 +38,7 @@ class Repository:
 class Fault:
     """Something that goes wrong with a request for bytes: a status, or a word."""
 
-    kind: int | str  # 429, 503; reset, short, whole, slow
+    kind: int | str  # 429, 503; reset, short, whole, other, slow
     headers: dict[str, str] = field(default_factory=dict)
 
 

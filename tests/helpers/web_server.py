@@ -61,8 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(404)
 
-    def _say(self, status: int, data: bytes = b"", kind: str = "text/plain") -> None:
-        self.send_response(status)
+    def _say(
+        self, status: int, data: bytes = b"", kind: str = "text/plain", reason: str | None = None
+    ) -> None:
+        self.send_response(status, reason)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -77,10 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
         assert match is not None  # nothing is asked for as a whole
         start, stop = int(match[1]), min(int(match[2]) + 1, size)
         if isinstance(kind, int):
-            self._say(kind)
+            self._say(kind, reason=f"cannot answer {self.path}")
             return
         if kind == "whole":
             start, stop = 0, size
+        if kind == "other" and start:
+            start, stop = start - 1, stop - 1
         with path.open("rb") as stream:
             stream.seek(start)
             data = stream.read(max(stop - start, 0))

@@ -56,8 +56,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    before = set(threading.enumerate())
     yield
     mirror.close_all()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "ktconv-fetch":  # or the next test counts what it still receives
+            thread.join(20)
 
 
 @pytest.fixture
@@ -181,6 +185,21 @@ def test_a_server_that_ignores_ranges_is_refused(web: WebServer, tmp_path: Path)
     assert transfer.nbytes - before < 400_000 and not (tmp_path / "out").exists()
 
 
+def test_another_range_than_asked_for_is_refused(web: WebServer, tmp_path: Path) -> None:
+    web.fault = lambda _: Fault("other")
+    refused(run(web.url, tmp_path / "out"), 2, "sends other parts than it is asked for")
+    assert "model.safetensors.index.json" not in contents(tmp_path / "out")
+
+
+def test_urls_need_not_be_quoted(web: WebServer, model: Path) -> None:
+    web.folder = model.parent
+    (model.parent / "my mödel").symlink_to(model)
+    web.query = "sig=a%20b%2F"
+    for name, query in (("my mödel", "sig=a b%2F"), ("my%20m%C3%B6del", "sig=a%20b%2F")):
+        files = {file.name for file in opened(f"{web.url}/{name}/?{query}").files()}
+        assert files == {path.name for path in model.iterdir()}
+
+
 def test_signatures_and_passwords_work_and_are_not_shown(
     web: WebServer, local: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +216,10 @@ def test_signatures_and_passwords_work_and_are_not_shown(
     result = run(url, tmp_path / "other")
     refused(result, 2, f"does not let us read http://{host}")
     assert "verysecret" not in result.output and "signature may have expired" in result.stderr
+    web.fault = lambda _: Fault(400)
+    result = run(url, tmp_path / "other")
+    refused(result, 2, f"the server answered 400 for http://{host}")
+    assert "verysecret" not in result.output
 
 
 def test_proxies_and_netrc_are_those_of_the_system(

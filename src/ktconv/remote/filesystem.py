@@ -23,7 +23,7 @@ from ktconv.errors import (
 )
 from ktconv.remote.attempts import attempt
 from ktconv.remote.network_errors import cause, first_line, is_of_network
-from ktconv.remote.store import RemoteFile, Store, WholeFileError
+from ktconv.remote.store import RemoteFile, Store, WholeFileError, check_range, not_in_parts
 from ktconv.remote.urls import Url
 
 LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
@@ -147,10 +147,7 @@ class FsspecStore(Store):
                 "make sure nothing writes there, then start again",
             )
         if isinstance(error, WholeFileError):
-            return CheckpointError(
-                f"{shown} cannot be read in parts: the server sends whole files only",
-                "download the directory, or use a server that answers ranges",
-            )
+            return not_in_parts(shown, error)
         if isinstance(error, PermissionError) or status in REFUSED:
             return CheckpointError(
                 f"the server does not let us read {shown} (status {status or 403})", self.login
@@ -236,6 +233,7 @@ class S3Store(FsspecStore):
         try:
             if response["ContentLength"] > stop - start:
                 raise WholeFileError("a whole file instead of a range")
+            check_range(response.get("ContentRange"), start)
             return await received(response["Body"].read, stop - start)
         finally:
             response["Body"].close()
@@ -324,9 +322,10 @@ class GcsStore(FsspecStore):
             address += f"&generation={self._known[name].etag.partition('-')[0]}"
         wanted = {"Range": f"bytes={start}-{stop - 1}"}
         try:
-            _, data = await self._fs._call("GET", address, headers=wanted)
+            said, data = await self._fs._call("GET", address, headers=wanted)
         except FileNotFoundError as error:  # this generation was replaced
             raise ChangedError(name) from error
+        check_range(said.get("Content-Range"), start)
         return bytes(data)
 
     def _status(self, error: BaseException) -> int | None:

@@ -16,7 +16,14 @@ from urllib.parse import quote
 from ktconv import __version__
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError
 from ktconv.remote.network_errors import cause, first_line, is_of_network, status_of
-from ktconv.remote.store import RemoteFile, Store, WholeFileError
+from ktconv.remote.store import (
+    OtherRangeError,
+    RemoteFile,
+    Store,
+    WholeFileError,
+    check_range,
+    not_in_parts,
+)
 from ktconv.remote.urls import Url
 
 _LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
@@ -105,6 +112,7 @@ class HubStore(Store):
             length = int(response.headers.get("content-length") or stop - start)
             if response.status_code != _PARTIAL and length != stop - start:
                 raise WholeFileError(f"{self.url.shown}: the server sends whole files only")
+            check_range(response.headers.get("content-range"), start)
             data: bytes = response.read()
             asked = [(one.url.host, one.url.port) for one in (*response.history, response)]
             return data, str(response.url) if asked[0] != asked[-1] else None
@@ -125,6 +133,8 @@ class HubStore(Store):
 
         name, shown = self.url.place, self.url.shown
         page = f"{self._api.endpoint}/{quote(name)}"
+        if isinstance(error, OtherRangeError):
+            return not_in_parts(shown, error)
         if isinstance(error, errors.OfflineModeIsEnabled):
             return UsageError(
                 f"{shown} is on the hub, and HF_HUB_OFFLINE forbids to ask there",

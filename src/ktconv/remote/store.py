@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ktconv.errors import KtconvError
+from ktconv.errors import CheckpointError, KtconvError
 from ktconv.remote.urls import Url
 
 
@@ -24,6 +25,28 @@ class RemoteFile:
 
 class WholeFileError(OSError):
     """A server that sends a whole file where a part of it was asked for."""
+
+
+class OtherRangeError(WholeFileError):
+    """A server that sends another part of a file than was asked for."""
+
+
+def check_range(said: str | None, start: int) -> None:
+    """OtherRangeError where a Content-Range begins elsewhere; not every server sends one."""
+    match = re.match(r"bytes (\d+)-", said or "")
+    if match is not None and int(match[1]) != start:
+        raise OtherRangeError(f"bytes from {match[1]} on instead of {start}")
+
+
+def not_in_parts(shown: str, error: WholeFileError) -> CheckpointError:
+    """What such an error means for a directory."""
+    what = "other parts than it is asked for"
+    if not isinstance(error, OtherRangeError):
+        what = "whole files only"
+    return CheckpointError(
+        f"{shown} cannot be read in parts: the server sends {what}",
+        "download the directory, or use a server that answers ranges",
+    )
 
 
 class Store(ABC):

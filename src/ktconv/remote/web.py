@@ -14,9 +14,17 @@ from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from ktconv.errors import CheckpointError, KtconvError
 from ktconv.remote.attempts import attempt
-from ktconv.remote.filesystem import BUFFER_BYTES, REFUSED, ChangedError, FsspecStore, received
-from ktconv.remote.store import RemoteFile, WholeFileError
+from ktconv.remote.filesystem import (
+    BUFFER_BYTES,
+    LATER,
+    REFUSED,
+    ChangedError,
+    FsspecStore,
+    received,
+)
+from ktconv.remote.store import RemoteFile, WholeFileError, check_range
 from ktconv.remote.urls import Url
 
 _FOLDERS = 32  # that are looked into
@@ -33,6 +41,7 @@ _NAMES = (
 )
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 _PARTS = 1000
+_IN_URLS = "/%:@!$&'()*+,;=?[]"  # what is quoted already stays as it is
 
 
 class WebStore(FsspecStore):
@@ -46,7 +55,9 @@ class WebStore(FsspecStore):
 
     def __init__(self, url: Url) -> None:
         super().__init__(url)
-        self._base = f"{url.scheme}://{url.place}/"
+        host, slash, path = url.place.partition("/")
+        self._base = f"{url.scheme}://{host}{slash}{quote(path, _IN_URLS)}/"
+        self._query = f"?{quote(url.query, _IN_URLS)}" if url.query else ""
 
     def _list(self) -> Iterator[RemoteFile]:
         names = self._names() or self._usual_names()
@@ -73,6 +84,15 @@ class WebStore(FsspecStore):
         # Proxies and .netrc, as other programs.
         found.client_kwargs = {"trust_env": True, **found.client_kwargs}
         return found
+
+    def explain(self, error: BaseException) -> KtconvError | None:
+        status = self._status(error)
+        if status is None or status in (*LATER, *REFUSED, 404):
+            return super().explain(error)
+        # Without the server's own words: they can repeat the signature.
+        return CheckpointError(
+            f"the server answered {status} for {self.url.shown}", "check the URL"
+        )
 
     # ---- names ----
 
@@ -116,7 +136,7 @@ class WebStore(FsspecStore):
     # ---- requests ----
 
     def _full(self, name: str) -> str:
-        return self._base + quote(name) + (f"?{self.url.query}" if self.url.query else "")
+        return self._base + quote(name) + self._query
 
     async def _ask(self, name: str, start: int | None = None, stop: int = 0) -> Any:
         """A response, to be closed."""
@@ -153,6 +173,7 @@ class WebStore(FsspecStore):
                 raise ChangedError(name)
             if response.status != 206 and (start, stop) != (0, size):
                 raise WholeFileError("a whole file instead of a range")
+            check_range(response.headers.get("Content-Range"), start)
             return await received(response.content.read, stop - start)
 
 
