@@ -163,6 +163,8 @@ class HubStore(Store):
             return CheckpointError(f"a file of {shown} is not there any more", f"see {page}")
         if isinstance(error, errors.HFValidationError):
             return UsageError(f"{name} cannot be a repository of the hub", "give hf://org/name")
+        if isinstance(error, WholeFileError):
+            return ResourceError(str(error), f"download the model first: hf download {name}")
         said = first_line(cause(error), get_token())
         status = status_of(error)
         if status in _REFUSED:
@@ -190,5 +192,10 @@ def _described(sibling: Any, folder: str) -> RemoteFile | None:
         return None
     lfs = sibling.lfs
     sha256 = None if lfs is None else str(lfs.sha256)
-    etag = sha256 or str(sibling.blob_id)
-    return RemoteFile(name.removeprefix(folder), int(sibling.size or 0), etag, sha256)
+    etag = sha256 or sibling.blob_id
+    if sibling.size is None or not etag:
+        raise CheckpointError(
+            f"the hub does not say how large {name} is, or what identifies it",
+            "download the model, and give its directory",
+        )
+    return RemoteFile(name.removeprefix(folder), int(sibling.size), str(etag), sha256)
