@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.remote.store import Store
@@ -11,12 +12,26 @@ from ktconv.system.elsewhere import transfer
 
 ATTEMPTS = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds; about a minute in all
+LONGEST_ASKED = 300.0  # seconds that a server can ask for
+sleep = time.sleep
 
 T = TypeVar("T")
 
 
 class ShortReadError(OSError):
     """A server sent fewer bytes than were asked for, or more."""
+
+
+def retry_after(error: BaseException) -> float:
+    """Seconds that a server asks to wait for, at most LONGEST_ASKED; 0 where it asks for none, or
+    names a date."""
+    headers = getattr(getattr(error, "response", None), "headers", None)
+    headers = headers or getattr(error, "headers", None) or {}
+    try:
+        asked = float(headers.get("Retry-After") or headers.get("retry-after") or 0)
+    except (AttributeError, TypeError, ValueError):
+        return 0.0
+    return min(asked, LONGEST_ASKED) if asked > 0 else 0.0  # NaN is not
 
 
 def attempt(store: Store, call: Callable[[], T]) -> T:
@@ -30,9 +45,15 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
             "reading over a network needs the package tenacity, which is not installed",
             "install it with: pip install 'ktconv[remote]'",
         ) from None
+    growing = wait_exponential(FIRST_PAUSE, LONGEST_PAUSE) + wait_random(0, FIRST_PAUSE)
+
+    def pause(state: Any) -> float:
+        return max(growing(state), retry_after(state.outcome.exception()))
+
     retrying = Retrying(
+        sleep=sleep,
         stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential(FIRST_PAUSE, LONGEST_PAUSE) + wait_random(0, FIRST_PAUSE),
+        wait=pause,
         retry=retry_if_exception(
             lambda error: isinstance(error, ShortReadError) or store.transient(error)
         ),
