@@ -18,7 +18,13 @@ from ktconv.conversion.run import Conversion, Report
 from ktconv.distributed.cluster import Cluster, raise_of_node
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job
-from ktconv.distributed.requests import digest, on_a_node, request_record
+from ktconv.distributed.requests import (
+    SPARE_MEMORY,
+    digest,
+    job_memory,
+    on_a_node,
+    request_record,
+)
 from ktconv.distributed.units import not_shared
 from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize_cpu.run import Preflight, QuantizeCpu, Request
@@ -29,8 +35,6 @@ from ktconv.system.files import make_directory, remove, sync, translated, write_
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Record, file_is_intact
 from ktconv.writer.staging import publish_folder, publish_shards, shard_record, staged_name
-
-SPARE_MEMORY = 512 << 20  # that a Ray worker may have in addition to what the plan counts
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class OnCluster(Conversion):
             jobs = [
                 Job(
                     unit.key, self.distribution.kind, {**arguments, "unit": unit.key},
-                    cpus=threads, memory=self.preflight.peak_memory,
+                    cpus=threads, memory=job_memory(self.preflight.peak_memory),
                 )
                 for unit in units
             ]  # fmt: skip

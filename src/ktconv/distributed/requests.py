@@ -11,8 +11,10 @@ from typing import Any
 
 from ktconv.conversion.records import run_record
 from ktconv.conversion.run import BaseRequest, Conversion
+from ktconv.system import machine
 from ktconv.writer.journal import Record
 
+SPARE_MEMORY = 512 << 20  # of a Ray worker, in addition to what the plan counts for the work
 _PATH = "path"  # key of a path's absolute form
 
 
@@ -83,6 +85,12 @@ def on_a_node(request: Any, output: Path, threads: int, spare_memory: int) -> An
         finalize=False,
         max_memory=request.max_memory + spare_memory,
     )
+
+
+def job_memory(peak: int) -> int:
+    """Bytes of a node's process, from the planned peak of this one, which can be much larger than a
+    worker before it begins: a notebook, or a program with a model in memory."""
+    return max(peak - machine.resident_memory(), 0) + SPARE_MEMORY
 
 
 def digest(conversion: Conversion) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from ktconv.distributed.cluster import Cluster
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job, Reporter, node_name
-from ktconv.distributed.requests import decode, encode, source_name
+from ktconv.distributed.requests import decode, encode, job_memory, source_name
 from ktconv.distributed.units import Watched
 from ktconv.errors import CheckpointError
 from ktconv.packed.matrix_check import ErrorStats
@@ -30,7 +30,6 @@ from ktconv.writer.journal import Record
 
 JOB_BYTES = 16 << 30  # of progress: more than a layer; other tensors are one unit, but many jobs
 _AGAIN = "then verify again"
-SPARE_MEMORY = 512 << 20  # that a Ray worker may have in addition to what the plan counts
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class OnNodes:
             Job(
                 f"{unit}-{first}", "verify",
                 {**arguments, "first": first, "last": last},
-                cpus=budget.threads, memory=budget.peak + SPARE_MEMORY,
+                cpus=budget.threads, memory=job_memory(budget.peak),
             )
             for unit, first, last in _portions(verifier.checks)
         ]  # fmt: skip
