@@ -1,5 +1,5 @@
 /* product.c - entry points to what the MoE forward calls, for tests (tests/native/kernels).
- * Compiled with the library into one shared object. */
+ * Linked with a copy of the compiled module. */
 #include "../src/cpu.h"
 #include "../src/format/format.h"
 #include "../src/moe/epilogue.h"

@@ -1,4 +1,4 @@
-"""The library with the doors of native/test/product.c, compiled for the tests."""
+"""The compiled library with the doors of native/test/product.c."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 from helpers import amx
-from native.kernels.product import LEVELS, Products, compile_products
+from native.kernels.product import LEVELS, Products, link_products
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +15,7 @@ def products(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     compiler = Products.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    cache = amx.kept_directory(pytestconfig, "ktconv-products")
-    library = compile_products(compiler, cache, tmp_path_factory.mktemp("products"))
+    library = link_products(compiler, tmp_path_factory.mktemp("products"))
     emulated = pytestconfig.stash[amx.EMULATOR] is not None
     with amx.claimed() if emulated else contextlib.nullcontext():
         return Products(library)

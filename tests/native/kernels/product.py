@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import mmap
 import os
-import random
 import shutil
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ from helpers.paths import NATIVE
 from ktconv._native import lib
 from numpy.typing import NDArray
 
-from ktconv import native
+from ktconv import _native, native
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
 Array = NDArray[Any]
@@ -31,7 +27,7 @@ F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi.py
-NOT_NEEDED = {"audit", "router", "limits"}  # folders without which products link
+COMPILED = Path(_native.__file__)
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 STRIP = 32
@@ -66,44 +62,20 @@ class Activation(ctypes.Structure):
     )
 
 
-def compile_products(compiler: str, cache: Path, directory: Path) -> Path:
-    """The shared object, in `directory`. Objects are kept in `cache` as long as no source changes;
-    several processes may do this at once."""
-    headers = hashlib.sha256(" ".join([compiler, *FLAGS]).encode())
-    for header in sorted(NATIVE.rglob("*.h")):
-        headers.update(header.read_bytes())
-
-    def compiled(source: Path) -> Path:
-        key = headers.copy()
-        key.update(source.read_bytes())
-        target = cache / f"{source.stem}-{key.hexdigest()[:20]}.o"
-        with target.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            compile_once(source, target)
-        return target
-
-    def compile_once(source: Path, target: Path) -> None:
-        if not target.exists():
-            partial = target.with_suffix(f".{os.getpid()}")
-            include = f"-I{NATIVE / 'include'}"
-            subprocess.run(
-                [compiler, *FLAGS, include, "-c", str(source), "-o", str(partial)], check=True
-            )
-            partial.rename(target)
-
-    library_sources = sorted(NATIVE.glob("src/**/*.c"))
-    needed = [one for one in library_sources if one.parent.name not in NOT_NEEDED]
-    sources = [*needed, NATIVE / "test/product.c"]
-    # Several processes that begin at once should not wait for one another at every file.
-    random.Random(os.getpid()).shuffle(sources)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    for old in {*cache.glob("*.o")} - {*objects}:
-        old.unlink(missing_ok=True)
-    library = directory / "products.so"
-    command = [compiler, "-shared", *map(str, objects), "-lm", "-pthread", "-Wl,-z,defs"]
-    command += ["-o", str(library)]
-    subprocess.run(command, check=True)
+def link_products(compiler: str, directory: Path) -> Path:
+    """product.c, linked with a copy of the compiled module: the functions that users run, at levels
+    of their own. Both files are in `directory`."""
+    kernels, library = directory / "kernels.so", directory / "products.so"
+    shutil.copyfile(COMPILED, kernels)
+    command = [
+        compiler,
+        *FLAGS,
+        f"-I{NATIVE / 'include'}",
+        "-shared",
+        str(NATIVE / "test/product.c"),
+    ]
+    command += ["-L", str(directory), f"-l:{kernels.name}", "-Wl,-rpath,$ORIGIN", "-Wl,-z,defs"]
+    subprocess.run([*command, "-lm", "-o", str(library)], check=True)
     return library
 
 
