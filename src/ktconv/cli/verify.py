@@ -102,6 +102,9 @@ def verify(
     report: Annotated[
         Path | None, option("Write a self-contained HTML report.", "FILE.html")
     ] = None,
+    card: Annotated[
+        bool, flag("--card", "Add the figures to OUTPUT's model card if all checks pass.")
+    ] = False,
     ray: RayOption = None,
     progress: ProgressOption = "auto",
     as_json: JsonOption = False,
@@ -150,7 +153,7 @@ def verify(
                 read,
             ),
         ):
-            facts, lines, passed = run(request, progress_over, notify, other, report, read)
+            facts, lines, passed = run(request, progress_over, notify, other, report, read, card)
         print_result(as_json, {**facts, **network_facts()}, lambda: lines)
         if not passed:
             raise typer.Exit(1)

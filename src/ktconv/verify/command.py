@@ -11,6 +11,7 @@ from ktconv.errors import KtconvError, UsageError
 from ktconv.system.files import check_writable, write_durably
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
+from ktconv.verify.card import check_card, write_card
 from ktconv.verify.findings import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
 from ktconv.verify.request import VerifyRequest
@@ -28,10 +29,13 @@ def run(
     other: Path | None = None,
     report: Path | None = None,
     read: Reading | None = None,
+    card: bool = False,
 ) -> Outcome:
-    """Verifies, or compares with `other`; `read`: see `verify`. Raises KtconvError where that is
-    not possible."""
+    """Verifies, or compares with `other`; `read`: see `verify`. With `card`, the output's model
+    card gets the figures. Raises KtconvError where that is not possible."""
     _check_report(report)
+    if card:
+        _check_card(request, other)
     if other is not None:
         outcome = _compare(request, other, progression, notify)
     else:
@@ -43,6 +47,8 @@ def run(
         outcome = in_json(result.facts), list(lines_of(result)), result.passed
     if report is not None:
         _write_report(report, outcome, notify)
+    if card:
+        write_card(request.output, outcome[0])
     return outcome
 
 
@@ -93,6 +99,15 @@ def _check_report(path: Path | None) -> None:
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--report {path} does not end in .html", "name a .html file")
     check_writable(path, "--report")
+
+
+def _check_card(request: VerifyRequest, other: Path | None) -> None:
+    if other is not None or not request.source:
+        what = "when comparing two conversions" if other is not None else "without --source"
+        raise UsageError(
+            f"--card does not apply {what}", "omit it, or verify OUTPUT against its --source"
+        )
+    check_card(request.output)
 
 
 def _write_report(path: Path, outcome: Outcome, notify: Notify) -> None:

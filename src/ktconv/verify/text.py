@@ -21,16 +21,21 @@ def lines_of(result: Result) -> Iterator[str]:
     more = facts["failure_count"] - min(SHOWN, len(result.failures))
     if more:
         yield f"... and {more} more failure(s): --json or --report lists them"
-    for level, words in _SECTIONS.items():
-        if about := facts.get(level):
-            first, *others = words({"sample": facts["sample"], **about})
-            yield f"{level:<10} {'ok' if about['passed'] else 'FAILED'}: {first}"
-            yield from (f"{'':<11}{line}" for line in others)
+    for level, (first, *others) in levels_in_words(facts):
+        yield f"{level:<10} {'ok' if facts[level]['passed'] else 'FAILED'}: {first}"
+        yield from (f"{'':<11}{line}" for line in others)
     for note in facts["notes"]:
         yield f"note: {note}"
     count = facts["failure_count"]
     verdict = "OK, verified" if result.passed else f"FAILED with {count} failure(s), verified"
     yield f"{facts['output']}: {verdict} to level {facts['level']} in {facts['seconds']:.1f} s"
+
+
+def levels_in_words(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Each level that was run with its lines, the most important one first."""
+    for level, words in _SECTIONS.items():
+        if about := facts.get(level):
+            yield level, list(words({"sample": facts["sample"], **about}))
 
 
 def _structure(about: Mapping[str, Any]) -> Iterator[str]:
