@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -92,13 +93,21 @@ def _row(kind: str, cols: int, rng: np.random.Generator) -> NDArray[np.uint32]:
     return exponents(116, 126)
 
 
-def bits_of(dtype: str, rows: int, cols: int, seed: int, kinds: tuple[str, ...] = ROWS) -> Bits:
-    """Finite stored numbers [rows, cols] of `dtype`; row n is of a random one of `kinds`."""
+@lru_cache(maxsize=256)
+def _words(rows: int, cols: int, seed: int, kinds: tuple[str, ...]) -> NDArray[np.uint32]:
+    """binary32 bits [rows, cols]. Tests take the same ones at every level, several times each."""
     rng = np.random.default_rng(seed)
     words = np.stack([_row(str(rng.choice(kinds)), cols, rng) for _ in range(rows)])
+    words.flags.writeable = False
+    return words
+
+
+def bits_of(dtype: str, rows: int, cols: int, seed: int, kinds: tuple[str, ...] = ROWS) -> Bits:
+    """Finite stored numbers [rows, cols] of `dtype`; row n is of a random one of `kinds`."""
+    words = _words(rows, cols, seed, kinds)
     match dtype:
         case "F32":
-            return words
+            return words.copy()
         case "BF16":
             return (words >> np.uint32(16)).astype(np.uint16)
         case "F16":
