@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
@@ -28,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The models here are tiny: PyTorch's threads would wait for one another, and take what other
     # processes of tests need. Set before PyTorch is loaded, here and in programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The tree of commands takes 40 ms to build, and tests run some thousand of them.
+    typer.testing._get_command = cache(typer.testing._get_command)
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))

@@ -101,7 +101,8 @@ def test_bench_of_a_model(ways: Ways, tmp_path: Path) -> None:
     name, where = ways
     out = tmp_path / f"out-{name}"
     done(where, "quantize-cpu", write_model(tmp_path / "model", layers=1), out, "--numa", "1")
-    done(where, "bench", "--model", out, "--iters", "1", "--top-k", "2", "--seconds", "0")
+    once = ("--iters", "1", "--seconds", "0", "--tokens", "1", "--threads", "1")
+    done(where, "bench", "--model", out, "--top-k", "2", *once)
 
 
 @pytest.mark.parametrize("ways", ["bytes, C", "letters, ASCII output"], indirect=True)

@@ -6,6 +6,7 @@ safetensors library and never by our own reader.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -22,7 +23,15 @@ from safetensors import deserialize
 from helpers.families import Raw, Weights, read_matrix
 from ktconv.checkpoint import PROJECTIONS, Projection, open_checkpoint
 from ktconv.conversion.run import Report
-from ktconv.formats import FORMATS, kt_path, parse_tensor_name, reference, split, tensor_name
+from ktconv.formats import (
+    FORMATS,
+    Format,
+    kt_path,
+    parse_tensor_name,
+    reference,
+    split,
+    tensor_name,
+)
 from ktconv.formats.decode import round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
 from ktconv.formats.search import Choice
@@ -150,10 +159,24 @@ def truths(
         for part in range(numa):
             piece = np.ascontiguousarray(values[split(proj, hidden, inner, part, numa).index])
             piece = round_to_bf16(piece) if compat else piece
-            codes, scales = reference.quantize(fmt, piece, choice)
-            payload = pack_codes(fmt, codes).tobytes()
-            found[layer, expert, proj, part] = Truth(piece, codes, scales, payload)
+            found[layer, expert, proj, part] = _truth(fmt, piece, choice)
     return found
+
+
+_MADE: dict[tuple[object, ...], Truth] = {}  # many tests convert the same matrices
+_MOST_MADE = 2000
+
+
+def _truth(fmt: Format, piece: NDArray[np.float32], choice: Choice) -> Truth:
+    key = fmt.key, choice.rule, piece.shape, hashlib.blake2b(piece.data).digest()
+    if key not in _MADE:
+        codes, scales = reference.quantize(fmt, piece, choice)
+        for one in (codes, scales):
+            one.flags.writeable = False
+        if len(_MADE) == _MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = Truth(piece, codes, scales, pack_codes(fmt, codes).tobytes())
+    return _MADE[key]
 
 
 def expected_experts(

@@ -92,6 +92,7 @@ class _Search:
 
     def __init__(self, fmt: Format, rows: F32, importance: F32, first: F32) -> None:
         self._fmt, self._rows, self._importance, self._first = fmt, rows, importance, first
+        self._weighted = importance * rows
         self._units = fmt.traits.scale_units
         self._best: F32 = first.copy()
         self._number = np.zeros(len(rows), np.int64)
@@ -140,7 +141,7 @@ class _Search:
         y = self._rows * (np.float32(1) / step)[:, None]
         codes = np.rint(np.minimum(y, np.float32(self._fmt.traits.max_level)))
         return (
-            _lane_sums(self._importance * self._rows * codes),
+            _lane_sums(self._weighted * codes),
             _lane_sums(self._importance * (codes * codes)),
         )
 
@@ -150,11 +151,6 @@ def _lane_sums(terms: F32) -> F64:
     lanes = np.zeros((len(terms), _LANES))
     for begin in range(0, terms.shape[1], _BLOCK):
         block = terms[:, begin : begin + _BLOCK].reshape(len(terms), -1, _LANES)
-        part = np.zeros((len(terms), _LANES), np.float32)
-        for i in range(block.shape[1]):
-            part += block[:, i]
-        lanes += part
-    total = np.zeros(len(terms))
-    for lane in range(_LANES):
-        total += lanes[:, lane]
+        lanes += np.add.accumulate(block, axis=1)[:, -1]  # unlike a sum, always in this order
+    total: F64 = np.add.accumulate(lanes, axis=1)[:, -1]
     return total
