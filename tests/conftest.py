@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 import typer.testing
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
@@ -31,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # processes of tests need. Set before PyTorch is loaded, here and in programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The tree of commands takes 40 ms to build, and tests run some thousand of them.
-    typer.testing._get_command = cache(typer.testing._get_command)
+    vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))

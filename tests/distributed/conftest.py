@@ -30,6 +30,7 @@ def nodes() -> Iterator[Any]:
         "RAY_TMPDIR": folder,
         "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",  # whatever token the user has
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     before = {name: os.environ.get(name) for name in changed}

@@ -195,7 +195,13 @@ def test_offline_and_out_of_reach(
 
     close_session()  # the library decides when a session is made
     try:
-        refused(run(URL, tmp_path / "out"), 2, "HF_HUB_OFFLINE forbids")
+        result = run(URL, tmp_path / "out")
+        refused(result, 2, "HF_HUB_OFFLINE forbids")
+        assert "hf download org/model." in result.stderr
+        result = ktconv("inspect", "org/model")
+        refused(result, 2, "nor a model in the local")
+        assert "hf download org/model;" in result.stderr
+        assert "headers are read" not in result.stderr
     finally:
         close_session()
     assert not (tmp_path / "out").exists()

@@ -182,6 +182,18 @@ def test_a_server_that_stays_away_ends_in_one_sentence(
     done(URL, tmp_path / "remote")  # and the same command goes on later
 
 
+def test_answers_that_are_always_cut_are_no_lost_connection(
+    model: Path, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+
+    def prepare(store: FolderStore) -> None:
+        store.fault = lambda _, data: data[:-1] if len(data) > 10_000 else data
+
+    served.prepare = prepare
+    refused(run(URL, tmp_path / "remote"), 3, f"{URL}@main sent ", "2 times in a row")
+
+
 def test_whoever_reads_a_placeholder_gets_nothing(model: Path, served: Served) -> None:
     """Never zeros of the right size."""
     root = mirror.open_remote(URL)

@@ -56,13 +56,22 @@ def source_of(
         if found.revision is not None:
             raise UsageError(f"{model} names a revision, and --revision another", "give one")
         found = found._replace(revision=revision)
-    if not is_cached(found) and (download or headers_only):
+    if not is_cached(found) and (download or (headers_only and not _is_offline())):
         if not download:
             notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
         return _opened(found.url, cache_dir)
     _refuse_cache(cache_dir, model)
     name = found.id + (f"@{found.revision}" if found.revision else "")
     return name + (f":{found.file}" if found.file else "")
+
+
+def _is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids to ask the hub, as its library reads it."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _with_revision(model: str, revision: str | None) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ktconv.errors import KtconvError, UsageError
+from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.remote.store import Store
 from ktconv.system.elsewhere import transfer
 
@@ -64,6 +64,12 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
         return retrying(call)
     except KtconvError:
         raise
+    except ShortReadError as error:
+        raise ResourceError(
+            f"{error}, {ATTEMPTS} times in a row",
+            "a server or proxy on the way cuts its answers: run the same command again later, or "
+            "from another network; finished layers are kept",
+        ) from error
     except Exception as error:
         if (found := store.explain(error)) is None:
             raise

@@ -138,7 +138,8 @@ class HubStore(Store):
         if isinstance(error, errors.OfflineModeIsEnabled):
             return UsageError(
                 f"{shown} is on the hub, and HF_HUB_OFFLINE forbids to ask there",
-                f"unset HF_HUB_OFFLINE, or give {name} if it is in the local cache",
+                f"unset HF_HUB_OFFLINE, or give {name} if it is in the local cache, where this "
+                f"puts it: hf download {name}",
             )
         if isinstance(error, errors.GatedRepoError):
             logged = "" if get_token() else ", and there is no token"
