@@ -38,7 +38,7 @@ class Repository:
 class Fault:
     """Something that goes wrong with a request for bytes: a status, or a word."""
 
-    kind: int | str  # 429, 503; reset, short, whole, other, slow
+    kind: int | str  # 429, 503; reset, short, less, whole, other, flip, slow
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
                 signature = f"secret{len(self.hub.signed)}"
                 self.hub.signed[signature] = 0
             target = f"{self.hub.storage_url}{quote(str(path))}?Signature={signature}"
-            self.answer({}, 302, Location=target, X_Repo_Commit=found.commit)
+            linked = f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"'
+            facts = {"X_Repo_Commit": found.commit, "X_Linked_Etag": linked}
+            self.answer({}, 302, Location=target, ETag='"of-a-redirect"', **facts)
         else:
             self.send_range(path)
 
@@ -151,13 +153,24 @@ class _Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or ""):
             start, stop, status = int(match[1]), min(int(match[2]) + 1, size), 206
         kind = fault.kind if fault else ""
+        if start >= size > 0:
+            self.answer({}, 416, content_range=f"bytes */{size}")
+            return
         if kind == "whole":
             start, stop, status = 0, size, 200
+        if kind == "other" and start:
+            start, stop = start - 1, stop - 1
+        if kind == "less":
+            stop = max(start + 1, stop - 1)
         with path.open("rb") as stream:
             stream.seek(start)
             data = stream.read(stop - start)
+        if kind == "flip":
+            data = bytes([data[0] ^ 1]) + data[1:]
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
+        written = f"{path.stat().st_mtime_ns}-{self.headers.get('host')}"  # each host has its own
+        self.send_header("etag", f'"{hashlib.md5(written.encode()).hexdigest()}"')
         if status == 206:
             self.send_header("content-range", f"bytes {start}-{stop - 1}/{size}")
         self.end_headers()

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.cli import done, ktconv, ktconv_done, refused, run, write_model
+from helpers.cli import (
+    check_reader,
+    contents,
+    done,
+    ktconv,
+    ktconv_done,
+    refused,
+    run,
+    start,
+    write_model,
+)
 from helpers.hub_server import TOKEN, Fault, HubServer, Repository, serving
 
+from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
 from ktconv.remote import ahead, attempts, mirror, transfer
-from ktconv.remote.store import open_store
+from ktconv.remote.attempts import fetch
+from ktconv.remote.store import Store, open_store
 from ktconv.remote.urls import parse_url
 
 URL = "hf://org/model"
@@ -100,6 +116,124 @@ def test_a_server_that_ignores_ranges_is_refused(hub: HubServer, tmp_path: Path)
     hub.fault, before = lambda _: Fault("whole"), transfer.nbytes
     refused(run(URL, tmp_path / "out"), 3, "the server sends whole files only")
     assert transfer.nbytes - before < 100_000
+
+
+def test_another_range_than_asked_for_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    hub.fault = lambda _: Fault("other")
+    refused(run(URL, tmp_path / "out"), 2, "sends other parts than it is asked for")
+    assert "model.safetensors.index.json" not in contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("less", "99 of the 100 bytes from 7 on of big.json, 2 times in a row"),
+        ("short", "answers for hf://org/big were broken off again and again"),
+        ("reset", "answers for hf://org/big were broken off again and again"),
+    ],
+)
+def test_answers_that_stay_short_are_called_that(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    store = big_file(hub, tmp_path)
+    hub.fault = lambda _: Fault(kind)
+    with pytest.raises(ResourceError, match=said) as found:
+        fetch(store, "big.json", 7, 107)
+    assert "finished layers are kept" in str(found.value.hint)
+
+
+def big_file(hub: HubServer, tmp_path: Path) -> Store:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "big.json").write_bytes(bytes(range(256)) * 20)
+    hub.repositories["org/big"] = Repository(tmp_path / "big")
+    store = open_store(parse_url("hf://org/big"))
+    store.files()
+    return store
+
+
+def test_whole_files_have_the_digest_of_the_listing(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    store = big_file(hub, tmp_path)
+    content = (tmp_path / "big" / "big.json").read_bytes()
+    hub.fault = lambda number: Fault("flip") if number == 0 else None
+    assert fetch(store, "big.json", 0, len(content)) == content
+    hub.fault = lambda _: Fault("flip")
+    with pytest.raises(CheckpointError, match=r"big/big.json does not have the SHA-256"):
+        fetch(store, "big.json", 0, len(content))
+
+
+def test_etags_are_compared_with_those_of_the_same_host(hub: HubServer, tmp_path: Path) -> None:
+    """The hub's, and those of two hosts that send the bytes, are three."""
+    store, storage = big_file(hub, tmp_path), hub.storage_url
+    path = tmp_path / "big" / "big.json"
+    hub.valid_for = 2
+    try:
+        for number in range(12):
+            host = "localhost" if number % 3 else "127.0.0.1"
+            hub.storage_url = storage.replace("127.0.0.1", host)
+            assert fetch(store, "big.json", 1, 3) == bytes([1, 2])
+        assert len(hub.signed) > 4
+        os.utime(path, ns=(1, 1))  # another ETag of the host; the hub's is that of the bytes
+        with pytest.raises(SourceChangedError, match=r"big/big.json changed while it was read"):
+            fetch(store, "big.json", 1, 3)
+    finally:
+        hub.storage_url = storage
+
+
+@pytest.mark.parametrize("how", ["other", "longer", "shorter"])
+def test_a_file_that_changes_in_the_middle_is_noticed(
+    hub: HubServer, model: Path, tmp_path: Path, how: str
+) -> None:
+    """Though the commit is the same."""
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    hub.repositories["org/model"] = Repository(other)
+    target = max(other.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = target.read_bytes()
+    changed = {"other": content[:-1] + b"x", "longer": content + b"x", "shorter": content[:2000]}
+
+    def change(_: int) -> None:
+        behind = any(name == target.name and stop > 20_000 for name, _, stop in hub.ranges)
+        if behind and target.read_bytes() == content:
+            target.write_bytes(changed[how])
+
+    hub.fault = change
+    said = refused(run(URL, tmp_path / "out"), 2, "changed while it was read")
+    assert f"/{target.name} changed" in said and "secret" not in said
+    assert "model.safetensors.index.json" not in contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_run_that_is_killed_goes_on(
+    hub: HubServer, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """It is killed while a request is answered."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    ready = threading.Event()
+
+    def kill(number: int) -> Fault | None:
+        if number < at:
+            return None
+        assert ready.wait(60)
+        os.kill(process.pid, signal.SIGKILL)
+        return Fault("reset")
+
+    hub.fault = kill
+    process = start(URL, tmp_path / "out")
+    ready.set()
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    clean = contents(local)
+    del clean["ktconv.json"], clean["README.md"]  # name the source
+    check_reader(tmp_path / "out", clean)
+    hub.fault = lambda _: None
+    done(URL, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(local)
 
 
 def test_signed_addresses_are_used_while_they_are_good(hub: HubServer, model: Path) -> None:

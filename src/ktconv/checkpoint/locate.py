@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +36,10 @@ class HubModel(NamedTuple):
     @property
     def download(self) -> str:
         """The command that brings it into the local cache."""
-        words = ["hf", "download", self.id]
-        words += ["--revision", self.revision] if self.revision else []
-        words += ["--include", f"*{self.file}*", "*.json"] if self.file else []
-        return shlex.join(words)
+        from ktconv.remote.urls import download_command
+
+        patterns = (f"*{self.file}*", "*.json") if self.file else ()
+        return download_command(self.id, self.revision, *patterns)
 
 
 def hub_model(model: str) -> HubModel | None:

@@ -22,8 +22,15 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.remote.attempts import attempt
-from ktconv.remote.network_errors import cause, first_line, is_of_network
-from ktconv.remote.store import RemoteFile, Store, WholeFileError, check_range, not_in_parts
+from ktconv.remote.network_errors import cause, first_line, is_cut_off, is_of_network
+from ktconv.remote.store import (
+    ChangedError,
+    RemoteFile,
+    Store,
+    WholeFileError,
+    check_range,
+    not_in_parts,
+)
 from ktconv.remote.urls import Url
 
 LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
@@ -35,10 +42,6 @@ _THREADS = 8  # that ask about files
 _AGAIN = "then run the same command again: finished layers are kept"
 
 T = TypeVar("T")
-
-
-class ChangedError(OSError):
-    """A server has another content under a name than before; the text is the name."""
 
 
 class FsspecStore(Store):
@@ -158,6 +161,11 @@ class FsspecStore(Store):
             return ResourceError(
                 f"the server answered {status} for {shown} again and again",
                 f"wait a while, {_AGAIN}",
+            )
+        if any(is_cut_off(one) for one in causes(error)):
+            return ResourceError(
+                f"the server broke off its answers for {shown} again and again: {said}",
+                f"check the network and proxies, {_AGAIN}",
             )
         if any(self._is_broken(one) or is_of_network(one) for one in causes(error)):
             return ResourceError(

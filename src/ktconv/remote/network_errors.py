@@ -8,12 +8,25 @@ _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
 _HIDDEN = "[token]"
 _PACKAGES = {"aiohttp", "botocore", "hf_xet", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 
+_CUT_OFF = {  # by name: packages are not always installed, and some have two names
+    "ClientPayloadError",  # aiohttp
+    "IncompleteReadError",  # botocore
+    "ReadError",  # httpx
+    "RemoteProtocolError",
+    "ResponseStreamingError",
+}
+
 
 def is_of_network(error: BaseException) -> bool:
     """Whether a library for the network raised it. huggingface_hub has httpx in its versions 1,
     httpx2 in versions 2."""
     modules = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
     return bool(modules & _PACKAGES)
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether a connection ended in the middle of an answer."""
+    return is_of_network(error) and any(kind.__name__ in _CUT_OFF for kind in type(error).__mro__)
 
 
 def status_of(error: BaseException) -> int | None:

@@ -27,6 +27,10 @@ class WholeFileError(OSError):
     """A server that sends a whole file where a part of it was asked for."""
 
 
+class ChangedError(OSError):
+    """A server has another content under a name than before; the text is the name."""
+
+
 class OtherRangeError(WholeFileError):
     """A server that sends another part of a file than was asked for."""
 
