@@ -20,11 +20,10 @@ from ktconv.remote.filesystem import (
     BUFFER_BYTES,
     LATER,
     REFUSED,
-    ChangedError,
     FsspecStore,
     received,
 )
-from ktconv.remote.store import RemoteFile, WholeFileError, check_range
+from ktconv.remote.store import ChangedError, RemoteFile, WholeFileError, check_range
 from ktconv.remote.urls import Url
 
 _FOLDERS = 32  # that are looked into
