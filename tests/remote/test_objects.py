@@ -142,6 +142,32 @@ def test_without_etags_sizes_must_do(web: WebServer, local: Path, tmp_path: Path
     assert not list((tmp_path / "cache").rglob("*.data"))
 
 
+def test_dry_runs_know_what_is_in_the_cache(web: WebServer, tmp_path: Path) -> None:
+    cache = "--cache-dir", tmp_path / "cache"
+    words = ("quantize-cpu", web.url, tmp_path / "out", "--dry-run", *cache)
+    plan = json.loads(ktconv_done(*words, "--json"))
+    assert plan["bytes_in_cache"] < plan["bytes_to_transfer"]  # what was beside headers
+    whole = plan["bytes_in_cache"] + plan["bytes_to_transfer"]
+    assert whole == plan["source_bytes"]
+    done(web.url, tmp_path / "a", "--layers=1", *cache)
+    mirror.close_all()
+    plan = json.loads(ktconv_done(*words, "--json"))
+    assert 0 < plan["bytes_to_transfer"] < whole
+    assert plan["bytes_in_cache"] + plan["bytes_to_transfer"] == whole
+    done(web.url, tmp_path / "a", *cache)
+    mirror.close_all()
+    plan = json.loads(ktconv_done(*words, "--json"))
+    assert (plan["bytes_to_transfer"], plan["requests_to_send"]) == (0, 0)
+    assert "more are in the cache" in ktconv_done(*words)
+
+
+@pytest.mark.parametrize("cache", ["out", "out/cache", "."])
+def test_a_cache_in_the_output_is_refused(web: WebServer, tmp_path: Path, cache: str) -> None:
+    result = run(web.url, tmp_path / "out", "--cache-dir", tmp_path / cache)
+    refused(result, 2, "are one directory, or one is in the other")
+    assert not (tmp_path / "out").exists() and not web.sent
+
+
 def test_a_second_command_transfers_nothing(web: WebServer, tmp_path: Path) -> None:
     cache = "--cache-dir", tmp_path / "cache"
     first = run(web.url, tmp_path / "out", *cache)
@@ -318,6 +344,11 @@ class Faulty:
         kind = None
         if "HTTP_RANGE" in environ:
             kind, self.number = self.fault(self.number), self.number + 1
+        if kind == "other":
+            first, last = (int(one) for one in environ["HTTP_RANGE"][6:].split("-"))
+            shift = min(first, 1)
+            environ["HTTP_RANGE"] = f"bytes={first - shift}-{last - shift}"
+            return self.app(environ, start)
         if kind == "short":
             return [b"".join(self.app(environ, start))[:-1]]
         if kind is not None:
@@ -394,6 +425,14 @@ def test_faults_of_s3(
     assert weights(tmp_path / "out") == weights(local) and transfer.retries > retries
 
 
+def test_s3_must_send_the_range_that_was_asked_for(
+    bucket: Any, endpoint: tuple[str, Faulty], tmp_path: Path
+) -> None:
+    endpoint[1].fault = lambda _: "other"
+    refused(run(S3, tmp_path / "out"), 2, "sends other parts than it is asked for")
+    assert "model.safetensors.index.json" not in contents(tmp_path / "out")
+
+
 def test_s3_reads_one_version(bucket: Any) -> None:
     store = opened(S3)
     store.files()
@@ -465,6 +504,10 @@ def test_gcs(model: Path, local: Path, tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(KtconvError, match="changed while it was read"):
             fetch(store, "config.json", 0, 3)
         refused(ktconv("inspect", "gs://bucket/none"), 2, "gs://bucket/none")
+        mirror.close_all()
+        web.fault = lambda _: Fault("other")
+        result = run("gs://bucket/model", tmp_path / "other")
+        refused(result, 2, "sends other parts than it is asked for")
 
 
 def test_which_errors_of_gcs_are_tried_again() -> None:

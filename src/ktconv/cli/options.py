@@ -193,12 +193,17 @@ def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
         "network_requests": transfer.requests,
         "network_retries": transfer.retries,
     }
-    if planned is not None and elsewhere_of(planned.plan.checkpoint.files[0]) is not None:
+    if planned is None:
+        return facts
+    if (found := elsewhere_of(planned.plan.checkpoint.files[0])) is not None:
         units = planned.pending()
+        from ktconv.conversion.tasks import spans_of_unit
         from ktconv.remote.ahead import requests_for
 
-        facts["bytes_to_transfer"] = sum(unit.source_bytes for unit in units)
-        facts["requests_to_send"] = sum(requests_for(unit.source_bytes) for unit in units)
+        kept = [min(found.kept(spans_of_unit(unit)), unit.source_bytes) for unit in units]
+        left = [unit.source_bytes - here for unit, here in zip(units, kept, strict=True)]
+        facts["bytes_to_transfer"], facts["bytes_in_cache"] = sum(left), sum(kept)
+        facts["requests_to_send"] = sum(map(requests_for, left))
     return facts
 
 
@@ -271,6 +276,8 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
             f"10; the headers took {format_size(facts['network_bytes'])} in "
             f"{facts['network_requests']}"
         )
+        if facts["bytes_in_cache"]:
+            rows["cache"] = f"{format_size(facts['bytes_in_cache'])} more are in the cache"
     for number, note in enumerate(facts["notes"], 1):
         rows[f"note {number}"] = note
     return fact_lines(rows)

@@ -175,7 +175,9 @@ def quantize_cpu_command(
             save_backward=save_backward,
         )
         request = Request(
-            model=source_of(model, revision, download, cache_dir, headers_only=dry_run),
+            model=source_of(
+                model, revision, download, cache_dir, headers_only=dry_run, output=output
+            ),
             config=config,
             map=naming,
             tower=tower,

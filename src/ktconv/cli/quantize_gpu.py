@@ -110,7 +110,9 @@ def quantize_gpu_command(
             dampening=dampening if calibrated else None,
         )
         request = Request(
-            model=source_of(model, revision, download, cache_dir, headers_only=dry_run),
+            model=source_of(
+                model, revision, download, cache_dir, headers_only=dry_run, output=output
+            ),
             config=config,
             map=naming,
             output=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,17 +30,19 @@ def source_of(
     cache_dir: Path | None = None,
     *,
     headers_only: bool = False,
+    output: Path | None = None,
 ) -> str:
     """The MODEL that these options mean together, for `locate_model`.
 
     A URL, with what is read kept in `cache_dir`; a path; or a model of the hub, which becomes a URL
     where the local cache does not have it and it may be read from there: with `download`, or when
-    only headers are needed. UsageError for options that do not belong to the model.
+    only headers are needed. UsageError for a cache in `output` or around it, and for options that
+    do not belong to the model.
     """
     from ktconv.remote.urls import is_url
 
     if is_url(model):
-        return _opened(_with_revision(model, revision), cache_dir)
+        return _opened(_with_revision(model, revision), cache_dir, output)
     from ktconv.checkpoint.locate import hub_model, is_cached
 
     found = None if Path(model).exists() else hub_model(model)
@@ -59,7 +62,7 @@ def source_of(
     if not is_cached(found) and (download or (headers_only and not _is_offline())):
         if not download:
             notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
-        return _opened(found.url, cache_dir)
+        return _opened(found.url, cache_dir, output)
     _refuse_cache(cache_dir, model)
     name = found.id + (f"@{found.revision}" if found.revision else "")
     return name + (f":{found.file}" if found.file else "")
@@ -91,16 +94,28 @@ def _with_revision(model: str, revision: str | None) -> str:
     return replace(url, revision=revision).shown + file
 
 
-def _opened(url: str, cache_dir: Path | None) -> str:
+def _opened(url: str, cache_dir: Path | None, output: Path | None) -> str:
     """Opened now, since a model is opened without options."""
     from ktconv.remote import open_remote
 
     if cache_dir is not None:
+        if output is not None:
+            _refuse_nested(cache_dir, output)
         from ktconv.remote.cached import kept_bytes
 
         open_remote(url, cache_dir)
         notify(f"note: {cache_dir} keeps what is read; it has {format_size(kept_bytes(cache_dir))}")
     return url
+
+
+def _refuse_nested(cache_dir: Path, output: Path) -> None:
+    cache, written = (Path(os.path.realpath(path)) for path in (cache_dir, output))
+    if cache.is_relative_to(written) or written.is_relative_to(cache):
+        raise UsageError(
+            f"--cache-dir {cache_dir} and OUTPUT {output} are one directory, or one is in the "
+            "other",
+            "choose a directory for the cache that is neither in OUTPUT nor around it",
+        )
 
 
 def _refuse_cache(cache_dir: Path | None, model: str) -> None:

@@ -122,7 +122,7 @@ def verify(
         from ktconv.verify.command import run
         from ktconv.verify.request import Thresholds, VerifyRequest
 
-        original = source and source_of(source, revision, download, cache_dir)
+        original = source and source_of(source, revision, download, cache_dir, output=output)
         request = VerifyRequest(
             output=output,
             source=original,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import VerificationError
 from ktconv.reading.buffers import COPY_BYTES, Buffers
 from ktconv.reading.matrices import source_bytes, spans_of
@@ -17,6 +18,17 @@ from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
+
+
+def spans_of_unit(unit: Unit) -> Iterator[Span]:
+    """What converting a unit reads of the source."""
+    for tensor, _ in unit.copies:
+        yield Span(tensor.file, tensor.offset, tensor.nbytes)
+    if isinstance(unit, LayerUnit):
+        for expert in unit.experts:
+            for matrix in unit.layer.experts[expert].values():
+                yield from spans_of(matrix)
+
 
 Advance = Callable[[int], None]
 

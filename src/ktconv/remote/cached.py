@@ -86,13 +86,23 @@ class CachedStore(Store):
 
     def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
         kept = self._of(name)
-        if kept is None:
-            return [(start, stop)]
+        return [(start, stop)] if kept is None else self._gaps(kept, start, stop)
+
+    def kept(self, name: str, start: int, stop: int) -> int:
+        if (kept := self._of(name)) is None:
+            return 0
+        gaps = self._gaps(kept, start, stop, trusted=True)
+        return stop - start - sum(last - first for first, last in gaps)
+
+    def _gaps(
+        self, kept: _Kept, start: int, stop: int, *, trusted: bool = False
+    ) -> list[tuple[int, int]]:
+        """What of [start, stop) is not there; unless `trusted`, what is there is checked."""
         gaps, at = [], start
         with self._lock:
             there = sorted(one for one in kept.ranges if one[0] < stop and one[1] > start)
         for first, last, crc in there:
-            if last <= at or not self._intact(kept, first, last, crc):
+            if last <= at or not (trusted or self._intact(kept, first, last, crc)):
                 continue
             if first > at:
                 gaps.append((at, first))

@@ -7,19 +7,18 @@ fetched when they are first used. The directory is removed when the process ends
 from __future__ import annotations
 
 import atexit
-import shutil
-import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ktconv.errors import CheckpointError, SourceChangedError, show_as
+from ktconv.remote import scratch
 from ktconv.remote.ahead import AHEAD_BYTES, ReadAhead
 from ktconv.remote.attempts import attempt, fetch
 from ktconv.remote.store import RemoteFile, Store, open_store, with_cache
 from ktconv.remote.urls import Url, parse_url
 from ktconv.system.elsewhere import Elsewhere, Span, forget, register
-from ktconv.system.files import FileTooShortError, io_error, translated
+from ktconv.system.files import FileTooShortError, translated
 from ktconv.system.opened import Opened
 from ktconv.system.regular_files import MAX_SMALL_BYTES, MissingFileError
 
@@ -68,7 +67,7 @@ class RemoteDirectory(Elsewhere):
         self._ahead.close()
         folders = [self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())]
         forget(folders)
-        shutil.rmtree(self.directory.parent, ignore_errors=True)
+        scratch.remove(self.directory.parent)
 
     def _file(self, path: Path) -> RemoteFile:
         found = self._files.get(path.relative_to(self.directory).as_posix())
@@ -94,6 +93,12 @@ class RemoteDirectory(Elsewhere):
             file = self._file(span.file)
             wanted.append((file.name, span.offset, min(span.offset + span.nbytes, file.nbytes)))
         self._ahead.want(wanted)
+
+    def kept(self, spans: Iterable[Span]) -> int:
+        return sum(
+            self.store.kept(self._file(one.file).name, one.offset, one.offset + one.nbytes)
+            for one in spans
+        )
 
     def confirm(self) -> None:
         with self._lock:
@@ -223,10 +228,7 @@ def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
             store = open_store(key)
             if cache_dir is not None:
                 store = with_cache(store, cache_dir)
-            try:
-                root = Path(tempfile.mkdtemp(prefix="ktconv-"))
-            except OSError as error:
-                raise io_error("write", tempfile.gettempdir(), error) from error
+            root = scratch.make()
             try:
                 directory = root / key.name
                 directory.mkdir()
@@ -234,7 +236,7 @@ def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
                 with translated("write", directory):
                     found.place()
             except BaseException:
-                shutil.rmtree(root, ignore_errors=True)
+                scratch.remove(root)
                 raise
             atexit.register(found.remove)
             _mirrors[key] = found

@@ -71,6 +71,10 @@ class Store(ABC):
         """Which ranges of [start, stop) must be read; `fill` has the others."""
         return [(start, stop)]
 
+    def kept(self, name: str, start: int, stop: int) -> int:
+        """How many bytes of [start, stop) are here, as far as is known without reading them."""
+        return 0
+
     def fill(self, name: str, target: memoryview, start: int) -> None:
         """Bytes from `start` on, which are here already."""
         raise NotImplementedError

@@ -56,6 +56,10 @@ class Elsewhere(ABC):
         """These will be read soon, in this order."""
 
     @abstractmethod
+    def kept(self, spans: Iterable[Span]) -> int:
+        """Bytes of these that need no transfer, since an earlier run kept them."""
+
+    @abstractmethod
     def confirm(self) -> None:
         """SourceChangedError where a file that was read since the last call is another now."""
 
