@@ -10,6 +10,7 @@ from helpers.stores import FolderStore, ResetError
 
 from ktconv.errors import CheckpointError
 from ktconv.remote import attempts
+from ktconv.remote.network_errors import is_cut_off, is_of_network
 
 
 class BusyError(ResetError):
@@ -59,3 +60,14 @@ def test_pauses_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         attempts.attempt(FolderStore(tmp_path), call)
     assert len(pauses) == attempts.ATTEMPTS - 1
     assert pauses[-1] > 4 * pauses[0] and 20 < sum(pauses) < 90
+
+
+@pytest.mark.parametrize("package", ["httpx", "httpx2", "aiohttp", "botocore", "mine"])
+def test_errors_of_all_libraries_are_told_apart(package: str) -> None:
+    """Those of huggingface_hub's versions 1 and 2 too, whichever is installed."""
+    base = type("TransportError", (Exception,), {"__module__": f"{package}._errors"})
+    of_network = package != "mine"
+    for name, cut in (("ReadError", True), ("RemoteProtocolError", True), ("ConnectError", False)):
+        error = type(name, (base,), {"__module__": "other"})("broken")
+        assert is_of_network(error) == of_network
+        assert is_cut_off(error) == (of_network and cut)

@@ -6,12 +6,22 @@ import re
 
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
 _HIDDEN = "[token]"
-_PACKAGES = {"aiohttp", "botocore", "hf_xet", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+_PACKAGES = {
+    "aiohttp",
+    "botocore",
+    "hf_xet",
+    "httpcore",
+    "httpcore2",
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+}
 
 _CUT_OFF = {  # by name: packages are not always installed, and some have two names
     "ClientPayloadError",  # aiohttp
     "IncompleteReadError",  # botocore
-    "ReadError",  # httpx
+    "ReadError",  # httpx and httpx2
     "RemoteProtocolError",
     "ResponseStreamingError",
 }
