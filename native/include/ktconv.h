@@ -303,6 +303,57 @@ kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix,
                            const kt_choice *choice, void *packed, void *packed_scale, void *scratch,
                            size_t scratch_size, kt_position *bad);
 
+/* ---- Encodings of checkpoints ------------------------------------------------ *
+ *
+ * Codes and scales as other engines load them, chosen by the arithmetic of the libraries that
+ * define these formats: a matrix [rows, cols] of weights becomes
+ *
+ *                     group     codes, row-major                  scales [rows, groups]
+ *   KT_ENCODE_INT4    any or 0  code + 8, -8..7, in int32 words   bf16, or f16 with `half`
+ *   KT_ENCODE_INT8    any or 0  code + 128, -128..127, likewise   bf16, or f16 with `half`
+ *   KT_ENCODE_FP8     0         E4M3                              f32
+ *                     128       E4M3                              f32, of 128 x 128 weights
+ *   KT_ENCODE_MXFP4   32        E2M1, the even column in the low  UE8M0
+ *   KT_ENCODE_MXFP8   32        E4M3                              UE8M0
+ *   KT_ENCODE_NVFP4   16        E2M1, as MXFP4                    E4M3, times 1 / tensor_scale
+ *
+ * A group is so many columns, 0 all of a row; it divides the columns, except for FP8. Nibbles and
+ * bytes of a word begin at the lowest bits; a row ends with a whole word, of codes that are 0.
+ * docs/formats.md, section 10, has the rules. */
+
+typedef enum kt_encode_kind {
+  KT_ENCODE_INT4 = 0,
+  KT_ENCODE_INT8 = 1,
+  KT_ENCODE_FP8 = 2,
+  KT_ENCODE_MXFP4 = 3,
+  KT_ENCODE_MXFP8 = 4,
+  KT_ENCODE_NVFP4 = 5
+} kt_encode_kind;
+
+typedef struct kt_encoding {
+  int32_t kind;  /* kt_encode_kind */
+  int32_t group; /* columns that share a scale, 0: all of a row */
+  int32_t half;  /* INT4, INT8: 1 if weights and scales are f16, not bf16 */
+} kt_encoding;
+
+typedef struct kt_encoded {
+  int64_t row_size;               /* bytes of a row of codes */
+  int64_t scale_rows, scale_cols; /* shape of the scales */
+  int64_t scale_size;             /* bytes of each */
+} kt_encoded;
+
+/* KT_ERR_ARGUMENT: a group that a kind does not have; KT_ERR_SHAPE: one that does not divide. */
+kt_status kt_encoded_sizes(const kt_encoding *encoding, int64_t rows, int64_t cols,
+                           kt_encoded *sizes);
+
+/* INT4 and INT8 want a matrix of numbers that are bf16 or, with `half`, f16 (round_to_bf16).
+ * tensor_scale: of NVFP4, > 0; 448 * 6 / the largest magnitude of the tensor. `scales` is aligned
+ * to its elements. bad may be NULL; scratch: kt_scratch_size(cols) bytes, one per thread. Same
+ * bits on every level. */
+kt_status kt_encode(const kt_encoding *encoding, const kt_matrix *matrix, float tensor_scale,
+                    void *codes, void *scales, void *scratch, size_t scratch_size,
+                    kt_position *bad);
+
 /* ---- Error compensation ------------------------------------------------------ *
  *
  * Codes of weights whose inputs are correlated: each column is rounded in turn, and its error is
@@ -359,6 +410,12 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,
                          int8_t *codes);
+
+/* Compares codes and scales of kt_encode with their source by code of its own. INT4 and INT8;
+ * rows, cols and groups are multiples of 32. audit: max_steps only of scales that are normal
+ * numbers; `invalid` counts scales that are not those of the rule. Same bits on every level. */
+kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
+                           const void *scales, kt_audit *audit);
 
 /* ---- Threads --------------------------------------------------------------- */
 

@@ -1,0 +1,39 @@
+/* Public entry point of the comparison of encoded integers: check, pick the level, call. */
+#include "encoded.h"
+
+#include "../cpu.h"
+#include "../simd/float_mode.h"
+#include "../source/matrix.h"
+
+static kt_encoded_fn *const levels[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_encoded_scalar,
+#if KT_X86
+    [KT_ISA_AVX2] = kt_encoded_avx2,
+    [KT_ISA_AVX512] = kt_encoded_avx512,
+#endif
+};
+
+kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
+                           const void *scales, kt_audit *audit) {
+  kt_encoded sizes;
+  kt_status status = kt_matrix_check(source);
+  if (!status) status = kt_encoded_sizes(encoding, source->rows, source->cols, &sizes);
+  if (status) return status;
+  if (!codes || !scales || !audit) return KT_ERR_ARGUMENT;
+  if (encoding->kind != KT_ENCODE_INT4 && encoding->kind != KT_ENCODE_INT8)
+    return KT_ERR_UNSUPPORTED;
+  const int64_t group = encoding->group ? encoding->group : source->cols;
+  if (source->rows % 32 || source->cols % 32 || group % 32) return KT_ERR_SHAPE;
+  *audit = (kt_audit){0};
+  const kt_encoded_job job = {.source = source,
+                              .bits = encoding->kind == KT_ENCODE_INT4 ? 4 : 8,
+                              .half = encoding->half,
+                              .group = group,
+                              .groups = sizes.scale_cols,
+                              .codes = codes,
+                              .scales = scales};
+  const uint64_t mode = kt_float_mode_enter();
+  KT_CELL(levels)(&job, audit);
+  kt_float_mode_leave(mode);
+  return KT_OK;
+}

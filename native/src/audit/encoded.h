@@ -1,0 +1,19 @@
+/* encoded.h - the comparison of encoded integers with their source (kt_audit_encoded): a second
+ * opinion on what encode/ does, without its code. As audit.h: one loop, one file per level. */
+#ifndef KT_AUDIT_ENCODED_H
+#define KT_AUDIT_ENCODED_H
+
+#include "audit.h"
+
+typedef struct kt_encoded_job {
+  const kt_matrix *source;
+  int bits, half;        /* of codes: 4 or 8; scales are binary16, not bf16 */
+  int64_t group, groups; /* columns that share a scale, and how many such groups a row has */
+  const uint8_t *codes;  /* [rows][cols * bits / 8] */
+  const uint16_t *scales;
+} kt_encoded_job;
+
+typedef void kt_encoded_fn(const kt_encoded_job *job, kt_audit *audit);
+kt_encoded_fn kt_encoded_scalar, kt_encoded_avx2, kt_encoded_avx512;
+
+#endif

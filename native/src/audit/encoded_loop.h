@@ -1,0 +1,146 @@
+/* encoded_loop.h - the pass, included by one file per level. See encoded.h. */
+#ifndef KT_AUDIT_ENCODED_LOOP_H
+#define KT_AUDIT_ENCODED_LOOP_H
+
+#include "audit_source.h"
+#include "encoded.h"
+
+#include <math.h>
+
+enum { LANES = 16, PIECE = KT_AUDIT_GROUP_COLS };
+
+/* What is known so far of a row's present group. */
+typedef struct group_state {
+  float most_error[LANES], most_source[LANES];
+} group_state;
+
+/* Sums over everything, in lanes that are added up at the end. */
+typedef struct sums {
+  _Alignas(64) double source[LANES], error[LANES], value[LANES];
+  int64_t zeros;
+} sums;
+
+INLINE float scale_value(const kt_encoded_job *job, int64_t at) {
+  const uint16_t found = job->scales[at];
+  return job->half ? f16_value(found) : from_bits((uint32_t)found << 16);
+}
+
+/* binary16 of a number >= 0 up to 65504: the nearest multiple of 2^-24 below 2^-14, else of 2^-10
+ * of the power of two below it. */
+static uint16_t f16_of(float value) {
+  int exponent;
+  if (value < 0x1p-14f) return (uint16_t)rintf(value * 0x1p24f);
+  const float fraction = frexpf(value, &exponent); /* 1/2 <= fraction < 1 */
+  return (uint16_t)(((exponent + 13) << 10) + (int)rintf(fraction * 2048.0f));
+}
+
+/* The scale that the largest magnitude of a group makes: over half the number of levels but one,
+ * in the dtype of the weights; never 0. */
+INLINE uint16_t rule_scale(const kt_encoded_job *job, float amax) {
+  const float scale = amax / (job->bits == 4 ? 7.5f : 127.5f);
+  if (job->half) return f16_of(scale) ? f16_of(scale) : 0x1400;
+  const uint16_t found = (uint16_t)(bits_of(to_bf16(scale)) >> 16);
+  return found ? found : 0x3c00;
+}
+
+/* `count` codes (a multiple of PIECE) of a row from column `col` on, less their offset. */
+INLINE void codes_of(const kt_encoded_job *job, int64_t row, int64_t col, int64_t count,
+                     int8_t *codes) {
+  const int64_t cols = job->source->cols;
+  if (job->bits == 8) {
+    const uint8_t *const from = job->codes + row * cols + col;
+    for (int64_t c = 0; c < count; c++) codes[c] = (int8_t)(from[c] ^ 0x80);
+    return;
+  }
+  const uint8_t *const from = job->codes + (row * cols + col) / 2;
+  for (int64_t c = 0; c < count / 2; c++) {
+    codes[2 * c] = (int8_t)((from[c] & 15) - 8);
+    codes[2 * c + 1] = (int8_t)((from[c] >> 4) - 8);
+  }
+}
+
+INLINE float larger(float a, float b) { return from_bits(choose(a > b, bits_of(a), bits_of(b))); }
+
+/* Adds PIECE columns of a group. */
+INLINE void compare_piece(const float *w, const int8_t *codes, float scale, group_state *group,
+                          sums *all) {
+  float value[PIECE], error[PIECE];
+  int32_t zeros = 0;
+  for (int c = 0; c < PIECE; c++) {
+    value[c] = (float)codes[c] * scale;
+    error[c] = w[c] - value[c];
+    zeros += codes[c] == 0;
+  }
+  all->zeros += zeros;
+  for (int half = 0; half < PIECE; half += LANES)
+    for (int i = 0; i < LANES; i++) {
+      const double source = (double)w[half + i], off = (double)error[half + i];
+      const double restored = (double)value[half + i];
+      all->source[i] += source * source;
+      all->error[i] += off * off;
+      all->value[i] += restored * restored;
+    }
+  for (int half = 0; half < PIECE; half += LANES)
+    for (int i = 0; i < LANES; i++) {
+      group->most_source[i] = larger(fabsf(w[half + i]), group->most_source[i]);
+      group->most_error[i] = larger(fabsf(error[half + i]), group->most_error[i]);
+    }
+}
+
+INLINE float largest(const float *lane) {
+  float eight[LANES / 2], four[LANES / 4];
+  for (int i = 0; i < LANES / 2; i++) eight[i] = larger(lane[i], lane[i + LANES / 2]);
+  for (int i = 0; i < LANES / 4; i++) four[i] = larger(eight[i], eight[i + LANES / 4]);
+  return larger(larger(four[0], four[1]), larger(four[2], four[3]));
+}
+
+/* Steps count only where scales are normal numbers: others are too coarse for any bound. */
+INLINE void finish_group(const kt_encoded_job *job, int64_t row, int64_t g, group_state *group,
+                         kt_audit *audit) {
+  const int64_t at = row * job->groups + g;
+  const float scale = scale_value(job, at), off = largest(group->most_error);
+  const double steps = (double)off / (double)scale;
+  if (scale >= (job->half ? 0x1p-14f : 0x1p-126f) && steps > audit->max_steps)
+    audit->max_steps = steps;
+  audit->invalid += job->scales[at] != rule_scale(job, largest(group->most_source));
+  *group = (group_state){{0}, {0}};
+}
+
+static double total(const double *lane) {
+  double sum = 0;
+  for (int i = 0; i < LANES; i++) sum += lane[i];
+  return sum;
+}
+
+static void audit_encoded(const kt_encoded_job *job, kt_audit *audit) {
+  const kt_matrix *const m = job->source;
+  const int across = is_across(m);
+  const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  group_state groups[2 * KT_AUDIT_ROWS] = {{{0}, {0}}};
+  sums all = {{0}, {0}, {0}, 0};
+  for (int64_t row = 0; row < m->rows; row += at_once)
+    for (int64_t col = 0, width; col < m->cols; col += width) {
+      uint8_t room[ROOM_BYTES];
+      width = least(block, m->cols - col);
+      const stored s = stored_from(m, row, col, width, room);
+      for (int64_t r = 0; r < at_once; r++) {
+        float w[KT_AUDIT_BLOCK];
+        int8_t codes[KT_AUDIT_BLOCK];
+        source_values(m, stored_on(s, r), row + r, col, width, w);
+        codes_of(job, row + r, col, width, codes);
+        for (int64_t c = 0; c < width; c += PIECE) {
+          const int64_t g = (col + c) / job->group;
+          const float scale = scale_value(job, (row + r) * job->groups + g);
+          compare_piece(w + c, codes + c, scale, groups + r, &all);
+          if ((col + c + PIECE) % job->group == 0) finish_group(job, row + r, g, groups + r, audit);
+        }
+      }
+    }
+  audit->squared_source += total(all.source);
+  audit->squared_error += total(all.error);
+  audit->squared_value += total(all.value);
+  audit->zeros += all.zeros;
+}
+
+#endif

@@ -1,0 +1,119 @@
+"""Encodings of checkpoints: codes and scales as other engines load them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ktconv._native import ffi, lib
+from ktconv.native.arrays import Array, byte_pointer, check, expect_bytes
+from ktconv.native.layouts import _names
+from ktconv.native.packing import new_scratch
+from ktconv.native.source import Matrix
+
+ENCODINGS = _names("kt_encode_kind", "KT_ENCODE_")
+_SCALES: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16, 1: np.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A kind of ENCODINGS, the columns that share a scale (0: all of a row) and, of integers,
+    whether weights and scales are binary16; see kt_encoding."""
+
+    kind: str
+    group: int = 0
+    half: bool = False
+
+    def code_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Of codes as bytes. ValueError for a shape that the encoding does not have, as below."""
+        return rows, int(_sizes(self, rows, cols).row_size)
+
+    def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        sizes = _sizes(self, rows, cols)
+        return int(sizes.scale_rows), int(sizes.scale_cols)
+
+    def scale_array(self, rows: int, cols: int) -> type[np.generic]:
+        """bf16 and f16 as uint16; E4M3 and UE8M0 as uint8."""
+        return _SCALES[int(_sizes(self, rows, cols).scale_size)]
+
+
+@cache
+def _struct(encoding: Encoding) -> Any:
+    return ffi.new("kt_encoding *", [ENCODINGS[encoding.kind], encoding.group, encoding.half])
+
+
+@cache
+def _sizes(encoding: Encoding, rows: int, cols: int) -> Any:
+    sizes = ffi.new("kt_encoded *")
+    check(lib.kt_encoded_sizes(_struct(encoding), rows, cols, sizes))
+    return sizes
+
+
+def encode(
+    encoding: Encoding,
+    matrix: Matrix,
+    tensor_scale: float = 0.0,
+    codes: Array | None = None,
+    scales: Array | None = None,
+    scratch: Array | None = None,
+) -> tuple[Array, Array]:
+    """Codes uint8 [rows, bytes] and scales, in new arrays or in those that are given.
+
+    `tensor_scale`: of NVFP4, 448 * 6 / the largest magnitude of the tensor. Raises NonFiniteError
+    with the first NaN or Inf.
+    """
+    shape = matrix.rows, matrix.cols
+    dtype = encoding.scale_array(*shape)
+    codes = np.empty(encoding.code_shape(*shape), np.uint8) if codes is None else codes
+    scales = np.empty(encoding.scale_shape(*shape), dtype) if scales is None else scales
+    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
+    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
+    scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    bad = ffi.new("kt_position *")
+    status = lib.kt_encode(
+        _struct(encoding),
+        matrix.c,
+        tensor_scale,
+        byte_pointer(codes, writable=True),
+        byte_pointer(scales, writable=True),
+        ffi.from_buffer(scratch, require_writable=True),
+        scratch.nbytes,
+        bad,
+    )
+    check(status, bad)
+    return codes, scales
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAudit:
+    """What `audit_encoded` found: sums over all elements, the largest error in steps of its scale,
+    codes that are 0, and scales that are not those of the rule."""
+
+    squared_source: float
+    squared_error: float
+    max_steps: float
+    zeros: int
+    other_scales: int
+
+
+def audit_encoded(encoding: Encoding, source: Matrix, codes: Array, scales: Array) -> EncodedAudit:
+    """Compares codes and scales of integers with their source; shares no code with `encode`.
+
+    ValueError for other kinds, and unless rows, columns and groups are multiples of 32.
+    """
+    shape = source.rows, source.cols
+    dtype = encoding.scale_array(*shape)
+    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
+    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
+    found = ffi.new("kt_audit *")
+    status = lib.kt_audit_encoded(
+        _struct(encoding), source.c, byte_pointer(codes), byte_pointer(scales), found
+    )
+    check(status)
+    return EncodedAudit(
+        found.squared_source, found.squared_error, found.max_steps, found.zeros, found.invalid
+    )

@@ -1,0 +1,237 @@
+"""Encodings of checkpoints, bit for bit as the libraries that define them, on every level."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from native.support import Source, assert_same
+
+from ktconv import native
+from ktconv.formats import FORMATS, fp8
+from ktconv.formats.decode import bf16_to_f32, f16_to_f32
+from ktconv.native import Encoding, audit_encoded, encode
+from ktconv.system.arrays import F32, U8, Array
+
+ROWS, COLS = 64, 384
+KINDS = ("ordinary", "zeros", "denormals", "largest", "any exponent", "tiny", "one magnitude")
+INTS = [Encoding(kind, group, half) for kind in ("int4", "int8") for group in (0, 32, 64, 128)
+        for half in (False, True)]  # fmt: skip
+OTHERS = [Encoding("fp8"), Encoding("fp8", 128), Encoding("mxfp4", 32), Encoding("mxfp8", 32),
+          Encoding("nvfp4", 16)]  # fmt: skip
+
+
+def source_of(encoding: Encoding, **changes: Any) -> Source:
+    """Weights in the dtype that the encoding wants, of all magnitudes that have a scale."""
+    words: dict[str, Any] = {"dtype": "F16" if encoding.half else "BF16", "kinds": KINDS}
+    return Source("int8", **{"rows": ROWS, "cols": COLS, **words, **changes})
+
+
+def tensor_scale(source: Source) -> float:
+    return float(np.float32(448 * 6) / np.abs(source.values()).max())
+
+
+@cache
+def library() -> Any:
+    pytest.importorskip("torch")
+    return pytest.importorskip("compressed_tensors.quantization")
+
+
+@cache
+def by_library(encoding: Encoding, source: Source) -> tuple[U8, Array]:
+    """Codes and scales by compressed-tensors."""
+    import torch
+    from compressed_tensors.compressors import pack_to_int32
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    dtype = torch.float16 if encoding.half else torch.bfloat16
+    weight = torch.from_numpy(source.bits().view(np.int16)).view(dtype)
+    groups = weight.reshape(source.rows, -1, encoding.group or source.cols)
+    arguments = library().QuantizationArgs(**_ARGUMENTS[encoding.kind](encoding))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+    codes = quantize(weight, scale, zero, arguments, torch.int8)
+    packed = pack_to_int32(codes, arguments.num_bits)
+    return packed.numpy().view(np.uint8), scale.view(torch.int16).numpy().view(np.uint16)
+
+
+def _integers(encoding: Encoding) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": encoding.group}
+    bits = 4 if encoding.kind == "int4" else 8
+    return {"num_bits": bits, **(strategy if encoding.group else {"strategy": "channel"})}
+
+
+_ARGUMENTS = {"int4": _integers, "int8": _integers}
+
+
+@pytest.mark.parametrize("encoding", INTS, ids=str)
+def test_integers_are_those_of_compressed_tensors(isa: str, encoding: Encoding) -> None:
+    library()
+    source = source_of(encoding)
+    codes, scales = encode(encoding, source.matrix())
+    expected = by_library(encoding, source)
+    assert_same("scales", scales, expected[1])
+    assert_same("codes", codes, expected[0])
+
+
+@pytest.mark.parametrize("encoding", [*INTS, *OTHERS], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "cols"), [(ROWS, COLS), (33, 128), (1, 256)])
+def test_levels_agree(isa: str, encoding: Encoding, transposed: bool, rows: int, cols: int) -> None:
+    source = source_of(encoding, rows=rows, cols=cols, transposed=transposed, pad=3, seed=rows)
+    scale = tensor_scale(source) if encoding.kind == "nvfp4" else 0.0
+    found = encode(encoding, source.matrix(), scale)
+    native.use_isa("scalar")
+    expected = encode(encoding, source.but(transposed=False, pad=0).matrix(), scale)
+    assert_same("codes", found[0], expected[0])
+    assert_same("scales", found[1], expected[1])
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])
+def test_fp8_is_the_reference(isa: str, group: int, dtype: str) -> None:
+    source = Source("int8", 160, 256, dtype, kinds=("ordinary", "zeros", "one magnitude"), seed=3)
+    found = encode(Encoding("fp8", group), source.matrix())
+    fmt = FORMATS["fp8" if group else "fp8-channel"]
+    codes, scale = fp8.quantize(fmt, source.values())
+    assert_same("codes", found[0], codes)
+    assert_same("scales", found[1], scale)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+def nibbles(codes: U8) -> U8:
+    found = np.empty((len(codes), 2 * codes.shape[1]), np.uint8)
+    found[:, 0::2], found[:, 1::2] = codes & 15, codes >> 4
+    return found
+
+
+def nearest(values: F32, levels: F32) -> F32:
+    """Of each value the nearest level, of two the one with an even code; levels are ascending."""
+    middle = (levels[1:] + levels[:-1]) / 2
+    at = np.searchsorted(middle, np.abs(values), "left")
+    tie = (at < len(middle)) & (np.abs(values) == middle[np.minimum(at, len(middle) - 1)])
+    at += tie & (at % 2 == 1)
+    return np.copysign(levels[at], values)
+
+
+def e4m3_levels() -> F32:
+    codes = np.arange(127, dtype=np.uint8)
+    exponent, mantissa = (codes >> 3).astype(int), codes & 7
+    small = mantissa * 2.0**-9
+    return np.where(exponent == 0, small, (8 + mantissa) * 2.0 ** (exponent - 10)).astype(
+        np.float32
+    )
+
+
+@pytest.mark.parametrize(("kind", "top"), [("mxfp4", 2), ("mxfp8", 8)])
+def test_mx_formats_follow_their_definition(isa: str, kind: str, top: int) -> None:
+    source = source_of(
+        Encoding(kind, 32), kinds=("ordinary", "zeros", "one magnitude", "int4 ties")
+    )
+    codes, scales = encode(Encoding(kind, 32), source.matrix())
+    values = source.values().reshape(ROWS, -1, 32)
+    amax = np.abs(values).max(axis=2)
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log2(amax.astype(np.float64)))
+    # The next power of two from 1.75 times one on.
+    exponent += amax.astype(np.float64) >= 1.75 * 2.0**exponent
+    expected = np.where(amax > 0, np.maximum(exponent + 127 - top, 0), 0).astype(np.uint8)
+    assert_same("scales", scales, expected)
+    step = np.ldexp(np.float64(1), scales.astype(int) - 127)[..., None]
+    levels = E2M1[:8] if kind == "mxfp4" else e4m3_levels()
+    wanted = nearest((values / step).astype(np.float32), levels)
+    table = E2M1 if kind == "mxfp4" else np.concatenate([levels, [np.nan], -levels, [np.nan]])
+    got = table[nibbles(codes) if kind == "mxfp4" else codes].reshape(values.shape)
+    assert_same("values", got.astype(np.float32), wanted)
+
+
+def test_nvfp4_follows_its_definition(isa: str) -> None:
+    source = source_of(Encoding("nvfp4", 16), kinds=("ordinary", "zeros", "one magnitude"))
+    scale = np.float32(tensor_scale(source))
+    codes, scales = encode(Encoding("nvfp4", 16), source.matrix(), float(scale))
+    values = source.values().reshape(ROWS, -1, 16)
+    amax = np.abs(values).max(axis=2)
+    levels = e4m3_levels()
+    stored = nearest(scale * (amax / np.float32(6)), levels)
+    stored = np.where(stored == 0, np.float32(0.125), stored)
+    assert_same("scales", levels[scales], stored)
+    wanted = nearest(values / (stored / scale)[..., None], E2M1[:8])
+    assert_same("values", E2M1[nibbles(codes)].reshape(values.shape), wanted)
+
+
+def restored(encoding: Encoding, codes: U8, scales: Array) -> F32:
+    levels = nibbles(codes).astype(np.float32) - 8 if encoding.kind == "int4" else (
+        codes.astype(np.float32) - 128)  # fmt: skip
+    step = f16_to_f32(scales) if encoding.half else bf16_to_f32(scales)
+    return levels * np.repeat(step, encoding.group or levels.shape[1], axis=1)
+
+
+@pytest.mark.parametrize("encoding", INTS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_audit_measures_what_is_there(isa: str, encoding: Encoding, transposed: bool) -> None:
+    kinds = ("ordinary", "zeros", "one magnitude")
+    source = source_of(encoding, transposed=transposed, kinds=kinds)
+    codes, scales = encode(encoding, source.matrix())
+    found = audit_encoded(encoding, source.matrix(), codes, scales)
+    values, got = source.values().astype(np.float64), restored(encoding, codes, scales)
+    off = (source.values() - got).astype(np.float64)
+    assert found.squared_source == pytest.approx((values**2).sum(), rel=1e-12)
+    assert found.squared_error == pytest.approx((off**2).sum(), rel=1e-12)
+    assert found.zeros == int((got == 0).sum()) and found.other_scales == 0
+    assert 0.4 < found.max_steps < (0.6 if encoding.kind == "int4" else 1.1)
+    native.use_isa("scalar")
+    assert audit_encoded(encoding, source.matrix(), codes, scales) == found
+
+
+@pytest.mark.parametrize("encoding", INTS, ids=str)
+def test_the_audit_finds_what_is_wrong(isa: str, encoding: Encoding) -> None:
+    source = source_of(encoding, kinds=("ordinary",))
+    codes, scales = encode(encoding, source.matrix())
+    clean = audit_encoded(encoding, source.matrix(), codes, scales)
+    for row, byte in ((0, 0), (ROWS - 1, codes.shape[1] - 1), (31, 17)):
+        wrong = codes.copy()
+        wrong[row, byte] ^= 0x44
+        found = audit_encoded(encoding, source.matrix(), wrong, scales)
+        assert found.max_steps > 3 > clean.max_steps
+    other = scales.copy()
+    other[ROWS - 1, -1] ^= 1
+    assert audit_encoded(encoding, source.matrix(), codes, other).other_scales == 1
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_what_is_not_finite_is_named(isa: str, dtype: str) -> None:
+    encoding = Encoding("int4", 32, dtype == "F16")
+    source = source_of(encoding, kinds=("ordinary",))
+    bits = source.bits()
+    bits[40, 100] = bits[41, 0] = 0x7FC1 if dtype == "BF16" else 0x7C00
+    with pytest.raises(native.NonFiniteError) as found:
+        encode(encoding, source.matrix(bits))
+    assert (found.value.row, found.value.col) == (40, 100)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [Encoding("int4", 48), Encoding("mxfp4", 16), Encoding("mxfp8"), Encoding("nvfp4", 32),
+     Encoding("fp8", 64), Encoding("fp8", half=True), Encoding("int8", -32)],
+    ids=str,
+)  # fmt: skip
+def test_groups_that_a_kind_does_not_have(encoding: Encoding) -> None:
+    with pytest.raises(ValueError):
+        encoding.code_shape(32, 128)
+
+
+@pytest.mark.parametrize("cols", [100, 99, 33])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_rows_end_with_a_whole_word(isa: str, kind: str, cols: int) -> None:
+    encoding = Encoding(kind)
+    source = source_of(encoding, cols=cols, kinds=("ordinary",))
+    codes, scales = encode(encoding, source.matrix())
+    expected = by_library(encoding, source) if library() else None
+    assert expected is not None
+    assert_same("codes", codes, expected[0])
+    assert_same("scales", scales, expected[1])
