@@ -413,7 +413,8 @@ kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t ro
 
 /* Compares codes and scales of kt_encode with their source by code of its own. INT4 and INT8;
  * rows, cols and groups are multiples of 32. audit: max_steps only of scales that are normal
- * numbers; `invalid` counts scales that are not those of the rule. Same bits on every level. */
+ * numbers; `invalid` counts scales that are not those of the rule; squares are binary32, and those
+ * beyond 2^-126 .. 2^128 vanish or are infinite; squared_value is 0. Same bits on every level. */
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
                            const void *scales, kt_audit *audit);
 

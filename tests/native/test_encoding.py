@@ -180,8 +180,8 @@ def test_the_audit_measures_what_is_there(isa: str, encoding: Encoding, transpos
     found = audit_encoded(encoding, source.matrix(), codes, scales)
     values, got = source.values().astype(np.float64), restored(encoding, codes, scales)
     off = (source.values() - got).astype(np.float64)
-    assert found.squared_source == pytest.approx((values**2).sum(), rel=1e-12)
-    assert found.squared_error == pytest.approx((off**2).sum(), rel=1e-12)
+    assert found.squared_source == pytest.approx((values**2).sum(), rel=1e-6)
+    assert found.squared_error == pytest.approx((off**2).sum(), rel=1e-6)
     assert found.zeros == int((got == 0).sum()) and found.other_scales == 0
     assert 0.4 < found.max_steps < (0.6 if encoding.kind == "int4" else 1.1)
     native.use_isa("scalar")

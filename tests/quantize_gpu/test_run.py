@@ -19,6 +19,7 @@ from helpers.families import bf16, fp8, numbered, random_weights, simple_config,
 from helpers.paths import EXAMPLE
 from typer.testing import CliRunner, Result
 
+from ktconv import native
 from ktconv.cli.app import app
 from ktconv.cli.quantize_gpu import GpuMethod, Scheme
 
@@ -201,14 +202,6 @@ def test_other_settings_are_refused(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/recipe.yaml").exists()
 
 
-def test_another_llm_compressor_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done(model, tmp_path / "out", "--layers=1")
-    monkeypatch.setattr("ktconv.quantize_gpu.rtn.version", lambda name: "99")
-    refused(run(model, tmp_path / "out"), 2, "other input files or tools", "quantizer.", "99 now")
-
-
 def test_an_output_of_quantize_cpu_is_refused(model: Path, tmp_path: Path) -> None:
     CliRunner().invoke(app, ["quantize-cpu", str(model), str(tmp_path / "out"), "--layers=0"])
     refused(run(model, tmp_path / "out"), 2, "was begun with other settings")
@@ -226,11 +219,10 @@ def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any)
     ("words", "told"),
     [
         (("--group-size=100",), "--group-size 100 is not supported by inference engines"),
-        (("--max-memory=200MB",), "is too small"),
+        (("--max-memory=50MB",), "is too small"),
         (("--layers=99",), f"the last MoE layer is {LAYERS - 1}"),
         (("--max-shard-size=1kB",), "too small for tensor"),
-        (("--device=nothing",), "--device nothing cannot be used"),
-        (("--device=meta",), "--device meta cannot be used"),
+        (("--device=cuda",), "--device cuda belongs to --method gptq"),
         (("--dataset=x.txt",), "--dataset belongs to --method gptq"),
         (("--no-self-test",), "--self-test belongs to --method gptq"),
         (("--method=gptq", "--max-memory=8GB"), "--max-memory belongs to --method rtn"),
@@ -261,7 +253,7 @@ def test_group_size_that_does_not_divide(tmp_path: Path, torch: Any) -> None:
     assert "--group-size for this model: 32, -1" in result.stderr
 
 
-def test_without_llm_compressor(
+def test_gptq_without_llm_compressor(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktconv.quantize_gpu import run as module
@@ -269,9 +261,27 @@ def test_without_llm_compressor(
     monkeypatch.setattr(
         module, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name)
     )
-    result = run(model, tmp_path / "out")
-    refused(result, 2, "quantize-gpu needs llmcompressor, which is not installed")
+    result = run(model, tmp_path / "out", "--method=gptq", "--dataset=x.txt")
+    refused(result, 2, "--method gptq needs llmcompressor, which is not installed")
     assert "pip install 'ktconv[gpu]'" in result.stderr
+
+
+def test_rounding_needs_neither_torch_nor_llm_compressor(model: Path, tmp_path: Path) -> None:
+    """Nor transformers; the tensors are the same."""
+    hidden = ("torch", "transformers", "compressed_tensors", "llmcompressor")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))\n"
+        "from ktconv.cli.app import app; app()"
+    )
+    words = ["quantize-gpu", str(model), str(tmp_path / "bare")]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    done(model, tmp_path / "out")
+    bare, full = contents(tmp_path / "bare"), contents(tmp_path / "out")
+    shards = [name for name in full if name.endswith(".safetensors")]
+    assert shards and all(bare[name] == full[name] for name in shards)
 
 
 def test_quantized_in_a_way_that_cannot_be_used(tmp_path: Path, torch: Any) -> None:
@@ -296,29 +306,25 @@ def test_nan_is_named(tmp_path: Path, torch: Any) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_llm_compressor_that_packs_otherwise_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: Any
+def test_wrong_codes_and_scales_are_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.quantize_gpu.rtn import Rounder
-
-    right = Rounder.round
-
-    def change(part: str, changed: Any) -> Any:
-        def wrong(self: Rounder, *words: Any) -> Any:
-            found = right(self, *words)
-            return {**found, part: changed(found[part])}
-
-        return wrong
-
     model = write_checkpoint(tmp_path / "model", {**layer_tensors(0)}, simple_config(num_experts=4))
-    cases = {
-        "should have shape [128, 16], but has shape [16, 128]": ("weight_packed", np.transpose),
-        "steps off its source": ("weight_packed", lambda array: array[::-1].copy()),
-        "weight_scale": ("weight_scale", lambda array: array[:, :0]),
-    }
-    for told, (part, changed) in cases.items():
-        monkeypatch.setattr(Rounder, "round", change(part, changed))
-        refused(run(model, tmp_path / "out"), 1, told)
+    right = native.encode
+
+    def wrong(what: str) -> Any:
+        def encode(
+            encoding: Any, view: Any, scale: float, codes: Any, scales: Any, room: Any
+        ) -> Any:
+            found = right(encoding, view, scale, codes, scales, room)
+            (codes if what == "codes" else scales.reshape(-1))[5:6] ^= 0x44
+            return found
+
+        return encode
+
+    for what, told in {"codes": "steps off its source", "scales": "1 scales are not those"}.items():
+        monkeypatch.setattr(native, "encode", wrong(what))
+        refused(run(model, tmp_path / "out"), 1, "weight_packed is wrong", told)
 
 
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ typedef struct group_state {
 
 /* Sums over everything, in lanes that are added up at the end. */
 typedef struct sums {
-  _Alignas(64) double source[LANES], error[LANES], value[LANES];
+  _Alignas(64) double source[LANES], error[LANES];
   int64_t zeros;
 } sums;
 
@@ -61,25 +61,20 @@ INLINE void codes_of(const kt_encoded_job *job, int64_t row, int64_t col, int64_
 
 INLINE float larger(float a, float b) { return from_bits(choose(a > b, bits_of(a), bits_of(b))); }
 
-/* Adds PIECE columns of a group. */
+/* Adds PIECE columns of a group; of each lane two squares, which are added in binary32. */
 INLINE void compare_piece(const float *w, const int8_t *codes, float scale, group_state *group,
                           sums *all) {
-  float value[PIECE], error[PIECE];
+  float error[PIECE];
   int32_t zeros = 0;
   for (int c = 0; c < PIECE; c++) {
-    value[c] = (float)codes[c] * scale;
-    error[c] = w[c] - value[c];
+    error[c] = w[c] - (float)codes[c] * scale;
     zeros += codes[c] == 0;
   }
   all->zeros += zeros;
-  for (int half = 0; half < PIECE; half += LANES)
-    for (int i = 0; i < LANES; i++) {
-      const double source = (double)w[half + i], off = (double)error[half + i];
-      const double restored = (double)value[half + i];
-      all->source[i] += source * source;
-      all->error[i] += off * off;
-      all->value[i] += restored * restored;
-    }
+  for (int i = 0; i < LANES; i++) {
+    all->source[i] += (double)(w[i] * w[i] + w[LANES + i] * w[LANES + i]);
+    all->error[i] += (double)(error[i] * error[i] + error[LANES + i] * error[LANES + i]);
+  }
   for (int half = 0; half < PIECE; half += LANES)
     for (int i = 0; i < LANES; i++) {
       group->most_source[i] = larger(fabsf(w[half + i]), group->most_source[i]);
@@ -118,7 +113,7 @@ static void audit_encoded(const kt_encoded_job *job, kt_audit *audit) {
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
   group_state groups[2 * KT_AUDIT_ROWS] = {{{0}, {0}}};
-  sums all = {{0}, {0}, {0}, 0};
+  sums all = {{0}, {0}, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];
@@ -139,7 +134,6 @@ static void audit_encoded(const kt_encoded_job *job, kt_audit *audit) {
     }
   audit->squared_source += total(all.source);
   audit->squared_error += total(all.error);
-  audit->squared_value += total(all.value);
   audit->zeros += all.zeros;
 }
 

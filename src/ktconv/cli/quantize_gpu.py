@@ -56,7 +56,7 @@ def quantize_gpu_command(
         ),
     ] = True,
     device: Annotated[
-        str, option("auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
+        str, option("gptq: auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
     layers: common.LayersOption = "",
     revision: RevisionOption = None,

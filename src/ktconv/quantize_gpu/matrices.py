@@ -1,16 +1,18 @@
-"""Writes one quantized matrix, reads it back and compares it with its source."""
+"""How far quantized matrices are from their sources; writing those that are whole in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from ktconv import native
 from ktconv.conversion.tasks import four_digits, write_tensor
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
-from ktconv.system.arrays import F32, U16, Array
+from ktconv.system.arrays import F32, U8, U16, Array
 from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
 from ktconv.writer.staging import Staging
 
@@ -18,8 +20,99 @@ from ktconv.writer.staging import Staging
 # scales and quotients in bf16 add to that. GPTQ moves weights on purpose: only values that are not
 # finite are refused.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
-ELEMENTS_AT_ONCE = 1 << 20  # compared at once, which bounds memory
+WHOLE = 32  # rows, columns and groups of what the C library compares are multiples of this
+TINY = 1e-30  # sums of squares below may lack some
 SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
+_WAYS_OUT = {
+    "rtn": "check this machine's memory and disk, then run the same command again",
+    "gptq": "install the llm-compressor version that ktconv supports: pip install 'ktconv[gpu]'",
+}
+
+
+class Deviation:
+    """The error of a matrix, some rows after the other."""
+
+    def __init__(self, scheme: Scheme, method: str, name: str, dtype: str) -> None:
+        """`name`: of the tensor, for messages; `dtype`: of weights and scales, BF16 or F16."""
+        self._scheme, self._method, self._name = scheme, method, name
+        self._half = dtype == "F16"
+        self._squared_error = self._squared_source = 0.0
+        self._most_steps, self._zeros, self._elements = 0.0, 0, 0
+
+    def add(self, source: native.Matrix, codes: U8, scales: U16) -> None:
+        """The next rows: their source, codes as bytes, and scales [rows, groups].
+
+        Raises VerificationError where they cannot be a rounding of it.
+        """
+        encoding = self._scheme.encoding(self._half)
+        rows, cols = source.rows, source.cols
+        found = None
+        if not (rows % WHOLE or cols % WHOLE or (encoding.group or cols) % WHOLE):
+            found = native.audit_encoded(encoding, source, codes, scales)
+        if found is None or not TINY < found.squared_source < math.inf:
+            wrong = found.other_scales if found else 0
+            found = compared(self._scheme, source, codes, scales, self._half, wrong)
+        if found.other_scales and self._method == "rtn":
+            self._refuse(f"{found.other_scales} scales are not those of its source's weights")
+        self._most_steps = max(self._most_steps, found.max_steps)
+        self._squared_error += found.squared_error
+        self._squared_source += found.squared_source
+        self._zeros += found.zeros
+        self._elements += rows * cols
+        most = MOST_STEPS[self._method]
+        if not self._most_steps <= most or not np.isfinite(self._squared_error):
+            self._refuse(
+                f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "
+                "allowed"
+            )
+
+    def _refuse(self, why: str) -> None:
+        raise VerificationError(f"{self._name} is wrong: {why}", _WAYS_OUT[self._method])
+
+    def finish(self) -> dict[str, float]:
+        """What the manifest records."""
+        relative = self._squared_source and self._squared_error / self._squared_source
+        return {
+            "relative_rms_error": four_digits(relative**0.5),
+            "max_error_steps": four_digits(self._most_steps),
+            "zero_share": four_digits(self._zeros / self._elements),
+        }
+
+
+def compared(
+    scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool, wrong: int = 0
+) -> native.EncodedAudit:
+    """The comparison of the C library in NumPy, for shapes that it does not take and weights whose
+    squares are no binary32. `wrong`: scales that are not those of the rule, which nobody compares
+    here."""
+    parts = {"weight_packed": codes.reshape(source.rows, -1), "weight_scale": scales}
+    found = dequantized(scheme, parts, source.cols, half)
+    wanted = native.decode(source)
+    off = (found - wanted).astype(np.float64)
+    steps = np.abs(off).reshape(len(off), scales.shape[1], -1).max(axis=2)
+    step = (f16_to_f32 if half else bf16_to_f32)(scales)
+    precise = step >= (SMALLEST_HALF if half else SMALLEST_BF16)
+    return native.EncodedAudit(
+        float(np.vdot(wanted.astype(np.float64), wanted)),
+        float(np.vdot(off, off)),
+        float(np.max(steps[precise] / step[precise], initial=0.0)),
+        int(np.count_nonzero(found == 0)),
+        wrong,
+    )
+
+
+def dequantized(scheme: Scheme, parts: Mapping[str, Array], cols: int, half: bool) -> F32:
+    """The values [rows, cols] of codes as bytes, and scales."""
+    packed = parts["weight_packed"]
+    if scheme.bits == 4:
+        levels = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+        levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
+    else:
+        levels = packed
+    values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
+    scales = (f16_to_f32 if half else bf16_to_f32)(parts["weight_scale"])
+    values.reshape(len(values), scales.shape[1], -1)[:] *= scales[:, :, None]
+    return values
 
 
 def write_matrix(
@@ -39,6 +132,7 @@ def write_matrix(
     shape than planned, differs when read back, or cannot be a rounding of the source.
     """
     records: dict[str, Any] = {}
+    written: dict[str, U8] = {}
     rows, cols = weight.shape
     for tensor, part in zip(scheme.tensors(module, rows, cols, dtype), PARTS, strict=True):
         array = arrays.get(part)
@@ -49,71 +143,14 @@ def write_matrix(
                 "installed llm-compressor packs differently than ktconv expects",
                 "install the version that ktconv supports: pip install 'ktconv[gpu]'",
             )
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        records[tensor.name] = write_tensor(tensor.name, [data], staging, verify)
+        written[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        records[tensor.name] = write_tensor(tensor.name, [written[part]], staging, verify)
     name = f"{module}.weight_packed"
-    records[name] |= error_of(scheme, method, name, arrays, weight, dtype == "F16")
+    deviation = Deviation(scheme, method, name, dtype)
+    source = native.Matrix(
+        np.ascontiguousarray(weight).reshape(-1).view(np.uint8), dtype, rows, cols
+    )
+    scales = written["weight_scale"].view(np.uint16).reshape(rows, -1)
+    deviation.add(source, written["weight_packed"], scales)
+    records[name] |= deviation.finish()
     return records
-
-
-def dequantized(scheme: Scheme, arrays: Mapping[str, Array], half: bool) -> F32:
-    """The values [rows, cols] of a packed matrix, without llm-compressor's help."""
-    rows, cols = (int(size) for size in arrays["weight_shape"])
-    packed = np.ascontiguousarray(arrays["weight_packed"]).view(np.uint8)
-    if scheme.bits == 4:
-        levels = np.empty((rows, 2 * packed.shape[1]), np.uint8)
-        levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
-    else:
-        levels = packed
-    values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
-    scales = (f16_to_f32 if half else bf16_to_f32)(arrays["weight_scale"])
-    values.reshape(rows, scales.shape[1], -1)[:] *= scales[:, :, None]
-    return values
-
-
-def error_of(
-    scheme: Scheme, method: str, name: str, arrays: Mapping[str, Array], source: U16,
-    half: bool,
-) -> dict[str, float]:  # fmt: skip
-    """How far a packed matrix is from its source, bits [rows, cols], for the manifest.
-
-    Raises VerificationError where it cannot be a rounding of it.
-    """
-    squared_error = squared_source = 0.0
-    most_steps, zeros = 0.0, 0
-    floats = f16_to_f32 if half else bf16_to_f32
-    rows, cols = source.shape
-    step = max(1, ELEMENTS_AT_ONCE // cols)
-    for first in range(0, rows, step):
-        here = slice(first, min(first + step, rows))
-        part = {
-            "weight_shape": np.array([here.stop - first, cols]),
-            "weight_packed": arrays["weight_packed"][here],
-            "weight_scale": arrays["weight_scale"][here],
-        }
-        value, wanted = dequantized(scheme, part, half), floats(source[here])
-        off = np.abs(value - wanted)
-        most_steps = max(most_steps, _most_steps(off, floats(part["weight_scale"]), half))
-        squared_error += float(np.vdot(off, off))
-        squared_source += float(np.vdot(wanted, wanted))
-        zeros += int(np.count_nonzero(value == 0))
-    if not most_steps <= MOST_STEPS[method] or not np.isfinite(squared_error):
-        raise VerificationError(
-            f"{name} is up to {most_steps:.4g} steps off its source, more than the "
-            f"{MOST_STEPS[method]} allowed",
-            "install the llm-compressor version that ktconv supports: pip install 'ktconv[gpu]'",
-        )
-    relative = (squared_error / squared_source) ** 0.5 if squared_source else 0.0
-    return {
-        "relative_rms_error": four_digits(relative),
-        "max_error_steps": four_digits(most_steps),
-        "zero_share": four_digits(zeros / source.size),
-    }
-
-
-def _most_steps(off: F32, scales: F32, half: bool) -> float:
-    """The largest error of `off` [rows, cols] in steps, without denormal scales: these are too
-    coarse for the bound."""
-    steps = off.reshape(len(off), scales.shape[1], -1).max(axis=2)
-    precise = scales >= (SMALLEST_HALF if half else SMALLEST_BF16)
-    return float(np.max(steps[precise] / scales[precise], initial=0.0))

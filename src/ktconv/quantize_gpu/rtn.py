@@ -1,130 +1,102 @@
-"""`--method rtn`: each expert matrix rounded to nearest by llm-compressor's model-free path."""
+"""`--method rtn`: each expert matrix rounded to nearest, with the bits of llm-compressor."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix, TensorRef
+from ktconv import native
+from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import LayerUnit, Unit
+from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Conversion
-from ktconv.conversion.tasks import Advance, ExpertTask
-from ktconv.errors import CheckpointError, ResourceError
-from ktconv.quantize_gpu.common import DecodedCopy, Preflight, Request, buffer_sizes, device_of
-from ktconv.quantize_gpu.matrices import write_matrix
+from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.quantize_gpu.common import DecodedCopy, Preflight, Request, buffer_sizes
+from ktconv.quantize_gpu.matrices import Deviation
 from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.decoded import decoded_rows
+from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
 from ktconv.reading.reader import SourceReader
-from ktconv.system.arrays import U16, Array
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized import config
-from ktconv.targets.pack_quantized.names import module_name, target_pattern
+from ktconv.targets.pack_quantized.names import module_name
 from ktconv.targets.pack_quantized.scheme import Scheme
 from ktconv.targets.pack_quantized.target import CONFIG, RECIPE, RENAMED, Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
-# Per element of a matrix: bf16, its copy in the module, float32 quotients, levels, comparison.
-BYTES_PER_ELEMENT = 28
 
-QUANTIZERS = ("llmcompressor", "compressed-tensors")
-
-
-class Rounder:
-    """llm-compressor's `ModelFreePtqConverter` for one scheme, one matrix at a time.
-
-    `model_free_ptq` calls the same for whole shards, so that the bits are the same.
-    """
-
-    def __init__(self, scheme: Scheme, pattern: str, device: str) -> None:
-        import torch
-
-        from ktconv.quantize_gpu.llm_compressor import quiet
-
-        with quiet():
-            from compressed_tensors.quantization import QuantizationConfig
-            from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
-            from llmcompressor.entrypoints.model_free.validate import validate_config
-
-            group = {"targets": [pattern], "weights": scheme.weight_arguments()}
-            config = QuantizationConfig(config_groups={"experts": group})
-            self._converter = ModelFreePtqConverter(validate_config(config, None, []))
-        torch.set_num_threads(1)  # workers are threads already
-        self._device = torch.device(device)
-
-    def round(self, module: str, weight: U16, half: bool) -> dict[str, Array]:
-        """Parts of the packed matrix by name; bits of two-byte floats are uint16."""
-        import torch
-
-        dtype = torch.float16 if half else torch.bfloat16
-        try:
-            tensor = torch.from_numpy(weight.view(np.int16)).view(dtype).to(self._device)
-            found = self._converter.process({f"{module}.weight": tensor})
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"out of memory on {self._device} at {module}", "use --device cpu"
-            ) from error
-        if f"{module}.weight_packed" not in found:
-            raise CheckpointError(f"{module} would stay unquantized: llm-compressor skipped it")
-        return {name.removeprefix(f"{module}."): as_array(part) for name, part in found.items()}
-
-
-def as_array(tensor: Any) -> Array:
-    """A tensor of torch as a numpy array; two-byte floats as their bits."""
-    import torch
-
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    array: Array = tensor.numpy()
-    return array
+def rtn_buffers(layers: Sequence[MoELayer], scheme: Scheme) -> BufferSizes:
+    """What a worker needs to round the matrices of these layers."""
+    source, packed, cols = 0, 0, 1
+    for layer in layers:
+        for matrix in layer.kinds:
+            rows = min(chunk_rows(matrix), matrix.rows)
+            row_bytes = scheme.encoding(False).code_shape(1, matrix.cols)[1]
+            source = max(source, buffer_bytes(matrix, rows))
+            packed, cols = max(packed, rows * row_bytes), max(cols, matrix.cols)
+    return BufferSizes(source, packed, cols)
 
 
 @dataclass(frozen=True)
 class RtnTask(ExpertTask):
-    """One projection of one expert: decode, round, pack, write, read back, compare."""
+    """One projection of one expert: decode, round, write, read back, compare, some rows at a
+    time."""
 
     scheme: Scheme
-    rounder: Rounder
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
-        remaining = self.source_bytes
-
-        def count(nbytes: int) -> None:
-            nonlocal remaining
-            remaining -= nbytes
-            advance(nbytes)
-
-        weight = decoded(self.reader, self.matrix, buffers, count)
+        matrix, dtype = self.matrix, weight_dtype(self.matrix)
+        module, shape = module_name(self.layer, self.expert, self.proj), (matrix.rows, matrix.cols)
+        packed, scale, size = self.scheme.tensors(module, *shape, dtype)
+        encoding = self.scheme.encoding(dtype == "F16")
+        scales = np.empty(encoding.scale_shape(*shape), np.uint16)
+        deviation = Deviation(self.scheme, "rtn", packed.name, dtype)
+        digest, done, remaining = hashlib.sha256(), 0, self.source_bytes
+        source = MatrixReader(self.reader, matrix, round_to_bf16=dtype != "F16")
+        with source.open() as fd:
+            factors = source.load_scales()
+            for chunk in chunks(matrix, matrix.rows):
+                count = source.read(fd, chunk, buffers.source, buffers.bounce)
+                view = source.view(chunk, factors, buffers.source, 0, matrix.cols)
+                codes = buffers.packed[: packed.nbytes // matrix.rows * view.rows]
+                here = scales[chunk.start : chunk.stop]
+                try:
+                    native.encode(encoding, view, 0.0, codes, here, buffers.scratch)
+                except native.NonFiniteError as error:
+                    raise source.not_finite(chunk.start + error.row, error.col) from error
+                staging.write(packed.name, codes.data, done)
+                if self.verify:
+                    written = buffers.readback[: codes.nbytes]
+                    staging.read(packed.name, written.data, done)
+                    codes = written
+                digest.update(codes.data)
+                deviation.add(view, codes, here)
+                done += codes.nbytes
+                remaining -= count
+                advance(count)
         advance(remaining)  # block scales
-        module = module_name(self.layer, self.expert, self.proj)
-        dtype = weight_dtype(self.matrix)
-        arrays = self.rounder.round(module, weight, dtype == "F16")
-        return write_matrix(staging, self.scheme, "rtn", module, weight, arrays, dtype, self.verify)
-
-
-def decoded(reader: SourceReader, matrix: ExpertMatrix, buffers: Buffers, advance: Advance) -> U16:
-    """A matrix of the source as the bits of two-byte floats."""
-    half = weight_dtype(matrix) == "F16"
-    weight: U16 = np.empty((matrix.rows, matrix.cols), np.uint16)
-    for first, rows in decoded_rows(reader, matrix, buffers, advance, half):
-        weight[first : first + len(rows)] = rows
-    return weight
+        others = ((scale.name, scales), (size.name, np.array(shape, np.int64)))
+        return {
+            packed.name: {"sha256": digest.hexdigest(), **deviation.finish()},
+            **{
+                name: write_tensor(name, [array.reshape(-1).view(np.uint8)], staging, self.verify)
+                for name, array in others
+            },
+        }
 
 
 class Rtn(Conversion):
-    """Every matrix by itself, through llm-compressor's model-free path."""
+    """Every matrix by itself."""
 
     plan: Plan
     request: Request
-    _rounder: Rounder
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
         super().__init__(preflight, observer)
@@ -133,10 +105,17 @@ class Rtn(Conversion):
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
         """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
+        if request.device.lower() not in ("auto", "cpu"):
+            raise UsageError(
+                f"--device {request.device} belongs to --method gptq: rounding to nearest runs on "
+                "the CPU, faster than weights reach a GPU",
+                "omit it",
+            )
         return 0
 
     def buffers(self) -> BufferSizes:
-        return buffer_sizes(self.plan)
+        rounding = rtn_buffers(self.plan.moe_layers, self.plan.target.scheme)
+        return rounding.with_those_of(buffer_sizes(self.plan))
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         weight = self.plan.target.decoded.get(tensor.name)
@@ -153,7 +132,9 @@ class Rtn(Conversion):
     @cached_property
     def _renamed(self) -> list[str]:
         """Linear layers of transformers' model that have other names in the output; none where
-        transformers does not have the model."""
+        transformers is not installed or does not have the model."""
+        if find_spec("torch") is None or find_spec("transformers") is None:
+            return []
         from ktconv.model.load import linear_modules
 
         checkpoint = self.plan.checkpoint
@@ -169,24 +150,8 @@ class Rtn(Conversion):
     def card(self) -> str:
         return config.card(self.plan, self.source_card, self.errors)
 
-    def origin(self) -> Record:
-        """Library versions, because rounding may change between them."""
-        return {"quantizer": {name: version(name) for name in QUANTIZERS}}
-
-    def run_pipeline(self, units: Sequence[Unit]) -> None:
-        pattern, device = target_pattern(self.plan.moe_layers), device_of(self.request.device)
-        self._rounder = Rounder(self.plan.target.scheme, pattern, device)
-
-        from transformers.initialization import no_init_weights
-
-        # llm-compressor makes a linear layer for every matrix, to fill it at once.
-        with no_init_weights():
-            super().run_pipeline(units)
-
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
-        verify = self.request.verify
+        verify, scheme = self.request.verify, self.plan.target.scheme
         for expert in unit.experts:
             for proj in unit.layer.projections:
-                yield RtnTask(
-                    reader, unit.layer, expert, proj, verify, self.plan.target.scheme, self._rounder
-                )
+                yield RtnTask(reader, unit.layer, expert, proj, verify, scheme)

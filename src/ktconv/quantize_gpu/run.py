@@ -1,4 +1,4 @@
-"""`ktconv quantize-gpu`: experts as W4A16 or W8A16 through llm-compressor, in bounded memory.
+"""`ktconv quantize-gpu`: experts as W4A16 or W8A16, in bounded memory.
 
     report = quantize_gpu(Request(model="path/to/model", output=Path("out")))
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, open_checkpoint, read_map
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
@@ -20,7 +20,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.placement.expert_sets import check_expert_set, read_expert_set
 from ktconv.quantize_gpu.common import Preflight, Request, buffer_sizes
 from ktconv.quantize_gpu.gptq.run import Gptq
-from ktconv.quantize_gpu.rtn import BYTES_PER_ELEMENT, Rtn
+from ktconv.quantize_gpu.rtn import Rtn, rtn_buffers
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.loading import transformers_reads_packed
@@ -38,7 +38,8 @@ def prepare(request: Request) -> Preflight:
         raise UsageError(
             f"--method {request.options.method} is unknown", f"available: {', '.join(METHODS)}"
         )
-    _require_libraries()
+    if request.options.method == "gptq":
+        _require_libraries()
     checkpoint = open_checkpoint(
         request.model, request.config, read_map(request.map), request.tower
     )
@@ -66,8 +67,10 @@ def prepare(request: Request) -> Preflight:
     classes = count_classes(plan.layers, [copy for unit in plan.others for copy in unit.copies])
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
-    threads, peak = fit_memory(request, _per_thread(plan), LIBRARIES_MEMORY)
-    peak = max(peak, METHODS[options.method].check(request, plan))
+    beside = METHODS[options.method].check(request, plan)
+    libraries = LIBRARIES_MEMORY if options.method == "gptq" else 0
+    threads, peak = fit_memory(request, _per_thread(plan), libraries)
+    peak = max(peak, beside)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, classes)
 
@@ -88,7 +91,7 @@ def quantize_gpu(
 def _require_libraries() -> None:
     for package in ("torch", "transformers", "compressed_tensors", "llmcompressor"):
         if find_spec(package) is None:
-            raise UsageError(f"quantize-gpu needs {package}, which is not installed", INSTALL)
+            raise UsageError(f"--method gptq needs {package}, which is not installed", INSTALL)
 
 
 def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, Selection | None]:
@@ -120,5 +123,10 @@ def _loading_notes(checkpoint: Checkpoint) -> list[str]:
 
 def _per_thread(plan: Plan) -> int:
     """Bytes that a worker needs."""
-    matrices = [matrix for layer in plan.moe_layers for matrix in layer.kinds]
-    return buffer_sizes(plan).nbytes + BYTES_PER_ELEMENT * max(m.rows * m.cols for m in matrices)
+    rounding = rtn_buffers(plan.moe_layers, plan.target.scheme)
+    scales = max(2 * m.rows * plan.target.scheme.groups(m.cols) for m in _matrices(plan))
+    return rounding.with_those_of(buffer_sizes(plan)).nbytes + scales
+
+
+def _matrices(plan: Plan) -> list[ExpertMatrix]:
+    return [matrix for layer in plan.moe_layers for matrix in layer.kinds]

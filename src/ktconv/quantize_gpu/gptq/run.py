@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ktconv.checkpoint import Checkpoint, Projection
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
@@ -36,7 +38,8 @@ from ktconv.quantize_gpu.gptq.calibration import (
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
 from ktconv.quantize_gpu.matrices import write_matrix
-from ktconv.quantize_gpu.rtn import Rtn, as_array
+from ktconv.quantize_gpu.rtn import Rtn
+from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, silent
 from ktconv.targets.pack_quantized.module_classes import class_of
@@ -275,6 +278,18 @@ class Gptq(Rtn):
     def unit_facts(self, unit: Unit) -> Record:
         seen = self._coverage.get(unit.layer.index) if isinstance(unit, LayerUnit) else None
         return {"coverage": seen.record()} if seen else {}
+
+
+def as_array(tensor: Tensor) -> Array:
+    """A tensor of torch as a numpy array; two-byte floats as their bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: Array = tensor.numpy()
+    return array
 
 
 class _Finished:

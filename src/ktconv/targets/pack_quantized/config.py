@@ -88,7 +88,7 @@ def recipe_yaml(plan: Plan) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-_TAGS = ("ktconv", "llm-compressor", "compressed-tensors", "mixture-of-experts")
+_TAGS = ("ktconv", "compressed-tensors", "mixture-of-experts")
 
 
 def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
@@ -106,6 +106,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         command += " --config DIR"
     if plan.checkpoint.mapped is not None:
         command += " --map FILE.toml"
+    tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     return f"""---
 {header(source, "transformers", [*_TAGS, options.scheme])}
@@ -123,7 +124,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
 {errors_line(errors)}{note}
 {_use(plan, chosen)}
 
-Made with ktconv {__version__} and llm-compressor:
+Made with ktconv {__version__}{tool}:
 
     {command}
 """

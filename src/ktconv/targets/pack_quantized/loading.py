@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from ktconv.checkpoint import Checkpoint
@@ -12,7 +13,10 @@ _METHOD = "compressed-tensors"
 
 def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
     """False for families whose experts transformers reads in fused form alone: weights of an output
-    would not be found, and be initialised at random with a warning."""
+    would not be found, and be initialised at random with a warning. True where it is not installed,
+    and nobody knows."""
+    if find_spec("transformers") is None or find_spec("torch") is None:
+        return True
     if all(len(layer.experts[0]["up"].tensor.shape) < 3 for layer in checkpoint.layers):
         return True
     types = interpret_config(checkpoint.config).model_types

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
 from ktconv.writer.shards import Tensor
+
+if TYPE_CHECKING:
+    from ktconv.native import Encoding
 
 BITS = {"W4A16": 4, "W8A16": 8}
 CHANNEL = -1  # --group-size: one scale per row
@@ -65,6 +68,12 @@ class Scheme:
 
     def groups(self, cols: int) -> int:
         return 1 if self.group_size == CHANNEL else cols // self.group_size
+
+    def encoding(self, half: bool) -> Encoding:
+        """What the C library calls it; `half`: weights and scales are binary16, not bf16."""
+        from ktconv.native import Encoding
+
+        return Encoding(f"int{self.bits}", max(self.group_size, 0), half)
 
     def weight_arguments(self) -> dict[str, Any]:
         """compressed-tensors' QuantizationArgs, as in config.json."""
