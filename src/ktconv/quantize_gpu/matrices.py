@@ -85,8 +85,7 @@ def compared(
     """The comparison of the C library in NumPy, for shapes that it does not take and weights whose
     squares are no binary32. `wrong`: scales that are not those of the rule, which nobody compares
     here."""
-    parts = {"weight_packed": codes.reshape(source.rows, -1), "weight_scale": scales}
-    found = dequantized(scheme, parts, source.cols, half)
+    found = dequantized(scheme, codes.reshape(source.rows, -1), scales, source.cols, half)
     wanted = native.decode(source)
     off = (found - wanted).astype(np.float64)
     steps = np.abs(off).reshape(len(off), scales.shape[1], -1).max(axis=2)
@@ -101,16 +100,15 @@ def compared(
     )
 
 
-def dequantized(scheme: Scheme, parts: Mapping[str, Array], cols: int, half: bool) -> F32:
-    """The values [rows, cols] of codes as bytes, and scales."""
-    packed = parts["weight_packed"]
+def dequantized(scheme: Scheme, packed: U8, scale: U16, cols: int, half: bool) -> F32:
+    """The values [rows, cols] of codes as bytes [rows, bytes] and scales [rows, groups]."""
     if scheme.bits == 4:
         levels = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
         levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
     else:
         levels = packed
     values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
-    scales = (f16_to_f32 if half else bf16_to_f32)(parts["weight_scale"])
+    scales = (f16_to_f32 if half else bf16_to_f32)(scale)
     values.reshape(len(values), scales.shape[1], -1)[:] *= scales[:, :, None]
     return values
 
