@@ -411,12 +411,19 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,
                          int8_t *codes);
 
+typedef struct kt_encoded_audit {
+  double squared_source, squared_error, squared_value; /* as kt_audit's */
+  double max_steps;     /* largest |w - v| in steps, of scales that are normal numbers */
+  int64_t zeros;        /* codes that are 0 */
+  int64_t other_codes;  /* codes that are not those of the rule, given their scales */
+  int64_t other_scales; /* scales that are not those of the rule */
+} kt_encoded_audit;
+
 /* Compares codes and scales of kt_encode with their source by code of its own. INT4 and INT8;
- * rows, cols and groups are multiples of 32. audit: max_steps only of scales that are normal
- * numbers; `invalid` counts scales that are not those of the rule; squares are binary32, and those
- * beyond 2^-126 .. 2^128 vanish or are infinite; squared_value is 0. Same bits on every level. */
+ * rows, cols and groups are multiples of 32. Squares are binary32: those beyond 2^-126 .. 2^128
+ * vanish or are infinite. Same bits on every level. */
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
-                           const void *scales, kt_audit *audit);
+                           const void *scales, kt_encoded_audit *audit);
 
 /* ---- Threads --------------------------------------------------------------- */
 

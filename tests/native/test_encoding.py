@@ -182,10 +182,23 @@ def test_the_audit_measures_what_is_there(isa: str, encoding: Encoding, transpos
     off = (source.values() - got).astype(np.float64)
     assert found.squared_source == pytest.approx((values**2).sum(), rel=1e-6)
     assert found.squared_error == pytest.approx((off**2).sum(), rel=1e-6)
-    assert found.zeros == int((got == 0).sum()) and found.other_scales == 0
+    assert found.squared_value == pytest.approx((got.astype(np.float64) ** 2).sum(), rel=1e-6)
+    assert found.zeros == int((got == 0).sum())
+    assert found.other_scales == found.other_codes == 0
     assert 0.4 < found.max_steps < (0.6 if encoding.kind == "int4" else 1.1)
     native.use_isa("scalar")
     assert audit_encoded(encoding, source.matrix(), codes, scales) == found
+
+
+@pytest.mark.parametrize("encoding", INTS, ids=str)
+def test_the_audit_finds_codes_that_are_one_off(isa: str, encoding: Encoding) -> None:
+    source = source_of(encoding)
+    codes, scales = encode(encoding, source.matrix())
+    assert audit_encoded(encoding, source.matrix(), codes, scales).other_codes == 0
+    for byte in range(0, codes.shape[1], 7):
+        wrong = codes.copy()
+        wrong[byte % ROWS, byte] ^= 1  # a code's last bit
+        assert audit_encoded(encoding, source.matrix(), wrong, scales).other_codes == 1
 
 
 @pytest.mark.parametrize("encoding", INTS, ids=str)
@@ -198,6 +211,7 @@ def test_the_audit_finds_what_is_wrong(isa: str, encoding: Encoding) -> None:
         wrong[row, byte] ^= 0x44
         found = audit_encoded(encoding, source.matrix(), wrong, scales)
         assert found.max_steps > 3 > clean.max_steps
+        assert found.other_codes == (2 if encoding.kind == "int4" else 1)
     other = scales.copy()
     other[ROWS - 1, -1] ^= 1
     assert audit_encoded(encoding, source.matrix(), codes, other).other_scales == 1

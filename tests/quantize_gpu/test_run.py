@@ -322,7 +322,10 @@ def test_wrong_codes_and_scales_are_found_at_once(
 
         return encode
 
-    for what, told in {"codes": "steps off its source", "scales": "1 scales are not those"}.items():
+    for what, told in {
+        "codes": "2 codes are not its source",
+        "scales": "1 scales are not those",
+    }.items():
         monkeypatch.setattr(native, "encode", wrong(what))
         refused(run(model, tmp_path / "out"), 1, "weight_packed is wrong", told)
 

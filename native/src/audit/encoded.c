@@ -13,7 +13,7 @@ static kt_encoded_fn *const levels[KT_LEVELS] = {
 };
 
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
-                           const void *scales, kt_audit *audit) {
+                           const void *scales, kt_encoded_audit *audit) {
   kt_encoded sizes;
   kt_status status = kt_matrix_check(source);
   if (!status) status = kt_encoded_sizes(encoding, source->rows, source->cols, &sizes);
@@ -23,7 +23,7 @@ kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source,
     return KT_ERR_UNSUPPORTED;
   const int64_t group = encoding->group ? encoding->group : source->cols;
   if (source->rows % 32 || source->cols % 32 || group % 32) return KT_ERR_SHAPE;
-  *audit = (kt_audit){0};
+  *audit = (kt_encoded_audit){0};
   const kt_encoded_job job = {.source = source,
                               .bits = encoding->kind == KT_ENCODE_INT4 ? 4 : 8,
                               .half = encoding->half,

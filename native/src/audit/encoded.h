@@ -13,7 +13,7 @@ typedef struct kt_encoded_job {
   const uint16_t *scales;
 } kt_encoded_job;
 
-typedef void kt_encoded_fn(const kt_encoded_job *job, kt_audit *audit);
+typedef void kt_encoded_fn(const kt_encoded_job *job, kt_encoded_audit *audit);
 kt_encoded_fn kt_encoded_scalar, kt_encoded_avx2; /* 512 bits are slower */
 
 #endif

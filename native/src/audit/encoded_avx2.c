@@ -7,7 +7,9 @@
 KT_TARGET_BEGIN(AVX2)
 #include "encoded_loop.h"
 
-void kt_encoded_avx2(const kt_encoded_job *job, kt_audit *audit) { audit_encoded(job, audit); }
+void kt_encoded_avx2(const kt_encoded_job *job, kt_encoded_audit *audit) {
+  audit_encoded(job, audit);
+}
 
 KT_TARGET_END
 #endif

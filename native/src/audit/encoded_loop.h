@@ -16,8 +16,8 @@ typedef struct group_state {
 
 /* Sums over everything, in lanes that are added up at the end. */
 typedef struct sums {
-  _Alignas(64) double source[LANES], error[LANES];
-  int64_t zeros;
+  _Alignas(64) double source[LANES], error[LANES], value[LANES];
+  int64_t zeros, others; /* codes that are 0, and those that are not the rule's */
 } sums;
 
 INLINE float scale_value(const kt_encoded_job *job, int64_t at) {
@@ -61,24 +61,42 @@ INLINE void codes_of(const kt_encoded_job *job, int64_t row, int64_t col, int64_
 
 INLINE float larger(float a, float b) { return from_bits(choose(a > b, bits_of(a), bits_of(b))); }
 
-/* Adds PIECE columns of a group; of each lane two squares, which are added in binary32. */
-INLINE void compare_piece(const float *w, const int8_t *codes, float scale, group_state *group,
-                          sums *all) {
-  float error[PIECE];
-  int32_t zeros = 0;
+/* A quotient rounded to the dtype of the weights, whose significand has 8 bits, or 11; below 2^-14,
+ * where binary16 has fewer, it becomes code 0 all the same. */
+INLINE float narrowed(float quotient, const int half) {
+  const uint32_t bits = bits_of(quotient), last = half ? 13 : 16;
+  const uint32_t odd = bits >> last & 1u, below = (1u << (last - 1)) - 1u;
+  return from_bits((bits + below + odd) >> last << last);
+}
+
+/* Adds PIECE columns of a group; of each lane two squares, which are added in binary32. The code of
+ * a weight w is w / scale, narrowed and rounded to an integer of `bits`, halves to the even one. */
+INLINE void compare_piece(const float *w, const int8_t *codes, float scale, const int bits,
+                          const int half, group_state *group, sums *all) {
+  const int32_t top = (1 << (bits - 1)) - 1;
+  float error[PIECE], value[PIECE];
+  int32_t zeros = 0, others = 0;
   for (int c = 0; c < PIECE; c++) {
-    error[c] = w[c] - (float)codes[c] * scale;
-    zeros += codes[c] == 0;
+    const int32_t code = codes[c];
+    const float shifted = narrowed(w[c] / scale, half) + 0x1.8p23f; /* ends at the ones */
+    const int32_t nearest = (int32_t)(bits_of(shifted) - bits_of(0x1.8p23f));
+    const int32_t upper = nearest < top ? nearest : top;
+    value[c] = (float)code * scale;
+    error[c] = w[c] - value[c];
+    zeros += code == 0;
+    others += code != (upper > -top - 1 ? upper : -top - 1);
   }
   all->zeros += zeros;
+  all->others += others;
   for (int i = 0; i < LANES; i++) {
     all->source[i] += (double)(w[i] * w[i] + w[LANES + i] * w[LANES + i]);
     all->error[i] += (double)(error[i] * error[i] + error[LANES + i] * error[LANES + i]);
+    all->value[i] += (double)(value[i] * value[i] + value[LANES + i] * value[LANES + i]);
   }
-  for (int half = 0; half < PIECE; half += LANES)
+  for (int side = 0; side < PIECE; side += LANES)
     for (int i = 0; i < LANES; i++) {
-      group->most_source[i] = larger(fabsf(w[half + i]), group->most_source[i]);
-      group->most_error[i] = larger(fabsf(error[half + i]), group->most_error[i]);
+      group->most_source[i] = larger(fabsf(w[side + i]), group->most_source[i]);
+      group->most_error[i] = larger(fabsf(error[side + i]), group->most_error[i]);
     }
 }
 
@@ -91,13 +109,13 @@ INLINE float largest(const float *lane) {
 
 /* Steps count only where scales are normal numbers: others are too coarse for any bound. */
 INLINE void finish_group(const kt_encoded_job *job, int64_t row, int64_t g, group_state *group,
-                         kt_audit *audit) {
+                         kt_encoded_audit *found) {
   const int64_t at = row * job->groups + g;
   const float scale = scale_value(job, at), off = largest(group->most_error);
   const double steps = (double)off / (double)scale;
-  if (scale >= (job->half ? 0x1p-14f : 0x1p-126f) && steps > audit->max_steps)
-    audit->max_steps = steps;
-  audit->invalid += job->scales[at] != rule_scale(job, largest(group->most_source));
+  if (scale >= (job->half ? 0x1p-14f : 0x1p-126f) && steps > found->max_steps)
+    found->max_steps = steps;
+  found->other_scales += job->scales[at] != rule_scale(job, largest(group->most_source));
   *group = (group_state){{0}, {0}};
 }
 
@@ -107,13 +125,14 @@ static double total(const double *lane) {
   return sum;
 }
 
-static void audit_encoded(const kt_encoded_job *job, kt_audit *audit) {
+INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int half,
+                        kt_encoded_audit *found) {
   const kt_matrix *const m = job->source;
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
   group_state groups[2 * KT_AUDIT_ROWS] = {{{0}, {0}}};
-  sums all = {{0}, {0}, 0};
+  sums all = {{0}, {0}, {0}, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];
@@ -127,14 +146,35 @@ static void audit_encoded(const kt_encoded_job *job, kt_audit *audit) {
         for (int64_t c = 0; c < width; c += PIECE) {
           const int64_t g = (col + c) / job->group;
           const float scale = scale_value(job, (row + r) * job->groups + g);
-          compare_piece(w + c, codes + c, scale, groups + r, &all);
-          if ((col + c + PIECE) % job->group == 0) finish_group(job, row + r, g, groups + r, audit);
+          compare_piece(w + c, codes + c, scale, bits, half, groups + r, &all);
+          if ((col + c + PIECE) % job->group == 0) finish_group(job, row + r, g, groups + r, found);
         }
       }
     }
-  audit->squared_source += total(all.source);
-  audit->squared_error += total(all.error);
-  audit->zeros += all.zeros;
+  found->squared_source += total(all.source);
+  found->squared_error += total(all.error);
+  found->squared_value += total(all.value);
+  found->zeros += all.zeros;
+  found->other_codes += all.others;
+}
+
+/* Functions of their own, in which all but the job is a constant. */
+#define AUDIT(name, bits, half)                                                                    \
+  static __attribute__((noinline)) void name(const kt_encoded_job *job, kt_encoded_audit *found) { \
+    audit_codes(job, bits, half, found);                                                           \
+  }
+
+AUDIT(audit_int4, 4, 0)
+AUDIT(audit_int4_half, 4, 1)
+AUDIT(audit_int8, 8, 0)
+AUDIT(audit_int8_half, 8, 1)
+#undef AUDIT
+
+static void audit_encoded(const kt_encoded_job *job, kt_encoded_audit *found) {
+  if (job->bits == 4)
+    (job->half ? audit_int4_half : audit_int4)(job, found);
+  else
+    (job->half ? audit_int8_half : audit_int8)(job, found);
 }
 
 #endif

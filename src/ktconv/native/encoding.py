@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,15 +88,15 @@ def encode(
     return codes, scales
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedAudit:
-    """What `audit_encoded` found: sums over all elements, the largest error in steps of its scale,
-    codes that are 0, and scales that are not those of the rule."""
+class EncodedAudit(NamedTuple):
+    """struct kt_encoded_audit; ktconv.h explains the fields."""
 
     squared_source: float
     squared_error: float
+    squared_value: float
     max_steps: float
     zeros: int
+    other_codes: int
     other_scales: int
 
 
@@ -109,11 +109,9 @@ def audit_encoded(encoding: Encoding, source: Matrix, codes: Array, scales: Arra
     dtype = encoding.scale_array(*shape)
     expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
     expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
-    found = ffi.new("kt_audit *")
+    found = ffi.new("kt_encoded_audit *")
     status = lib.kt_audit_encoded(
         _struct(encoding), source.c, byte_pointer(codes), byte_pointer(scales), found
     )
     check(status)
-    return EncodedAudit(
-        found.squared_source, found.squared_error, found.max_steps, found.zeros, found.invalid
-    )
+    return EncodedAudit(*(getattr(found, name) for name in EncodedAudit._fields))

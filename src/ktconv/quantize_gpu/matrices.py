@@ -49,11 +49,10 @@ class Deviation:
         found = None
         if not (rows % WHOLE or cols % WHOLE or (encoding.group or cols) % WHOLE):
             found = native.audit_encoded(encoding, source, codes, scales)
+        if found is not None and self._method == "rtn":
+            self._check_rounding(found)
         if found is None or not TINY < found.squared_source < math.inf:
-            wrong = found.other_scales if found else 0
-            found = compared(self._scheme, source, codes, scales, self._half, wrong)
-        if found.other_scales and self._method == "rtn":
-            self._refuse(f"{found.other_scales} scales are not those of its source's weights")
+            found = compared(self._scheme, source, codes, scales, self._half)
         self._most_steps = max(self._most_steps, found.max_steps)
         self._squared_error += found.squared_error
         self._squared_source += found.squared_source
@@ -65,6 +64,14 @@ class Deviation:
                 f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "
                 "allowed"
             )
+
+    def _check_rounding(self, found: native.EncodedAudit) -> None:
+        for wrong, what in (
+            (found.other_scales, "scales are not those of its source's weights"),
+            (found.other_codes, "codes are not its source's weights, rounded to nearest"),
+        ):
+            if wrong:
+                self._refuse(f"{wrong} {what}")
 
     def _refuse(self, why: str) -> None:
         raise VerificationError(f"{self._name} is wrong: {why}", _WAYS_OUT[self._method])
@@ -80,11 +87,10 @@ class Deviation:
 
 
 def compared(
-    scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool, wrong: int = 0
+    scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool
 ) -> native.EncodedAudit:
-    """The comparison of the C library in NumPy, for shapes that it does not take and weights whose
-    squares are no binary32. `wrong`: scales that are not those of the rule, which nobody compares
-    here."""
+    """Errors as the C library measures them, in NumPy, for shapes that it does not take and weights
+    whose squares are no binary32; nothing is compared with the rule."""
     found = dequantized(scheme, codes.reshape(source.rows, -1), scales, source.cols, half)
     wanted = native.decode(source)
     off = (found - wanted).astype(np.float64)
@@ -94,9 +100,11 @@ def compared(
     return native.EncodedAudit(
         float(np.vdot(wanted.astype(np.float64), wanted)),
         float(np.vdot(off, off)),
+        0.0,
         float(np.max(steps[precise] / step[precise], initial=0.0)),
         int(np.count_nonzero(found == 0)),
-        wrong,
+        0,
+        0,
     )
 
 

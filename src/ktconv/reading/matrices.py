@@ -302,11 +302,16 @@ class MatrixReader:
 
     def decoded(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, F32]]:
         """All rows as float32, a chunk at a time; `buffer` is large enough for any of them."""
+        for chunk, view in self.views(buffer, bounce):
+            yield chunk, native.decode(view)
+
+    def views(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, native.Matrix]]:
+        """The same for the C library; a view is good until the next one."""
         with self.open() as fd:
             scales = self.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):
                 self.read(fd, chunk, buffer, bounce)
-                yield chunk, native.decode(self.view(chunk, scales, buffer, 0, self.matrix.cols))
+                yield chunk, self.view(chunk, scales, buffer, 0, self.matrix.cols)
 
     def _kept(self, scales: Scales | None, chunk: range) -> F32 | None:
         if scales is None or scales.row_scale is None or not self.keep_integers or self.factors:
