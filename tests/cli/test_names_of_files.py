@@ -27,14 +27,14 @@ Servers = Callable[[str], Commands]
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """One interpreter per environment, which the commands are forked from."""
-    slow = ("ktconv.quantize_gpu.llm_compressor", "llmcompressor", "ktconv.quantize_gpu.rtn")
     started: dict[str, Commands] = {}
 
     def server(where: str) -> Commands:
         if where not in started:
             directory = tmp_path_factory.mktemp("streams")
-            modules = slow if where != "UTF-8" and find_spec("llmcompressor") else ()
-            started[where] = Commands(directory, *modules, **PLACES[where])
+            slow = ("torch", "transformers.conversion_mapping", "transformers.models.auto")
+            modules = slow if where != "UTF-8" and find_spec("transformers") else ()
+            started[where] = Commands(directory, "quick_limits", *modules, **PLACES[where])
         return started[where]
 
     yield server
@@ -107,7 +107,7 @@ def test_bench_of_a_model(ways: Ways, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ways", ["bytes, C", "letters, ASCII output"], indirect=True)
 def test_commands_that_use_transformers_end_in_a_sentence(ways: Ways, tmp_path: Path) -> None:
-    pytest.importorskip("llmcompressor")
+    pytest.importorskip("transformers")
     name, where = ways
     model = write_model(tmp_path / name, layers=1, inner=256)
     out = tmp_path / f"out-{name}"

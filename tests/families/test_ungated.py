@@ -546,8 +546,9 @@ def test_quantize_gpu(kind: str | None, latent: int | None, stacked: bool, tmp_p
     assert any("nothing fills w13 (w1) (weight_packed" in message for message in checks)
 
 
-def test_bench(converted: Convert, tmp_path: Path) -> None:
+def test_bench(converted: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two matrices count as read, and as computed with."""
+    monkeypatch.setattr("ktconv.bench.limits.read_size", lambda: 4 << 20)  # no figure is judged
     output = converted("int8", 3)
     words = ["bench", "--model", output, "--tokens", 1, "--threads", 1, "--seconds", 0.01]
     result = CliRunner().invoke(app, [*map(str, words), "--format", "json"])

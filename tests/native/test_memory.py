@@ -132,7 +132,8 @@ SANITIZE = [
     "-fsanitize=address,undefined", "-fno-sanitize=object-size", "-fno-sanitize-recover=all"
 ]  # fmt: skip
 TESTS = ROOT / "native/test"
-VECTORS = re.compile("(?<!audit_)(avx|amx)")  # the audit is plain loops on every level
+# Written in vector instructions; the audit and encodings are plain loops on every level.
+VECTORS = re.compile("(?<!audit_)(?<!encoded_)(?<!encode_)(avx|amx)")
 
 
 class Build:
