@@ -504,3 +504,14 @@ def test_names_of_absurd_length_are_cut(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "xxx...xxx" in result.stderr
     assert len(result.stderr) < 500
+
+
+def test_a_word_behind_ray_that_is_no_address(tmp_path: Path) -> None:
+    for words in (("head-node",), ("10.0.0.1",)):
+        result = CliRunner().invoke(
+            app, ["quantize-cpu", "m", str(tmp_path / "o"), "--ray", *words]
+        )
+        assert result.exit_code == 2
+        assert "what follows --ray is HOST:PORT, auto or local" in " ".join(result.stderr.split())
+    result = CliRunner().invoke(app, ["quantize-cpu", "m", str(tmp_path / "o"), "more"])
+    assert result.exit_code == 2 and "--ray" not in result.stderr

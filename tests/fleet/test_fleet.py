@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.cli import contents, ktconv, refused, write_model
@@ -86,13 +87,26 @@ def test_plans_of_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--json", "--progress=json")])
-def test_secrets_of_urls_are_not_shown(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_secrets_of_urls_are_not_shown(
+    tmp_path: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they in the arguments of a process, which everybody on the machine sees."""
+    started: list[str] = []
+
+    class Recorded(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **more: Any) -> None:
+            started.extend(command)
+            super().__init__(command, **more)
+
+    monkeypatch.setattr("ktconv.fleet.runs.subprocess.Popen", Recorded)
     url = "http://user:hunter2@127.0.0.1:9/model/?sig=verysecret"
     path = listed(tmp_path, f"{url} {tmp_path}/a")
     result = ktconv("quantize-cpu", "--from-list", path, *more)
     said = result.stdout + result.stderr
     assert result.exit_code == 3 and "http://127.0.0.1:9/model/" in said
-    assert "verysecret" not in said and "hunter2" not in said
+    assert started
+    for words in (said, " ".join(started)):
+        assert "verysecret" not in words and "hunter2" not in words
 
 
 def test_an_error_is_not_replaced_by_what_a_library_says_after_it() -> None:

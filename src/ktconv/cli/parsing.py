@@ -79,6 +79,7 @@ class Command(TyperCommand):
             wrong: Any = error
             if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
                 wrong.message = wrong.message.removeprefix("Value error, ")  # of pydantic
+                wrong.message += _mistaken_value(wrong.message, ctx.meta[WORDS])
                 if as_json:
                     print_error(wrong.format_message(), None, wrong.exit_code)
                 if as_events:
@@ -89,6 +90,7 @@ class Command(TyperCommand):
 
 # Options whose value can be left out: the value that this means, and what values look like.
 _OPTIONAL = {"--ray": ("auto", re.compile(r"auto|local|ray://.*|[^/\s]+:[0-9]+"))}
+_VALUES = {"--ray": "HOST:PORT, auto or local"}
 
 
 def with_defaults(words: Sequence[str]) -> list[str]:
@@ -99,6 +101,18 @@ def with_defaults(words: Sequence[str]) -> list[str]:
         bare = values is not None and not values.fullmatch(following)
         found.append(f"{word}={default}" if bare else word)
     return found
+
+
+def _mistaken_value(message: str, words: Sequence[str]) -> str:
+    """The end of a sentence about too many arguments, where one was meant to be such a value."""
+    if "unexpected extra argument" not in message:
+        return ""
+    for word, following in pairwise(words):
+        if word not in _OPTIONAL or following.startswith("-") or following not in message:
+            continue
+        if not _OPTIONAL[word][1].fullmatch(following):
+            return f": what follows {word} is {_VALUES[word]}"
+    return ""
 
 
 def wants_json(words: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,6 +69,14 @@ class Run:
 Changed = Callable[[Run, dict[str, Any]], None]  # a run, and the event that it sent
 
 
+# The command, with words from stdin: everybody on a machine sees the arguments of processes, and
+# URLs can have signatures and passwords.
+_PROGRAM = (
+    "import json, sys; sys.argv = ['ktconv', *json.load(sys.stdin)]; "
+    "from ktconv.cli.entry import main; main()"
+)
+
+
 class Fleet:
     """The runs of a list. `common`: options of all, which those of a line follow and overrule."""
 
@@ -104,20 +112,23 @@ class Fleet:
             raise
 
     def _run(self, run: Run) -> None:
-        command = [sys.executable, "-m", "ktconv", "quantize-cpu", run.entry.model]
-        command += [str(run.entry.output), *self._common, *run.entry.words]
+        words = ["quantize-cpu", run.entry.model, str(run.entry.output)]
+        words += [*self._common, *run.entry.words, "--json", "--progress", "json"]
         with self._lock:
             if self._stopped:
                 return
             process = subprocess.Popen(
-                [*command, "--json", "--progress", "json"],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", _PROGRAM],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
             )
             self._processes.add(process)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as words_of_child:
+                words_of_child.write(json.dumps(words))
         started = time.monotonic()
         run.state = "running"
         entry = run.entry
